@@ -48,7 +48,7 @@ class WorkerNode:
     """A node without the coordinator."""
 
     def __init__(self, config: Config, here: LocalNode, verbose: bool):
-        """Raises UserError."""
+        """Prepare the node's agent. Raises UserError."""
         check_secret(config)
         own = on_this_machine(config, here.address)
         settings = config.services.coordinator

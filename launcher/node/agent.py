@@ -89,7 +89,7 @@ class Agent:
         machine: Machine,
         python: str,
     ):
-        """`config`: the configuration that this node was started with; the coordinator sends the full one later."""
+        """Start with `config`, the configuration of this node's command line; the coordinator sends the full one later."""
         self._node = node
         self._own = self.config = config
         """The configuration that the coordinator sent last."""

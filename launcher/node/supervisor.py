@@ -218,7 +218,7 @@ class Supervisor:
         view: LineView | None = None,
         settings: Logs = Logs(),  # noqa: B008  immutable
     ):
-        """`view` shows what became of processes; if it is verbose, also every line that they write."""
+        """Keep logs in `logs`. `view` shows what became of processes; if verbose, also every line that they write."""
         os_process.raise_descriptor_limit()  # each child takes some descriptors of this process
         self._logs = logs
         self._view = view
@@ -473,8 +473,8 @@ class Supervisor:
     async def wait_all(self, timeout: float) -> list[Child]:
         """Wait for every child to end. Return the children that did not.
 
-        Kill a child that was started during the run AGENT_END_GRACE after the others: the processes that should have told it
-        to end may never have known it.
+        Kill a child that was started during the run AGENT_END_GRACE after the others: the processes that would ask it to end
+        may never have known it.
         """
         ends = {child: asyncio.create_task(child.process.wait()) for child in self.children}
         until = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""What the rollout service asks of a generation engine, and what the engines share."""
+"""The interface of the generation engines to the rollout service, and their shared parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EngineStats(Struct, kw_only=True):
-    """Counters since the start, and gauges of now."""
+    """Counters since the start, and present gauges."""
 
     running: int = 0
     waiting: int = 0
@@ -30,14 +30,14 @@ class EngineStats(Struct, kw_only=True):
     busy_seconds: float = 0.0
     kv_waiting_bytes: int = 0  # keys and values of conversations that wait for their next turn
     kv_waiting_texts: int = 0
-    kv_hits: int = 0  # prompts of which a beginning was there already
-    kv_misses: int = 0  # of requests with `keep`, those of which none was
-    kv_use: float = 0.0  # of the room for running sequences, how much holds keys and values
+    kv_hits: int = 0  # prompts whose beginning was in the cache
+    kv_misses: int = 0  # requests with `keep` whose prompt had no beginning in the cache
+    kv_use: float = 0.0  # the part of the room for running sequences that holds keys and values
     kv_shared: bool = False  # whether the room is less than `slots` sequences of the longest length need, and may run out
-    preemptions: int = 0  # sequences that lost their keys and values to others, and were begun anew
+    preemptions: int = 0  # sequences that lost their keys and values to other sequences, and started anew
 
     def gauges(self) -> dict[str, float]:
-        """As a rollout tells them with its status."""
+        """Return the gauges of a rollout's status."""
         return {
             "running": self.running,
             "waiting": self.waiting,
@@ -57,70 +57,69 @@ class EngineStats(Struct, kw_only=True):
 
 
 class RolloutEngine(ABC):
-    """Token in, token out. Called on one event loop, one call at a time but for `stage`; `advance` may run long.
-
-    New weights are staged beside generation, and `swap` takes them over between two steps.
+    """Takes tokens and returns tokens. All calls come from one event loop, one at a time except `stage`; `advance` may run
+    long. New weights are staged during generation, and `swap` takes them over between two steps.
     """
 
     adopts = ""
-    """The dtype, by torch's name, of staged tensors from which the engine itself generates after a swap: their memory must stay
-    unchanged until the next one. "" where it copies all."""
+    """The dtype, by torch's name, of staged tensors that the engine uses in place after a swap. Their memory must stay
+    unchanged until the next swap. "" if the engine copies all tensors."""
 
     thread: Executor | None = None
-    """In which it computes with torch; None where that is another process's."""
+    """The thread in which the engine computes with torch; None if another process computes."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups. Raises InvalidMessage, queueing nothing, when one cannot fit the engine's context length."""
+        """Queue groups. Raises InvalidMessage, and queues none, if a group cannot fit the engine's context length."""
 
     @abstractmethod
     async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
-        """Generate until some groups are finished, and return those; return early, perhaps empty, once `interrupted()`."""
+        """Generate until some groups are finished, and return them; return early, perhaps none, once `interrupted()`."""
 
     @abstractmethod
     def abort(self, group_ids: Sequence[int]) -> list[int]:
-        """Forget groups, waiting or running; returns those that were known."""
+        """Forget groups, waiting or running; return the ids of the groups that the engine had."""
 
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether `advance` would do something now."""
+        """Whether `advance` would do any work now."""
 
     version = PolicyVersion()
-    """Of the weights."""
+    """The version of the weights."""
 
     held = False
-    """While it is, no sequence is begun, and `advance` returns once those that are running have finished."""
+    """While True, no sequence starts, and `advance` returns once the running sequences have finished."""
 
     torn = False
-    """Whether the weights are of no version, as a swap failed in the middle. Nothing is generated until another swap; what was
-    running goes on then."""
+    """Whether the weights mix two versions, as a swap failed midway. Generation stops until the next swap; running sequences
+    then go on."""
 
     @abstractmethod
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Prepare new weights (Hugging Face names and shapes) for `swap`, in place of those staged before.
+        """Prepare new weights (Hugging Face names and shapes) for `swap`. They replace weights staged before.
 
-        May run beside every other call; not beside itself. `tensors` must stay unchanged until `swap`, and longer where the
-        engine `adopts`. Raises InvalidMessage, changing nothing; UserError when the device has not the memory.
+        May run during any other call except itself. `tensors` must stay unchanged until `swap`, and longer if the engine
+        `adopts` them. Raises InvalidMessage, and changes nothing; UserError if the device lacks the memory.
         """
 
     @abstractmethod
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
-        """Take over the weights that were staged. Raises InvariantViolated, changing nothing, when none were.
+        """Take over the staged weights. Raises InvariantViolated, and changes nothing, if no weights are staged.
 
-        Running sequences go on with the keys and values that they have or, with `recompute`, with those that the new weights
-        give their tokens so far.
+        Running sequences keep their keys and values or, with `recompute`, get those that the new weights give for their
+        tokens so far.
         """
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Give back the memory of keys and values, and of more where the engine can, until `wake`. Nothing is begun, and no
-        weights are swapped meanwhile. What is running goes on after it, with keys and values made anew."""
+        """Give back the memory of keys and values until `wake`, and more memory if the engine can. No sequence starts, and no
+        weights are swapped meanwhile. Running sequences go on after `wake`, with recomputed keys and values."""
 
     @abstractmethod
     async def wake(self, cache: bool = True) -> None:
-        """Take the memory again; groups that waited are begun. Without `cache` that of keys and values is left, and so are
-        groups: weights may be staged, loaded and swapped."""
+        """Take the memory again, and start waiting groups. Without `cache`, leave the memory of keys and values, and the
+        groups; weights may then be staged, loaded and swapped."""
 
     @abstractmethod
     def stats(self) -> EngineStats: ...
@@ -131,19 +130,19 @@ class RolloutEngine(ABC):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the rollout engines share: which requests are refused, and how finished replies become samples and groups.
+# Shared by the rollout engines: which requests are refused, and how finished replies become samples and groups.
 
 
 class EngineGroup:
-    """A group that an engine has. `samples` [n]: None where one is not done."""
+    """A group in an engine. `samples` [n]: None for a sample that is not finished."""
 
     def __init__(self, request: GroupRequest):
         self.request = request
         self.samples: list[Sample | None] = [None] * request.n
 
     def finish(self, index: int, sample: Sample) -> GeneratedGroup | None:
-        """Sample `index` is done; with the last one comes what leaves the engine: header and encoded payload. Versions never
-        fall along a sample."""
+        """Take sample `index`. With the last sample, return the group's header and encoded payload. Versions never decrease
+        along a sample."""
         self.samples[index] = sample
         request, samples = self.request, [each for each in self.samples if each is not None]
         if len(samples) < request.n:
@@ -160,7 +159,7 @@ class EngineGroup:
 
 
 def check_requests(requests: Sequence[GroupRequest], here: Iterable[int], context: int, vocabulary: int) -> None:
-    """Raises InvalidMessage for a group that is `here` already, does not fit, or is sampled in no valid way."""
+    """Check groups. Raises InvalidMessage for one that is already `here`, does not fit, or has invalid sampling parameters."""
     known = set(here)
     for request in requests:
         _check(request, known, context, vocabulary)
@@ -191,7 +190,7 @@ def _check(request: GroupRequest, known: Container[int], context: int, vocabular
 def make_sample(
     tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason, kept: TokenSets | None = None
 ) -> Sample:
-    """A reply, all of it the model's."""
+    """Return a reply whose tokens all come from the model."""
     return Sample(
         tokens=tokens,
         loss_mask=np.ones(len(tokens), np.uint8),

@@ -403,7 +403,7 @@ def test_vllm_tells_who_lost_its_memory_to_others_and_not_to_a_swap() -> None:
     engine = object.__new__(rollout_vllm.VLLMRolloutEngine)
     engine._stats, engine.version = EngineStats(slots=8), OLD
     engine._waiting, engine._slots, engine._context = deque(), 8, 100
-    engine._core = SimpleNamespace(told=CoreLoad(room=799, kv_use=0.9, waiting=3))  # type: ignore[assignment]
+    engine._core = SimpleNamespace(reported=CoreLoad(room=799, kv_use=0.9, waiting=3))  # type: ignore[assignment]
     group = EngineGroup(turn(1, words(60)))
     engine._running = {name: rollout_vllm._Sequence(group, 0, forgotten=name == "b") for name in ("a", "b", "c")}
     for name, preemptions in (("a", 1), ("b", 1), ("c", 0), ("b", 2)):
@@ -411,7 +411,7 @@ def test_vllm_tells_who_lost_its_memory_to_others_and_not_to_a_swap() -> None:
     stats = engine.stats()
     assert stats.preemptions == 1 + 2
     assert (stats.running, stats.waiting, stats.kv_use, stats.kv_shared) == (3, 3, 0.9, True)
-    engine._running, engine._core.told.room = {}, 800
+    engine._running, engine._core.reported.room = {}, 800
     stats = engine.stats()
     assert (stats.waiting, stats.kv_use, stats.kv_shared) == (0, 0, False)
 

@@ -1,7 +1,7 @@
 """A lean decoder for the families of `runtime.models.families`: few operators a step.
 
-Tokens are flattened to [m, hidden]; only the attention knows of sequences. What layers add to, norms, rotations, softmax
-statistics and the logits that are returned are float32 whatever the weights are: the trainer computes under `torch.autocast`,
+Tokens are flattened to [m, hidden]; only the attention knows sequences. The residual stream, norms, rotations, softmax
+statistics and the returned logits are float32, whatever dtype the weights have: the trainer computes under `torch.autocast`,
 which rounds at the same places. In bfloat16, roundings at other places moved log-probabilities by 0.05 nats.
 """
 
@@ -27,15 +27,15 @@ from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, 
 
 # ---- Attention
 #
-# What the lean decoder's attention is made of: rotations, masks, and attention over cached keys and values.
+# The parts of the lean decoder's attention: rotations, masks, and attention over cached keys and values.
 
-_BLOCK = 1024  # queries at once, at least, where attention has a mask: it grows with them
+_BLOCK = 1024  # least number of queries at once if attention has a mask, which grows with them
 
 
 def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, float32 [length, 1, dim], of rotary embeddings (Su et al. 2021, RoFormer, equation 34, in halves).
+    """Return cosines and sines, float32 [length, 1, dim], of rotary embeddings (Su et al. 2021, RoFormer, equation 34, halves).
 
-    The first half of the sines is negated: rotating is then x * cos + roll(x, dim / 2) * sin.
+    The first half of the sines is negated: a rotation is then x * cos + roll(x, dim / 2) * sin.
     """
     angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.frequencies(dim)).unsqueeze(1)
     cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
@@ -43,8 +43,8 @@ def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tupl
 
 
 def within(allowed: torch.Tensor | None, positions: torch.Tensor, past: int, window: int) -> torch.Tensor | None:
-    """Of `allowed` [b, t, past + t], which keys each query at `positions` [b, t] sees, those that are not further back than a
-    `window` that is not 0. The keys of `past` tokens are those right before the first query."""
+    """Limit `allowed` [b, t, past + t] to the keys within `window` of each query at `positions` [b, t]; 0 is no limit. The keys
+    of `past` tokens come right before the first query."""
     if allowed is None or not window:
         return allowed
     before = torch.arange(-past, 0, device=positions.device) + positions[:, :1]
@@ -59,8 +59,8 @@ def attend_causal(
     window: int,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of [b, heads, t, d] to itself, of each token over those before it; with a `window` that is not 0, over so many,
-    its own included."""
+    """Attend [b, heads, t, d] to itself: each token to itself and the tokens before. A `window` that is not 0 limits their
+    number, the token included."""
     t = query.shape[2]
     if sinks is None and not 0 < window < t:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
@@ -82,7 +82,7 @@ def attend_masked(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same over the keys of which `mask` is true."""
+    """Attend to the keys where `mask` is true."""
     width = value.shape[-1]
     if sinks is not None:
         query, key, value, mask = with_sinks(query, key, value, sinks, scale, mask)
@@ -90,8 +90,8 @@ def attend_masked(
 
 
 def cached_bias(positions: torch.Tensor, length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """For queries at `positions` [n], [n, length]: 0 where a sequence has keys, the query's own included, -inf beyond, and
-    before the last `window` of them where that is not 0."""
+    """Return an additive mask [n, length] for queries at `positions` [n]: 0 for a sequence's keys up to the query's own, -inf
+    beyond them, and -inf before the last `window` keys if the window is not 0."""
     back = positions.unsqueeze(1) - torch.arange(length, device=positions.device)
     unseen = (back < 0) | (back >= window) if window else back < 0
     return torch.zeros(unseen.shape, device=positions.device, dtype=dtype).masked_fill_(unseen, -math.inf)
@@ -100,8 +100,8 @@ def cached_bias(positions: torch.Tensor, length: int, window: int, dtype: torch.
 def attend_fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float, sinks: None
 ) -> torch.Tensor:
-    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive one,
-    [n, kv_heads, 1, length]. The result has the shape of `query`, flattened somehow. There are no sinks."""
+    """Attend [n, kv_heads, queries, d] to [n, kv_heads, length, d] with an additive mask [n, kv_heads, 1, length]. Return the
+    shape of `query`, partly flattened. Takes no sinks."""
     mask = bias.expand(-1, -1, query.shape[2], -1)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(len(query), -1)
 
@@ -114,8 +114,8 @@ def attend_batched(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same by batched matrix products. `sinks` [heads]: of the heads that share a key-value head, which stand in for
-    queries, each has its own."""
+    """Attend as `attend_fused` does, by batched matrix products. `sinks` [heads]: one for each head. The heads that share a
+    key-value head stand in for queries."""
     n, kv_heads, _, _ = query.shape
     query, keys, values, bias = (each.flatten(0, 1) for each in (query, keys, values, bias))
     scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale)
@@ -130,23 +130,22 @@ def attend_batched(
 #
 # Multi-head latent attention of the lean decoder (DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C).
 #
-# Of a token the cache has one vector for all heads: the normed latent, of which keys and values are made, and the rotated
-# part of the keys. Whole texts are attended with keys and values. A decode step is attended without making them: the up-
-# projection of the keys is taken into the query, and that of the values comes after attention, which then has one key-value
-# head, whose values are a part of its keys.
+# The cache has one vector a token for all heads: the normed latent, from which keys and values are made, and the rotated part
+# of the keys. Whole texts are attended with keys and values. A decode step does not make keys and values: the up-projection of
+# the keys is absorbed into the query, and the up-projection of the values comes after attention. Attention then has one
+# key-value head, and its values are a part of its keys.
 #
-# m tokens; a head of queries and keys has `head` = `plain` + `rotated` elements; an entry of the cache `cached` = `rank` +
-# `rotated`.
+# m tokens; a head of queries and keys has `head` = `plain` + `rotated` elements, a cache entry `cached` = `rank` + `rotated`.
 
 
 class LatentAttention:
-    """What of the attention depends on weights, but for the output projection."""
+    """The part of latent attention that depends on weights, without the output projection."""
 
     def __init__(self, heads: int, latent: LatentShape):
         self._heads, self._shape = heads, latent
 
     def project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Of the normed input [m, hidden] the queries and what is cached, [m, heads · head + cached]. cos, sin
+        """Project the normed input [m, hidden] to queries and cache entries, [m, heads · head + cached]. cos, sin
         [m, 1, rotated]."""
         shape, assembled = self._shape, F.linear(x, layer.qkv)
         query, latent, rotated = assembled.split((assembled.shape[1] - shape.cached, shape.rank, shape.rotated), 1)
@@ -158,12 +157,12 @@ class LatentAttention:
         return torch.cat((query, latent, _rotated(rotated.unsqueeze(1), cos, sin).squeeze(1)), 1)
 
     def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `project` gave: queries [..., heads, head] and entries of the cache [..., cached]."""
+        """Split the result of `project` into queries [..., heads, head] and cache entries [..., cached]."""
         query, entry = projected.split((projected.shape[-1] - self._shape.cached, self._shape.cached), -1)
         return query.unflatten(-1, (self._heads, -1)), entry
 
     def expand(self, layer: LayerWeights, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [b, heads, t, head] and values [b, heads, t, value] of entries [b, t, cached]."""
+        """Return keys [b, heads, t, head] and values [b, heads, t, value] of cache entries [b, t, cached]."""
         shape = self._shape
         latent, rotated = entries.split((shape.rank, shape.rotated), 2)
         assert layer.latent_up is not None
@@ -176,31 +175,31 @@ class LatentAttention:
         return torch.cat((plain, rotated.unsqueeze(1).expand(-1, self._heads, -1, -1)), 3), value
 
     def absorb(self, layer: LayerWeights, query: torch.Tensor) -> torch.Tensor:
-        """Queries [m, heads, head] for keys that are the cache's entries: [m, 1, heads, cached]."""
+        """Turn queries [m, heads, head] into queries for cache entries as keys, [m, 1, heads, cached]."""
         plain, rotated = query.split((self._shape.plain, self._shape.rotated), 2)
         keys, _ = self._up(layer)
         latent = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
         return torch.cat((latent, rotated), 2).unsqueeze(1)
 
     def means(self, entries: torch.Tensor) -> torch.Tensor:
-        """Of the cache's entries [..., cached] what attention takes as values, as a view: the latents, [..., rank]."""
+        """Return the latents of cache entries [..., cached], as a view [..., rank]: the values of attention."""
         return entries[..., : self._shape.rank]
 
     def values(self, layer: LayerWeights, mean: torch.Tensor) -> torch.Tensor:
-        """From means of latents [m, heads · rank] what the output projection takes, [m, heads · value]."""
+        """Turn means of latents [m, heads · rank] into the output projection's input, [m, heads · value]."""
         _, values = self._up(layer)
         latent = mean.view(len(mean), self._heads, -1).transpose(0, 1)
         return torch.bmm(latent, values.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _up(self, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        """The up-projections of keys, [heads, plain, rank], and of values, [heads, value, rank]."""
+        """Return the up-projections of keys, [heads, plain, rank], and of values, [heads, value, rank]."""
         assert layer.latent_up is not None
         keys, values = layer.latent_up.view(self._heads, -1, self._shape.rank).split((self._shape.plain, self._shape.value), 1)
         return keys, values
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[m, n, rotated], whose pairs are neighbours, not halves: those of the result are halves, of queries as of keys."""
+    """Rotate [m, n, rotated]. The input's pairs are neighbours; the result's pairs are halves, in queries and keys alike."""
     halves = x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
     return (halves * cos + halves.roll(halves.shape[2] // 2, -1) * sin).to(x.dtype)
 
@@ -208,19 +207,19 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 # ----------------------------------------------------------------------------------------------------------------------
 # The key-value cache: static memory, one slot per sequence.
 #
-# Layout [layers, parts, slots, heads, max_length, width] (`ModelConfig.cached`): of most models two parts, keys and values, of
-# kv_heads heads; of latent attention one part of one head. The active slots are always
-# 0..n-1, so that a decode step reads neighbouring slots, cut to the longest length among them, as a view.
+# Layout [layers, parts, slots, heads, max_length, width] (`ModelConfig.cached`). Most models have two parts, keys and values,
+# of kv_heads heads; latent attention has one part of one head. The active slots are always 0..n-1, so a decode step reads
+# neighbouring slots as a view, cut to the longest length among them.
 
 
 def kv_bytes(config: ModelConfig, slots: int, max_model_len: int, dtype: torch.dtype) -> int:
-    """Bytes of the cache of `slots` sequences of `max_model_len` tokens."""
+    """Return the bytes of the cache of `slots` sequences of `max_model_len` tokens."""
     return config.layers * math.prod(config.cached) * slots * max_model_len * dtype.itemsize
 
 
 class KVCache:
     def __init__(self, config: ModelConfig, slots: int, max_model_len: int, device: torch.device, dtype: torch.dtype):
-        """Raises UserError when the device has not the memory."""
+        """Allocate the cache. Raises UserError if the device lacks the memory."""
         needed, available = kv_bytes(config, slots, max_model_len, dtype), platform.memory(device).available
         if needed > available:
             raise UserError(
@@ -236,7 +235,7 @@ class KVCache:
         self._first = first.view(parts, slots, heads).transpose(0, 1).reshape(slots, parts * heads)
 
     def locate(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where slots 0..n-1 keep what is cached of their `positions` [n] int64: [n * parts * heads], for `append`."""
+        """Return the indices of `positions` [n] int64 in slots 0..n-1, for `append`: [n * parts * heads]."""
         return (self._first[: len(positions)] + positions.unsqueeze(1)).flatten()
 
     def append(self, layer: int, where: torch.Tensor, keys_values: torch.Tensor) -> None:
@@ -244,15 +243,16 @@ class KVCache:
         self._flat[layer].index_copy_(0, where, keys_values.reshape(-1, keys_values.shape[-1]))
 
     def views(self, slots: slice, length: int) -> tuple[torch.Tensor, ...]:
-        """Layer by layer the keys, then the values, or the one part, [slots, heads, length, width], of neighbouring slots."""
+        """Return layer by layer the keys, then the values, or the one part, of neighbouring slots:
+        [slots, heads, length, width]."""
         return self.data[:, :, slots, :, :length].flatten(0, 1).unbind()
 
     def held(self, slot: int, length: int) -> torch.Tensor:
-        """The first positions of a slot, as a view: [layers, parts, heads, length, width]."""
+        """Return the first positions of a slot as a view: [layers, parts, heads, length, width]."""
         return self.data[:, :, slot, :, :length]
 
     def fill(self, slot: int, text: torch.Tensor) -> None:
-        """Write the first positions of a slot: a text's [layers, parts, heads, length, width]."""
+        """Write the first positions of a slot from a text's [layers, parts, heads, length, width]."""
         self.data[:, :, slot, :, : text.shape[3]].copy_(text)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -266,11 +266,11 @@ class KVCache:
         self.data[:, :, other, :, :length].copy_(held)
 
     def release(self) -> None:
-        """Give the memory back. What was in the slots is lost."""
+        """Give the memory back. The contents of the slots are lost."""
         self.data.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Take the memory again, zeroed. Raises RuntimeError when there is not enough."""
+        """Take the memory again, zeroed. Raises RuntimeError if there is not enough."""
         self.data.untyped_storage().resize_(self.data.numel() * self.data.itemsize)
         self.data.zero_()
 
@@ -278,12 +278,12 @@ class KVCache:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated, or what latent attention projects to) ->
-# what the output projection takes, [m, heads * head_dim].
+# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated, or the projections of latent attention) -> the
+# input of the output projection, [m, heads * head_dim].
 Attention = Callable[[int, torch.Tensor], torch.Tensor]
 
 _Projection = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # weight; a norm of the product; bias
-LENGTH_STEP = 8  # cached lengths are cut to a multiple of this: fused kernels want aligned masks
+LENGTH_STEP = 8  # cached lengths are cut to a multiple of it: fused kernels need aligned masks
 
 
 def round_up(length: int, step: int) -> int:
@@ -291,7 +291,7 @@ def round_up(length: int, step: int) -> int:
 
 
 class Span(NamedTuple):
-    """Neighbouring slots start..end-1, none of which has more than `longest` positions, its newest token's included."""
+    """Neighbouring slots start..end-1 with at most `longest` positions each, the newest token included."""
 
     start: int
     end: int
@@ -299,28 +299,28 @@ class Span(NamedTuple):
 
 
 class _SpanPart(NamedTuple):
-    """The slots of a span, and what their tokens attend to."""
+    """The slots of a span, and the keys, values and masks that their tokens attend to."""
 
     slots: slice
     views: tuple[torch.Tensor, ...]  # of the cache, from `KVCache.views`
-    biases: dict[int, torch.Tensor]  # by the window of a layer
+    biases: dict[int, torch.Tensor]  # by a layer's window
 
 
 class Decoder:
     """Inference only: call under `torch.inference_mode()`."""
 
     def __init__(self, weights: DecoderWeights):
-        """`weights` is replaced by assignment, between two calls."""
+        """Keep `weights`, which a caller replaces by assignment between two calls."""
         self.weights = weights
         self.config = weights.config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self.chosen: list[torch.Tensor] | None = None  # takes the experts [m, k] of each layer in turn, where it is a list
+        self.chosen: list[torch.Tensor] | None = None  # if a list, each layer in turn appends its experts [m, k]
         self._latent = None if self.config.latent is None else LatentAttention(self.config.heads, self.config.latent)
         self._rotations = self._rotated(0)
         self._windows = self.config.windows or (0,) * self.config.layers
         self._scale = self.config.score_scale or self.config.head_dim**-0.5
-        # A tensor, so that it is rounded as the trainer rounds it.
+        # A tensor, so that it rounds as in the trainer.
         self._embedding_scale = torch.tensor(self.config.embedding_scale, device=self.device, dtype=self.dtype).float()
         # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel; it rounds scores.
         batched = self.config.sinks or (self.device.type == "cpu" and self.dtype == torch.float32)
@@ -338,12 +338,12 @@ class Decoder:
         return cls(weights)
 
     def reserve_positions(self, length: int) -> None:
-        """Make sure that positions 0..length-1 can be rotated."""
+        """Extend the rotations to positions 0..length-1."""
         if length > len(self._rotations[0][0]):
             self._rotations = self._rotated(length)
 
     def _rotated(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cosines and sines of so many positions; the last ones are those of layers with a window."""
+        """Return the cosines and sines of `length` positions; the last pair is for layers with a window."""
         local = self.config.local_theta
         ropes = [self.config.rope] + ([] if local is None else [Rope(local)])
         return [rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device) for rope in ropes]
@@ -361,11 +361,11 @@ class Decoder:
         kept: torch.Tensor | None = None,
         past: int = 0,
     ) -> torch.Tensor:
-        """Whole sequences at once: int64 `tokens` and `positions` [b, t] to the last layer's normed output [b, t, hidden].
+        """Compute whole sequences at once: int64 `tokens` and `positions` [b, t] to the normed output [b, t, hidden].
 
-        `allowed` [b, t, past + t] bool: which keys a query sees; causal when None, so that padding on the right is harmless.
-        `kept` [layers, parts, b, heads, past + t, width] receives what is cached, behind that of `past` tokens that it has
-        already. With these, `allowed` has to be given.
+        `allowed` [b, t, past + t] bool: the keys that a query sees; None: causal, so padding on the right does no harm.
+        `kept` [layers, parts, b, heads, past + t, width] receives the cache entries, behind those of `past` tokens that it
+        already has. With `past`, `allowed` is required.
         """
         near = {window: within(allowed, positions, past, window) for window in set(self._windows)}
 
@@ -383,7 +383,7 @@ class Decoder:
     def _states(
         self, layer: int, projected: torch.Tensor, kept: torch.Tensor | None, past: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [b, heads, t, d], keys and values [b, heads, past + t, d] of what was `projected`, [b, t, ...]."""
+        """Return queries [b, heads, t, d], keys and values [b, heads, past + t, d] of `projected` [b, t, ...]."""
         config, latent = self.config, self._latent
         if latent is not None:
             query, entries = latent.split(projected)
@@ -401,14 +401,14 @@ class Decoder:
         return query, self._per_head(key), self._per_head(value)
 
     def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
-        """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""
+        """Repeat [b, kv_heads, t, d] for the query heads that share them: [b, heads, t, d]."""
         return keys.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
-        """One step of the sequences in slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab].
+        """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab].
 
         `tokens` and `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n
-        slots, so that short sequences need not be attended over the length of the longest.
+        slots, so that short sequences are not attended over the longest length.
         """
         config, n = self.config, len(tokens)
         where = cache.locate(positions)
@@ -442,13 +442,13 @@ class Decoder:
     def _attend_part(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart, layer: int
     ) -> torch.Tensor:
-        """Attention of the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
+        """Attend the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
         bias, sinks = part.biases[self._windows[layer]], self.weights.layers[layer].sinks
         made: torch.Tensor = self._attend_cached(query, keys, values, bias, self._scale, sinks)
         return made.view(len(query), -1)
 
     def _cached_bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
-        """As `cached_bias`, for all heads: [n, kv_heads, 1, length]."""
+        """Return `cached_bias` for all heads: [n, kv_heads, 1, length]."""
         bias = cached_bias(positions, length, window, self.dtype)
         bias = bias.view(len(bias), 1, 1, length).expand(-1, self.config.kv_heads, -1, -1)
         return bias.contiguous() if self._attend_cached is attend_batched else bias
@@ -473,14 +473,14 @@ class Decoder:
         return self._norm(x, weights.norm).to(self.dtype)
 
     def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """What a layer's attention takes, of its normed input [m, hidden]."""
+        """Return the attention's input for a layer's normed input [m, hidden]."""
         if self._latent is not None:
             return self._latent.project(layer, x, cos, sin)
         config = self.config
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
         qk = qkv[:, : config.heads + config.kv_heads]
         exact = qk if layer.qk_norm is None else self._norm(qk, layer.qk_norm)
-        exact = exact.float()  # without norms, and in float32, still a part of qkv
+        exact = exact.float()  # without norms and in float32 this is still a view of qkv
         rotated = exact[..., : cos.shape[-1]]
         swapped = rotated.roll(cos.shape[-1] // 2, -1)
         rotated.mul_(cos).addcmul_(swapped, sin)
@@ -489,8 +489,8 @@ class Decoder:
         return qkv
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension; `weight` has that alone, or is one for each head. As transformers rounds them: before the
-        weight, which makes float32 of it, or behind one that is centred."""
+        """Normalise the last dimension. `weight` has that dimension, or one more for heads. Round as transformers does: before
+        the weight, which turns the result to float32, or after a centred weight."""
         shape, eps = x.shape[-1:], self.config.norm_eps
         if self.config.centred_norms:
             return (F.rms_norm(x.float(), shape, None, eps) * (1.0 + weight.float())).to(x.dtype)
@@ -499,7 +499,7 @@ class Decoder:
         return F.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight.float()
 
     def _added(self, x: torch.Tensor, made: torch.Tensor, to: _Projection) -> torch.Tensor:
-        """x and what `made` is projected to."""
+        """Add the projection of `made` to x."""
         weight, norm, bias = to
         if norm is None and bias is None and self.dtype == torch.float32:
             return torch.addmm(x, made, weight.t())
@@ -510,7 +510,7 @@ class Decoder:
 def routed(
     x: torch.Tensor, layer: LayerWeights, router: torch.Tensor, experts: ExpertShape, chosen: list[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """What a layer's experts make of [m, H]. Which ones they are is added to `chosen`."""
+    """Apply a layer's experts to [m, H]. Append the experts' indices to `chosen`."""
     if layer.score_bias is not None:
         routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, experts)
     else:

@@ -1,7 +1,7 @@
-"""The parameters of a decoder: one object, which an engine replaces whole between two steps.
+"""The parameters of a decoder: one object, which an engine replaces between two steps.
 
-Projections that share their input are one matrix (query, key and value; gate and up), where Hugging Face has a tensor each. A
-table says which tensors make which parameter; everything else here follows from it.
+Projections with the same input are one matrix (query, key and value; gate and up); Hugging Face has one tensor for each. A
+table lists the tensors of each parameter; everything else here follows from the table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _HEAD, _EMBEDDING, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model
 
 
 class _Part(NamedTuple):
-    """A tensor by its Hugging Face name, within the parameter that it is a part of."""
+    """A tensor by its Hugging Face name, as a part of a parameter."""
 
     name: str
     shape: tuple[int, ...]
-    heads: int = 0  # above 0: it is repeated for so many heads; otherwise its rows follow those of the part before
+    heads: int = 0  # above 0: repeated for so many heads; otherwise its rows follow the rows of the part before
 
     @property
     def rows(self) -> int:
@@ -40,8 +40,8 @@ _Parts = tuple[_Part, ...]
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. H hidden size, D head_dim, W = heads · D, Q = W + 2 · kv_heads · D, I intermediate size; of E experts, each
-    has a gate_up and a down, one after the other along the first dimension."""
+    """One layer. H hidden size, D head_dim, W = heads · D, Q = W + 2 · kv_heads · D, I intermediate size. Each of E experts has
+    a gate_up and a down, stacked along the first dimension."""
 
     input_norm: torch.Tensor  # [H]
     qkv: torch.Tensor  # [Q, H]
@@ -53,17 +53,17 @@ class LayerWeights:
     output_bias: torch.Tensor | None = None  # [H]
     qk_norm: torch.Tensor | None = None  # [heads + kv_heads, D]
     router: torch.Tensor | None = None  # [E, H]
-    attention_norm: torch.Tensor | None = None  # [H], of what attention gives, and of what the MLP gives
+    attention_norm: torch.Tensor | None = None  # [H], of the attention's output; the next one is of the MLP's output
     mlp_out_norm: torch.Tensor | None = None  # [H]
     sinks: torch.Tensor | None = None  # [heads]
-    # Of experts with biases, whose `gate_up` is [E, H, 2 · I], the two in turn, and `down` [E, I, H].
+    # For experts with biases, where `gate_up` is [E, H, 2 · I], gate and up in turn, and `down` is [E, I, H].
     logit_bias: torch.Tensor | None = None  # [E], the router's
     gate_up_bias: torch.Tensor | None = None  # [E, 2 · I]
     down_bias: torch.Tensor | None = None  # [E, H]
-    score_bias: torch.Tensor | None = None  # [E], float32: what corrects scores
-    shared_gate_up: torch.Tensor | None = None  # [2 · S, H], of the experts that all tokens are given to
+    score_bias: torch.Tensor | None = None  # [E], float32: corrects scores
+    shared_gate_up: torch.Tensor | None = None  # [2 · S, H], of the experts of all tokens
     shared_down: torch.Tensor | None = None  # [H, S]
-    # Of latent attention, whose `qkv` are the down-projections; without a rank of queries these are projected there at once.
+    # For latent attention, where `qkv` has the down-projections; without a rank of queries it projects queries directly.
     query_norm: torch.Tensor | None = None  # [rank of queries]
     query_up: torch.Tensor | None = None  # [heads · (plain + rotated), rank of queries]
     latent_norm: torch.Tensor | None = None  # [rank]
@@ -72,19 +72,19 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All parameters. By convention nobody writes to them, but for `load`, and never while a forward pass runs."""
+    """All parameters. Only `load` writes to them, and never while a forward pass runs."""
 
     config: ModelConfig
     embedding: torch.Tensor  # [vocabulary, H]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [H]
-    head: torch.Tensor  # [vocabulary, H], the embedding where they are tied
+    head: torch.Tensor  # [vocabulary, H], the embedding if they are tied
     copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The parameters that lie in memory of their own, by their first tensor's Hugging Face name."""
+    """The parameters in memory of their own, by their first tensor's Hugging Face name."""
 
     @classmethod
     def empty(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-        """Uninitialised memory, for `load` to fill."""
+        """Return weights in uninitialised memory, for `load` to fill."""
         copies: dict[str, torch.Tensor] = {}
 
         def parameter(parts: _Parts) -> torch.Tensor:
@@ -103,11 +103,11 @@ class DecoderWeights:
         device: torch.device,
         dtype: torch.dtype,
     ) -> DecoderWeights:
-        """A complete set of weights by Hugging Face names, taken over where it lies, as far as it can be.
+        """Take over a complete set of weights by Hugging Face names, without a copy as far as possible.
 
-        A parameter is a view of the given memory if that has the right device and dtype and its parts adjoin; otherwise, and
+        A parameter is a view of the given memory if that has the right device and dtype and its parts adjoin. Otherwise, and
         for norms that are repeated for each head, it is a copy. The memory must stay unchanged as long as the result is used.
-        Raises InvalidMessage when names or shapes are not those of the model.
+        Raises InvalidMessage if names or shapes do not fit the model.
         """
         require_fit(config, tensors)
 
@@ -139,16 +139,16 @@ class DecoderWeights:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy some of the weights in place, cast to the model's dtype."""
         for name, tensor in tensors:
-            if name in self._views:  # a tied head is the embedding, which comes under its own name
+            if name in self._views:  # a tied head is the embedding, which has its own name
                 self._views[name].copy_(tensor)
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """All of them, some of which are views of one memory."""
+        """Return all tensors; several may be views of one memory."""
         return self._views.values()
 
     @cached_property
     def _views(self) -> dict[str, torch.Tensor]:
-        """Each tensor's place by its Hugging Face name; [heads, D] for a norm that is repeated."""
+        """Each tensor's view by its Hugging Face name; [heads, D] for a repeated norm."""
         views = {_EMBEDDING: self.embedding, _NORM: self.norm}
         if not self.config.tied:
             views[_HEAD] = self.head
@@ -160,15 +160,15 @@ class DecoderWeights:
 
 
 def mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """What is wrong with a complete set of weights of these names and shapes, in one line; None when it fits.
+    """Return in one line why a set of weights of these names and shapes is not complete; None if it is.
 
-    The name lm_head.weight may be present or absent when it is tied to the embedding.
+    The name lm_head.weight may be present or absent if the head is tied to the embedding.
     """
     return misfit(_shapes(config), shapes, _HEAD if config.tied else "")
 
 
 def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises InvalidMessage unless `tensors` are a complete set of weights."""
+    """Raise InvalidMessage unless `tensors` are a complete set of weights."""
     fault = mismatch(config, {name: tensor.shape for name, tensor in tensors.items()})
     if fault:
         raise InvalidMessage(f"weights do not fit the model: {fault}")
@@ -176,7 +176,7 @@ def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Non
 
 @lru_cache(maxsize=4)
 def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Of every tensor that may be given, by Hugging Face name."""
+    """Return the shapes of all allowed tensors, by Hugging Face name."""
     shapes = {part.name: part.shape for part in _outer_parts(config).values()}
     shapes[_HEAD] = shapes[_EMBEDDING]
     for index in range(config.layers):
@@ -191,7 +191,7 @@ def _outer_parts(config: ModelConfig) -> dict[str, _Part]:
 
 
 def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
-    """By the fields of `LayerWeights` that the model has: what they are made of, in order."""
+    """Return by field of `LayerWeights` the tensors that the model has for it, in order."""
     hidden = config.hidden_size
     heads = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
     widths = {each: count * config.head_dim for each, count in heads.items()}
@@ -217,7 +217,7 @@ def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
 
 
 def _projections(config: ModelConfig, at: str) -> dict[str, _Parts]:
-    """Of the attention whose tensors' names begin with `at`."""
+    """Return the projections of the attention whose tensor names begin with `at`."""
     hidden, latent = config.hidden_size, config.latent
     if latent is None:
         widths = {"q": config.heads * config.head_dim, **dict.fromkeys("kv", config.kv_heads * config.head_dim)}
@@ -284,7 +284,7 @@ def _fused_shape(parts: _Parts) -> tuple[int, ...]:
 
 
 def _adjoined(parts: _Parts, given: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
-    """The memory of all parts as one parameter, if it is that."""
+    """Return the memory of all parts as one parameter; None if the parts do not adjoin."""
     first = given[0]
     if any(part.heads for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""The embedded rollout engine: continuous batching over slots, in one thread of its own."""
+"""The embedded rollout engine: continuous batching over slots, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RoutedExp
 
 # ---- Prefill
 #
-# Texts computed at once: whole, or from where keys and values of their first tokens are there already.
+# Computes several texts at once: whole, or from the point where their keys and values are already known.
 
-SHARED = 16  # tokens with which all texts begin, from which on these are computed once
-MASK = 1 << 26  # entries of an attention mask; more new tokens are computed one part after another
+SHARED = 16  # least number of common first tokens that are computed once for all texts
+MASK = 1 << 26  # entries of an attention mask; more new tokens are computed in several parts
 
 
 class Computed(NamedTuple):
-    last: torch.Tensor  # [texts, hidden]: the last layer's output of each text's last token
-    keys_values: list[torch.Tensor]  # of each text, [layers, parts, heads, its length, width]
+    last: torch.Tensor  # [texts, hidden]: the last layer's output for each text's last token
+    keys_values: list[torch.Tensor]  # by text, [layers, parts, heads, its length, width]
 
 
 def beginnings(decoder: Decoder, texts: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Compute once what all texts begin with, as a system prompt: for `continued`. Empty where that is less than SHARED."""
+    """Compute the common beginning of all texts once, as a system prompt, for `continued`. Return [] below SHARED tokens."""
     shortest = min(map(len, texts)) - 1
     same = (np.stack([text[:shortest] for text in texts]) == texts[0][:shortest]).all(0)
     shared = shortest if same.all() else int(same.argmin())
@@ -63,7 +63,7 @@ def beginnings(decoder: Decoder, texts: Sequence[np.ndarray]) -> list[torch.Tens
 
 
 def whole(decoder: Decoder, texts: Sequence[np.ndarray]) -> Computed:
-    """`texts`: token ids, padded to the longest."""
+    """Compute whole `texts` (token ids), padded to the longest."""
     lengths = [len(text) for text in texts]
     padded = _padded(texts)
     kept = torch.empty(_shape(decoder, *padded.shape), device=decoder.device, dtype=decoder.dtype)
@@ -73,8 +73,8 @@ def whole(decoder: Decoder, texts: Sequence[np.ndarray]) -> Computed:
 
 
 def continued(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor]) -> Computed:
-    """The same where each text's first keys and values, of fewer tokens than it has, are `begun`
-    [layers, parts, heads, length, width]. Those are padded on the left, new tokens on the right."""
+    """Compute the rest of each text behind its first keys and values, `begun` [layers, parts, heads, length, width], which
+    cover less than the text. `begun` is padded on the left, new tokens on the right."""
     lengths = np.array([each.shape[3] for each in begun])
     new = [text[length:] for text, length in zip(texts, lengths, strict=True)]
     padded, past = _padded(new), int(lengths.max())
@@ -84,7 +84,7 @@ def continued(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[tor
     for row, each in enumerate(begun):
         kept[:, :, row, :, past - each.shape[3] : past].copy_(each)
 
-    # No text has a token at a position of padding, which is cut so that it can be rotated.
+    # Positions of padding are cut to the text's last one, so that they can be rotated.
     ends = np.array([len(text) for text in texts])[:, None] - 1
     positions = torch.from_numpy(np.minimum(lengths[:, None] + np.arange(count), ends)).to(decoder.device)
     tokens = torch.from_numpy(padded).to(decoder.device)
@@ -108,7 +108,7 @@ def _shape(decoder: Decoder, rows: int, length: int) -> tuple[int, ...]:
 
 
 def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """int64 [texts, longest]."""
+    """Pad the texts to int64 [texts, longest]."""
     padded = np.zeros((len(texts), max(map(len, texts))), np.int64)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
@@ -116,36 +116,36 @@ def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _last(hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """[texts, T, hidden] at the last of each text's `lengths` tokens."""
+    """Return [texts, hidden] of [texts, T, hidden]: the last of each text's `lengths` tokens."""
     last = torch.from_numpy(np.arange(len(lengths)) * hidden.shape[1] + np.array(lengths) - 1)
     return hidden.flatten(0, 1).index_select(0, last.to(hidden.device))
 
 
 # ---- Next weights
 #
-# The version that an engine takes over next.
+# The weights of the version that an engine takes over next.
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class NextWeights:
-    """On CPUs it is the memory in which it was received, where that has the engine's dtype; where all of it has another, it is
-    copied over the weights in use at the swap, so that there is one set of them. Elsewhere it is a copy on the device. Where
-    adapters come alone it is made of the model folder's files, on CPUs in the memory of the version before the one in use."""
+    """Prepares the next weights. On CPUs they stay in the memory that received them if that has the engine's dtype. If all of
+    it has another dtype, the swap copies it over the weights in use, so there is only one set. Elsewhere they are a copy on the
+    device. Adapters alone are merged with the model folder's files, on CPUs in the memory of the version before the one in use."""
 
     def __init__(self, first: DecoderWeights, folder: str):
-        """`first`: the weights that the engine begins with, of the model `folder`."""
+        """Begin with `first`, the weights in use, of the model `folder`."""
         self._folder = folder
         self._config, self._device, self._dtype = first.config, first.embedding.device, first.embedding.dtype
         self.adopts = str(self._dtype).removeprefix("torch.") if self._device.type == "cpu" else ""
-        """As `RolloutEngine.adopts`."""
+        """The value of `RolloutEngine.adopts`."""
         self.staged: DecoderWeights | Tensors | None = None
-        """Weights, or what is to be copied over those in use."""
-        self._spare: DecoderWeights | None = None  # as new memory is slow on CPUs
+        """Decoder weights, or tensors to copy over the weights in use."""
+        self._spare: DecoderWeights | None = None  # kept, as new memory is slow on CPUs
 
     async def stage(self, tensors: Tensors) -> None:
-        """As `RolloutEngine.stage`."""
-        self.staged = None  # so that no third set of weights is in memory
+        """Stage weights as `RolloutEngine.stage` does."""
+        self.staged = None  # before, so that there is no third set of weights in memory
         self.staged = await asyncio.to_thread(self._prepare, tensors)
 
     def _prepare(self, tensors: Tensors) -> DecoderWeights | Tensors:
@@ -169,20 +169,20 @@ class NextWeights:
         return weights
 
     def taken(self, before: DecoderWeights, staged: DecoderWeights) -> None:
-        """The engine has `staged` in the place of `before`."""
+        """Note that the engine has replaced `before` with `staged`."""
         if staged is self._spare:
             self._spare = before
 
 
 # ---- Routed
 #
-# The experts that the embedded engine's tokens were given to, on the host: they travel with the samples that ask for them.
+# Records the experts of each token, on the host: they travel with the samples that ask for them.
 
 
 class RoutingRecord:
-    """By running sequence and position; L layers with experts, k experts a token. Nothing without `replays`.
+    """Experts by running sequence and position; L layers with experts, k experts a token. Records nothing without `replays`.
 
-    Where keys and values are made anew a token keeps the first ones: what was sampled behind it saw these.
+    A token keeps its first experts if its keys and values are recomputed: later tokens were sampled after these.
     """
 
     def __init__(self, decoder: Decoder, sequences: int, length: int, replays: bool):
@@ -193,23 +193,23 @@ class RoutingRecord:
             self.of = np.zeros((sequences, length, layers, per_token), np.uint8 if count <= 256 else np.uint16)
 
     def begin(self) -> None:
-        """What the decoder computes until `taken` is recorded."""
+        """Record what the decoder computes until `taken`."""
         self._decoder.chosen = None if self.of is None else []
 
     def taken(self, texts: int) -> np.ndarray:
-        """[texts, tokens of each, L, k], padding included: of as many texts as were computed side by side."""
+        """Return [texts, tokens of each, L, k], padding included, for the number of texts that were computed together."""
         assert self.of is not None and self._decoder.chosen is not None
         (chosen, self._decoder.chosen), layers = (self._decoder.chosen, None), self.of.shape[2]
         parts = [torch.stack(chosen[at : at + layers], 1) for at in range(0, len(chosen), layers)]
         return torch.cat([part.unflatten(0, (texts, -1)) for part in parts], 1).cpu().numpy().astype(self.of.dtype)
 
     def note(self, sequences: np.ndarray, positions: np.ndarray) -> None:
-        """Record a step: of each token its sequence and position, int64 [m]."""
+        """Record a step, by each token's sequence and position, int64 [m]."""
         if self.of is not None:
             self.of[sequences, positions] = self.taken(1)[0]
 
     def of_texts(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor]) -> list[np.ndarray | None]:
-        """Of each of the texts, computed side by side behind what was `begun` of them: [its length, L, k], 0 of that."""
+        """Return for each of the texts, computed together behind `begun`, [its length, L, k], with 0 for `begun`."""
         if self.of is None:
             return [None] * len(texts)
         first = [each.shape[3] for each in begun] or [0] * len(texts)
@@ -218,7 +218,7 @@ class RoutingRecord:
 
 
 def with_experts(sample: Sample, request: GroupRequest, taken: np.ndarray | None) -> Sample:
-    """`taken` [at least P + R - 1, L, k], from the prompt's first token on."""
+    """Return the sample with its experts. `taken` [at least P + R - 1, L, k]: from the prompt's first token on."""
     if taken is None or request.sampling.experts_from < 0:
         return sample
     own = taken[request.sampling.experts_from : len(request.prompt) + len(sample.tokens) - 1]
@@ -227,18 +227,18 @@ def with_experts(sample: Sample, request: GroupRequest, taken: np.ndarray | None
 
 # ---- Turn cache
 #
-# A prefix cache: keys and values of conversations that wait for their next turn, found again by their tokens.
+# A prefix cache: keys and values of conversations that wait for their next turn, found by their tokens.
 
-SHORTEST = 16  # tokens: a shorter beginning is computed with the rest, as most prompts of a run share so much by their template
+SHORTEST = 16  # tokens; a shorter beginning is not looked up, as most prompts of a run share it by their template
 
 
 class TurnCache:
-    """At most `capacity` bytes of keys and values; texts that were not used for the longest time leave first.
+    """Holds at most `capacity` bytes of keys and values; the least recently used texts leave first.
 
-    What is common to a prompt and a text that was put in is found, as keys and values depend on nothing behind them. So a text
-    that another one begins with need not be there a second time: a conversation is held once, in its latest state.
+    A lookup finds the common beginning of a prompt and any text, as keys and values depend only on tokens before them. So a
+    text that is the beginning of another text is dropped: a conversation is held once, in its latest state.
 
-    The texts are sorted: whatever begins as a prompt does is next to the place where the prompt itself would be.
+    The texts are sorted: the text with the longest common beginning is next to the position where the prompt would be.
     """
 
     def __init__(self, capacity: int):
@@ -251,17 +251,17 @@ class TurnCache:
         return len(self._sorted)
 
     def put(self, text: np.ndarray, keys_values: torch.Tensor) -> None:
-        """Copy those of `text` [length]: [layers, parts, heads, length, width]. Not when they alone are above `capacity`."""
+        """Copy the keys and values of `text` [length], [layers, parts, heads, length, width], unless above `capacity`."""
         if keys_values.nbytes > self._capacity:
             return
         key = _key(text)
-        place = bisect_left(self._sorted, key)
-        if place < len(self) and self._sorted[place].startswith(key):
-            self._held.move_to_end(self._sorted[place])
+        index = bisect_left(self._sorted, key)
+        if index < len(self) and self._sorted[index].startswith(key):
+            self._held.move_to_end(self._sorted[index])
             return
-        while place and key.startswith(self._sorted[place - 1]):
-            place -= 1
-            self._drop(self._sorted[place])
+        while index and key.startswith(self._sorted[index - 1]):
+            index -= 1
+            self._drop(self._sorted[index])
         while self.bytes + keys_values.nbytes > self._capacity:
             self._drop(next(iter(self._held)))
         self._sorted.insert(bisect_left(self._sorted, key), key)
@@ -269,14 +269,14 @@ class TurnCache:
         self.bytes += keys_values.nbytes
 
     def longest(self, prompt: np.ndarray, most: int = -1) -> torch.Tensor | None:
-        """Those of the longest beginning of `prompt` [P] that is there, of `most` tokens at most unless that is negative:
-        [layers, parts, heads, length, width]. Its last token is always left to be computed. None: nothing is there of
-        `SHORTEST` tokens or more."""
+        """Return the keys and values of the longest known beginning of `prompt` [P], of at most `most` tokens if not negative:
+        [layers, parts, heads, length, width]. The prompt's last token is never included, so that it is computed. None if no
+        beginning has `SHORTEST` tokens."""
         if not self._sorted:
             return None
         key = _key(prompt)
-        place = bisect_left(self._sorted, key)
-        beside = self._sorted[max(0, place - 1) : place + 1]
+        index = bisect_left(self._sorted, key)
+        beside = self._sorted[max(0, index - 1) : index + 1]
         length, best = max((common(prompt, np.frombuffer(each, "<i4")), each) for each in beside)
         length = min(length, len(prompt) - 1, most if most >= 0 else length)
         if length < SHORTEST:
@@ -301,24 +301,25 @@ def _key(tokens: np.ndarray) -> bytes:
 T = TypeVar("T")
 
 _INITIAL = PolicyVersion()
-# Steps go on this long after a group is done, so that groups leave together: each that leaves alone wakes every process behind
-# it. A single reply is a turn of an agent, an evaluation or a probe, and somebody waits for it.
+# Seconds for which steps go on after a group is done, so that groups leave together: each group that leaves alone wakes every
+# process after it. A single reply is an agent's turn, an evaluation or a probe, and a process waits for it.
 _COMPANY_SECONDS = 0.03
 _COMPANY_OF_ONE_SECONDS = 0.002
-_PREFILL_AHEAD = 4  # prompts prefilled beyond those with free slots: a prefill of one costs nearly that of a few
+_PREFILL_AHEAD = 4  # prompts prefilled beyond those with free slots: one prompt costs nearly as much as a few
 _PREFILL_TOKENS = 8192  # of one prefill, padding included
 
 
 class _TorchGroup(EngineGroup):
-    admitted = 0  # samples that were given a slot, or needed none
+    admitted = 0  # samples that got a slot, or needed none
     prefilled: Prefilled | None = None
 
 
 class TorchRolloutEngine(RolloutEngine):
-    """A group's prompt is prefilled once; its samples take slots one by one as they fall free, at any step.
+    """Prefills a group's prompt once. Its samples take slots one by one as slots become free, at any step.
 
-    What the cache holds at the end of a sample is kept where its request says `keep`: the prompt of the next turn begins with
-    it, and only its own tokens are computed. It leaves at a swap: no prompt is continued from keys and values of other weights.
+    If a request says `keep`, the engine keeps the cached keys and values at the end of a sample. The next turn's prompt begins
+    with them, and only its own tokens are computed. A swap drops them: no prompt continues with the keys and values of other
+    weights.
     """
 
     def __init__(
@@ -333,10 +334,10 @@ class TorchRolloutEngine(RolloutEngine):
         replays: bool = False,
         version: PolicyVersion = _INITIAL,
     ):
-        """`kv_for_waiting`: bytes of what is kept for next turns, at most. `replays`: whether requests may ask for the experts
-        that tokens took.
+        """Load the model. `kv_for_waiting`: limit in bytes of what is kept for next turns. `replays`: whether requests may ask
+        for the tokens' experts.
 
-        Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
+        Raises UserError if the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
         """
         self._decoder = Decoder.from_pretrained(model_path, device, dtype)
         config = self._decoder.config
@@ -347,7 +348,7 @@ class TorchRolloutEngine(RolloutEngine):
             )
         self._decoder.reserve_positions(max_model_len)
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
-        self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free one is a probe's
+        self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free slot is for a probe
         self._routing = RoutingRecord(self._decoder, slots + 1, max_model_len, replays)
         self._turn_cache = TurnCache(kv_for_waiting)
         self._device = device
@@ -357,13 +358,13 @@ class TorchRolloutEngine(RolloutEngine):
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
-        self._leave_by = math.inf  # on the clock of `perf_counter`: when those have waited for company
+        self._leave_by = math.inf  # when finished groups leave, on the clock of `perf_counter`
         self._sampling = RowSampling(np.zeros((0, 5), np.float32), device)
         self._sampling_key = b""
         self._stats = EngineStats(slots=slots)
         self._halt = False
         self._level = Level.AWAKE
-        self._on_host: HostOffload | None = None  # with the weights, while they are off the device
+        self._on_host: HostOffload | None = None  # holds the weights while they are off the device
         self.thread: Executor = ThreadPoolExecutor(1, "rollout-engine")
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -378,7 +379,7 @@ class TorchRolloutEngine(RolloutEngine):
         return finished
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in the engine's thread. A cancelled caller still waits for it, at most one step: nothing overlaps."""
+        """Run `work` in the engine's thread. A cancelled caller still waits for it, at most one step, so no work overlaps."""
         future = asyncio.get_running_loop().run_in_executor(self.thread, work)
         try:
             return await asyncio.shield(future)
@@ -436,7 +437,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._finish(group, index, with_experts(slots.take(slot, met_stop), group.request, taken))
 
     def _admit(self, group: _TorchGroup) -> None:
-        """Give the next sample of the first waiting group a slot, unless its first token is its last."""
+        """Give the next sample of the first waiting group a slot, unless its first token is also its last."""
         if group.prefilled is None:
             self._prefill()
         prefilled, request, index = group.prefilled, group.request, group.admitted
@@ -459,7 +460,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._routing.of[self._slots.sequences()[slot], : len(request.prompt)] = prefilled.experts
 
     def _prefill(self) -> None:
-        """Run the prompts of the groups that the free slots will take, and a few more, and draw all their first tokens."""
+        """Run the prompts for the free slots, and a few more, and draw all their first tokens."""
         groups, begun = self._next_prompts()
         prompts = [group.request.prompt for group in groups]
         self._routing.begin()
@@ -483,15 +484,15 @@ class TorchRolloutEngine(RolloutEngine):
             group.prefilled = Prefilled(text, stream, tokens[own], logprobs[own], version, kept, taken)
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> Computed:
-        if not begun and self._routing.of is None:  # experts are read off a pass over whole texts
+        if not begun and self._routing.of is None:  # experts are read from a pass over whole texts
             begun = beginnings(self._decoder, texts)
             self._stats.prefill_tokens += begun[0].shape[3] if begun else 0
         self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)
         return continued(self._decoder, texts, begun) if begun else whole(self._decoder, texts)
 
     def _next_prompts(self) -> tuple[list[_TorchGroup], list[torch.Tensor]]:
-        """The first waiting groups without a prefilled prompt, within the token budget but at least one; and what is kept of
-        each one's prompt, or of none's: those with and those without go apart."""
+        """Return the first waiting groups without a prefilled prompt, within the token budget but at least one; also the kept
+        beginning of each prompt, or none at all: prompts with and without a kept beginning are never mixed."""
         chosen: list[_TorchGroup] = []
         begun: list[torch.Tensor] = []
         room, ahead, longest, past = self._slots.free - 1, _PREFILL_AHEAD, 0, 0
@@ -537,14 +538,14 @@ class TorchRolloutEngine(RolloutEngine):
         await self._next.stage(tensors)
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
-        """Prompts that samples are still to be begun from are prefilled again in any case."""
+        """Take over the staged weights. Waiting groups prefill their prompts again in any case."""
         if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
         staged, self._next.staged = self._next.staged, None
         if staged is None:
             raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
 
-        # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
+        # Outside the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
         if isinstance(staged, DecoderWeights):
             self._next.taken(self._decoder.weights, staged)
             self._decoder.weights = staged
@@ -554,13 +555,13 @@ class TorchRolloutEngine(RolloutEngine):
         self._turn_cache.clear()
         for group in self._waiting:
             group.prefilled = None
-        if recompute and self._level == Level.AWAKE:  # else it is done as the cache comes back
+        if recompute and self._level == Level.AWAKE:  # otherwise `wake` recomputes
             await self._in_thread(self._recompute)
 
     @torch.inference_mode()
     def _recompute(self) -> None:
-        """Make anew what the cache holds of the running sequences: their texts but for the newest token, which the next step
-        feeds. Texts of like length go together, as those of a batch are padded to its longest."""
+        """Recompute the cache of the running sequences: all tokens but the newest, which the next step takes. Texts of similar
+        length form a batch, as a batch is padded to its longest text."""
         slots = self._slots
         texts = {slot: self._text(slot) for slot in slots.active()}
         order = sorted(texts, key=lambda slot: len(texts[slot]), reverse=True)
@@ -572,11 +573,11 @@ class TorchRolloutEngine(RolloutEngine):
                 slots.recomputed(slot, self.version.pack())
 
     def _text(self, slot: int) -> np.ndarray:
-        """The tokens of a slot's sequence whose keys and values the cache holds."""
+        """Return the tokens of a slot's sequence whose keys and values the cache holds."""
         return np.concatenate((self._slots.owner_of(slot)[0].request.prompt, self._slots.cached(slot)))
 
     async def sleep(self) -> None:
-        """On accelerators the weights are kept on the host."""
+        """Give back the memory. On accelerators the weights move to the host."""
         for group in self._waiting:
             group.prefilled = None
         self._level = Level.ASLEEP
@@ -603,7 +604,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._recompute()
 
     def stats(self) -> EngineStats:
-        """`running` and `waiting` count samples."""
+        """Return the statistics. `running` and `waiting` count samples."""
         waiting = sum(group.request.n - group.admitted for group in self._waiting)
         return msgspec.structs.replace(
             self._stats,

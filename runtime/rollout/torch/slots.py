@@ -1,7 +1,7 @@
-"""What the embedded rollout engine knows of its running sequences: plain arrays on the host.
+"""The embedded rollout engine's record of its running sequences: plain arrays on the host.
 
-The device holds only the key-value cache. A step sends two small arrays there and fetches one back, and everything else
-is host arithmetic, so that a slot can be refilled or moved without asking the device.
+The device holds only the key-value cache. A step sends two small arrays to the device and fetches one back. All else is host
+arithmetic, so a slot can be refilled or moved without a query to the device.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from runtime.types import EncodedSet, FinishReason, GroupRequest, Sample, Sampli
 
 # ---- Sampling
 #
-# Sampling by inverse CDF: one uniform number a token, from a stream that depends on (seed, sample) alone.
-#
-# So a reply does not depend on which other sequences share the batch, on its slot, or on the replica.
+# Sampling by inverse CDF: one uniform number a token, from a stream that depends only on (seed, sample). So a reply does not
+# depend on the other sequences of the batch, on its slot, or on the replica.
 
 
 class Kept(NamedTuple):
-    """What filters left of m rows."""
+    """The tokens that filters left, in m rows."""
 
-    rows: torch.Tensor  # int64 [m], which rows these are
-    sizes: torch.Tensor  # int64 [m], tokens that are left
-    order: torch.Tensor  # int64 [m, vocabulary], of which they are the first
+    rows: torch.Tensor  # int64 [m], the indices of these rows
+    sizes: torch.Tensor  # int64 [m], the number of tokens left
+    order: torch.Tensor  # int64 [m, vocabulary], begins with the tokens left
 
 
 class DrawnTokens(NamedTuple):
     tokens: torch.Tensor  # int64 [n]
     logprobs: torch.Tensor  # float32 [n]
-    kept: Kept | None = None  # of the rows that keep their sets
+    kept: Kept | None = None  # the sets of the rows that keep them
 
 
 def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
-    """The first `count` numbers of the stream of (seed, sample): float32 [count], multiples of 2**-23 in [0, 1).
+    """Return the first `count` numbers of the stream of (seed, sample): float32 [count], multiples of 2**-23 in [0, 1).
 
-    Philox (Salmon et al. 2011) is counter-based: streams of different keys are independent. 23 bits, because then
-    u * total < total holds in float32 too, for every total.
+    Philox (Salmon et al. 2011) is counter-based: streams of different keys are independent. With 23 bits,
+    u * total < total holds in float32 for every total.
     """
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF, sample], np.uint64)
     bits = np.random.Philox(key=key).random_raw(count)
@@ -52,8 +51,8 @@ def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
 
 
 def as_row(params: SamplingParams) -> tuple[float, float, float, float, float]:
-    """A row of the array that `RowSampling` takes: 1/temperature (0: greedy), top-p and top-k (infinite: off), min-p; 1 to keep
-    the set that they leave."""
+    """Return a row for `RowSampling`: 1/temperature (0: greedy), top-p and top-k (infinite: off), min-p, and 1 to keep the set
+    of tokens that these leave."""
     inverse = 1.0 / params.temperature if params.temperature else 0.0
     top_p = params.top_p if params.top_p < 1 else math.inf
     return inverse, top_p, params.top_k or math.inf, params.min_p, float(params.keep_sets)
@@ -63,12 +62,12 @@ class RowSampling:
     """The sampling parameters of n rows, prepared for `sample`; rebuilt only when the rows change."""
 
     def __init__(self, params: np.ndarray, device: torch.device):
-        """`params` is float32 [n, 5], rows from `as_row`."""
+        """Prepare the rows `params`, float32 [n, 5], from `as_row`."""
         inverse, top_p, top_k, min_p, keeps = params.T
         greedy = inverse == 0
         filtered = ~greedy & ((top_p < 1) | (top_k < math.inf) | (min_p > 0))
         plain = ~(greedy | filtered)
-        # Always a tensor when there is a temperature: a scalar might round otherwise than a mixed batch does.
+        # A tensor whenever there is a temperature: a scalar might round differently from a mixed batch.
         inverse = np.where(greedy, np.float32(1), inverse)
         self.inverse_temperature = None if (inverse == 1).all() else torch.from_numpy(inverse[:, None]).to(device)
         self.parts: list[tuple[Callable[[torch.Tensor, torch.Tensor], DrawnTokens], torch.Tensor]] = []
@@ -105,7 +104,7 @@ def sample(logits: torch.Tensor, u: torch.Tensor, rows: RowSampling) -> DrawnTok
 
 
 def sets_of(kept: Kept | None) -> dict[int, EncodedSet]:
-    """On the host: by row the set that its token was drawn from."""
+    """Return by row the set that its token was drawn from, on the host."""
     if kept is None:
         return {}
     sizes, vocabulary = kept.sizes.tolist(), kept.order.shape[1]
@@ -114,10 +113,10 @@ def sets_of(kept: Kept | None) -> dict[int, EncodedSet]:
 
 
 def _draw(logp: torch.Tensor, u: torch.Tensor) -> DrawnTokens:
-    """The first token whose cumulative probability exceeds u times the total."""
+    """Draw the first token whose cumulative probability exceeds u times the total."""
     cumulative = logp.exp().cumsum(-1)
     target = u.unsqueeze(1) * cumulative[:, -1:]
-    # A parallel prefix sum need not be monotone to the last bit, hence the clamp.
+    # A parallel prefix sum may decrease in the last bit, so the index is clamped.
     token = torch.searchsorted(cumulative, target, right=True).clamp_(max=logp.shape[-1] - 1)
     return DrawnTokens(token.squeeze(1), logp.gather(1, token).squeeze(1))
 
@@ -128,8 +127,8 @@ def _draw_greedy(logp: torch.Tensor, _: torch.Tensor) -> DrawnTokens:
 
 
 def _draw_filtered(filters: torch.Tensor, keeping: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -> DrawnTokens:
-    """`filters` is [n, 3]: top-p, top-k, min-p. Each keeps the most probable tokens, so a prefix of the sorted row is left.
-    `keeping`: int64, the rows whose sets are kept."""
+    """Draw from filtered rows. `filters` [n, 3]: top-p, top-k, min-p. Each keeps the most probable tokens, so a prefix of the
+    sorted row is left. `keeping`: int64, the rows whose sets are kept."""
     logp, order = torch.sort(logp, dim=-1, descending=True, stable=True)
     top_p, top_k, min_p = filters.split(1, 1)
     rank = torch.arange(logp.shape[-1], device=logp.device)
@@ -142,35 +141,35 @@ def _draw_filtered(filters: torch.Tensor, keeping: torch.Tensor, logp: torch.Ten
     logp = logp.masked_fill(~kept, -math.inf)
     logp = logp - logp.logsumexp(-1, keepdim=True)
     cumulative = logp.exp().cumsum(-1)
-    place = torch.searchsorted(cumulative, u.unsqueeze(1) * cumulative[:, -1:], right=True)
+    index = torch.searchsorted(cumulative, u.unsqueeze(1) * cumulative[:, -1:], right=True)
     sizes = kept.sum(-1, keepdim=True)
-    place = torch.minimum(place, sizes - 1)
+    index = torch.minimum(index, sizes - 1)
     sets = Kept(keeping, sizes[keeping, 0], order[keeping]) if len(keeping) else None
-    return DrawnTokens(order.gather(1, place).squeeze(1), logp.gather(1, place).squeeze(1), sets)
+    return DrawnTokens(order.gather(1, index).squeeze(1), logp.gather(1, index).squeeze(1), sets)
 
 
 def to_host(drawn: DrawnTokens) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probabilities in one transfer, as each would wait for the device."""
+    """Return tokens and log-probabilities by one transfer, as each transfer waits for the device."""
     both = torch.stack((drawn.tokens.int(), drawn.logprobs.view(torch.int32))).cpu().numpy()
     return both[0].astype(np.int64), both[1].view(np.float32)
 
 
 def streams(request: GroupRequest) -> np.ndarray:
-    """float32 [n, max_new_tokens]: the uniform numbers of each sample's tokens."""
+    """Return the uniform numbers of each sample's tokens, float32 [n, max_new_tokens]."""
     limit, first = request.sampling.max_new_tokens, request.first
     return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
 
 
 class StepInputs(NamedTuple):
-    """What a decode step takes: a token of each of n slots."""
+    """The inputs of a decode step: a token of each of n slots."""
 
-    tokens: np.ndarray  # and positions, int64 [2, n]
+    tokens: np.ndarray  # tokens and positions, int64 [2, n]
     uniforms: np.ndarray  # float32 [n]
     params: np.ndarray  # of sampling, float32 [n, 5]
 
 
-_BOUNDARY_RANGE = 0.35, 0.65  # of the longest length: where the boundary may stay, as each change of it moves sequences
-_WORTH_SPLITTING = 512  # positions of attention spared a layer, for which a second call pays
+_BOUNDARY_RANGE = 0.35, 0.65  # of the longest length: the boundary stays within, as each change of it moves sequences
+_WORTH_SPLITTING = 512  # positions of attention saved per layer that pay for a second call
 
 
 class FirstToken(NamedTuple):
@@ -180,14 +179,14 @@ class FirstToken(NamedTuple):
     kept: EncodedSet | None  # None: sets are not kept
 
     def alone(self, reason: FinishReason, vocabulary: int) -> Sample:
-        """A reply that is this token."""
+        """Return a reply that consists of this token."""
         arrays = np.array([self.token], np.int32), np.array([self.logprob], np.float32), np.array([self.version], np.int64)
         return make_sample(*arrays, reason, None if self.kept is None else TokenSets.of([self.kept], vocabulary))
 
 
 @dataclass
 class Prefilled:
-    """A prompt that is ready to be continued, under the weights of `version`."""
+    """A prompt that is ready for decoding, computed with the weights of `version`."""
 
     keys_values: torch.Tensor  # [layers, parts, heads, P, width]
     uniforms: np.ndarray  # float32 [n, max_new_tokens]
@@ -195,44 +194,44 @@ class Prefilled:
     logprobs: np.ndarray  # float32 [n]
     version: int
     kept: list[EncodedSet | None]  # [n]
-    experts: np.ndarray | None  # [P, L, k], as of `RoutingRecord`: 0 of what was computed before
+    experts: np.ndarray | None  # [P, L, k], as in `RoutingRecord`; 0 for tokens that were computed before
 
     def first(self, index: int) -> FirstToken:
         return FirstToken(int(self.tokens[index]), self.logprobs[index], self.version, self.kept[index])
 
 
 class Slots:
-    """Which sequence is in which slot of the cache, and each sequence's own record, which does not move with it.
+    """The sequence in each slot of the cache, and each sequence's own record, which does not move with its slot.
 
-    Invariants: between steps, slots 0..count-1 are active; within one, finished sequences leave holes. `position[s]` is the
-    number of tokens of sequence s whose keys and values the cache holds, and the position of its newest token, which the
-    next step feeds. Records are indexed by sequence and position.
+    Invariants: between steps, slots 0..count-1 are active; within a step, finished sequences leave holes. `position[s]` is the
+    number of tokens of sequence s whose keys and values the cache holds. It is also the position of the newest token of s,
+    which the next step takes. Records are indexed by sequence and position.
     """
 
     def __init__(self, cache: KVCache, slots: int, vocabulary: int):
         self._cache, self._vocabulary = cache, vocabulary
         self._length = cache.max_length
-        self._top = 0  # slots beyond are free; below, all but the holes are active
+        self._top = 0  # slots from here on are free; slots below are active, except the holes
         self._holes: list[int] = []
-        self._boundary = 0  # between short and long sequences, in tokens
+        self._boundary = 0  # length in tokens between short and long sequences
         self.size = slots
-        self._sequence = np.arange(slots)  # of each slot: always a permutation
+        self._sequence = np.arange(slots)  # by slot: always a permutation
         self.owner: list[Any] = [None] * slots
         self._start = np.zeros(slots, np.int64)  # the position of the first generated token
-        self._end = np.zeros(slots, np.int64)  # and where the reply must have ended
+        self._end = np.zeros(slots, np.int64)  # the position at which the reply must have ended
         self._position = np.zeros(slots, np.int64)
-        self._computed = np.zeros(slots, np.int64)  # by which version, the oldest where there are several
+        self._computed = np.zeros(slots, np.int64)  # the version of the keys and values, the oldest of several
         self._stop = np.full((slots, 1), -1, np.int64)
         self._params = np.zeros((slots, 5), np.float32)
         self._uniforms = np.empty((slots, self._length), np.float32)
         self._tokens = np.empty((slots, self._length), np.int64)
         self._logprobs = np.empty((slots, self._length), np.float32)
         self._versions = np.empty((slots, self._length), np.int64)
-        self._kept: list[list[EncodedSet]] = [[] for _ in range(slots)]  # of each token, where sets are kept
+        self._kept: list[list[EncodedSet]] = [[] for _ in range(slots)]  # of each token, if sets are kept
 
     @property
     def count(self) -> int:
-        """Active slots."""
+        """The number of active slots."""
         return self._top - len(self._holes)
 
     @property
@@ -241,7 +240,7 @@ class Slots:
 
     @property
     def tokens(self) -> int:
-        """That the cache holds, of all active slots."""
+        """The number of tokens that the cache holds, over all active slots."""
         return int(self._position[self._sequence[self.active()]].sum())
 
     def active(self) -> list[int]:
@@ -249,7 +248,7 @@ class Slots:
         return [slot for slot in range(self._top) if slot not in holes]
 
     def sequences(self) -> np.ndarray:
-        """int64 [n]: the sequences of slots 0..n-1."""
+        """Return the sequences of slots 0..n-1, int64 [n]."""
         return self._sequence[: self._top]
 
     def owner_of(self, slot: int) -> Any:
@@ -278,7 +277,7 @@ class Slots:
         return slot
 
     def inputs(self) -> StepInputs:
-        """For slots 0..n-1, their newest tokens."""
+        """Return the newest tokens of slots 0..n-1."""
         sequences = self._sequence[: self._top]
         position = self._position[sequences]
         newest = sequences * self._length + position
@@ -289,8 +288,8 @@ class Slots:
     def record(
         self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sets: Mapping[int, EncodedSet]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append a step's tokens, with the `sets` of some of them, to slots 0..n-1; returns the slots that are done, and
-        whether each met a stop token."""
+        """Append a step's tokens, with the `sets` of some of them, to slots 0..n-1. Return the finished slots, and for each
+        whether it met a stop token."""
         sequences = self._sequence[: self._top]
         position = self._position[sequences] + 1
         self._position[sequences] = position
@@ -305,25 +304,25 @@ class Slots:
         return done, stopped[done]
 
     def cached(self, slot: int) -> np.ndarray:
-        """int64: the generated tokens of a slot's sequence whose keys and values the cache holds, all but its newest."""
+        """Return a sequence's generated tokens whose keys and values are cached, int64: all but the newest."""
         s = self._sequence[slot]
         return self._tokens[s, self._start[s] : self._position[s]]
 
     def computed(self, slot: int) -> int:
-        """The version of a slot's keys and values, the oldest where there are several."""
+        """Return the version of a slot's keys and values, the oldest if there are several."""
         return int(self._computed[self._sequence[slot]])
 
     def recomputed(self, slot: int, version: int) -> None:
-        """Note that all keys and values of a slot are of `version` now."""
+        """Note that all keys and values of a slot now have `version`."""
         self._computed[self._sequence[slot]] = version
 
     def release(self, slot: int) -> None:
-        """Free a slot; a hole until it is refilled or closed."""
+        """Free a slot. It is a hole until it is refilled or closed."""
         self.owner[self._sequence[slot]] = None
         self._holes.append(slot)
 
     def take(self, slot: int, stopped: bool) -> Sample:
-        """The finished sequence of a slot, which is released."""
+        """Return the finished sequence of a slot, and release the slot."""
         s = self._sequence[slot]
         reply = slice(self._start[s], self._position[s] + 1)
         sample = make_sample(
@@ -354,9 +353,9 @@ class Slots:
         self._sequence[one], self._sequence[other] = self._sequence[other], self._sequence[one]
 
     def spans(self) -> list[Span]:
-        """Put the long sequences before the short ones where that spares much attention; returns the slots of each.
+        """Put long sequences before short ones if that saves much attention. Return the slots of both.
 
-        Lengths are long-tailed: without it, every sequence is attended over the length of the longest.
+        Lengths are long-tailed: otherwise every sequence is attended over the length of the longest.
         """
         n = self._top
         positions = self._position[self._sequence[:n]]

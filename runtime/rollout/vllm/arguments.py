@@ -1,4 +1,4 @@
-"""What the vLLM engine is started with, and Sluice's sampling options in vLLM's terms. Pure: nothing here imports vLLM."""
+"""The arguments of the vLLM engine, and Sluice's sampling options in vLLM's terms. Pure: nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.types import GroupRequest, SamplingParams
 
 KEY = "services.rollout.engine_args"
 
-# What Sluice sets itself, and the key that decides it; "" where nothing else works.
+# Arguments that Sluice sets itself, and the key that decides each; "" if no other value works.
 OWN = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -39,7 +39,7 @@ OWN = {
 
 
 def own_faults(arguments: Mapping[str, Any], key: str = KEY) -> Iterator[str]:
-    """One line for each argument that Sluice sets itself. `key`: where they are in the configuration."""
+    """Yield one line for each argument that Sluice sets itself. `key`: the section of the arguments."""
     for name in arguments:
         if name in OWN:
             instead = f"; {OWN[name]} decides it" if OWN[name] else ""
@@ -47,19 +47,19 @@ def own_faults(arguments: Mapping[str, Any], key: str = KEY) -> Iterator[str]:
 
 
 def unknown_faults(arguments: Mapping[str, Any], known: Sequence[str]) -> Iterator[str]:
-    """One line for each argument that this version of vLLM does not know, with the nearest that it does."""
+    """Yield one line for each argument that this vLLM does not know, with the nearest known one."""
     for name in arguments:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             yield f"{KEY}.{name}: this vLLM has no such argument" + (f"; nearest is '{near[0]}'" if near else "")
 
 
-# vLLM silently raises lower temperatures to this one.
+# vLLM silently raises lower temperatures to this value.
 LEAST_TEMPERATURE = 0.01
 
 
 def check_temperature(request: GroupRequest) -> None:
-    """Raises InvalidMessage for a temperature that vLLM would change."""
+    """Check that vLLM takes the temperature unchanged. Raises InvalidMessage if not."""
     temperature = request.sampling.temperature
     if 0 < temperature < LEAST_TEMPERATURE:
         raise InvalidMessage(
@@ -68,14 +68,14 @@ def check_temperature(request: GroupRequest) -> None:
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed of one sample's own generator, in [0, 2**63): streams of different (seed, sample) are independent."""
+    """Return the seed of one sample's own generator, in [0, 2**63). Streams of different (seed, sample) are independent."""
     # Two words of 32 bits, as SeedSequence would otherwise give (2**32, 0) the entropy of (0, 1, 0).
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, sample]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def as_vllm(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Arguments of `vllm.SamplingParams` with the same meaning. vLLM's filters come in our order: min-p, top-k, top-p."""
+    """Return arguments of `vllm.SamplingParams` with the same meaning. Both apply min-p, top-k, top-p in this order."""
     routed = {"routed_experts_prompt_start": sampling.experts_from} if sampling.experts_from >= 0 else {}
     return {
         **routed,
@@ -86,7 +86,7 @@ def as_vllm(sampling: SamplingParams, seed: int) -> dict[str, Any]:
         "min_p": sampling.min_p,
         "seed": seed,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # the stop tokens are those of the request alone
-        "logprobs": 0,  # the sampled token's own
+        "ignore_eos": True,  # only the request's stop tokens stop a reply
+        "logprobs": 0,  # only of the sampled token
         "detokenize": False,
     }

@@ -1,14 +1,13 @@
 """The rollout engine over vLLM, which batches and generates in processes of its own.
 
-Sluice's part: groups become requests of one sample each, at most `slots` of them in vLLM at a time and one more for a probe, so
-that what waits is ours to order, hold and withdraw; and every token is stamped with the version of the weights that made it,
-since weights are swapped only while vLLM is paused and all that it gave before is here.
+Sluice splits groups into requests of one sample each. At most `slots` requests are in vLLM at a time, and one more for a probe,
+so Sluice can order, hold and withdraw waiting samples. Every token gets the version of the weights that made it: weights are
+swapped only while vLLM is paused and all earlier outputs have arrived.
 
-Prefixes are shared by vLLM's cache among requests of one version alone: the version is the salt of the cache's keys. A request
-that has no token yet at a swap is begun anew under the new version. So no sequence begins on keys and values of other
-weights, and those that are running keep theirs or, with `recompute`, none are left at all. `GroupRequest.keep` asks for
-nothing more: that cache keeps whatever has ended until the room is needed, those that were not used for the longest time
-leaving first, and a text that two versions computed has the salt of the one that it began under.
+vLLM's cache shares prefixes only among requests of one version: the version is the salt of the cache's keys. A request without
+a token at a swap starts anew under the new version. So no sequence begins on keys and values of other weights. Running
+sequences keep their own or, with `recompute`, lose all. `GroupRequest.keep` needs nothing more: the cache keeps finished texts
+until their room is needed, and drops the least recently used first. A text of two versions has the salt of its first version.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from runtime.weights.group import Location, arena, locate
 
 # ---- Shared weights
 #
-# What vLLM's workers load at the next swap: a whole set of weights in shared memory.
+# The weights that vLLM's workers load at the next swap: a whole set in shared memory.
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -55,14 +54,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 class SharedWeights:
     def __init__(self, files: WeightFiles, tied: bool, dtype: torch.dtype):
-        """`files`: of the model folder. `tied`: whether the model's head is its embedding. `dtype`: the engine's."""
+        """Prepare for a model. `files`: of its folder; `tied`: whether its head is its embedding; `dtype`: the engine's."""
         self._files, self._is_tied, self._dtype = files, tied, dtype
-        self._whole: dict[str, torch.Tensor] = {}  # what `_merged` gives; {} before the first time
+        self._whole: dict[str, torch.Tensor] = {}  # the result of `_merged`; {} before its first call
 
     def prepare(self, tensors: Tensors) -> tuple[list[Location], list[torch.Tensor]]:
-        """Where they lie, and what of them was made here: to be kept until they have been read.
+        """Return the locations of the weights, and the copies made here, to be kept until the workers have read them.
 
-        Raises InvalidMessage for what is no whole set of weights, nor adapters to those of the folder.
+        Raises InvalidMessage for a set that is neither whole nor adapters to the folder's weights.
         """
         if are_adapters(tensors):
             tensors = self._merged(tensors)
@@ -71,8 +70,8 @@ class SharedWeights:
         return locate({**self._tied(tensors), **tensors})
 
     def _merged(self, adapters: Tensors) -> Tensors:
-        """The policy, in memory that is used again. It is made here, beside generation: each worker would read all of the base,
-        and nothing is generated while they load."""
+        """Merge the adapters into the policy's weights, in reused memory. This happens here, during generation: each worker
+        would read the whole base, and generation stops while workers load."""
         if not self._whole:
             shapes = self._files.shapes
             dtypes = {name: dtype_of(name, self._dtype) for name in shapes}
@@ -83,8 +82,8 @@ class SharedWeights:
         return self._whole
 
     def _tied(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
-        renews only when it is told to, and ignores the name otherwise."""
+        """Return the head of a model that ties it to its embedding, by its own name. vLLM may keep a converted copy of the
+        head, and renews the copy only if the head is given. Otherwise vLLM ignores the name."""
         return {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
 
     def _check(self, tensors: Tensors) -> None:
@@ -96,16 +95,16 @@ class SharedWeights:
 
 
 _INITIAL = PolicyVersion()
-_CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
+_CPU_STEP = 2048  # most tokens that a step computes, unless the longest sequence has more
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
-_WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags of what it wakes
+_WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags for waking
 _WITH_CACHE = {Level.ASLEEP: (_WEIGHTS, _CACHE), Level.WEIGHTS: (_CACHE,), Level.AWAKE: ()}
 _WORKER = "runtime.rollout.vllm.worker.WeightLoading"
 
 
 @dataclass
 class _Sequence:
-    """A sample that vLLM has, or that waits for it."""
+    """A sample in vLLM, or waiting for it."""
 
     group: EngineGroup
     index: int
@@ -113,11 +112,11 @@ class _Sequence:
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)
-    forgotten: bool = False  # its keys and values were taken away by a swap, which vLLM will tell as a preemption
+    forgotten: bool = False  # a swap dropped its keys and values, which vLLM will report as a preemption
 
 
 class VLLMRolloutEngine(RolloutEngine):
-    """A swap that fails in the middle leaves weights of two versions: nothing is generated until a whole set has arrived."""
+    """A swap that fails midway leaves weights of two versions: the engine generates nothing until a whole set has arrived."""
 
     def __init__(
         self,
@@ -136,14 +135,14 @@ class VLLMRolloutEngine(RolloutEngine):
         worker: str = _WORKER,
         replays: bool = False,
     ):
-        """Starts vLLM's processes: 10 to 60 s. Not to be called on an event loop.
+        """Start vLLM's processes, which takes 10 to 60 s. Must not be called on an event loop.
 
-        `swap_timeout`: seconds for the workers to load weights. `sleeps`: whether `sleep` takes the weights off the device, for
-        which vLLM has an allocator of its own on accelerators. `worker`: the extension of its workers. `replays`: whether
-        requests may ask for the experts that tokens took.
+        `swap_timeout`: seconds for the workers to load weights. `sleeps`: whether `sleep` takes the weights off the device, by
+        vLLM's own allocator for accelerators. `worker`: the extension of its workers. `replays`: whether requests may ask for
+        the tokens' experts.
 
-        Raises UserError for a vLLM that is missing or of another version, for arguments that it does not take, and for
-        whatever keeps it from starting: a model that it does not support, too little memory.
+        Raises UserError if vLLM is missing or unsupported, refuses an argument, or cannot start, as with an unsupported model
+        or too little memory.
         """
         model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
         self._shared = SharedWeights(WeightFiles(model_path), bool(model.get("tie_word_embeddings")), dtype)
@@ -155,18 +154,18 @@ class VLLMRolloutEngine(RolloutEngine):
         self._groups: dict[int, EngineGroup] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}  # by vLLM's request id
-        self._withdrawn: list[str] = []  # request ids that vLLM does not know yet to be forgotten
+        self._withdrawn: list[str] = []  # request ids that vLLM still has to forget
         self._finished: list[GeneratedGroup] = []
         self._requests = 0
-        self._told = -1  # of the steps, when it was told last that they go on
+        self._reported_steps = -1  # the number of steps at the last report of progress
         self._level = Level.AWAKE
         self._sleeps = sleeps
-        self._staged: tuple[list[Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
+        self._staged: tuple[list[Location], list[torch.Tensor]] | None = None  # locations, and the copies made for them
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
         check_version(replays)
         experts = read_config(model_path).experts if replays else None
-        self._sparse = sorted(experts.layers) if experts else []  # the layers that have some
+        self._sparse = sorted(experts.layers) if experts else []  # the layers with experts
         own = _arguments(model_path, model, device, dtype, slots + 1, max_model_len, tensor_parallel)
         own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps}
         own |= {"enable_return_routed_experts": True} if self._sparse else {}
@@ -182,26 +181,26 @@ class VLLMRolloutEngine(RolloutEngine):
             (self._waiting.extendleft if request.purpose == "probe" else self._waiting.extend)(sequences)
 
     async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
-        """vLLM goes on by itself between two calls; this feeds it and takes what it has made."""
+        """Feed vLLM and take its outputs. vLLM generates on its own between two calls."""
         started = time.perf_counter()
         self._check_alive()
         await self._flush()
         while self._can_step and not self._finished and not interrupted():
             await self._feed()
-            self._tell_progress()
+            self._report_progress()
             self._record(await self._outputs())
-        self._tell_progress()
+        self._report_progress()
         self._stats.busy_seconds += time.perf_counter() - started
         finished, self._finished = self._finished, []
         return finished
 
-    def _tell_progress(self) -> None:
-        """Its work goes on with each output while vLLM has any."""
+    def _report_progress(self) -> None:
+        """Report that the engine's work goes on, with each output while vLLM has requests."""
         if not self._running:
             work.end(self)
-            self._told = -1
-        elif self._stats.decode_steps != self._told:
-            self._told = self._stats.decode_steps
+            self._reported_steps = -1
+        elif self._stats.decode_steps != self._reported_steps:
+            self._reported_steps = self._stats.decode_steps
             work.begin(self, "decode")
 
     @property
@@ -222,7 +221,7 @@ class VLLMRolloutEngine(RolloutEngine):
         return ServiceFault(self._name, "generate", f"vLLM's engine has died: {self._core.cause}")
 
     async def _feed(self) -> None:
-        """Hand over as many samples as there are slots for; one more where it is a probe's."""
+        """Hand over as many samples as there are slots, and one more for a probe."""
         while self._waiting and not self.held:
             request = self._waiting[0].group.request
             if len(self._running) >= self._slots + (request.purpose == "probe"):
@@ -236,13 +235,13 @@ class VLLMRolloutEngine(RolloutEngine):
             await self._core.add(request_id, request.prompt.tolist(), sampling, str(self.version))
 
     async def _flush(self) -> None:
-        """Tell vLLM what it is to forget."""
+        """Have vLLM forget the withdrawn requests."""
         withdrawn, self._withdrawn = self._withdrawn, []
         if withdrawn:
             await self._core.abort(withdrawn)
 
     def _record(self, outputs: Iterable[Output]) -> None:
-        """Add a step's tokens to their sequences, as those of the version that the engine has."""
+        """Add a step's tokens to their sequences, with the engine's version."""
         packed = self.version.pack()
         stepped = False
         for output in outputs:
@@ -288,7 +287,7 @@ class VLLMRolloutEngine(RolloutEngine):
         return known
 
     def _withdraw(self, request_ids: Sequence[str]) -> list[_Sequence]:
-        """Forget requests; vLLM hears of it with the next flush."""
+        """Forget requests; the next flush withdraws them from vLLM."""
         self._withdrawn += request_ids
         return [self._running.pop(request_id) for request_id in request_ids]
 
@@ -297,13 +296,13 @@ class VLLMRolloutEngine(RolloutEngine):
         return bool(self._can_step or self._finished or self._withdrawn or self._core.dead)
 
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The workers read them at the swap, from shared memory, into which they are copied unless they lie there."""
+        """Copy the weights to shared memory, unless they are there. The workers read them at the swap."""
         self._staged = None
         self._staged = await asyncio.to_thread(self._shared.prepare, tensors)
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
-        """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version; UserError
-        when vLLM's model has other weights."""
+        """Take over the staged weights. Raises ServiceFault if a worker fails midway: the engine then waits for another whole
+        version. Raises UserError if vLLM's model has other weights."""
         self._check_alive()
         if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
@@ -321,14 +320,15 @@ class VLLMRolloutEngine(RolloutEngine):
             fault = f"version {version} was not loaded: {'no answer from vLLM' if late else error}"
             raise (DeadlineExceeded if late else ServiceFault)(self._name, "swap", fault, self._swap_timeout) from error
         finally:
-            del copies  # not before: the workers read them
+            del copies  # only now: the workers have read them
 
     async def _swap(self, locations: Sequence[Location], version: PolicyVersion, recompute: bool) -> None:
-        work.end(self)  # until it is fed again
-        self._told = -1
-        if self._level == Level.AWAKE:  # otherwise it stands still, and nothing is running
-            await self._core.pause(forget=recompute)
-        await self._settle(recompute)
+        work.end(self)  # until the next `_feed`
+        self._reported_steps = -1
+        if self._level == Level.AWAKE:  # otherwise vLLM is paused, and nothing is running
+            await self._core.pause(forget=recompute)  # returns between two of vLLM's steps
+        await self._settle(recompute)  # outputs of the old version arrive before the version changes
+        # All workers load from shared memory, and answer; `swap_timeout` bounds the wait.
         faults = await self._core.load(locations)
         if mistakes := [fault.partition(MENDABLE)[2] for fault in faults if MENDABLE in fault]:
             raise UserError(f"model.path: {mistakes[0]}")
@@ -336,11 +336,11 @@ class VLLMRolloutEngine(RolloutEngine):
             raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
         self.version, self.torn = version, False
         if self._level == Level.AWAKE:
-            await self._core.resume()
+            await self._core.resume()  # only after a whole load; otherwise vLLM stays paused until the next swap
 
     async def _settle(self, forgotten: bool) -> None:
-        """While vLLM stands still: record what it made before, and take back what it has not begun. `forgotten`: the keys and
-        values of the others are gone."""
+        """Record what vLLM made before a pause, and take back the samples without a token. `forgotten`: the running sequences
+        have lost their keys and values."""
         self._record(await self._core.outstanding())
         for sequence in self._running.values():
             sequence.forgotten = sequence.forgotten or forgotten
@@ -349,7 +349,7 @@ class VLLMRolloutEngine(RolloutEngine):
         await self._flush()
 
     async def sleep(self) -> None:
-        """With `sleeps` the weights leave the device as well."""
+        """Give back the cache's memory; with `sleeps`, also the weights'."""
         self._level = Level.ASLEEP
         await (self._core.sleep() if self._sleeps else self._core.pause(forget=True))
         await self._settle(forgotten=True)
@@ -362,14 +362,15 @@ class VLLMRolloutEngine(RolloutEngine):
         self._level = Level.AWAKE if cache else Level.WEIGHTS
 
     def stats(self) -> EngineStats:
-        """`running` and `waiting` count samples, those that vLLM has and does not run as both; `decode_steps` its outputs."""
-        told, any_runs = self._core.told, bool(self._running)  # where nothing runs, what it told last is of before
+        """Return the statistics. `running` and `waiting` count samples; both count a sample that waits within vLLM.
+        `decode_steps` counts vLLM's outputs."""
+        load, any_runs = self._core.reported, bool(self._running)  # the load is out of date if nothing runs
         return msgspec.structs.replace(
             self._stats,
             running=len(self._running),
-            waiting=len(self._waiting) + any_runs * told.waiting,
-            kv_use=any_runs * told.kv_use,
-            kv_shared=told.room < self._slots * self._context,
+            waiting=len(self._waiting) + any_runs * load.waiting,
+            kv_use=any_runs * load.kv_use,
+            kv_shared=load.room < self._slots * self._context,
         )
 
     async def close(self) -> None:
@@ -379,7 +380,7 @@ class VLLMRolloutEngine(RolloutEngine):
 def _arguments(
     path: str, model: Mapping[str, Any], device: torch.device, dtype: torch.dtype, slots: int, length: int, ways: int
 ) -> dict[str, Any]:
-    """What vLLM is told of the model, and of how it is to run."""
+    """Return vLLM's arguments for the model and the machine."""
     own: dict[str, Any] = {
         "model": path,
         "skip_tokenizer_init": True,
@@ -395,8 +396,8 @@ def _arguments(
     }
     if device.type == "cpu":
         own |= {
-            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot. Of
-            # layers with a recurrent state it caches prefixes in parts alone.
+            # With a prompt in parts vLLM takes back draws before its last part, which generators of CPUs cannot. It caches
+            # prefixes of layers with a recurrent state only in parts.
             "enable_chunked_prefill": False,
             "enable_prefix_caching": packs(model),
             "max_num_batched_tokens": max(_CPU_STEP, length, slots),
@@ -406,9 +407,8 @@ def _arguments(
 
 
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
-    """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
-    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's. 1 GiB where sizes
-    have other names."""
+    """Return the bytes of one worker's cache for `slots` whole sequences, or half of the machine's free memory if that is less.
+    Otherwise vLLM takes a share of the machine's memory, as on accelerators. 1 GiB for models with unknown names of sizes."""
     whole = (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
     needed = kv_cache_bytes(model, slots, whole, dtype.itemsize) if "num_attention_heads" in model else 1 << 30
     return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways

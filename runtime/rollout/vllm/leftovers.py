@@ -1,9 +1,8 @@
-"""What vLLM's processes leave behind, even where they end in order: files in shared memory, and those by which they meet.
+"""Removes what vLLM's processes leave behind even after an orderly end: files in shared memory, and files by which they meet.
 
-Each engine has a folder of its own among the temporary files, which its processes have for theirs, and where it notes which
-files in shared memory they have. So all of it can be removed when the engine is closed. A lock on the folder, which the kernel
-frees however a process ends, tells others that it is in use: what an engine left that was killed goes with the next one's
-start, or with the end of the run.
+Each engine has a folder among the temporary files, which its processes use for their own. The folder notes the engine's files
+in shared memory, so that closing the engine can remove all of them. A lock on the folder shows that it is in use; the kernel
+frees the lock however a process ends. What a killed engine left is removed when the next engine starts, or the run ends.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ PREFIX = "sluice-vllm-"
 SHARED = Path("/dev/shm")
 
 _LOCK, _NOTED = "lock", "shared"
-_MEETING = "vllm_dist_"  # begins the names of files by which workers meet, and with them those of what these share
+_MEETING = "vllm_dist_"  # prefix of the files by which workers meet, and of the files that these share
 _OF_VLLM = re.compile(rf"^(psm_[0-9a-f]+|.*cpushm_\d+|{_MEETING}.*)$")
 _MAPPED = re.compile(rf"{SHARED}/(\S+)$", re.MULTILINE)
-_SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of its sockets, named by UUIDs; vLLM removes none
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of vLLM's sockets, which are named by UUIDs; vLLM never removes them
 _PATH_BYTES = 107  # the longest path of a socket
 _UUID_BYTES = 36
 
 
 class Leftovers:
-    """Of the one engine of this process."""
+    """The leftovers of the one engine of this process."""
 
     def __init__(self) -> None:
         clear()
         made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}"))
         self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._folder = made.rename(made.with_name(made.name.removeprefix("new-")))  # with its lock: nobody takes it for left
+        self._folder = made.rename(made.with_name(made.name.removeprefix("new-")))  # locked before `clear` finds it
         self._names: set[str] = set()
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """While vLLM starts: the temporary files of its processes go into the folder, and what they share is noted."""
+        """Keep the temporary files of vLLM's processes in the folder while vLLM starts, and note what they share."""
         usual, variables = tempfile.gettempdir(), {name: os.environ.get(name) for name in ("TMPDIR", _SOCKETS)}
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
         fits = len(os.fsencode(self._folder)) + 1 + _UUID_BYTES <= _PATH_BYTES
@@ -61,24 +60,24 @@ class Leftovers:
                     os.environ[name] = value
 
     def note(self) -> None:
-        """Keep the names of the files in shared memory that this process's descendants have."""
+        """Save the names of the files in shared memory that this process's descendants have."""
         for process in psutil.Process().children(recursive=True):
-            with suppress(OSError):  # it has just ended, or there is no /proc
+            with suppress(OSError):  # the process has just ended, or there is no /proc
                 mapped = _MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"))
                 self._names.update(filter(_OF_VLLM.match, mapped))
         (self._folder / _NOTED).write_text("\n".join(sorted(self._names)), encoding="utf-8")
 
     def remove(self) -> None:
-        """Once the engine's processes have ended. Idempotent."""
+        """Remove the leftovers, once the engine's processes have ended. Idempotent."""
         if self._folder.exists():
             _remove(self._folder)
             os.close(self._lock)
 
 
 def clear() -> None:
-    """Remove what engines of this user have left whose processes have ended."""
+    """Remove the leftovers of this user's engines whose processes have ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # in use, another user's, or just removed
+        with suppress(OSError):  # in use, another user's, or already removed
             if folder.stat().st_uid != os.geteuid():
                 continue
             with (folder / _LOCK).open("rb+") as lock:
@@ -92,7 +91,7 @@ def _remove(folder: Path) -> None:
     meetings = tuple(f"{path.name}-" for path in folder.glob(f"{_MEETING}*"))
     for file in SHARED.iterdir() if SHARED.is_dir() else ():
         if file.name in names or (meetings and file.name.startswith(meetings)):
-            with suppress(OSError):  # removed meanwhile by Python's resource tracker, or another user's by the same name
+            with suppress(OSError):  # Python's resource tracker has removed it, or another user's file has the same name
                 if file.stat().st_uid == os.geteuid():
                     file.unlink()
     shutil.rmtree(folder, ignore_errors=True)

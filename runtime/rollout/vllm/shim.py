@@ -1,8 +1,8 @@
-"""The only place that calls vLLM: starts its engine, and speaks to it. What differs between its versions is told apart here.
+"""The only module that calls vLLM: starts its engine and talks to it. Handles the differences between vLLM's versions.
 
-Of AsyncLLM the part is used that carries requests and outputs between the processes (`engine_core`), without the one that
-turns tokens to text: token in, token out, and outputs come in the order in which the engine produced them, so that those of
-before a pause are known from those of after it.
+It uses only the part of AsyncLLM that carries requests and outputs between the processes (`engine_core`), without the part that
+turns tokens into text. Tokens go in and come out, in the order in which the engine produced them. So outputs before a pause are
+known from outputs after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # ---- Relay
 #
-# What vLLM's processes print: passed on, and read for the error that ended them, which they tell nobody else.
+# Passes on what vLLM's processes print, and searches it for the error that ended them: they report it nowhere else.
 
 _KEPT_BYTES = 256 << 10
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
@@ -41,8 +41,8 @@ _SECOND_HAND = ("root cause", "stack trace", "background process", "EngineDeadEr
 
 
 def last_error(printed: str) -> str:
-    """The newest exception that a log shows, as "ValueError: what it says", or "". One that only points to another is passed
-    over."""
+    """Return the newest exception in a log, as "ValueError: what it says", or "". Skip an exception that only points to another
+    one."""
     for line in reversed(printed.splitlines()):
         found = _ERROR.match(_PREFIX.sub("", line.strip()))
         if found and not any(phrase in line for phrase in _SECOND_HAND):
@@ -51,9 +51,9 @@ def last_error(printed: str) -> str:
 
 
 class OutputRelay:
-    """While entered, this process's standard output and error lead here, for its children to inherit.
+    """While entered, redirects this process's standard output and error, which its children inherit.
 
-    A thread passes on what they print to where it went before, as long as there are children.
+    A thread passes on what the children print to the former destination, as long as there are children.
     """
 
     def __init__(self) -> None:
@@ -92,56 +92,56 @@ class OutputRelay:
         os.close(target)
 
     def error(self, patience: float = 0.0) -> str:
-        """What `last_error` finds in what was printed of late, or comes within `patience` seconds."""
+        """Return `last_error` of the recent output, or of output within `patience` seconds."""
         give_up = time.monotonic() + patience
         while not (found := last_error(bytes(self._tail).decode(errors="replace"))) and time.monotonic() < give_up:
             time.sleep(timeouts.VLLM_OUTPUT_POLL)
         return found
 
     def reason(self, error: Exception) -> str:
-        """The gist of `error`, or, where it only points to what a process prints, of that, which may come after it."""
+        """Return the essence of `error`; if that only points to a process's output, of that output, which may come later."""
         line = _one_line(error)
         return self.error(timeouts.VLLM_LAST_OUTPUT if any(phrase in line for phrase in _SECOND_HAND) else 0.0) or line
 
 
 def _one_line(error: Exception) -> str:
-    """The gist of one of vLLM's errors, some of which are pages long."""
+    """Return the essential line of an error of vLLM's, which may be pages long."""
     text = str(error)
     validation = re.search(
         r"(?:Value error|Assertion failed), (.*?)(?: \[type=|$)", text, re.MULTILINE
-    )  # what follows are the arguments' values
+    )  # the arguments' values follow
     line = validation.group(1) if validation else next((line for line in text.splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line.strip()}"
 
 
-SUPPORTED = ("0.23", "0.30")  # 0.23 is what vllm-ascend's stable release goes with
+SUPPORTED = ("0.23", "0.30")  # vllm-ascend's stable release needs 0.23
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 class Output(NamedTuple):
-    """What one step gave one request."""
+    """The output of one step for one request."""
 
     request_id: str
     tokens: Sequence[int]
     logprobs: np.ndarray  # float32, of the same length
     finish: str  # vLLM's finish reason; "" while it goes on
-    cached: int  # prompt tokens found in the prefix cache, told with the first output
-    preemptions: int = 0  # since the output before: how often its keys and values were taken away
-    experts: np.ndarray | None = None  # [tokens fed since the output before, layers, experts a token], where they are told
+    cached: int  # prompt tokens found in the prefix cache, with the first output
+    preemptions: int = 0  # how often its keys and values were taken away since the output before
+    experts: np.ndarray | None = None  # [tokens fed since the output before, layers, experts a token], if requested
 
 
 @dataclass
 class CoreLoad:
-    """What vLLM tells with its outputs: gauges are of the newest step."""
+    """The load that vLLM reports with its outputs; gauges are of the newest step."""
 
-    room: int  # tokens whose keys and values fit, all sequences together
+    room: int  # tokens whose keys and values fit, for all sequences together
     kv_use: float = 0.0  # of that room, 0 to 1
-    waiting: int = 0  # requests that it has, and does not run
+    waiting: int = 0  # requests in vLLM that are not running
 
 
 def check_version(replays: bool = False) -> None:
-    """Raises UserError when vLLM is not installed, or not of a version that Sluice is made for, and that `replays`."""
+    """Check vLLM's version. Raises UserError if vLLM is missing or unsupported, or `replays` needs a newer one."""
     try:
         import vllm
     except ImportError as error:
@@ -155,23 +155,23 @@ def check_version(replays: bool = False) -> None:
 
 
 def prepare_environment(on_cpu: bool) -> None:
-    """Variables that vLLM reads when it is imported; those that are set stay."""
+    """Set variables that vLLM reads when it is imported. A variable that is already set stays."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
-        _METHOD: "spawn",  # a process that serves gRPC had better not fork
+        _METHOD: "spawn",  # a process that serves gRPC should not fork
     }
     if on_cpu:
-        # The threads are shared out by Sluice (services.rollout.threads), and no compiler need be installed.
+        # Sluice assigns threads (services.rollout.threads). Without dynamo no compiler is needed.
         defaults.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 class Core:
-    """A running engine: its processes, and the sockets to them. All methods but the constructor belong to one event loop."""
+    """A running engine: its processes, and the sockets to them. All methods except the constructor need one event loop."""
 
     def __init__(self, arguments: Mapping[str, Any], engine_args: Mapping[str, Any]):
-        """`arguments` are Sluice's, `engine_args` the user's. Takes 10 to 60 s. Raises UserError."""
+        """Start vLLM, which takes 10 to 60 s. `arguments`: Sluice's; `engine_args`: the user's. Raises UserError."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -179,12 +179,12 @@ class Core:
         faults = [*own_faults(engine_args), *unknown_faults(engine_args, known)]
         if faults:
             raise UserError("\n".join(faults))
-        theirs = resolved(engine_args, os.environ, KEY)
+        users = resolved(engine_args, os.environ, KEY)
         method = os.environ[_METHOD]
         self._relay = OutputRelay()
         self._leftovers = Leftovers()
         try:
-            config = AsyncEngineArgs(**{**arguments, **theirs}).create_engine_config()
+            config = AsyncEngineArgs(**{**arguments, **users}).create_engine_config()
             os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
             with self._relay, self._leftovers.starting():
                 self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=False)
@@ -194,7 +194,7 @@ class Core:
         self._core: Any = self._llm.engine_core
         self._next: asyncio.Future[Any] | None = None
         self.vocabulary = int(self._llm.model_config.get_vocab_size())
-        self.told = CoreLoad(room=int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size or 0))
+        self.reported = CoreLoad(room=int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size or 0))
 
     @property
     def dead(self) -> bool:
@@ -202,12 +202,12 @@ class Core:
 
     @property
     def cause(self) -> str:
-        """Why the engine has died, as far as its processes have printed it."""
+        """Why the engine died, as far as its processes have printed it."""
         error = self._relay.error()
         return f"the last error that it printed is {error}" if error else "killed, or out of memory"
 
     async def add(self, request_id: str, prompt: list[int], sampling: Mapping[str, Any], salt: str) -> None:
-        """Queue a request. Prefixes are shared with requests of the same `salt` alone."""
+        """Queue a request. Only requests of the same `salt` share prefixes."""
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
@@ -228,14 +228,14 @@ class Core:
         await self._core.abort_requests_async(request_ids)
 
     async def outputs(self, timeout: float) -> list[Output]:
-        """Those of one step, or none after `timeout` seconds. Raises RuntimeError when the engine has died."""
+        """Return the outputs of one step, or none after `timeout` seconds. Raises RuntimeError if the engine has died."""
         step = self._ask()
         if not step.done():
             await asyncio.wait([step], timeout=timeout)
         return self._take()
 
     async def outstanding(self) -> list[Output]:
-        """All outputs of before a pause, once `pause` has returned."""
+        """Return all outputs from before a pause, once `pause` has returned."""
         found: list[Output] = []
         while self._ask().done() or not self._core.outputs_queue.empty():
             found += self._take()
@@ -243,7 +243,7 @@ class Core:
         return found
 
     def _ask(self) -> asyncio.Future[Any]:
-        """What waits for the next step's outputs; it outlives the waits that were in vain."""
+        """Return the future of the next step's outputs. A wait that times out keeps the future for the next wait."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._core.get_output_async())
         return self._next
@@ -253,18 +253,18 @@ class Core:
             return []
         outputs, self._next = self._next.result(), None
         if (stats := outputs.scheduler_stats) is not None:
-            self.told.kv_use, self.told.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
+            self.reported.kv_use, self.reported.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
         return [_output(each) for each in outputs.outputs]
 
     async def pause(self, forget: bool) -> None:
-        """Stop between two steps. With `forget` nothing is left of the keys and values: running requests compute them anew."""
+        """Stop between two steps. With `forget`, drop all keys and values: running requests recompute them."""
         await self._core.pause_scheduler_async("keep", forget)
 
     async def resume(self) -> None:
         await self._core.resume_scheduler_async()
 
     async def load(self, locations: Sequence[Location]) -> list[str]:
-        """Have every worker load weights; returns what went wrong, [] when nothing did."""
+        """Have every worker load weights. Return the faults; [] if there are none."""
         faults = await self._core.collective_rpc_async("sluice_load", None, (list(map(list, locations)),))
         return [f"worker {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
 
@@ -272,7 +272,7 @@ class Core:
         await self._core.sleep_async(1, "keep")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """What is asleep of `weights` and `kv_cache`; vLLM goes on once both are there."""
+        """Wake what is asleep of `weights` and `kv_cache`. vLLM goes on once both are awake."""
         await self._core.wake_up_async(list(tags))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What Sluice adds to vLLM's workers, which are processes of their own: they load weights out of shared memory."""
+"""Sluice's extension of vLLM's workers, which are processes of their own: they load weights from shared memory."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ from runtime.weights.group import Location, Mapped
 
 # ---- Delivery
 #
-# Whether every weight that is published finds a place in vLLM's model, and every parameter of that model gets one. Its
-# loaders pass over names that they do not know, and say nothing.
+# Checks that every published weight has a place in vLLM's model, and every parameter of that model gets a weight. vLLM's
+# loaders skip unknown names without a message.
 
 
 class Reads(TorchDispatchMode):
-    """While it is entered: which of the tensors that came through `of` no operator has read."""
+    """While entered, finds the tensors from `of` that no operator has read."""
 
     def __init__(self) -> None:
         super().__init__()
         self._starts: list[int] = []
-        self.left: dict[int, tuple[str, torch.Tensor]] = {}  # by address; held, so that no other tensor gets this one
-        self._counts = False  # what is done now is done by who was given the tensors
+        self.left: dict[int, tuple[str, torch.Tensor]] = {}  # by address; held, so that no new tensor gets the address
+        self._counts = False  # whether the present operators are the loader's
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             start = tensor.data_ptr()
-            if tensor.numel() and start not in self.left:  # a head may be the embedding
+            if tensor.numel() and start not in self.left:  # the head may be the embedding
                 insort(self._starts, start)
                 self.left[start] = name, tensor
             self._counts = True
             yield name, tensor
             self._counts = False
-        self._counts = True  # what was put off
+        self._counts = True  # for work that the loader has put off
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         for each in tree_leaves((args, kwargs)) if self._counts else ():
             if isinstance(each, torch.Tensor) and each.device.type == "cpu":
-                place = bisect_right(self._starts, address := each.data_ptr()) - 1  # it may be that of a part
-                if place >= 0 and address < self._starts[place] + self.left[self._starts[place]][1].nbytes:
-                    del self.left[self._starts.pop(place)]
+                index = bisect_right(self._starts, address := each.data_ptr()) - 1  # the address may be within a tensor
+                if index >= 0 and address < self._starts[index] + self.left[self._starts[index]][1].nbytes:
+                    del self.left[self._starts.pop(index)]
         return func(*args, **(kwargs or {}))
 
 
 def require_delivered(unread: Collection[str], empty: Collection[str]) -> None:
-    """`unread`: of what is published, `empty`: of vLLM's model. Raises UserError that names all."""
+    """Check that nothing is `unread` of the published weights, and no parameter `empty`. Raises UserError with all names."""
     faults = (
         f"{len(names)} {what}: {', '.join(names)}"
         for what, names in (("published weights have no place in it", unread), ("of its parameters get none", empty))
         if names
     )
-    if told := "; ".join(faults):
+    if listed := "; ".join(faults):
         raise UserError(
-            f"vLLM's model is not the trainer's: {told}; must be of the same names in transformers and in this vLLM"
+            f"vLLM's model is not the trainer's: {listed}; must be of the same names in transformers and in this vLLM"
         )
 
 
 log = logging.getLogger("vllm.sluice")
 
-MENDABLE = "the user's to mend: "  # begins what went wrong, where it would again
+MENDABLE = "the user's to mend: "  # prefix of a fault that would occur again
 
 CHECK_FORMAT = "_check_nz_disabled"
-"""Of vllm-ascend's worker: raises when weights are kept in NPUs' own format, FRACTAL_NZ, and new ones would be loaded wrong."""
+"""Method of vllm-ascend's worker. Raises if weights are in the NPU format FRACTAL_NZ, which would load new weights wrongly."""
 
 
 class WeightLoading:
@@ -82,10 +82,10 @@ class WeightLoading:
         model_config: Any
 
     def sluice_load(self, locations: Sequence[Sequence[Any]]) -> str:
-        """Load a whole set of weights, of which this worker takes its part, in place of those that the model has.
+        """Load a whole set of weights over the model's; this worker takes its part.
 
-        Returns what went wrong, or "": an exception would be answered with the first worker's answer, and those of the others
-        taken for the answers to the next call. The weights are then a mixture.
+        Return the fault, or "". An exception would end the call with the first worker's answer, and the other workers' answers
+        would be taken for the next call's. After a fault the weights are a mixture.
         """
         try:
             self._sluice_reload(locations)
@@ -97,9 +97,9 @@ class WeightLoading:
         return ""
 
     def _sluice_reload(self, locations: Sequence[Sequence[Any]]) -> None:
-        """Some of vLLM's layers keep their weights in a layout of the device's, so they cannot be copied into one by one. vLLM
-        puts layers of the checkpoint's shape in place, fills and converts each, and copies it over the old one. That is brought
-        to its end also when a tensor was missing, so that the next load finds the model in order.
+        """Load weights layer by layer. Some of vLLM's layers keep weights in a layout of the device, so they cannot be copied
+        into. vLLM makes layers of the checkpoint's shape, fills and converts each, and copies it over the old one. This is
+        finished even if a tensor was missing, so that the next load finds the model in order.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -107,7 +107,7 @@ class WeightLoading:
         refuse = getattr(self, CHECK_FORMAT, None)
         if refuse is not None:
             refuse()
-        # It warns of layers that got no weights, such as those of rotary embeddings, which have none.
+        # vLLM warns of layers without weights, such as rotary embeddings, which have none.
         logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
         model, device = self.model_runner.model, self.model_runner.device
         if device.type == "cpu":
@@ -124,27 +124,27 @@ class WeightLoading:
                 finalize_layerwise_reload(model, self.model_config)
         platform.synchronize(device)  # the buffers are overwritten after this
         if first:
-            # A worker of expert parallelism has other experts' weights to pass over.
+            # A worker of expert parallelism skips the weights of other workers' experts.
             apart = self.vllm_config.parallel_config.enable_expert_parallel
             require_delivered([name for name, _ in reads.left.values() if not apart], sorted(empty))
         model.sluice_loaded = True
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, as a checkpoint's files would give them."""
+        """Yield names and tensors as a checkpoint's files would give them."""
         mapped = Mapped()
         for fields in locations:
             location = Location(*fields)
-            if location.name != LM_HEAD or hasattr(self.model_runner.model, "lm_head"):  # a tied one has no other use
+            if location.name != LM_HEAD or hasattr(self.model_runner.model, "lm_head"):  # a tied head is used for nothing else
                 yield location.name, mapped.tensor(location)
 
 
 def _unfilled(model: torch.nn.Module) -> Iterator[str]:
-    """Parameters that a load which is not at its end has given nothing."""
+    """Yield the parameters that got no weights so far, during a load."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load():  # unlike that of a layer that is whole
+        if info.can_load():  # False once a layer is complete
             given = {name for name, _ in info.loaded_weights}
             for name, _ in layer.named_parameters(recurse=False):
                 if name not in given:
@@ -152,8 +152,8 @@ def _unfilled(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Experts pack their weights for a CPU only when they make their kernel: vLLM 0.30 does not do so again when other weights
-    are loaded, and computes with unpacked ones as if they were packed. Without a kernel they make another."""
+    """Remove the experts' kernels, so that new ones are made. Experts pack their weights for a CPU only when they make their
+    kernel. vLLM 0.30 does not pack again when new weights are loaded, and computes with unpacked ones as if packed."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
