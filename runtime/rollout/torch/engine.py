@@ -131,7 +131,7 @@ Tensors = Mapping[str, torch.Tensor]
 class NextWeights:
     """Prepares the next weights. On CPUs they stay in the memory that received them if that has the engine's dtype. If all of
     it has another dtype, the swap copies it over the weights in use, so there is only one set. Elsewhere they are a copy on the
-    device. Adapters alone are merged with the model folder's files, on CPUs in the memory of the version before the one in use."""
+    device. Adapters alone are merged with the model folder's files; on CPUs that reuses the memory of the version before."""
 
     def __init__(self, first: DecoderWeights, folder: str):
         """Begin with `first`, the weights in use, of the model `folder`."""
