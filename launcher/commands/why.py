@@ -99,7 +99,7 @@ CAUSES = {  # each cause: what it is, and what changes it
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what the steps waited for. Raises UserError if the folder is no run's, or no such step was made."""
+    """Print what the steps waited for. Raises UserError if the folder holds no run, or no such step was made."""
     found = explained(options.run, options.steps)
     if options.json:
         print(json.dumps(msgspec.to_builtins({"steps": found, "totals": critical_path.totals(found)})))
@@ -138,7 +138,7 @@ def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans]
 
 
 def verdict(steps: Sequence[StepPath]) -> str:
-    """Return a most on what the steps waited for most, and how long they waited for that process in all."""
+    """Return a sentence on what the steps waited for most, and how long they waited for that process in all."""
     totals = critical_path.totals(steps)
     if not totals:  # the clock was put back
         return "they took no time"

@@ -117,7 +117,7 @@ class WorkerNode:
             spec = coordinator_spec(config, self._agent.path, sys.executable, where, time.monotonic(), machine=machine)
             former = len(list((folder / run_files.LOGS).glob("coordinator*.log")))  # so that former logs stay
             await self._coordinator.start(spec, incarnation=former)
-            # Returns after the run's end, and over restarts of the coordinator. The node's other processes end after it.
+            # Waits for the run's end, across restarts of the coordinator. This node's other processes end after that.
             await self._coordinator.until_finished(spec, config.services.coordinator.restarts)
             await self._supervisor.finish(self._deadlines.stop)
 

@@ -12,7 +12,7 @@ from runtime.cluster.topology import processes
 from runtime.config import Computing, Config, FromEnvironment, Network, Process, Spread
 from runtime.config.secret_values import missing, references
 
-# Variables that torch reads once. On CPUs they give huge pages: the first write to memory takes a fifth of the time.
+# Variables that torch reads once. On CPUs they give huge pages: the first write to new memory takes a fifth of the time.
 OF_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR", "THP_MEM_ALLOC_ENABLE": "1"}
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
 # torch's TCPStore looks up the name of every address that it connects to. Without a name server that takes 5 s of each

@@ -105,7 +105,7 @@ def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
 
 
 def on_this_machine(config: Config, address: str = "") -> Config:
-    """Return the configuration with this machine's address as `network.interface`: `address` if given, else what fits the key.
+    """Return the configuration with this machine's address as `network.interface`: `address`, else one that fits the key.
 
     Raises UserError if there is no such address, or other nodes cannot reach it.
     """

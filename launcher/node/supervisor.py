@@ -299,7 +299,7 @@ class Supervisor:
         return self._orphans.end({process.pid for process in self._processes})
 
     def give_up(self, name: str, incarnation: int, reason: str) -> None:
-        """Kill a process that the run does without. A process that is dying by itself may do so: its own end says more."""
+        """Kill a process that the run does without, after PROCESS_END seconds: if it dies by itself, its own end says more."""
         for child in self.children:
             if (child.spec.name, child.incarnation) == (name, incarnation) and child not in self._given_up:
                 self._given_up.append(child)
@@ -495,11 +495,11 @@ class Supervisor:
         for child in self.children:
             if child.running:
                 child.signal_group(child.spec.ends_by)
-        await self.wait_all(grace)
+        await self.wait_all(grace)  # ends with the last child, or after `grace`
         for child in self.children:
             child.signal_group(signal.SIGKILL)  # also what the child left in its group
         for child in self.children:
-            await child.process.wait()
+            await child.process.wait()  # short after SIGKILL
         until = time.monotonic() + 2 * timeouts.AGENT_END_GRACE
         self._end_orphans()
         while self._orphans.left and time.monotonic() < until:
@@ -507,5 +507,5 @@ class Supervisor:
             self._end_orphans()  # children of an ended orphan become children of this process
         os_process.adopt(False)
         self._beats.close()
-        await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))
+        await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))  # LOG_CLOSE seconds at most
         leftovers.clear()

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def report(folder: Path, output: Path | None) -> Path:
-    """Write the whole file or nothing. Return its path. Raises UserError if the folder is no run's, or the file cannot be
+    """Write the whole file or nothing. Return its path. Raises UserError if the folder holds no run, or the file cannot be
     written."""
     path = output or folder / FILE
     try:
@@ -54,7 +54,7 @@ def report(folder: Path, output: Path | None) -> Path:
 
 
 def held(folder: Path) -> dict[str, Any]:
-    """Return the answers of a server for this run, by path. Raises UserError if the folder is no run's."""
+    """Return the answers of a server for this run, by path. Raises UserError if the folder holds no run."""
     run = RunView(folder)
     summary = run.summary()
     summary["notes"].append(f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC from {folder.resolve()}")

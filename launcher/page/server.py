@@ -37,7 +37,7 @@ class Pages:
     """The runs of a folder: the folder itself, or the folders directly in it."""
 
     def __init__(self, root: Path):
-        """Open the folder. Raises UserError if it is no run's, and has no run in it."""
+        """Open the folder. Raises UserError if neither it nor a folder in it holds a run."""
         self.root = root
         self._views: dict[str, tuple[Mark | None, RunView, SampleReader]] = {}
         if not self.names():

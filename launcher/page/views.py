@@ -161,7 +161,7 @@ LIVE = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED, Phase.READY, Phase.CO
 
 
 class RunView:
-    """One run's folder. Its methods block, and any thread may call them. Raises UserError if the folder is no run's."""
+    """One run's folder. Its methods block, and any thread may call them. Raises UserError if the folder holds no run."""
 
     def __init__(self, folder: Path):
         self.folder = folder
