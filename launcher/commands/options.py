@@ -28,7 +28,7 @@ def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
     tune = commands.add_parser("tune", help="supervised fine-tuning of a configuration's model on the replies of its data")
     evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
-    validate.add_argument("--since", choices=("0.1",), help="also say which defaults are others since that version")
+    validate.add_argument("--since", choices=("0.1",), help="also list the defaults that have changed since that version")
     simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
     play = commands.add_parser("play", help="play one task of a configuration, and print the conversation; train nothing")
     play.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0 (default: 0)")
@@ -53,7 +53,7 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     status.add_argument("--grpcurl", metavar="NAME", default="", help="print what grpcurl needs to call this process instead")
 
     scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
-    scale.add_argument("wanted", metavar="rollout=N", help="how many there are to be")
+    scale.add_argument("wanted", metavar="rollout=N", help="the wanted number of rollouts")
     scale.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
 
     profile = commands.add_parser("profile", help="record what processes of a run do, while it goes on")
@@ -107,7 +107,7 @@ def add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
     prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
     prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
 
-    score = commands.add_parser("score", help="what a verifier says of each reply in a file")
+    score = commands.add_parser("score", help="judge each reply in a file with a verifier")
     score.add_argument("file", type=Path, help="JSON lines with id, prediction and truth")
     score.add_argument(
         "--verifier", metavar="NAME", help="a reward rule, or FILE.py:NAME; the kind that each line names when left out"

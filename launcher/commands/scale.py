@@ -21,7 +21,7 @@ async def scale(run: str, wanted: str) -> str:
     """Ask the coordinator for a number of rollouts. Return what it did, for the user. Raises UserError, ServiceFault."""
     role, equals, number = wanted.partition("=")
     if role != "rollout" or not equals or not number.isdecimal():
-        raise UserError(f"scale: '{wanted}' is not rollout=N, with N the number of rollouts there are to be")
+        raise UserError(f"scale: '{wanted}' is not rollout=N, with N the wanted number of rollouts")
     method = contract.METHODS["Coordinator", "Scale"]
     address = address_of(run, "scale")
     try:

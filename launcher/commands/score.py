@@ -89,9 +89,9 @@ def score(path: Path, verifier: str | None, workers: int | None, timeout: float 
     rules = _rules(verifier)
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
-        raise UserError(f"--workers: {workers} is too few; at least 1")
+        raise UserError(f"--workers: {workers}; must be at least 1")
     if timeout is not None and timeout <= 0:
-        raise UserError(f"--timeout: {timeout} is no time; more than 0 seconds")
+        raise UserError(f"--timeout: {timeout}; must be more than 0 seconds")
     if output is not None and output.exists() and path.exists() and output.samefile(path):
         raise UserError(f"--output: {output} is the file that is scored")
     defaults = Rewards()

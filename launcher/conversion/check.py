@@ -42,7 +42,7 @@ def require_same_bits(
         if (wrong := _first_difference(parameter, reader, read)) is not None:
             where = f"{reader.path}: {parameter.name}"
             if parameter.copy or (parameter.split is None and parameter.tensor_rank > 0):
-                raise UserError(f"{where} differs from what another rank has of {wrong}")
+                raise UserError(f"{where} differs from another rank's part of {wrong}")
             raise InvariantViolated(f"{where} does not give {wrong} again")
         checked("checking", reader.specs[parameter.name].nbytes)
 

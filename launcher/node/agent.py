@@ -133,7 +133,7 @@ class Agent:
                         reached = reached if refused else loop.time()
             except (ServiceFault, Forbidden) as error:
                 if loop.time() + timeouts.AGENT_RETRY >= reached + timeout:
-                    message = f"not to be reached at {self.coordinator} from node {self._node.name}: {error}"
+                    message = f"cannot be reached at {self.coordinator} from node {self._node.name}: {error}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
                 if not (said or self._assignment.config):
                     said = True
@@ -225,7 +225,7 @@ class Agent:
         received.unlink()
         own, others = code(self._own), code(config)
         if differing := [key for key in own | others if own.get(key) != others.get(key)]:
-            fault = "the coordinator says something else than this node was started with; must be the same"
+            fault = "the coordinator's value is not this node's; must be the same"
             raise ConfigError([f"{key}: {fault}" for key in differing])
         self.config = replace(config, network=replace(config.network, interface=self._node.address))
         run_files.write_private(self.path, loading.to_yaml(self.config))

@@ -112,4 +112,4 @@ def _cpu_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
         return
     if missing:
         given = local_node.shown_cpus(machine.cpus)
-        yield f"{key}: {role.cpus}, but this machine gives no {local_node.shown_cpus(missing)}; must be of {given}"
+        yield f"{key}: {role.cpus}, but this machine has no {local_node.shown_cpus(missing)}; must be of {given}"

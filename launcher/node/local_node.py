@@ -39,7 +39,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
         match = _RANGE.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise ValueError(f"'{part.strip()}' is no processor and no range of processors")
+            raise ValueError(f"'{part.strip()}' is neither a processor nor a range of processors")
         found.update(range(first, last + 1))
     return tuple(sorted(found))
 
@@ -113,7 +113,7 @@ def on_this_machine(config: Config, address: str = "") -> Config:
     own = own_address(given, config.services.coordinator.host, key)
     if has_several_nodes(config.cluster) and is_loopback(own):
         raise UserError(
-            f"{key}: '{given}' gives this node {own}, by which no other is reached; must be "
+            f"{key}: '{given}' gives this node {own}, which other nodes cannot reach; must be "
             "its address, a network that it is in, or an interface"
         )
     return replace(config, network=replace(config.network, interface=own))

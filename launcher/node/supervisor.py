@@ -284,7 +284,7 @@ class Supervisor:
             if (late := now - before - timeouts.BEAT) > timeouts.BEAT:
                 self._beats.forgive(late)
             if names := self._end_orphans():
-                self.say(f"ended what others had left behind: {', '.join(sorted(set(names)))} ({len(names)})")
+                self.say(f"ended orphaned processes: {', '.join(sorted(set(names)))} ({len(names)})")
             self._beats.take()
             for child in list(self.children):
                 ranks = self._beats.of(child.spec.name)
@@ -330,7 +330,7 @@ class Supervisor:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
             except subprocess.SubprocessError:  # setting the processors is the only step between fork and exec that may fail
                 raise UserError(
-                    f"services.{spec.role}.cpus: this machine gives none of {local_node.shown_cpus(spec.cpus)}"
+                    f"services.{spec.role}.cpus: this machine has none of {local_node.shown_cpus(spec.cpus)}"
                 ) from None
             self._processes.append(process)
         self._started.set()

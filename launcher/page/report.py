@@ -40,9 +40,9 @@ def report(folder: Path, output: Path | None) -> Path:
     try:
         content = text(held(folder))
     except UnicodeEncodeError as error:
-        raise UserError(f"{folder}: a text in it is no Unicode: {error.object[error.start : error.end]!r}") from error
+        raise UserError(f"{folder}: it has a text that is not Unicode: {error.object[error.start : error.end]!r}") from error
     if path.is_dir():
-        raise UserError(f"--output: {path} is a folder; a file is wanted")
+        raise UserError(f"--output: {path} is a folder; must be a file")
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(content, encoding="utf-8")

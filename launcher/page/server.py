@@ -224,7 +224,7 @@ def _real(name: str, text: str) -> float:
 
 
 def _no_number(name: str, text: str) -> web.HTTPBadRequest:
-    return web.HTTPBadRequest(text=f"{name}: {text[:40]!r} is no number, or none that is shown\n")
+    return web.HTTPBadRequest(text=f"{name}: {text[:40]!r} is not a number, or is too large\n")
 
 
 def _filter(query: Any) -> SampleFilter:

@@ -448,7 +448,7 @@ async def test_a_coordinator_that_does_not_come_back_is_named_at_the_deadline(co
     following = asyncio.create_task(agent.follow())
     await coordinator.told.get()
     await coordinator.stop()
-    with pytest.raises(ServiceFault, match=rf"^coordinator: join: not to be reached at {coordinator.address} from node b"):
+    with pytest.raises(ServiceFault, match=rf"^coordinator: join: cannot be reached at {coordinator.address} from node b"):
         await following
 
 
@@ -487,7 +487,7 @@ async def test_a_node_with_the_secret_of_another_start_waits_for_this_ones(tmp_p
     await coordinator.start()
     keys.begun(tmp_path)  # as if it were yesterday's
     agent = agent_of(config, coordinator.address)
-    with pytest.raises(ServiceFault, match=rf"not to be reached at {coordinator.address} from node b: .*{said}"):
+    with pytest.raises(ServiceFault, match=rf"cannot be reached at {coordinator.address} from node b: .*{said}"):
         await agent.follow()
     assert coordinator.joined.empty()
     following = asyncio.create_task(agent.follow())
@@ -521,7 +521,7 @@ async def test_what_a_node_executes_is_not_the_coordinators_to_say(coordinator: 
     place = functools.reduce(operator.getitem, above, said)
     place[last] = yaml.safe_load(CODE[key])
     coordinator.yaml = yaml.safe_dump(said)
-    fault = "the coordinator says something else than this node was started with; must be the same"
+    fault = "the coordinator's value is not this node's; must be the same"
     with pytest.raises(ConfigError, match=rf"^{key}[\w.]*: {fault}$"):
         await agent.follow()
     assert not await asyncio.to_thread(agent.path.exists)

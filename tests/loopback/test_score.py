@@ -198,7 +198,10 @@ def test_what_waits_for_an_earlier_case_is_bounded(own: str, tmp_path: Path, mon
         *(({"path": "absent.jsonl"}, "absent.jsonl: No such file or directory"), ({"path": "."}, "Is a directory")),
         ({"output": "absent/scores.jsonl"}, "scores.jsonl: No such file or directory"),
         ({"output": "replies.jsonl"}, "--output: .* is the file that is scored"),
-        *(({"workers": 0}, "--workers: 0 is too few"), ({"timeout": 0.0}, "--timeout: 0.0 is no time")),
+        *(
+            ({"workers": 0}, "--workers: 0; must be at least 1"),
+            ({"timeout": 0.0}, "--timeout: 0.0; must be more than 0 seconds"),
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

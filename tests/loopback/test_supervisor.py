@@ -99,7 +99,7 @@ async def test_what_cannot_be_started_is_said_before(supervisor: Supervisor) -> 
     with pytest.raises(UserError, match=said):
         await supervisor.start(replace(spec("trainer-0", LIVES), env=env))
     assert supervisor.children == []
-    with pytest.raises(UserError, match=r"services\.bound\.cpus: this machine gives none of 1023"):
+    with pytest.raises(UserError, match=r"services\.bound\.cpus: this machine has none of 1023"):
         await supervisor.start(replace(spec("bound-0", LIVES), cpus=(1023,)))
     assert supervisor.children == []
 

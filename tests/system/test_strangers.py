@@ -220,7 +220,7 @@ OWN, OTHER = "11" * 32, "22" * 32
 SAID = {
     "": (1, "does not speak TLS"),
     OTHER: (1, "the certificates do not fit"),
-    OWN: (2, "services.rollout.python: the coordinator says something else than this node was started with; must be the same"),
+    OWN: (2, "services.rollout.python: the coordinator's value is not this node's; must be the same"),
 }
 
 

@@ -284,11 +284,11 @@ class TestRefusedToHf:
             (lambda core: change(first(core), NORM, torch.neg), f"pp_00.safetensors: {NORM} differs from what another"),
             (
                 lambda core: change(last(core), "decoder.final_layernorm.weight", torch.neg),
-                "decoder.final_layernorm.weight differs from what another rank has of model.norm.weight",
+                "decoder.final_layernorm.weight differs from another rank's part of model.norm.weight",
             ),
             (
                 lambda core: change(core / "tp_00_pp_01.safetensors", "output_layer.weight", torch.neg),
-                "tp_00_pp_01.safetensors: output_layer.weight differs from what another rank has of model.embed_tokens.weight",
+                "tp_00_pp_01.safetensors: output_layer.weight differs from another rank's part of model.embed_tokens.weight",
             ),
             (lambda core: change(first(core), NORM, torch.Tensor.bfloat16), f"{NORM} is bfloat16, on another rank float32"),
         ],

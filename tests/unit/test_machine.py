@@ -60,7 +60,7 @@ def test_numbers_and_runs_in_any_order() -> None:
 
 @pytest.mark.parametrize("wrong", ["3-1", "a", "1,,2", "-1", "0-1-2"])
 def test_anything_else_is_no_list(wrong: str) -> None:
-    with pytest.raises(ValueError, match="is no processor and no range of processors"):
+    with pytest.raises(ValueError, match="is neither a processor nor a range of processors"):
         local_node.parse_cpus(wrong)
 
 
@@ -86,8 +86,8 @@ def test_what_the_machine_has_not_is_refused() -> None:
     config = make(trainer={"cpus": "6-9"}, rollout=[{"cpus": "x"}], reward={"cpus": "0-7"})
     found = dict(line.split(": ", 1) for line in faults(config, MACHINE))
     assert found == {
-        "services.trainer.cpus": "6-9, but this machine gives no 8-9; must be of 0-7",
-        "services.rollout.0.cpus": "'x' is no processor and no range of processors; must be a list such as 0-15,32",
+        "services.trainer.cpus": "6-9, but this machine has no 8-9; must be of 0-7",
+        "services.rollout.0.cpus": "'x' is neither a processor nor a range of processors; must be a list such as 0-15,32",
     }
 
 

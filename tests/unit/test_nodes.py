@@ -197,7 +197,7 @@ def test_a_node_whose_name_the_configuration_does_not_have_asks_nobody(tmp_path:
 def test_an_address_is_told_by_the_option_that_gave_it() -> None:
     with pytest.raises(UserError, match=r"^--address: '203.0.113.9' is not an address of this machine"):
         on_this_machine(make(), "203.0.113.9")
-    with pytest.raises(UserError, match=r"^--address: '127.0.0.1' gives this node 127.0.0.1, by which no other is reached"):
+    with pytest.raises(UserError, match=r"^--address: '127.0.0.1' gives this node 127.0.0.1, which other nodes cannot reach"):
         on_this_machine(make(cluster={"min_nodes": 2}), "127.0.0.1")
     with pytest.raises(UserError, match=r"^network.interface: 'lo0nowhere' is neither"):
         on_this_machine(make(network={"interface": "lo0nowhere"}))

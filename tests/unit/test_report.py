@@ -143,7 +143,7 @@ def test_nothing_that_a_run_names_acts_as_html(tmp_path: Path) -> None:
 def test_a_text_that_is_no_unicode_is_one_line(tmp_path: Path) -> None:
     folder = made(tmp_path, [told(1)])
     (folder / run_files.CONFIG).write_text('run: {name: "\\ud800"}\n')
-    with pytest.raises(UserError, match="no Unicode"):
+    with pytest.raises(UserError, match="is not Unicode"):
         report(folder, None)
 
 

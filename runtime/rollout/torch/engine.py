@@ -163,8 +163,8 @@ class NextWeights:
                 weights.load(merged(WeightFiles(self._folder), tensors) if alone else tensors.items())
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"services.rollout.slots: a weight sync holds the weights twice on {self._device}, which has not the memory; "
-                f"take fewer slots, or engine vllm ({error})"
+                f"services.rollout.slots: a weight sync holds the weights twice on {self._device}, which lacks the memory; "
+                f"must be lower, or engine vllm ({error})"
             ) from error
         return weights
 
@@ -540,10 +540,10 @@ class TorchRolloutEngine(RolloutEngine):
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Take over the staged weights. Waiting groups prefill their prompts again in any case."""
         if self._level == Level.ASLEEP:
-            raise InvariantViolated("weights are swapped while the engine is asleep")
+            raise InvariantViolated("weights cannot be swapped while the engine is asleep")
         staged, self._next.staged = self._next.staged, None
         if staged is None:
-            raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
+            raise InvariantViolated(f"version {version} must be staged before it is swapped in")
 
         # Outside the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
         if isinstance(staged, DecoderWeights):

@@ -305,10 +305,10 @@ class VLLMRolloutEngine(RolloutEngine):
         version. Raises UserError if vLLM's model has other weights."""
         self._check_alive()
         if self._level == Level.ASLEEP:
-            raise InvariantViolated("weights are swapped while the engine is asleep")
+            raise InvariantViolated("weights cannot be swapped while the engine is asleep")
         staged, self._staged = self._staged, None
         if staged is None:
-            raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
+            raise InvariantViolated(f"version {version} must be staged before it is swapped in")
         locations, copies = staged
         try:
             await asyncio.wait_for(self._swap(locations, version, recompute), self._swap_timeout)
