@@ -61,7 +61,7 @@ def require_delivered(unread: Collection[str], empty: Collection[str]) -> None:
     )
     if listed := "; ".join(faults):
         raise UserError(
-            f"vLLM's model is not the trainer's: {listed}; its weights must have the same names in transformers and in this vLLM"
+            f"vLLM's model is not the trainer's: {listed}; names must be the same in transformers and in this vLLM"
         )
 
 
