@@ -9,7 +9,7 @@ from runtime.errors import UserError
 from runtime.models.families.family import Family
 from runtime.models.families.shape import ExpertShape, LatentShape
 from runtime.models.rope import YarnScaling, read_rope
-from runtime.weights.plain_pickle import told
+from runtime.weights.plain_pickle import excerpt
 
 # ---- Argument types
 #
@@ -73,7 +73,7 @@ def require_types(found: Mapping[str, Any], where: str, keys: Iterable[str] = _T
     """
     for key in keys:
         if (value := found.get(key)) is not None and not _TYPES[key].suits(value):
-            raise UserError(f"{where}: args.{key} is {told(value)}; must be {_TYPES[key].allowed}")
+            raise UserError(f"{where}: args.{key} is {excerpt(value)}; must be {_TYPES[key].allowed}")
 
 
 # Arguments for layouts or parts of a model without a mapping, with the values that are allowed. MindSpeed-LLM's included.

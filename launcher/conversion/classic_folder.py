@@ -30,7 +30,7 @@ from runtime.models.families.family import HEAD, WORDS, require_same
 from runtime.models.families.naming import REWARD_BIAS, REWARD_HEAD, LatentStorage, Place, latent_stored, places, reward_headed
 from runtime.models.families.parameter import Sliceable
 from runtime.trainer.megatron.core_checkpoint import Column, CoreFile, columns
-from runtime.weights.plain_pickle import Attributes, told
+from runtime.weights.plain_pickle import Attributes, excerpt
 from runtime.weights.plan import TensorSpec
 
 # ---- Classic ranks
@@ -363,14 +363,14 @@ def _read(path: Path) -> RankFile:
     if not isinstance(found, dict):
         raise UserError(f"{path}: is no checkpoint: a dictionary is missing")
     if found.get("checkpoint_version") != VERSION:
-        raise UserError(f"{path}: checkpoint_version is {told(found.get('checkpoint_version'))}; must be {VERSION}")
+        raise UserError(f"{path}: checkpoint_version is {excerpt(found.get('checkpoint_version'))}; must be {VERSION}")
     arguments = found.get("args")
     if not isinstance(arguments, Attributes):
         raise UserError(f"{path}: has no args")
     require_types(arguments.values, str(path), DECISIVE)
     iteration = found.get("iteration")
     if not isinstance(iteration, (int, str, type(None))):
-        raise UserError(f"{path}: iteration is {told(iteration)}; must be an integer")
+        raise UserError(f"{path}: iteration is {excerpt(iteration)}; must be an integer")
     chunks = _chunks(path, found)
     if noop_layers(arguments.values):
         chunks = [_without_gaps(chunk) for chunk in chunks]
@@ -395,7 +395,7 @@ def _tensors(path: Path, key: str, model: Any) -> dict[str, ArchiveTensor]:
         if not isinstance(name, str) or name.endswith(("_extra_state", ".inv_freq")) or value is None:
             continue
         if not name.isprintable():
-            raise UserError(f"{path}: {key} has {told(name)}, which is no name of a tensor")
+            raise UserError(f"{path}: {key} has {excerpt(name)}, which is no name of a tensor")
         if not isinstance(value, ArchiveTensor):
             raise UserError(f"{path}: {name} of {key} is no tensor")
         found[name] = value
@@ -426,6 +426,6 @@ def _require_agreement(first: RankFile, file: RankFile) -> None:
             value, other = file.arguments.get(key), first.arguments.get(key)
             raise UserError(f"{file.path}: args.{key} is {value!r}, on another rank {other!r}")
     if file.iteration != first.iteration:
-        raise UserError(f"{file.path}: iteration is {told(file.iteration)}, on another rank {told(first.iteration)}")
+        raise UserError(f"{file.path}: iteration is {excerpt(file.iteration)}, on another rank {excerpt(first.iteration)}")
     if len(file.chunks) != len(first.chunks):
         raise UserError(f"{file.path}: has {len(file.chunks)} virtual stages, another rank {len(first.chunks)}")

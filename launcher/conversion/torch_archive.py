@@ -21,7 +21,7 @@ import torch
 
 from runtime.errors import UserError
 from runtime.weights import delta, plain_pickle
-from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Malformed, Opaque, RefusedPickle, line, told
+from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Malformed, Opaque, RefusedPickle, excerpt, line
 from runtime.weights.plan import ITEM_BYTES
 
 _LIMIT = 1 << 63
@@ -142,7 +142,7 @@ class _Archive:
         for info in archive.infolist():
             # torch.save does neither. A small compressed file may hold any amount of data.
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise Malformed(f"{told(info.filename)} is compressed or encrypted")
+                raise Malformed(f"{excerpt(info.filename)} is compressed or encrypted")
         if "data.pkl" not in self._entries:
             raise Malformed("it has no data.pkl")
         if "byteorder" in self._entries and self._entry("byteorder", 16) != b"little":
@@ -174,16 +174,16 @@ class _Archive:
     def outside(self, identity: Any) -> ArchiveMemory | Opaque:
         """Return a tensor's memory for a persistent identity; `Opaque` if no supported model uses its dtype."""
         if not isinstance(identity, tuple) or len(identity) != 5:
-            raise Malformed(f"it wants {told(identity)} from outside")
+            raise Malformed(f"it wants {excerpt(identity)} from outside")
         kind, dtype, key, _device, elements = identity
         if kind == "storage" and isinstance(dtype, Function):
             return Opaque(dtype.name)
         known = isinstance(dtype, str) and dtype in ITEM_BYTES and isinstance(key, str)
         if kind != "storage" or not known or not isinstance(elements, int) or elements < 0:
-            raise Malformed(f"it wants {told(kind)} from outside")
+            raise Malformed(f"it wants {excerpt(kind)} from outside")
         info = self._entries.get(f"data/{key}")
         if info is None:
-            raise Malformed(f"it has no {told(f'data/{key}')}")
+            raise Malformed(f"it has no {excerpt(f'data/{key}')}")
         if info.file_size < elements * ITEM_BYTES[dtype]:
             raise Malformed(f"data/{key} has {info.file_size} bytes")
         self._file.seek(info.header_offset)
@@ -209,7 +209,7 @@ def _sizes(sizes: Any = ()) -> tuple[int, ...]:
 
 def _same(tensor: Any, *_: Any) -> ArchiveTensor | Opaque:
     if not isinstance(tensor, (ArchiveTensor, Opaque)):
-        raise Malformed(f"it has {told(tensor)} as a parameter")
+        raise Malformed(f"it has {excerpt(tensor)} as a parameter")
     return tensor
 
 
@@ -220,7 +220,7 @@ def _of_type(work: Any, _type: Any, arguments: Any, _state: Any) -> Any:
 def _listed(items: Any = (), *_: Any) -> list[Any]:
     """Return the list itself, not a copy: a pickle can ask for many copies of one list."""
     if items and not isinstance(items, list):
-        raise Malformed(f"it makes a set of {told(items)}")
+        raise Malformed(f"it makes a set of {excerpt(items)}")
     return items or []
 
 

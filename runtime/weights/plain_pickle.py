@@ -1,8 +1,8 @@
-"""Pickles of strangers as plain values. Nothing that they mention is imported, called or changed, but for what is told here.
+"""Reads untrusted pickles as plain values. A pickle can import, call or change only the objects named in this module.
 
-The opcodes are read by the standard library's `pickletools`, and carried out by a small machine of our own: its stack has plain
-values, and `Function`, `Opaque` and `Attributes`, of which a pickle gets no attribute, and sets none. Python's unpickler is not
-used: it sets attributes of whatever a function returned, hashes any key, and makes a memo as long as a pickle says.
+The standard library's `pickletools` reads the opcodes, and a small machine executes them. The machine's stack has plain values,
+`Function`, `Opaque` and `Attributes`. A pickle can neither read nor set attributes of these objects. Python's unpickler is not
+used: it sets attributes of any function's result, hashes any key, and makes a memo of any length that a pickle names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
-# A tensor takes about 40 steps, and 250 bytes. So this is a rank with 100,000 tensors.
+# A tensor takes about 40 steps and 250 bytes, so these limits allow a rank with 100,000 tensors.
 MOST_BYTES = 32 << 20
 MOST_STEPS = 4_000_000
 MOST_NAMES = 10_000
@@ -20,23 +20,23 @@ _LONGEST = 1000  # characters of a key, or a name
 
 
 class RefusedPickle(Exception):
-    """A name that is in no table."""
+    """A pickle refers to a name that no table allows."""
 
     def __init__(self, full: str):
-        full = full if full.isprintable() and len(full) <= 200 else told(full)
+        full = full if full.isprintable() and len(full) <= 200 else excerpt(full)
         super().__init__(f"its pickle wants {full}, which no checkpoint needs; nothing of it was run")
 
 
 class Malformed(Exception):
-    """What no pickle of plain values has."""
+    """A pickle has something that no pickle of plain values has."""
 
 
-# What a file raises that is not as it should be. RuntimeError: a recursion.
+# The exceptions that a malformed file causes. RuntimeError: a recursion.
 FAULTS = (Malformed, ArithmeticError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 class Function:
-    """What a name stands for that may be called. `work` returns plain values, or what a pickle can neither open nor change."""
+    """A function that a pickle may call by name. `work` returns plain values, or objects closed to pickles."""
 
     __slots__ = ("name", "work")
 
@@ -46,7 +46,7 @@ class Function:
 
 
 class Opaque:
-    """What stands for an object of another program: nothing but its name there."""
+    """A placeholder for an object of another program. Has only the object's name there."""
 
     __slots__ = ("name",)
 
@@ -58,7 +58,7 @@ class Opaque:
 
 
 class Attributes:
-    """What has attributes, such as an `argparse.Namespace`. `name` is its class's; `values` are a dict, or a tuple."""
+    """An object with attributes, such as an `argparse.Namespace`. `name`: its class; `values`: a dict or a tuple."""
 
     __slots__ = ("name", "values")
 
@@ -67,8 +67,8 @@ class Attributes:
         self.values = values
 
 
-def told(value: Any) -> str:
-    """A stranger's value for a message: short, of one line, and not by way of what it holds, which may be without end."""
+def excerpt(value: Any) -> str:
+    """Return an untrusted value for a message, short and on one line. Never formats a container: it may be infinite."""
     if isinstance(value, str) and value.isprintable() and len(value) <= 100:
         return repr(value)
     if value is None or isinstance(value, (str, int, float)):
@@ -78,27 +78,30 @@ def told(value: Any) -> str:
     return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
 
 
+told = excerpt  # the name that other packages import
+
+
 def line(error: Exception) -> str:
-    """Of what was raised for a stranger's file, and may quote it: for a message, on one line."""
+    """Return an error for a message, on one line. The error may quote an untrusted file."""
     text = str(error)
-    text = text if text.isprintable() and len(text) <= 300 else told(text)
+    text = text if text.isprintable() and len(text) <= 300 else excerpt(text)
     return f"{type(error).__name__}: {text}" if type(error).__module__ == "builtins" else text  # such as KeyError
 
 
 class UnpickleHooks(Protocol):
-    """What a pickle refers to."""
+    """Resolves a pickle's references."""
 
     def named(self, full: str) -> Any:
-        """What a full name stands for. Raises RefusedPickle."""
+        """Return the object for a full name. Raises RefusedPickle."""
 
     def outside(self, identity: Any) -> Any:
-        """What a persistent identity stands for."""
+        """Return the object for a persistent identity."""
 
 
 def load(code: bytes, surroundings: UnpickleHooks, scale: int = 1) -> Any:
-    """The value of a pickle, which may be `scale` times as long as others.
+    """Return the value of a pickle. `scale` multiplies the limits of bytes and steps.
 
-    Raises RefusedPickle as `surroundings` do, and what `FAULTS` lists for what is no pickle, or is too long.
+    Raises RefusedPickle as `surroundings` does, and the exceptions of `FAULTS` for a malformed or too long pickle.
     """
     if len(code) > MOST_BYTES * scale:
         raise Malformed(f"its pickle has {len(code)} bytes; must be at most {MOST_BYTES * scale}")
@@ -120,11 +123,11 @@ def load(code: bytes, surroundings: UnpickleHooks, scale: int = 1) -> Any:
 
 
 class _Machine:
-    """The state of a pickle that is read. Each method carries out what `_STEPS` tells."""
+    """The state of a pickle being read. Each method executes the opcodes that `_STEPS` maps to it."""
 
     def __init__(self, surroundings: UnpickleHooks):
         self.stack: list[Any] = []
-        self._below: list[list[Any]] = []  # what lies under each mark
+        self._below: list[list[Any]] = []  # the stack under each mark
         self._memo: dict[int, Any] = {}
         self._names: dict[str, Any] = {}
         self._surroundings = surroundings
@@ -134,7 +137,7 @@ class _Machine:
         self.stack = []
 
     def since_mark(self, _: None = None) -> list[Any]:
-        """Also what takes all of it away."""
+        """Pop and return everything since the last mark."""
         found, self.stack = self.stack, self._below.pop()
         return found
 
@@ -154,7 +157,7 @@ class _Machine:
         self.stack.append(self._memo[index])
 
     def empty_list(self, _: None) -> None:
-        """A set is one too: its items need not be such that they can be compared."""
+        """Push an empty list, also for a set: a set's items need not be hashable here."""
         self.stack.append([])
 
     def empty_dict(self, _: None) -> None:
@@ -184,7 +187,7 @@ class _Machine:
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Opaque):
-            raise Malformed(f"its pickle appends to {told(target)}")
+            raise Malformed(f"its pickle appends to {excerpt(target)}")
 
     def set_item(self, _: None) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -199,7 +202,7 @@ class _Machine:
             for key, value in zip(items[::2], items[1::2], strict=True):
                 target[_key(key)] = value
         elif not isinstance(target, Opaque):
-            raise Malformed(f"its pickle sets items of {told(target)}")
+            raise Malformed(f"its pickle sets items of {excerpt(target)}")
 
     def name(self, pair: str) -> None:
         module, _, name = pair.partition(" ")
@@ -210,7 +213,7 @@ class _Machine:
         if not isinstance(name, str) or not isinstance(module, str):
             raise Malformed("its pickle has a name that is no text")
         if len(module) + len(name) > _LONGEST:
-            raise Malformed(f"its pickle has the name {told(name)}")
+            raise Malformed(f"its pickle has the name {excerpt(name)}")
         self._name(module, name)
 
     def _name(self, module: str, name: str) -> None:
@@ -227,33 +230,34 @@ class _Machine:
 
     def call_with_names(self, _: None) -> None:
         if not isinstance(named := self.stack.pop(), dict):
-            raise Malformed(f"its pickle calls with {told(named)}")
+            raise Malformed(f"its pickle calls with {excerpt(named)}")
         self.call(None)
 
     def build(self, _: None) -> None:
-        """Attributes of what is not `Attributes` are left: those of an OrderedDict are a module's versions."""
+        """Set the values of an `Attributes`. Ignores those of a dict or `Opaque`: an OrderedDict has a module's versions."""
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, Attributes):
             if type(state) is not type(target.values):
-                raise Malformed(f"its pickle has {told(state)} as attributes")
+                raise Malformed(f"its pickle has {excerpt(state)} as attributes")
             target.values = state
         elif not isinstance(target, (Opaque, dict)):
-            raise Malformed(f"its pickle sets attributes of {told(target)}")
+            raise Malformed(f"its pickle sets attributes of {excerpt(target)}")
 
     def stored_outside(self, _: None) -> None:
         self.stack.append(self._surroundings.outside(self.stack.pop()))
 
 
 def called(function: Any, arguments: Any) -> Any:
-    """What `function` returns, if it is one of ours."""
+    """Call `function` if it is a `Function`, and return the result. Raises Malformed otherwise."""
     if not isinstance(function, Function) or not isinstance(arguments, tuple):
-        raise Malformed(f"its pickle calls {told(function)}")
+        raise Malformed(f"its pickle calls {excerpt(function)}")
     return function.work(*arguments)
 
 
 def _key(key: Any) -> Any:
-    """Numbers' hashes are known beforehand, and those of tuples are made anew at each use: few such keys take hours."""
+    """Check and return a dict key. Raises Malformed for keys that allow slow lookups: a sender can choose numbers with equal
+    hashes, and a tuple's hash is computed at each use, so a few such keys take hours."""
     if isinstance(key, tuple):
         good = len(key) <= 8 and all(isinstance(item, str) and len(item) <= _LONGEST for item in key)
     elif isinstance(key, (str, bytes)):
@@ -261,11 +265,11 @@ def _key(key: Any) -> Any:
     else:
         good = key is None or isinstance(key, (Opaque, Attributes)) or (isinstance(key, int) and abs(key) < 1 << 31)
     if not good:
-        raise Malformed(f"its pickle has {told(key)} as a key")
+        raise Malformed(f"its pickle has {excerpt(key)} as a key")
     return key
 
 
-# Those that torch.save writes, by protocols 2 to 5. LONG4 and all that is text but names are not among them.
+# Opcodes that torch.save writes with protocols 2 to 5: no LONG4, and no text opcodes except names.
 _ARGUMENTS = {
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),

@@ -281,7 +281,7 @@ class TestRefusedToHf:
                 lambda core: change_json(core / "config.json", intermediate_size=64),
                 "decoder.layers.0.mlp.linear_fc1.weight [48, 32] instead of [64, 32]",
             ),
-            (lambda core: change(first(core), NORM, torch.neg), f"pp_00.safetensors: {NORM} differs from what another"),
+            (lambda core: change(first(core), NORM, torch.neg), f"pp_00.safetensors: {NORM} differs from another rank's"),
             (
                 lambda core: change(last(core), "decoder.final_layernorm.weight", torch.neg),
                 "decoder.final_layernorm.weight differs from another rank's part of model.norm.weight",

@@ -157,7 +157,7 @@ def test_what_the_arguments_do_not_tell_has_to_be_given(tmp_path: Path, capsys: 
     tensors = write_folder(tmp_path / "hf", "llama", rope_scaling=scaling)
     assert to_megatron(tmp_path / "hf", tmp_path / "megatron") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back") == 2
-    assert "args.use_rope_scaling is True; --hf-config DIR" in capsys.readouterr().err
+    assert "args.use_rope_scaling is True; needs --hf-config DIR" in capsys.readouterr().err
     assert to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "hf") == 0
     assert same(load_folder(tmp_path / "back"), tensors)
     (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIGS["llama"]))
@@ -436,8 +436,8 @@ RANKS: list[tuple[str, By, str]] = [
     ("00_000", lambda state: state.pop("args"), "mp_rank_00_000/model_optim_rng.pt: has no args"),
     ("00_000", lambda state: state.pop("model"), "has no model; must have model, or model0, model1"),
     ("01_001", lambda state: state.update(model0=state.pop("model"), model1={}), "has 2 virtual stages, another rank 1"),
-    ("01_000", set_tensor(NORM, torch.neg), f"{NORM} differs from what another rank has"),
-    ("00_001", set_tensor("output_layer.weight", torch.neg), "output_layer.weight differs from what another rank has"),
+    ("01_000", set_tensor(NORM, torch.neg), f"{NORM} differs from another rank's part"),
+    ("00_001", set_tensor("output_layer.weight", torch.neg), "output_layer.weight differs from another rank's part"),
     ("01_000", set_tensor(NORM, torch.Tensor.bfloat16), f"{NORM} is bfloat16, on another rank float32"),
     ("01_000", set_tensor(NORM, lambda whole: whole[:8]), f"1 tensors are of another shape: {NORM} [8] instead of [32]"),
     ("01_001", lambda state: state["model"].pop(NORM), f"1 tensors are missing: {NORM}"),

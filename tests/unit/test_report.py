@@ -257,7 +257,7 @@ def test_what_is_no_runs_folder_is_refused(tmp_path: Path, capsys: pytest.Captur
     missing = tmp_path / "no" / "a.html"
     for output, why in (
         (missing, f"cannot write {missing}: no such file or directory"),
-        (folder, f"{folder} is a folder; a file is"),
+        (folder, f"{folder} is a folder; must be a file"),
     ):
         assert refused(str(folder), "--output", str(output)).startswith(f"--output: {why}")
     assert set(tmp_path.rglob("*")) == before
