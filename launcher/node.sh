@@ -8,10 +8,10 @@
 #   MASTER_ADDR     the machine that runs the coordinator as well, by an address that all others reach
 #   MASTER_PORT     the coordinator's port there (29400)
 #   CURRENT_IP      this machine's own address
-#   NODE_RANK       which one this is, from 0 on: its name is node-NODE_RANK
+#   NODE_RANK       the index of this machine, from 0 on: its name is node-NODE_RANK
 #
-# What concerns the run goes into the configuration, which has to be the same on all machines; what concerns this machine
-# goes into the agent's options. Exit code 2: a variable is missing or wrong.
+# Settings of the run go into the configuration, which must be the same on all machines. Settings of this machine go into the
+# agent's options. Exit code 2: a variable is missing or wrong.
 set -euo pipefail
 
 fail() {
@@ -42,7 +42,7 @@ host CURRENT_IP "^([0-9]{1,3}(\.[0-9]{1,3}){3}|$ipv6)$" "this machine's address,
 ((MASTER_PORT < 65536)) || fail "MASTER_PORT: '$MASTER_PORT' is not a port; the largest is 65535"
 ((NODE_RANK < NNODES)) || fail "NODE_RANK: '$NODE_RANK' is not below NNODES, which is $NNODES"
 if ((NNODES > 1)) && [[ $MASTER_ADDR == localhost || $MASTER_ADDR == 127.* || $MASTER_ADDR == ::1 ]]; then
-    fail "MASTER_ADDR: '$MASTER_ADDR' is not reached from other machines, of which NNODES says there are $((NNODES - 1))"
+    fail "MASTER_ADDR: '$MASTER_ADDR' cannot be reached from other machines; must be an address for all NNODES=$NNODES machines"
 fi
 [[ $# -ge 1 ]] || fail "CONFIG: not given; bash launcher/node.sh CONFIG [key=value ...]"
 

@@ -182,7 +182,7 @@ class NextWeights:
 class RoutingRecord:
     """Experts by running sequence and position; L layers with experts, k experts a token. Records nothing without `replays`.
 
-    A token keeps its first experts if its keys and values are recomputed: later tokens were sampled after these.
+    A token keeps its first experts if its keys and values are recomputed: the tokens after it were sampled with these.
     """
 
     def __init__(self, decoder: Decoder, sequences: int, length: int, replays: bool):
@@ -229,7 +229,7 @@ def with_experts(sample: Sample, request: GroupRequest, taken: np.ndarray | None
 #
 # A prefix cache: keys and values of conversations that wait for their next turn, found by their tokens.
 
-SHORTEST = 16  # tokens; a shorter beginning is not looked up, as most prompts of a run share it by their template
+SHORTEST = 16  # tokens; a shorter beginning is not used, as most prompts of a run share it by their template
 
 
 class TurnCache:
