@@ -46,7 +46,7 @@ class ClassicGrid(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int
     pipeline: int
     expert: int
-    expert_tensor: int  # the number of ranks that share an expert: `tensor`, or 1
+    expert_tensor: int  # the number of ranks over which an expert is cut: `tensor`, or 1
     extended: bool = False  # MindSpeed's moe_tp_extend_ep: each tensor rank has whole experts of its own
 
     @property
