@@ -42,7 +42,7 @@ host CURRENT_IP "^([0-9]{1,3}(\.[0-9]{1,3}){3}|$ipv6)$" "this machine's address,
 ((MASTER_PORT < 65536)) || fail "MASTER_PORT: '$MASTER_PORT' is not a port; the largest is 65535"
 ((NODE_RANK < NNODES)) || fail "NODE_RANK: '$NODE_RANK' is not below NNODES, which is $NNODES"
 if ((NNODES > 1)) && [[ $MASTER_ADDR == localhost || $MASTER_ADDR == 127.* || $MASTER_ADDR == ::1 ]]; then
-    fail "MASTER_ADDR: '$MASTER_ADDR' cannot be reached from other machines; must be an address for all NNODES=$NNODES machines"
+    fail "MASTER_ADDR: '$MASTER_ADDR' is loopback; must be an address that all NNODES=$NNODES machines reach"
 fi
 [[ $# -ge 1 ]] || fail "CONFIG: not given; bash launcher/node.sh CONFIG [key=value ...]"
 
