@@ -1,4 +1,4 @@
-"""The processes. Importing the package settles what gRPC has to know before it is imported itself."""
+"""The processes of a run. Importing the package sets what gRPC reads from the environment when it is imported."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 BEGAN = time.monotonic()  # the interpreter is up, and nothing is imported yet
 
-# Whatever is forked here becomes another program at once. Without this gRPC stops its own threads around every fork, which
-# now and then (in one start of a reward service in fourteen, with four workers) leaves calls under way without an answer.
+# A forked child here runs another program at once. Without this setting gRPC stops its threads around each fork, which in one
+# start of fourteen of a reward service with four workers left calls without an answer.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# Of every stranger's attempt to connect gRPC would write a line or more. What matters of it is told by `services.rpc`.
+# gRPC would write a line or more for each connection attempt from outside. `services.rpc` logs what matters of these.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

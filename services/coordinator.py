@@ -1,6 +1,6 @@
-"""The coordinator's process: it takes registrations, tells the run's progress, and runs the pipeline over the roles.
+"""The coordinator's process: it takes registrations, reports the run's progress, and runs the pipeline over the roles.
 
-`python -m services.coordinator --config FILE --ready-fd N`. It says its address on the descriptor N once it serves.
+`python -m services.coordinator --config FILE --ready-fd N`. It writes its address to the descriptor N once it serves.
 """
 
 from __future__ import annotations
@@ -50,41 +50,42 @@ from services.rpc.contract import service_of
 from services.rpc.server import Handler, Server
 
 # ---- Peers
-#
-# The sessions of a run: opened to every unit that has registered, and closed once another has come in its place.
+
+# The sessions of a run. A unit's sessions open once it has registered, and close once a newer incarnation replaces it.
 
 log = logging.getLogger("sluice")
 
 
 class Peers:
-    """Whoever starts the processes, a unit is talked to once all of it has registered with one incarnation."""
+    """Sessions to all units, whatever starts their processes. A unit gets sessions once all its processes share one
+    incarnation."""
 
     def __init__(self, config: Config, register: Register, keys: Keys | None = None):
         self._keys = keys
         self.term = 0
-        """The coordinator's, under which it speaks."""
+        """The term of this coordinator, which its calls carry."""
         self._config = config
         self._register = register
-        self._began = False  # no session is opened before all are there
+        self._began = False  # no session opens before all units are there
         self._opening: set[asyncio.Task[None]] = set()
-        self._sessions: dict[str, list[Session]] = {}  # of each unit the newest
+        self._sessions: dict[str, list[Session]] = {}  # the newest of each unit
         register.subscribe(self._look)
 
     @property
     def processes(self) -> list[Registration]:
-        """The newest of each that has registered."""
+        """The newest registration of each process."""
         return [process for unit in self._register.units() for process in unit.processes if process is not None]
 
     def admit(self, registration: Registration) -> None:
-        """A process has loaded, and serves. Raises UserError for one that the run has no place for."""
+        """Register a process that has loaded and serves. Raises UserError if the run has no place for it."""
         if self._register.admit(registration):
-            log.info("%s registered: pid %d at %s, %s", *_told(registration))
+            log.info("%s registered: pid %d at %s, %s", *_registration_fields(registration))
 
     async def connect(self, began: float) -> None:
-        """Wait until everybody who has a place now has registered, and open a session to each. Raises DeadlineExceeded when
-        that is not done `deadlines.start` after `began`."""
+        """Wait until all units placed so far have registered, and open their sessions. Raises DeadlineExceeded if a unit is
+        late: `deadlines.start` after `began` to register, as long again to connect."""
         timeout = self._config.deadlines.start
-        first = [unit.name for unit in self._register.units()]  # who comes besides is not waited for
+        first = [unit.name for unit in self._register.units()]  # later units are not waited for
 
         def missing() -> list[str]:
             late = self._register.units("", UnitState.PLACED, UnitState.STARTED, UnitState.LOST)
@@ -97,25 +98,25 @@ class Peers:
         await asyncio.gather(*(self._open(unit, timeout) for unit in self._register.units("", UnitState.REGISTERED)))
 
     async def take_up(self) -> None:
-        """Open a session to each that had registered with an earlier coordinator. One that is not to be reached is lost."""
+        """Open sessions to the units that had registered with an earlier coordinator. A unit that cannot be reached is lost."""
         self._began = True
         for unit in self._register.units("", UnitState.REGISTERED):
             self._connect(unit, self._config.deadlines.silence)
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     async def stop_all(self) -> None:
-        """Tell every process to stop; one that does not answer is the launcher's to end."""
+        """Send Stop to every process. The launcher ends a process that does not answer."""
         for task in self._opening:
             task.cancel()
         connected = [unit for unit in self._register.units() if unit.state.connected]
         sessions = [session for unit in connected for session in self._sessions[unit.name]]
-        order = Stop(drain_seconds=0.0, term=self.term)
-        stops = (asyncio.wait_for(session.unary("Process", "Stop", order), timeouts.STOP_CALL) for session in sessions)
+        command = Stop(drain_seconds=0.0, term=self.term)
+        stops = (asyncio.wait_for(session.unary("Process", "Stop", command), timeouts.STOP_CALL) for session in sessions)
         for session in sessions:
             session.ends()
         for session, outcome in zip(sessions, await asyncio.gather(*stops, return_exceptions=True), strict=True):
             if isinstance(outcome, BaseException):
-                log.warning("%s did not take the order to stop: %s", session.name, outcome or type(outcome).__name__)
+                log.warning("%s did not confirm the stop: %s", session.name, outcome or type(outcome).__name__)
         for of_unit in self._sessions.values():
             await _close(of_unit)
 
@@ -141,7 +142,7 @@ class Peers:
                 self._register.lose(unit, f"{type(error).__name__}: {error}")
 
     async def _open(self, unit: Unit, timeout: float) -> None:
-        """Talk to the unit from now on. Raises DeadlineExceeded."""
+        """Open the unit's sessions and use them from now on. Raises DeadlineExceeded."""
         service, former = service_of(unit.role, self._config), self._sessions.get(unit.name, [])
         silence = self._config.deadlines.silence
         sessions = [
@@ -153,7 +154,7 @@ class Peers:
             if self._register.connect(client(unit.role, sessions, self._config, unit.incarnation)):
                 self._sessions[unit.name], sessions = sessions, former
         finally:
-            await _close(sessions)  # of one that was lost or dismissed meanwhile; else of the one before
+            await _close(sessions)  # the new ones if the unit was lost or dismissed meanwhile, else the former ones
 
 
 async def _close(sessions: Sequence[Session]) -> None:
@@ -161,12 +162,12 @@ async def _close(sessions: Sequence[Session]) -> None:
 
 
 def _absent(unit: Unit) -> list[str]:
-    """The names of its processes that have not registered with its incarnation."""
+    """Return the names of the unit's processes that have not registered with its incarnation."""
     pairs = zip(unit.ranks, unit.processes, strict=True)
     return [name for name, process in pairs if process is None or process.incarnation != unit.incarnation] or [unit.name]
 
 
-def _told(registration: Registration) -> tuple[str, int, str, str]:
+def _registration_fields(registration: Registration) -> tuple[str, int, str, str]:
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in in_order(registration.seconds).items())
     return registration.name, registration.pid, registration.address, seconds
 
@@ -177,8 +178,8 @@ class CoordinatorProcess:
     restarts = True
 
     def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
-        """`phases`: of the start-up so far. `trains`: False for an evaluation alone. `address`: of an earlier coordinator of
-        the run, in whose place this one comes."""
+        """Create the coordinator. `phases`: the start-up phases so far. `trains`: False for an evaluation alone. `address`: of
+        the earlier coordinator that this one replaces."""
         self._config = config
         self._phases = phases
         self._trains = trains
@@ -193,7 +194,7 @@ class CoordinatorProcess:
         self._keys = keys.holder(config.network, keys.COORDINATOR, keys.known(self._folder))
         self._peers = Peers(config, self._register, self._keys)
         self._nodes = Nodes(config, trains, self._register)
-        self._failed: asyncio.Future[None]  # by what a node tells
+        self._failed: asyncio.Future[None]  # fails when a node reports a death that the run cannot survive
         self._interrupted = False
         self._run: TrainingRun | None = None
         self._evaluation: EvaluationRun | ServingRun | None = None
@@ -201,12 +202,12 @@ class CoordinatorProcess:
         self._follows = bool(address)
         self._ledger: LedgerWriter | None = None
         self._term = 1
-        self._left: Failover | None = None  # by an earlier coordinator
+        self._left: Failover | None = None  # the state that an earlier coordinator left
         self._keeper: MembershipStore | None = None
-        self._absent: list[Death] = []  # trainer and critic, which are started again once their devices are free
+        self._absent: list[Death] = []  # trainer and critic, to be started again once their devices are free
 
     async def serve(self, ready_fd: int | None) -> None:
-        """Everything. `ready_fd`: where the address is told. Raises UserError, ServiceFault."""
+        """Run the coordinator to its end. `ready_fd`: the descriptor that gets the address. Raises UserError, ServiceFault."""
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         for number in ending_signals():
@@ -226,38 +227,39 @@ class CoordinatorProcess:
                 self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
         except UserError as error:
             if network.port_range is not None and not settings.port:
-                raise  # it names the range
+                raise  # the error names the range
             host = "services.coordinator.host" if settings.host else "network.interface"
             raise UserError(f"{'services.coordinator.port' if settings.port else host}: {error}") from None
         async with process.exposed(self._config, self, leads=True) as self._metrics:
             await self._lead(server, ready_fd)
 
     async def _lead(self, server: Server, ready_fd: int | None) -> None:
-        """The run, from the moment that others may ask for it."""
+        """Serve, and run the training or the evaluation to its end."""
         if self._trains:
-            await self._open_ledger()
+            await self._open_ledger()  # before any call: it gives the term and what an earlier coordinator left
         await server.start()
         await server.set_serving(True)
         where = self._folder / run_files.ADDRESS
-        await disk.done(lambda: where.write_text(self._address), where)
+        await disk.done(lambda: where.write_text(self._address), where)  # where nodes and commands find this coordinator
         if ready_fd is not None:
             os.write(ready_fd, f"{self._address}\n".encode())
             os.close(ready_fd)
         end = "failed"
         try:
-            # What a node tells of a process without which the run cannot go on ends it, once everything is closed.
+            # A node's report of a fatal death fails `_failed`: the work is cancelled, everything is closed, then the error is
+            # raised.
             await unless_failed({self._failed}, self._train() if self._trains else self._evaluate())
             end = "finished"
         finally:
             (self._folder / run_files.ADDRESS).unlink(missing_ok=True)
-            await self._peers.stop_all()
+            await self._peers.stop_all()  # each process gets STOP_CALL seconds to confirm
             self.report(msgspec.structs.replace(self._progress, phase=end))
             self._nodes.close()
             self._states.close()
-            await server.stop(timeouts.SERVER_GRACE)
+            await server.stop(timeouts.SERVER_GRACE)  # last: watchers still read the final phase
 
     async def _open_ledger(self) -> None:
-        """And see whether an earlier coordinator of this run has left processes to go on with."""
+        """Open the ledger, begin a term, and look for processes that an earlier coordinator of this run has left."""
         folder, size = self._folder / run_files.LEDGER, self._config.ledger.segment_bytes
         opening = (
             failover.reopened(folder, size, self._config.deadlines.start) if self._follows else LedgerWriter.open(folder, size)
@@ -276,29 +278,29 @@ class CoordinatorProcess:
     async def _train(self) -> None:
         assert self._ledger is not None
         if self._left is not None:
-            log.info("takes up what the coordinator before left: version %s is done", self._left.course.history.version)
+            log.info("takes over from the earlier coordinator: version %s is done", self._left.course.history.version)
         placed = time.monotonic() if self._left is not None else await self._place()
-        context = await self._context(self._ledger)
+        context = await self._context(self._ledger)  # reads the data while the services start
         async with _closed(context.trackers, context.ledger):
             if self._left is not None:
-                await self._peers.take_up()
+                await self._peers.take_up()  # a unit that does not connect within `deadlines.silence` is lost
                 self._run = await TrainingRun.taken_up(context, self._register, self._left.course)
             else:
                 before = time.monotonic()
-                await self._peers.connect(placed)
+                await self._peers.connect(placed)  # returns once every placed unit has its sessions
                 self._run = TrainingRun(context, self._register, RunHistory(self._nodes.resume()))
                 context.startup.phases["services"] = time.monotonic() - before
                 context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
-            self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since
+            self._run.pool.slots = slots(self._nodes.config)  # the number of rollouts may have changed since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
-            summary = await self._run.execute()
-        await disk.done(lambda: summary.write(self._folder), self._folder)
+            summary = await self._run.execute()  # until the last step, a stop, or a fault
+        await disk.done(lambda: summary.write(self._folder), self._folder)  # after the trackers and the ledger are closed
 
     async def _evaluate(self) -> None:
-        """Or, where the gateway serves, only have it served."""
+        """Run the evaluation. With `gateway.serve`, only serve the gateway until the run is stopped."""
         config, serves = self._config, self._config.gateway is not None and self._config.gateway.serve
-        placed = await self._place()
+        placed = await self._place()  # the rollouts load their weights while this process reads the data
         tokenizer = Tokenizer.of(config)
         held_out = [] if serves else load_held_out(config, tokenizer)
         trackers = Trackers(self._config, self._folder)
@@ -312,14 +314,14 @@ class CoordinatorProcess:
             keys=self._keys,
         )
         async with _closed(trackers):
-            await self._peers.connect(placed)
+            await self._peers.connect(placed)  # returns once every placed unit has its sessions
             self._evaluation = (ServingRun if serves else EvaluationRun)(context, self._register)
             if self._interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
 
     async def _place(self) -> float:
-        """Have the nodes start the processes; returns when that was, on the clock of time.monotonic."""
+        """Have the nodes start the processes. Returns when that was, on the clock of time.monotonic."""
         await self._nodes.placed(self._started, self._wait_for_nodes)
         return time.monotonic()
 
@@ -333,7 +335,7 @@ class CoordinatorProcess:
         held_out = load_held_out(config, tokenizer, train.problems)
         tasks = chain(train.problems, *(each.prompts.problems for each in held_out))
         check_environments(list(tasks), config.services.environment)
-        began = Startup.read(self._folder) if self._left is not None else None  # the run's, which an earlier one has told
+        began = Startup.read(self._folder) if self._left is not None else None  # the times of the run's own start
         phases["data"] = time.monotonic() - before
         return RunContext(
             config=config,
@@ -360,7 +362,7 @@ class CoordinatorProcess:
         if self._evaluation is not None:
             self._evaluation.stop()
 
-    # ------------------------------------------------------------------------------------------ what it answers
+    # ------------------------------------------------------------------------------------------ handlers of calls
 
     def _process_handlers(self) -> dict[str, Handler]:
         async def status(_: None) -> Status:
@@ -377,7 +379,7 @@ class CoordinatorProcess:
     def _coordinator_handlers(self) -> dict[str, Handler]:
         async def register(registration: Registration) -> None:
             self._peers.admit(registration)
-            if self._keeper is not None:  # a coordinator that takes over knows of it, as it does not come again
+            if self._keeper is not None:  # a process registers once: the next coordinator reads the ledger
                 await self._keeper.written()
 
         async def processes(_: None) -> Topology:
@@ -398,7 +400,8 @@ class CoordinatorProcess:
         return {"Register": register, "Processes": processes, "ReportPaths": paths, "ReportDeath": died, "Scale": scale}
 
     def _died(self, death: Death) -> None:
-        """A process is not started again by its node: the run goes on without it, where it can."""
+        """Handle the death of a process that its node does not restart: start its group again, go on without it, or fail the
+        run."""
         log.warning("%s (incarnation %d, node %s) ended: %s", death.name, death.incarnation, death.node, death.reason)
         self._register.lose(death, death.reason)
         if self._failed.done():
@@ -439,8 +442,8 @@ class CoordinatorProcess:
             detail += "".join(f"; {each}" for each in self._run.told())
         where: dict[str, Any] = {"pid": os.getpid(), "address": self._address, "metrics": self._metrics}
         uptime = time.monotonic() - self._started
-        told: dict[str, Any] = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": uptime}
-        return Status(role="coordinator", name="coordinator", **where, **told)
+        fields: dict[str, Any] = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": uptime}
+        return Status(role="coordinator", name="coordinator", **where, **fields)
 
     def figures(self) -> RunFigures:
         return run_figures(self._config, self._register, self._progress, self._run)
@@ -461,7 +464,7 @@ class CoordinatorProcess:
             watcher.set()
 
     async def _watch(self, _: None) -> AsyncGenerator[Progress, None]:
-        """Every change, or the newest of several that came together."""
+        """Yield the progress at each change. Changes that come together yield once."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
@@ -478,10 +481,10 @@ class CoordinatorProcess:
 
 @asynccontextmanager
 async def _closed(*opened: Trackers | LedgerWriter) -> AsyncIterator[None]:
-    """Close each in the end. After a failure a second one is logged, and the first is raised."""
+    """Close each object at the end. After a failure of the block, log a second failure and raise the first."""
     try:
         yield
-    except BaseException as error:  # noqa: BLE001 - it is raised again once everything is closed
+    except BaseException as error:  # noqa: BLE001 - raised again once everything is closed
         for each in opened:
             try:
                 await each.close()

@@ -1,4 +1,4 @@
-"""The environment's role: agents of the user's play episodes, in processes of their own. `python -m services.environment`.
+"""The environment role: the user's agents play episodes, in processes of their own. `python -m services.environment`.
 
 gateway ── Run, Cancel ──► EnvironmentService ──► AgentWorkers ──► nursery ──► workers, in the user's interpreter
                                                                                 └──► the gateway, by HTTP
@@ -25,7 +25,7 @@ from services import process
 
 
 class EnvironmentService(process.Service):
-    """Its service is that of proto/environment.proto, which gateways call."""
+    """Implements the service of proto/environment.proto, which gateways call."""
 
     role = "environment"
 
@@ -39,10 +39,10 @@ class EnvironmentService(process.Service):
         self._workers: AgentWorkers
 
     def load(self) -> None:
-        """Nothing: the agents' file is another interpreter's."""
+        """Do nothing: only the user's interpreter imports the agents' file."""
 
     async def start(self) -> None:
-        """Raises UserError when the agents' file cannot be imported, and for a sandbox that this machine cannot make."""
+        """Start the nursery. Raises UserError if the agents' file cannot be imported or this machine cannot make the sandbox."""
         sandbox = self._settings.sandbox
         if sandbox is not None:
             await check(sandbox, f"{self._key}.sandbox")
@@ -51,9 +51,9 @@ class EnvironmentService(process.Service):
         self.background = self._workers.ended
 
     def _variables(self) -> dict[str, str]:
-        """All that the agents' processes find in their environment."""
+        """Return the environment variables of the agents' processes."""
         made = worker_environment(()) | {"PYTHONUNBUFFERED": "1"}
-        made.pop("PYTHONPATH", None)  # their interpreter has modules of its own
+        made.pop("PYTHONPATH", None)  # the agents' interpreter has modules of its own
         if self.keys is not None and keys.https(self.config.network):
             ca = Path(self.config.run.dir) / run_files.GATEWAYS_CA
             ca.write_bytes(self.keys.pem().ca)

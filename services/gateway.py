@@ -1,4 +1,4 @@
-"""The gateway's role: agents call it as they would call OpenAI or Anthropic. `python -m services.gateway`.
+"""The gateway role: agents call it like the APIs of OpenAI or Anthropic. `python -m services.gateway`.
 
 agents ── HTTP ──► application (runtime/gateway/http.py) ──► Episodes ──► PolicyCalls ──► RolloutSessions ──► rollouts
    ▲                                                          ▲    │
@@ -48,8 +48,8 @@ from services.rpc.client import Session
 from services.rpc.server import OPTIONS, options
 
 # ---- Environment channels
-#
-# How a gateway reaches those who play: the run's own processes, which the coordinator names, and servers of the user's.
+
+# Channels to environments: the run's own processes, which the coordinator names, and the user's servers.
 
 DESCRIBE, RUN, CANCEL = (contract.METHODS["Environment", name] for name in ("Describe", "Run", "Cancel"))
 
@@ -61,8 +61,8 @@ class EnvironmentChannel:
         self.name = name
         self._channel, self._metadata = channel, tuple(metadata)
         self._closed = False
-        self._under_way = set[Any]()  # calls, which gRPC does not end with their channel while they are read
-        # Replies are parsed here: gRPC would only log what its deserializer raises.
+        self._under_way = set[Any]()  # calls: gRPC does not end a call that is being read when its channel closes
+        # Replies are parsed here: gRPC would only log an exception of its deserializer.
         self._run = channel.unary_stream(RUN.path, RUN.request.serialize)
         self._cancel = channel.unary_unary(CANCEL.path, CANCEL.request.serialize)
         self._describe = channel.unary_unary(DESCRIBE.path, DESCRIBE.request.serialize)
@@ -75,7 +75,7 @@ class EnvironmentChannel:
                 yield RUN.reply.parse(data)
         except (grpc.aio.AioRpcError, InvalidMessage) as error:
             raise _lost(self.name, "Run", error) from None
-        except asyncio.CancelledError:  # also what gRPC raises in a call that `close` ended
+        except asyncio.CancelledError:  # gRPC raises this too in a call that `close` cancelled
             if not self._closed:
                 raise
             raise Unreachable(self.name, "Run", "it serves no more") from None
@@ -84,7 +84,7 @@ class EnvironmentChannel:
             call.cancel()
 
     async def describe(self, seconds: float) -> EnvironmentDescription:
-        """Raises Unreachable when it does not come within so many seconds."""
+        """Return the server's description. Raises Unreachable if it does not answer within `seconds`."""
         try:
             found: EnvironmentDescription = DESCRIBE.reply.parse(
                 await self._describe(None, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
@@ -100,7 +100,7 @@ class EnvironmentChannel:
             raise _lost(self.name, "Cancel", error) from None
 
     async def close(self) -> None:
-        """What is under way ends with Unreachable."""
+        """Close the channel. Calls under way end with Unreachable."""
         self._closed = True
         for call in self._under_way:
             call.cancel()
@@ -114,10 +114,10 @@ def _lost(name: str, phase: str, error: Exception) -> Unreachable:
 
 
 class EnvironmentChannels:
-    """One channel for each process, by the name of its environment."""
+    """One channel to each process, by the name of its environment."""
 
     def __init__(self, config: Config, own_keys: Keys | None):
-        """Raises UserError for a token that this process's environment has not."""
+        """Open the channels to the user's servers. Raises UserError if a server's token is not in this process's environment."""
         self._config, self._keys = config, own_keys
         self._own: dict[PeerAddress, EnvironmentChannel] = {}
         self._paths = players(config)
@@ -128,7 +128,7 @@ class EnvironmentChannels:
         }
 
     async def check(self) -> None:
-        """Raises UserError for a server of the user's that does not answer within `deadlines.silence`."""
+        """Check that the user's servers answer. Raises UserError if a server does not answer within `deadlines.silence`."""
         silence = self._config.deadlines.silence
         for name, channel in self._servers.items():
             try:
@@ -138,7 +138,7 @@ class EnvironmentChannels:
                 raise UserError(f"services.environment.{name}.server.address: {what}") from None
 
     def use(self, processes: Sequence[PeerAddress]) -> list[EnvironmentChannel]:
-        """The run's own that serve, from now on. Returns the channels to those that do not any more, to be closed."""
+        """Use these processes of the run from now on. Returns the channels to the others, for the caller to close."""
         left = [self._own.pop(address) for address in list(self._own) if address not in processes]
         for address in processes:
             if address not in self._own:
@@ -169,12 +169,12 @@ def _to_server(name: str, server: RemoteServer) -> EnvironmentChannel:
 log = logging.getLogger("sluice")
 
 GENERATE = contract.METHODS["Rollout", "Generate"]
-LAGS = 1024  # of the newest looks at the event loop
-YOUNG = 200_000  # new objects until a gateway looks for garbage
+LAGS = 1024  # the newest measurements of the event loop that are kept
+YOUNG = 200_000  # new objects before the garbage collector runs
 
 
 class RolloutSessions:
-    """The rollouts that serve, as the coordinator says. A conversation keeps to one; another goes to the least loaded."""
+    """Sessions to the rollouts that the coordinator names. A conversation stays at one rollout; others go to the least loaded."""
 
     def __init__(self, config: Config, own_keys: Keys | None):
         self._config, self._keys = config, own_keys
@@ -183,7 +183,7 @@ class RolloutSessions:
         self._changed = asyncio.Event()
 
     async def use(self, rollouts: Sequence[PeerAddress]) -> None:
-        """From now on; one that cannot be reached is left out."""
+        """Use these rollouts from now on. A rollout that cannot be reached is left out."""
         for address in [each for each in self._sessions if each not in rollouts]:
             await self._sessions.pop(address).close()
         new = [address for address in rollouts if address not in self._sessions]
@@ -198,7 +198,7 @@ class RolloutSessions:
         )
         try:
             await session.open(silence)
-        except ServiceFault as error:  # the coordinator will hear of it too
+        except ServiceFault as error:  # the coordinator finds this out as well
             log.warning("%s is not used: %s", to.name, error)
             await session.close()
         else:
@@ -216,8 +216,8 @@ class RolloutSessions:
         return len(self._sessions)
 
     async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
-        """See `runtime.gateway.calls.Rollouts`. One that is lost meanwhile is followed by another; so is one that has
-        not heard of what was published since, as the coordinator has lost it."""
+        """Generate, see `runtime.gateway.calls.Rollouts`. If the rollout is lost, another one takes the call. The same holds if
+        its version is older than `least`: the coordinator has lost that rollout."""
         until = now() + self._config.deadlines.generate
         while True:
             to, session = await self._choose(kept, until)
@@ -240,11 +240,12 @@ class RolloutSessions:
             return [replace(own(sample), experts=experts) for sample, experts in pairs], to.name
 
     async def _choose(self, kept: str, until: float) -> tuple[PeerAddress, Session]:
-        """Raises Unreachable when none serves within `deadlines.silence`."""
+        """Return the conversation's rollout if it serves, else the least loaded. Raises Unreachable if no rollout serves within
+        `deadlines.silence`."""
         until = min(until, now() + self._config.deadlines.silence)
         while not self._sessions:
             if not await done_within(self._changed.wait(), until - now()):
-                raise Unreachable("rollout", "Generate", "the coordinator has named none that can be reached")
+                raise Unreachable("rollout", "Generate", "no rollout that the coordinator named can be reached")
         same = next((each for each in self._sessions if each.name == kept), None)
         to = same or min(self._sessions, key=lambda each: (self._calls[each.name] / each.slots, each.name))
         return to, self._sessions[to]
@@ -255,12 +256,12 @@ class RolloutSessions:
 
 
 def own(sample: Sample) -> Sample:
-    """Without what its arrays are views into: a message with all of its prompt."""
+    """Return a copy of the sample. Its arrays are views into a message with the whole prompt, which they keep in memory."""
     return replace(sample, tokens=sample.tokens.copy(), logprobs=sample.logprobs.copy())
 
 
 class LoopLag:
-    """How late the event loop comes to what is due: seconds, of the newest looks at it."""
+    """Delay of the event loop: seconds that timers came late, of the newest `LAGS` timers."""
 
     def __init__(self) -> None:
         self._lags: deque[float] = deque([0.0], LAGS)
@@ -277,7 +278,7 @@ class LoopLag:
 
 
 class GatewayService(process.Service):
-    """Answers `Play` once the episodes of a group are over, and programs all the while."""
+    """Answers `Play` once the episodes of a group have ended, and HTTP calls of agents at any time."""
 
     role = "gateway"
 
@@ -299,7 +300,8 @@ class GatewayService(process.Service):
         self._renderer = renderer_of(Tokenizer.of(self.config), self._settings.tools, self.config.model.path)
 
     async def start(self) -> None:
-        """Raises UserError where the port is taken, and for a server of environments that does not answer."""
+        """Listen, and reach the environments. Raises UserError if the port is taken or a server of environments does not
+        answer."""
         config, serves = self.config, self._settings.serve
         sampling, rewards = config.sampling, config.rewards
         self._rollouts = RolloutSessions(config, self.keys)
@@ -322,7 +324,7 @@ class GatewayService(process.Service):
             serves=serves,
             rewarded=bool(rewards.rules or rewards.remote or rewards.model),
         )
-        self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator tells it
+        self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator sends it
         await self._listen()
         self._watching = asyncio.create_task(self._lag.run())
         own = config.services.environment
@@ -350,11 +352,11 @@ class GatewayService(process.Service):
         log.info("%s listens for agents on %s", self.name, self.url)
 
     def _tls(self) -> ssl.SSLContext | None:
-        """Where the run has TLS, its certificates; programs believe in them by `CA` in the run's folder."""
+        """Return the run's certificates, None without TLS. Clients trust them by the file `GATEWAYS_CA` in the run's folder."""
         if self.keys is None or not https(self.config.network):
             return None
         context, pem = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), self.keys.pem()
-        with os.fdopen(os.memfd_create("certificate"), "wb", buffering=0) as file:  # it takes files alone
+        with os.fdopen(os.memfd_create("certificate"), "wb", buffering=0) as file:  # load_cert_chain reads only files
             file.write(pem.key + pem.own)
             context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         (Path(self.config.run.dir) / run_files.GATEWAYS_CA).write_bytes(pem.ca)
@@ -363,14 +365,14 @@ class GatewayService(process.Service):
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            await asyncio.gather(self._watching, return_exceptions=True)  # the cancelled measurement
         if hasattr(self, "_episodes"):
             self._episodes.close()
-            self._calls.close()
+            self._calls.close()  # calls end before the sessions and channels that they use
             await self._rollouts.close()
             await self._environments.close()
         if self._server is not None:
-            await self._server.close()
+            await self._server.close()  # last: connections end once their calls have ended
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:
         return await self._episodes.play(request)
@@ -410,8 +412,8 @@ class GatewayService(process.Service):
 
 
 def be_responsive() -> None:
-    """Let nothing in this process hold the event loop up for long. What is under way for a thousand programs is as many objects
-    as `YOUNG`: to look through them takes 50 ms, and finds nothing, as what is over is freed at once."""
+    """Keep the event loop's pauses short. A thousand agents' calls are about `YOUNG` objects. A collection of these takes 50 ms
+    and frees nothing, since reference counts free a finished call at once."""
     gc.set_threshold(YOUNG, 20, 20)
     sys.setswitchinterval(timeouts.LOOP_TURN)
 

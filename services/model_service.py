@@ -1,5 +1,4 @@
-"""How the services of models carry out commands: ranks of a group, processes around a frozen model, and
-actors, of which a rollout is one.
+"""How model services carry out commands: ranks of a group, processes around a frozen model, and actors such as rollouts.
 
 the coordinator's session to this rank ──► event loop ──► the engine's thread, one command after the other
 """
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from runtime.trainer.rank import GroupRank
 
 
-# Those that wait for nothing but their own ranks: neither for a disk nor for who receives weights.
+# Commands that wait only for their own ranks, not for a disk and not for receivers of weights.
 COMPUTING = {row.command for row in contract.METHODS.values() if row.deadline in ("deadlines.train", "deadlines.score")}
 
 MAKE_STEPS = ("trainer", "critic")
@@ -42,15 +41,15 @@ MakeRank = Callable[[Config, int, int], "GroupRank"]
 
 
 class SpmdService(process.Service):
-    """A rank, or the only one: its engine, in a thread of its own. Every rank is given each command, in the same order, and
+    """One rank of a group, or the only one, with its engine in a thread. Every rank gets every command, in the same order, and
     carries it out on its share of the data.
 
-    A command is carried out even when its caller withdraws it: the other ranks carry it out as well. One that fails since a
-    communicator or the device is beyond use is not answered: the process ends at once, and comes back as one that was killed.
+    The rank carries out a command even if the caller withdraws it, as the other ranks do. If a communicator or the device is
+    beyond use, the process ends at once without an answer; it comes back like a killed process.
     """
 
     def __init__(self, role: str, make_rank: MakeRank, config: Config, name: str, rank: int):
-        """`make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
+        """Create the service. `make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
         super().__init__(config, f"{name.rpartition('-')[0]}-{rank}" if rank else name, rank)
         self.role = role
         self.profiled_for = "steps" if role in MAKE_STEPS else "seconds"
@@ -60,9 +59,9 @@ class SpmdService(process.Service):
         self._thread = ThreadPoolExecutor(1, "engine")
         self._worker: GroupRank
         self._busy_seconds = 0.0
-        self._commands = 0  # that were put in line
-        self._ordered = 0  # versions that they make, the first included: of the steps whose Apply came, done or not
-        self._ordering = asyncio.Event()  # told of each
+        self._commands = 0  # commands queued so far
+        self._ordered = 0  # the version that the newest Apply makes, done or not
+        self._ordering = asyncio.Event()  # set at each Apply
 
     def load(self) -> None:
         # The engine is made in its own thread, as some of torch's state belongs to the thread.
@@ -84,13 +83,13 @@ class SpmdService(process.Service):
             return await super().profile(asked)
         first = max(asked.step, self._ordered) + 1
         if asked.steps > (left := max(0, self.config.training.steps - first)):
-            raise UserError(f"--steps: {asked.steps}; after the one under way {left} are left")
+            raise UserError(f"--steps: {asked.steps}; only {left} are left after the current step")
         await self._until_ordered(first - 1)
         path, end = profiles.stem(self.config, self.name, self.rank, first), self._until_ordered(first + asked.steps - 1)
         return await profiles.of_thread(self._thread, path, asked.memory, end)
 
     async def _until_ordered(self, step: int) -> None:
-        """Until the update of `step` is in line."""
+        """Wait until the update of `step` is queued."""
         while self._ordered <= step:
             await self._ordering.wait()
 
@@ -103,11 +102,11 @@ class SpmdService(process.Service):
         }
 
     def handler(self, method: contract.Method) -> Handler:
-        """The service itself answers control, beside the engine; the rank carries out everything else, in order."""
+        """Return the handler: the service answers control beside the engine, the rank carries out all else in order."""
         return super().handler(method) if method.priority is Priority.CONTROL else self.execute
 
     def execute(self, command: Any) -> asyncio.Future[Any]:
-        """Put it in line now. The engine's answer; of one that goes on beside the next commands, what comes of it."""
+        """Queue the command now. Returns the engine's answer; if the engine goes on beside later commands, its final result."""
         loop = asyncio.get_running_loop()
         self._require_own_folder(command)
         self._commands += 1
@@ -118,14 +117,14 @@ class SpmdService(process.Service):
         return loop.create_task(self._answer(loop.run_in_executor(self._thread, self._carry_out, command)))
 
     def _require_own_folder(self, command: Any) -> None:
-        """Raises Forbidden: whoever gives orders may have files read and written in the run's folder alone, and a checkpoint
-        read that the run was started from."""
+        """Check that the command names a folder in the run's folder, or for Restore the checkpoint that the run started from.
+        Raises Forbidden: the sender of a command may not have other files read or written."""
         run = self.config.run
         known = [run.dir, run.resume] if isinstance(command, Restore) else [run.dir]
         if isinstance(command, (Save, Export, Restore)):
-            # As they are written: a link that the user has put into the folder, to another disk say, is the user's word.
-            folder, *places = (Path(os.path.abspath(each)) for each in (command.folder, *known) if each)  # noqa: PTH100
-            if not any(place in (folder, *folder.parents) for place in places):
+            # The paths as written: the user may have put a link into the folder, to another disk for example.
+            folder, *allowed = (Path(os.path.abspath(each)) for each in (command.folder, *known) if each)  # noqa: PTH100
+            if not any(path in (folder, *folder.parents) for path in allowed):
                 raise Forbidden(f"{self.name}: {type(command).__name__}: {command.folder} is not below run.dir, {run.dir}")
 
     async def _answer(self, carried_out: asyncio.Future[Any]) -> Any:
@@ -148,7 +147,7 @@ class SpmdService(process.Service):
 
 
 def _end_if_beyond_use(name: str, error: Exception) -> None:
-    """End the process `name` where `error` says that its communicator or device is beyond use."""
+    """End the process `name` if `error` shows that its communicator or device is beyond use."""
     from runtime.process import platform
 
     if platform.is_beyond_use(error):
@@ -157,14 +156,14 @@ def _end_if_beyond_use(name: str, error: Exception) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a process around a frozen model does, forward only: the reference's replicas and the reward model.
+# Processes around a frozen model, forward only: the reference's replicas and the reward model.
 
 
-MOST = 256  # questions that are answered in one go
+MOST = 256  # requests in one batch at most
 
 
 class FrozenModelService(process.Service):
-    """Everything that was asked while the model computed is computed next, in one go, in a thread of its own."""
+    """Requests that arrive while the model computes are computed next, as one batch, in a thread of their own."""
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
@@ -176,7 +175,7 @@ class FrozenModelService(process.Service):
 
     @abstractmethod
     def answers(self, requests: Sequence[Any]) -> Sequence[Any]:
-        """What is replied to each request, a group; in the thread."""
+        """Compute the reply to each request, a group each. Runs in the model's thread."""
 
     def _answers(self, requests: Sequence[Any]) -> Sequence[Any]:
         with spans.work.at("forward", f"{len(requests)} requests"):
@@ -186,7 +185,7 @@ class FrozenModelService(process.Service):
         return self.ask
 
     def ask(self, request: Any) -> asyncio.Future[Any]:
-        """The answer, behind what was asked before. Cancelling it withdraws the question."""
+        """Queue a request. The future is its answer; cancelling the future withdraws the request."""
         future = asyncio.get_running_loop().create_future()
         self._asked.append((request, future))
         if self._computing is None or self._computing.done():
@@ -209,7 +208,7 @@ class FrozenModelService(process.Service):
             before = time.monotonic()
             try:
                 answers = await loop.run_in_executor(self._thread, self._answers, [request for request, _ in wanted])
-            except Exception as error:  # noqa: BLE001 - the error goes to everyone who asked
+            except Exception as error:  # noqa: BLE001 - the error goes to every caller
                 _end_if_beyond_use(self.name, error)
                 answers = [error] * len(wanted)
             for (_, future), answer in zip(wanted, answers, strict=True):
@@ -228,13 +227,12 @@ class FrozenModelService(process.Service):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # An actor: one task that alone touches what it owns, and the requests that wait for it. A rollout is one.
-#
-# Senders get a future per request. The task hands requests to the behaviour, control before data and otherwise in order of
-# arrival; between requests it lets the behaviour advance its own work (a decode step, say), which is told to return early
-# once a request waits. A request whose caller gave up while it waited is never handed over. A behaviour may keep a request
-# and reply later.
-#
-# Invariant: every request taken in is answered exactly once, with a value or an exception; a late answer is dropped.
+
+# Senders get a future per request. The task hands requests to the behaviour: control before data, otherwise in order of
+# arrival. Between requests the behaviour advances its own work, such as a decode step, and returns early once a request waits.
+# A request that is withdrawn while it waits is never handed over. A behaviour may keep a request and reply later.
+
+# Invariant: every accepted request is answered exactly once, with a value or an exception; a late answer is dropped.
 
 
 class Request:
@@ -255,15 +253,15 @@ class Request:
             self.future.set_exception(error)
 
     async def answer(self, work: Awaitable[Any]) -> None:
-        """Reply with what `work` returns, or fail with what it raises: for what is done beside the actor."""
+        """Reply with the result of `work`, or fail with its error. For work beside the actor."""
         try:
             self.reply(await work)
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the request
+        except Exception as error:  # noqa: BLE001 - the error goes to the sender of the request
             self.fail(error)
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """True once no caller waits for the answer."""
         return self.future.done()
 
 
@@ -272,17 +270,17 @@ class Behaviour(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `advance` has something to do."""
+        """True while `advance` has something to do."""
 
     async def receive(self, requests: Sequence[Request]) -> None:
-        """Take requests of one priority; answer each now or later. An exception fails those not yet answered."""
+        """Take requests of one priority; answer each now or later. An exception fails the requests not yet answered."""
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
-        """Do a piece of the actor's own work; return soon once `interrupted()` (safe to call from any thread)."""
+        """Do a piece of the actor's own work. Return soon once `interrupted()`, which any thread may call."""
 
 
 class Actor:
-    """Runs `behaviour` behind its requests. `batch` is the most data requests that are handed over at once.
+    """Runs `behaviour` behind its requests. `batch`: how many data requests are handed over at once, at most.
 
     An exception out of `advance` ends the actor: every request fails with it, and `run` raises it.
     """
@@ -295,12 +293,11 @@ class Actor:
         self._mail = asyncio.Event()
         self._pending = 0
         self._open: set[Request] = set()
-        self._end: Exception | None = None  # why nothing is taken in any more
+        self._end: Exception | None = None  # why no more requests are accepted
 
     def send(self, message: Any, priority: Priority = Priority.DATA) -> asyncio.Future[Any]:
-        """Put a message in line; the future is its answer. Cancelling the future withdraws the request.
-
-        Raises ServiceFault when the actor was stopped or has failed.
+        """Queue a message; the future is its answer. Cancelling the future withdraws the request. Raises ServiceFault if the
+        actor was stopped or has failed.
         """
         if self._end is not None:
             raise ServiceFault(self.name, "receive", f"has ended: {self._end}")
@@ -313,7 +310,7 @@ class Actor:
         return request.future
 
     def interrupted(self) -> bool:
-        """Whether a request waits. A plain attribute read, so that an engine's thread may ask between two steps."""
+        """Return whether a request waits. Only reads an attribute, so an engine's thread may call it between two steps."""
         return self._pending > 0
 
     async def run(self) -> None:
@@ -338,7 +335,7 @@ class Actor:
         while requests := self._take():
             try:
                 await self._behaviour.receive(requests)
-            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the requests
+            except Exception as error:  # noqa: BLE001 - the error goes to the senders of the requests
                 self._fail(requests, error)
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
@@ -346,7 +343,7 @@ class Actor:
             request.fail(error)
 
     def _take(self) -> list[Request]:
-        """The next requests: one of control, or up to a batch of data."""
+        """Take the next requests: one of control, or up to a batch of data."""
         for lane, most in zip(self._lanes, (1, self._batch), strict=True):
             taken: list[Request] = []
             while lane and len(taken) < most:
@@ -360,5 +357,5 @@ class Actor:
 
     def _forget(self, request: Request) -> None:
         if not request.future.cancelled():
-            request.future.exception()  # marks it as seen: the caller may be gone
+            request.future.exception()  # marks the error as seen: the caller may be gone
         self._open.discard(request)

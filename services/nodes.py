@@ -1,4 +1,4 @@
-"""The nodes of a run, as the coordinator sees them: who is admitted, what each is to run, what becomes of one that leaves."""
+"""The nodes of a run, as the coordinator sees them: their admission, their assignments, and their loss."""
 
 from __future__ import annotations
 
@@ -28,19 +28,16 @@ log = logging.getLogger("sluice")
 
 
 class Nodes:
-    """`join` is the handler of a node's stream; `placed` waits for those that the run needs.
-
-    The register is told of what has a place.
-    """
+    """`join` handles a node's stream; `placed` waits for the nodes that the run needs. Each placed unit goes to the register."""
 
     def __init__(self, config: Config, trains: bool, register: Register):
-        """`trains`: False for an evaluation alone."""
+        """Create it without nodes. `trains`: False for an evaluation alone."""
         self.config = config
-        """With as many rollouts as there are to be now."""
+        """The configuration, with the number of rollouts that the run has now."""
         self._yaml = loading.to_yaml(config)
         self.run = uuid.uuid4().hex
-        """Another whenever all begin anew: agents end then what they ran before."""
-        self._secret = secrets.token_bytes(32)  # of the keys of groups that span nodes
+        """Changes when all processes begin anew: agents then end what they ran before."""
+        self._secret = secrets.token_bytes(32)  # for the keys of groups that span nodes
         self._trains = trains
         self._register = register
         self.roster = Roster(config)
@@ -48,16 +45,16 @@ class Nodes:
         self._paths: dict[str, NodePaths] = {}
         self._allowances: dict[str, RestartBackoff] = {}  # of groups that span nodes
         self._assignments: dict[str, Assignment] = {}  # the newest of each node
-        self._streams: dict[str, asyncio.Event] = {}  # set when there is a newer one to tell the node
-        self._own = asyncio.Event()  # the node of this process has said what it has
+        self._streams: dict[str, asyncio.Event] = {}  # set when the node's assignment has changed
+        self._own = asyncio.Event()  # set once the node of this process has reported its paths
         self._own_name = ""
         self._came = asyncio.Event()
         self._refused = ""
 
-    # ------------------------------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------------------------------ members
 
     async def join(self, node: NodeRegistration) -> AsyncGenerator[Assignment, None]:
-        """What `node` is to run, again whenever that changes; the node leaves when its stream ends. Raises UserError."""
+        """Admit `node` and yield its assignment, again at each change. The node leaves when its stream ends. Raises UserError."""
         try:
             if self._is_own(node):
                 self._own_name = node.name
@@ -71,7 +68,7 @@ class Nodes:
         log.info("node %s came: %s, %d devices, agent %d", node.name, node.address, node.devices, node.pid)
         changed = self._streams[node.name] = asyncio.Event()
         try:
-            yield Assignment(run=self.run, config=self._yaml)  # whose paths it is to look at
+            yield Assignment(run=self.run, config=self._yaml)  # the node checks the paths of this configuration
             while await changed.wait() and self._streams.get(node.name) is changed:
                 changed.clear()
                 yield self._assignments[node.name]
@@ -85,7 +82,8 @@ class Nodes:
         self._streams = {}
 
     def report_paths(self, found: NodePaths) -> None:
-        """A node has looked at what the configuration names: from now on it counts. Raises UserError."""
+        """Take a node's report on the paths in the configuration; the node counts from now on. Raises UserError if paths
+        differ."""
         if found.node not in self.roster.there:
             return  # its stream has broken meanwhile
         self._paths[found.node] = found
@@ -109,9 +107,9 @@ class Nodes:
             yield f"run.dir: {place} has checkpoints of another run; move it away, or set run.overwrite=true to replace them"
 
     def resume(self) -> str:
-        """The checkpoint to go on from, "" for none. Raises UserError where there is none that is whole on all nodes."""
+        """Return the checkpoint to resume from, "" for none. Raises UserError if no checkpoint is whole on all nodes."""
         run = self.config.run
-        return checkpoint.resolve(run.resume, Path(run.dir), log.warning, self._lacks, sums=False)  # the launcher has compared
+        return checkpoint.resolve(run.resume, Path(run.dir), log.warning, self._lacks, sums=False)  # sums: by the launcher
 
     def _lacks(self, position: Position) -> str:
         there = {part for found in self._paths.values() for part in found.parts}
@@ -121,9 +119,8 @@ class Nodes:
     async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> None:
         """Wait for the nodes, place the processes, and have the nodes start them.
 
-        Where a run has several nodes, `waits_for` is told who has yet to come, whenever that changes.
-
-        Raises DeadlineExceeded, naming who did not come within `deadlines.start` of `began`, or ConfigError.
+        In a run of several nodes `waits_for` gets the missing nodes, at each change. Raises ConfigError, or DeadlineExceeded
+        with the nodes that did not come within `deadlines.start` of `began`.
         """
         timeout, several = self.config.deadlines.start, has_several_nodes(self.config.cluster)
 
@@ -143,8 +140,8 @@ class Nodes:
         self._start([seat.instance for seat in self._placement.seats])
 
     def take_up(self, members: Members) -> None:
-        """Go on with the processes that an earlier coordinator has placed: their nodes come again by themselves, and what does
-        not run there any more is started."""
+        """Go on with the processes that an earlier coordinator placed. Their nodes come again by themselves; `_take_in` then
+        starts what no longer runs there."""
         if members.rollouts:
             self.config = with_rollouts(self.config, members.rollouts)
             self._yaml = loading.to_yaml(self.config)
@@ -153,7 +150,7 @@ class Nodes:
             self._register.take_up(unit.role, unit.ranks, unit.incarnation, unit.processes)
 
     def members(self, began: int) -> Members:
-        """What a coordinator that takes over has to know. `began`: the term in which all was started."""
+        """Return what a coordinator that takes over must know. `began`: the term in which all processes were started."""
         fleet, placement = self.config.services.rollout, self._placement or Placement(())
         return Members(
             run=run_files.run_id(Path(self.config.run.dir)),
@@ -167,7 +164,7 @@ class Nodes:
     # ------------------------------------------------------------------------------------------ changes
 
     def scale(self, wanted: Scale) -> Scaled:
-        """As many rollouts as are wanted, from now on; those with the highest numbers are the ones to go. Raises UserError."""
+        """Set the number of rollouts from now on; the highest numbers are stopped first. Raises UserError."""
         if self._placement is None:
             raise UserError("scale: the run has not started yet")
         if not self._trains:
@@ -193,25 +190,25 @@ class Nodes:
         )
 
     def start_again(self, role: str, death: Death) -> bool:
-        """A part of a group died whose node does not start it again by itself, since it spans nodes or shares its devices with
-        rollouts: the whole of it is ended, and started as the next incarnation, after the delay that its `restarts` say. False
-        when they allow no further start, or its only node has tried that already."""
+        """Restart a whole group as its next incarnation, after the delay that its `restarts` give. Its node does not do this,
+        since the group spans nodes or shares its devices with rollouts. Returns False if `restarts` allow no further start, or
+        if the group has a node of its own, which has tried already."""
         assert self._placement is not None
         nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
         if len(nodes) < 2 and not shares_devices(self.config, role):
             return False
         if self._register.is_followed(death):
-            return True  # it told of what is ended already
+            return True  # the report is late: a newer incarnation has replaced this one
         policy = getattr(self.config.services, role).restarts
         delay = self._allowances.setdefault(role, RestartBackoff(policy)).delay(time.monotonic())
         if delay is None:
             return False
         self._place([Instance(role, death.name)])
-        asyncio.get_running_loop().call_later(delay, self._tell)
+        asyncio.get_running_loop().call_later(delay, self._send_assignments)
         return True
 
     def _take_in(self, name: str) -> None:
-        """A node that has come while the run goes on gets back what it had; a new one what has no room, or whose node left."""
+        """Give a node that joins during the run what it had; give a new node what has no room or whose node has left."""
         assert self._placement is not None
         seats, there = self._placement.seats, self.roster.nodes
         mine = [seat.instance for seat in seats if seat.node == name]
@@ -220,13 +217,13 @@ class Nodes:
         before = set(seats)
         try:
             after = self._place_beside(seats, self.config)
-        except ConfigError:  # what the others left has no room here, and waits for them
+        except ConfigError:  # no room here for the processes of lost nodes: they wait for these
             after = self._place_beside(self._placement.seats, self.config)
         absent = [instance for instance in mine if not self._runs(name, instance)]
         self._start([*absent, *(seat.instance for seat in after.seats if seat not in before)])
 
     def _runs(self, name: str, instance: Instance) -> bool:
-        """Whether node `name`, which has come back, has this process still, or one that it has started in its place."""
+        """Return whether node `name`, which has come back, still runs this process, or a later one that it started itself."""
         assert self._placement is not None
         unit, running = self._register.find(instance.name), self.roster.nodes[name].running
         mine = [seat.instance.name for seat in self._placement.on(name) if self._register.find(seat.instance.name) is unit]
@@ -238,7 +235,7 @@ class Nodes:
 
     def _start(self, coming: Sequence[Instance]) -> None:
         self._place(coming)
-        self._tell()
+        self._send_assignments()
 
     def _place(self, coming: Sequence[Instance]) -> None:
         units = {tuple(one.name for one in group_of(self.config, instance)): instance.role for instance in coming}
@@ -246,34 +243,34 @@ class Nodes:
             self._register.place(role, ranks)
 
     def _leave(self, name: str) -> None:
-        """Its agent has ended, or is silent. Whether its processes live is told by the sessions to them."""
+        """Handle a node whose agent has ended or is silent. The sessions to its processes show whether they live."""
         self.roster.leave(name)
         self._streams.pop(name, None)
         log.warning("node %s is lost: its agent has ended, or does not answer", name)
 
-    # ------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------ internals
 
     def _is_own(self, node: NodeRegistration) -> bool:
-        """Whether it is the node whose agent started this process."""
+        """Return whether this node's agent started this process."""
         return node.pid == os.getppid() and node.machine == os_process.machine()
 
     async def _own_first(self, node: NodeRegistration) -> None:
-        """The others are compared with this node. Raises UserError when its agent does not come."""
+        """Wait for the coordinator's own node, with which others are compared. Raises UserError if its agent does not come."""
         try:
             await asyncio.wait_for(self._own.wait(), self.config.deadlines.start)
         except TimeoutError:
             raise UserError(f"node {node.name}: the coordinator's own node has not come") from None
 
     async def _namesake(self, node: NodeRegistration) -> None:
-        """The end of a node's former stream may be seen here after its next one has come: from the same agent at once, from
-        another within `deadlines.silence`."""
+        """Wait for the end of the node's former stream, which may arrive after the next stream has begun. The same agent ends
+        it at once; another agent waits up to `deadlines.silence`."""
         give_up = time.monotonic() + self.config.deadlines.silence
         while (former := self.roster.there.get(node.name)) is not None:
             if (former.pid, former.machine) == (node.pid, node.machine):
                 self._streams[node.name].set()
                 self._leave(node.name)
             elif time.monotonic() > give_up:
-                return  # it is refused
+                return  # the roster refuses the node
             else:
                 await asyncio.sleep(timeouts.AGENT_STREAM_POLL)
 
@@ -281,18 +278,18 @@ class Nodes:
         self._refused = why
         log.warning("a node was refused: %s", why)
 
-    def _tell(self) -> None:
+    def _send_assignments(self) -> None:
         assert self._placement is not None
         nodes, incarnations = self.roster.nodes, {unit.name: unit.incarnation for unit in self._register.units()}
         for name, started in launches(self.config, self._placement, nodes, incarnations, self._secret).items():
             if self._would_end_a_group(name, {launch.role for launch in started}):
-                continue  # whose other nodes have yet to come to this coordinator: all are told then
+                continue  # the group's other nodes have yet to connect: all get their assignments then
             self._assignments[name] = Assignment(run=self.run, config=self._yaml, launches=started)
-            if name in self._streams:  # it is not, once all are closed
+            if name in self._streams:  # not after `close`
                 self._streams[name].set()
 
     def _would_end_a_group(self, name: str, roles: Collection[str]) -> bool:
-        """Whether node `name` runs ranks of a group that lives, and is not among `roles`."""
+        """Return whether node `name` runs ranks of a live group whose role is not among `roles`."""
         assert self._placement is not None
         lost = {unit.role for unit in self._register.units("", UnitState.LOST)}
         ends = [seat.instance for seat in self._placement.on(name) if seat.instance.role not in {*roles, *lost}]

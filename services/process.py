@@ -1,6 +1,6 @@
 """What every service process does around its role: arguments, signals, serving, registration, an orderly end.
 
-Exit codes: 0 stopped as asked, 2 the user can mend it (the last line of the log says what), 1 a fault.
+Exit codes: 0 stopped as asked, 2 a mistake that the user can correct (the last line of the log names it), 1 a fault.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_util
 
 
 class Service(ABC):
-    """A role: what the process needs to know of it. It has a method for each of those of `service` in proto/, of the same name
-    in snake case, which takes the command and returns an awaitable of the answer. `load` may block: it has a thread of its own.
+    """A role, as its process sees it. For each method of `service` in proto/ it has a method of that name in snake case, which
+    takes the command and returns an awaitable of the answer. `load` may block: it runs in a thread.
     """
 
     role: str
-    libraries: Sequence[str] = ()  # modules that `load` needs and that take seconds to import, which is told apart
-    background: asyncio.Future[None] | None = None  # work whose end is the end of the process
-    keys: Keys | None = None  # its own
+    libraries: Sequence[str] = ()  # slow imports that `load` needs; a start-up phase of their own
+    background: asyncio.Future[None] | None = None  # the process ends when this work ends
+    keys: Keys | None = None  # of this process
     profiled_for: profiles.Unit = "seconds"
 
     def __init__(self, config: Config, name: str, rank: int):
@@ -70,21 +70,21 @@ class Service(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Import what is heavy, and build the engine."""
+        """Import heavy modules and build the engine."""
 
     async def start(self) -> None:  # noqa: B027 - most roles need nothing on the loop
-        """What must happen on the event loop, after `load`."""
+        """Do what must happen on the event loop, after `load`."""
 
     async def close(self) -> None:  # noqa: B027
         """Free what `load` and `start` made."""
 
     @property
     def service(self) -> str:
-        """Which it serves, by its name in proto/."""
+        """The name in proto/ of the service that the role serves."""
         return contract.service_of(self.role, self.config)
 
     def handler(self, method: contract.Method) -> Handler:
-        """What answers the calls of `method`."""
+        """Return the handler of the calls of `method`."""
         handler: Handler = getattr(self, method.handler)
         return handler
 
@@ -94,38 +94,38 @@ class Service(ABC):
 
     @property
     def state(self) -> State:
-        """What the status call tells of a process that serves."""
+        """The state in a status report once the process serves."""
         return "ready"
 
     def torch_thread(self) -> Executor | None:
-        """In which it computes with torch, one thing after the other; None where it does not, or has others do it."""
+        """Return the executor of its torch computations, one at a time. None if it does not compute with torch itself."""
         return None
 
     async def profile(self, asked: Profile) -> list[Path]:
-        """Record what it does; returns where. Raises UserError for what cannot be had, and OSError."""
+        """Record a profile; returns its files. Raises UserError if such a profile is impossible here, and OSError."""
         path, thread = profiles.stem(self.config, self.name, self.rank, asked.step), self.torch_thread()
         if thread is None:
             return await profiles.by_spy(path, asked)
         return await profiles.of_thread(thread, path, asked.memory, asyncio.sleep(asked.seconds))
 
     def gauges(self) -> dict[str, float]:
-        """Figures for the status call. Keys ending in `_total` are counters; the status derives their rates."""
+        """Return figures for the status call. Keys that end in `_total` are counters; the status derives their rates."""
         return {}
 
 
 class Calls:
-    """What a process is asked: counted, nothing new once it drains, and withdrawn at its end."""
+    """The calls of a process: counts them, takes no new ones once the process drains, and cancels the rest at its end."""
 
     def __init__(self, name: str):
         self.stats = CallStats()
         self._name = name
         self._draining = False
         self._open: set[asyncio.Future[Any]] = set()
-        self._logged: BaseException | None = None  # the newest, which several calls may get
+        self._logged: BaseException | None = None  # the newest; several calls may get one error
 
     def counted(self, method: contract.Method, handler: Handler) -> Handler:
-        """`handler`. What is asked while the process drains is not answered: its caller hears that the connection is lost,
-        as of one that was killed."""
+        """Wrap `handler` to count its calls. A data call that arrives while the process drains gets no answer: its caller sees
+        a lost connection, as from a killed process."""
 
         def begin(command: Any) -> Awaitable[Any]:
             if self._draining and method.priority is Priority.DATA:
@@ -139,7 +139,7 @@ class Calls:
         return begin
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new and wait until all that came before is answered, for so long."""
+        """Take no new calls, and wait at most `seconds` until the earlier ones are answered."""
         self._draining = True
         if not self._open:
             return
@@ -162,19 +162,19 @@ class Calls:
             stats.answered += 1
         else:
             stats.failed += 1
-            if not isinstance(error, SluiceError) and error is not self._logged:  # who asked hears its last line alone
+            if not isinstance(error, SluiceError) and error is not self._logged:  # the caller gets only the last line
                 self._logged = error
                 log.error("%s: %s failed", self._name, method.name, exc_info=error)
 
 
 def _of(command: Any) -> tuple[int, int]:
-    """The group and the step that a command is of, or the version that it moves; -1 for none."""
+    """Return the group and the step of a command, or the step of the version that it moves; -1 if it has none."""
     step: int = getattr(command if hasattr(command, "step") else getattr(command, "version", None), "step", -1)
     return getattr(command, "group_id", -1), step
 
 
 def main(make: Callable[[Config, str, int], Service]) -> None:
-    """Entry of `python -m services.ROLE`."""
+    """Run `python -m services.ROLE`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True, help="the resolved configuration")
     parser.add_argument("--name", required=True)
@@ -192,8 +192,8 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
 
 
 def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]) -> None:
-    """The life of the process `name`: what `work` makes of the configuration in `path` and of the start-up so far. Ends the
-    process with its exit code when that fails."""
+    """Run the process `name` to its end: `work` takes the configuration in `path` and the start-up phases so far. On failure
+    the process ends with its exit code."""
     os_process.die_with_parent()
     os_process.stacks_on_signal()
     os_process.raise_descriptor_limit()
@@ -218,12 +218,12 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
 
 @asynccontextmanager
 async def exposed(config: Config, process: Scraped, leads: bool = False) -> AsyncIterator[str]:
-    """Inside the block Prometheus may ask for the metrics of `process`, where the configuration says so. Gives HOST:PORT, or
-    "". `leads`: it is the coordinator. Raises UserError where it cannot listen."""
+    """Serve the metrics of `process` to Prometheus inside the block, if configured. Yields HOST:PORT, or "". `leads`: it is the
+    coordinator. Raises UserError if the port cannot be opened."""
     if config.metrics.prometheus is None:
         yield ""
         return
-    from runtime.telemetry.scraping import ScrapeServer  # which takes 0.3 s to import
+    from runtime.telemetry.scraping import ScrapeServer  # takes 0.3 s to import
 
     server = ScrapeServer(config, process, leads)
     try:
@@ -236,7 +236,7 @@ class ServiceProcess:
     """One service process, from binding its port to its end."""
 
     def __init__(self, service: Service, coordinator: str, phases: Phases, own_keys: Keys | None = None):
-        """`phases`: of the start-up so far."""
+        """Create the process. `phases`: the start-up phases so far."""
         self._service = service
         self._coordinator = coordinator
         self._keys = own_keys
@@ -258,10 +258,10 @@ class ServiceProcess:
         handlers["Process"] = self._process_handlers()
         server = Server(handlers, self._streams(), service.config.deadlines.silence, self._fence, self._keys)
         self._address = server.bind(settings.interface, 0, settings.port_range)
-        await server.start()
+        await server.start()  # status calls are answered while `load` runs
         await server.set_serving(False)
         loop, grace = asyncio.get_running_loop(), max(timeouts.INTERRUPTED_GRACE, service.config.deadlines.stop)
-        # A scheduler that ends a job tells every process so: the coordinator among them, which says when all is saved.
+        # A scheduler that ends a job signals every process. The coordinator sends Stop once all is saved; `grace` bounds that.
         for number in ending_signals():
             loop.add_signal_handler(number, loop.call_later, grace, self._stop.set)
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
@@ -269,18 +269,18 @@ class ServiceProcess:
         try:
             async with exposed(service.config, self) as self._metrics:
                 await self._load()
-                await self._register()
+                await self._register()  # until the coordinator has answered: from here on it may call
                 self._state = "ready"
                 await server.set_serving(True)
                 log.info("%s serves on %s", service.name, self._address)
-                await self._until_stopped()
+                await self._until_stopped()  # by Stop, by SIGINT, or by the end of the background work
         finally:
             self._state = "draining"
             await server.set_serving(False)
-            await self._profiles.close()
+            await self._profiles.close()  # torch cannot bear an end in the middle of a profile
             if self._loaded:
                 await service.close()
-            await server.stop(timeouts.SERVER_GRACE)
+            await server.stop(timeouts.SERVER_GRACE)  # last: status calls are answered up to here
 
     async def _load(self) -> None:
         spans.work.begin("load", "load")
@@ -319,7 +319,7 @@ class ServiceProcess:
                 left = until - time.monotonic()
                 try:
                     return await client.call(channel, "coordinator", method, registration, left)
-                except Unreachable:  # it was lost before it answered: the next one is waited for
+                except Unreachable:  # the coordinator was lost before it answered: wait for the next one
                     if left < timeouts.CONTROL_CALL:
                         raise
 
@@ -363,10 +363,10 @@ class ServiceProcess:
         return {(each.service, each.name): getattr(self._service, each.handler) for each in methods}
 
     def figures(self) -> None:
-        """None, as for all but the coordinator: see `Scraped`."""
+        """Return None, as all processes except the coordinator do: see `Scraped`."""
 
     def status(self) -> Status:
-        """What the status call answers; rates are means over the time since the call before, of `RATE_WINDOW` at least."""
+        """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
         now, gauges = time.monotonic(), self._service.gauges() if self._loaded else {}
         then, earlier = self._previous
         if now - then >= RATE_WINDOW:
