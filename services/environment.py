@@ -42,7 +42,7 @@ class EnvironmentService(process.Service):
         """Do nothing: only the user's interpreter imports the agents' file."""
 
     async def start(self) -> None:
-        """Start the nursery. Raises UserError if the agents' file cannot be imported or this machine cannot make the sandbox."""
+        """Start the nursery. Raises UserError if the agents' file or the sandbox does not work here."""
         sandbox = self._settings.sandbox
         if sandbox is not None:
             await check(sandbox, f"{self._key}.sandbox")

@@ -117,7 +117,7 @@ class EnvironmentChannels:
     """One channel to each process, by the name of its environment."""
 
     def __init__(self, config: Config, own_keys: Keys | None):
-        """Open the channels to the user's servers. Raises UserError if a server's token is not in this process's environment."""
+        """Open the channels to the user's servers. Raises UserError if a token is not in this process's environment."""
         self._config, self._keys = config, own_keys
         self._own: dict[PeerAddress, EnvironmentChannel] = {}
         self._paths = players(config)
@@ -174,7 +174,7 @@ YOUNG = 200_000  # new objects before the garbage collector runs
 
 
 class RolloutSessions:
-    """Sessions to the rollouts that the coordinator names. A conversation stays at one rollout; others go to the least loaded."""
+    """Sessions to the rollouts that the coordinator names. A conversation keeps its rollout; a new one gets the least busy."""
 
     def __init__(self, config: Config, own_keys: Keys | None):
         self._config, self._keys = config, own_keys

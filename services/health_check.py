@@ -1,7 +1,7 @@
-"""`python -m sluice.health_check HOST:PORT`: whether a process serves, for what can run a command but not speak gRPC.
+"""`python -m sluice.health_check HOST:PORT`: check whether a process serves, for tools that run commands but not gRPC.
 
-Asks `grpc.health.v1`, which every process of a run answers. One line says what came of it. Exit codes: 0 it serves, 1 it does
-not, or does not answer, 2 the user's mistake.
+Asks `grpc.health.v1`, which every process of a run answers, and prints one line. Exit codes: 0 it serves, 1 it does not serve
+or does not answer, 2 a mistake of the user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.process.network import is_host_port
 from runtime.telemetry.shown import shown
 from services.rpc import security
 
-_OPTIONS = (("grpc.enable_http_proxy", 0),)  # services are reached directly, whatever the environment says
+_OPTIONS = (("grpc.enable_http_proxy", 0),)  # connect directly, whatever the environment says
 _STATES = health_pb2.HealthCheckResponse.ServingStatus
 
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK, own: Keys | None = None) -> tuple[bool, str]:
-    """Whether `service` of the process at `address` ("" = the process as a whole) serves, and what to say of it."""
+    """Return whether `service` of the process at `address` serves ("" = the process as a whole), and a word for its state."""
     with security.connection(grpc, address, own, "", _OPTIONS) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(

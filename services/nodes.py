@@ -28,7 +28,7 @@ log = logging.getLogger("sluice")
 
 
 class Nodes:
-    """`join` handles a node's stream; `placed` waits for the nodes that the run needs. Each placed unit goes to the register."""
+    """`join` handles a node's stream; `placed` waits for the nodes that the run needs. Placed units go to the register."""
 
     def __init__(self, config: Config, trains: bool, register: Register):
         """Create it without nodes. `trains`: False for an evaluation alone."""
@@ -54,7 +54,7 @@ class Nodes:
     # ------------------------------------------------------------------------------------------ members
 
     async def join(self, node: NodeRegistration) -> AsyncGenerator[Assignment, None]:
-        """Admit `node` and yield its assignment, again at each change. The node leaves when its stream ends. Raises UserError."""
+        """Admit `node` and yield its assignment, again at each change. It leaves as its stream ends. Raises UserError."""
         try:
             if self._is_own(node):
                 self._own_name = node.name

@@ -1,10 +1,10 @@
-"""What a process records of itself while it goes on (`Process.Profile`, `sluice profile`).
+"""Profiles that a process records of itself while it runs (`Process.Profile`, `sluice profile`).
 
 ::
 
-    trainer, critic          torch's profiler in the engine's thread, for so many steps after the one that is under way
-    others that have torch   the same, for so many seconds
-    all others               py-spy, which looks at the process and its children for so many seconds
+    trainer, critic          torch's profiler in the engine's thread, for N steps after the current one
+    others that have torch   the same, for N seconds
+    all others               py-spy, which watches the process and its children for N seconds
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Take = Callable[[Profile], Awaitable[list[Path]]]
 
 
 class Profiles:
-    """Of one process: one at a time."""
+    """The profiles of one process, one at a time."""
 
     def __init__(self, name: str, take: Take, unit: Unit = "seconds"):
-        """`take`: makes one. `unit`: what it is measured in."""
+        """Create it. `take`: records one profile. `unit`: measures its length."""
         self._name, self._take, self._unit = name, take, unit
         self._taken: asyncio.Future[list[Path]] | None = None
 
     async def profile(self, asked: Profile) -> Profiled:
-        """The handler. Raises UserError, which names the process, for what is measured otherwise, for what `take` refuses, and
-        where files cannot be written; Cancelled where the process ends meanwhile."""
+        """Record a profile; the handler of the call. Raises UserError, with the process's name, if the length is in the other
+        unit, if `take` refuses, or if files cannot be written. Raises Cancelled if the process ends meanwhile."""
         if getattr(asked, self._unit) <= 0:
             raise UserError(f"{self._name}: is profiled for so many {self._unit}: --{self._unit}, more than 0")
         if self._taken is not None and not self._taken.done():
@@ -59,41 +59,41 @@ class Profiles:
             raise UserError(f"{self._name}: {error.filename}: {(error.strerror or str(error)).lower()}") from error
 
     async def close(self) -> None:
-        """End the one under way: torch does not stand that a process ends in the middle of one."""
+        """End the profile under way: torch cannot bear a process that ends in the middle of a profile."""
         if self._taken is not None and not self._taken.done():
             self._taken.cancel()
             await asyncio.wait([self._taken], timeout=timeouts.PROFILE_END)
 
 
 def stem(config: Config, name: str, rank: int, step: int) -> Path:
-    """Of a profile's files, but for what they end in. Makes their folder."""
+    """Return the path of a profile's files without their suffix. Makes their folder."""
     folder = Path(config.run.dir) / run_files.PROFILES
     folder.mkdir(exist_ok=True)
     return folder / f"{name}.{rank}.{step}"
 
 
 async def of_thread(thread: Executor, path: Path, memory: bool, end: Awaitable[object]) -> list[Path]:
-    """What `thread`, of one worker, computes with torch from now to the `end`. Raises UserError for `memory` without CUDA."""
+    """Record what `thread`, of one worker, computes with torch until `end`. Raises UserError for `memory` without CUDA."""
     from runtime.process import platform
 
     loop, profile = asyncio.get_running_loop(), platform.TorchProfile(path, memory)
     try:
-        await loop.run_in_executor(thread, profile.start)
-        await end
-    finally:  # also where nobody waits for it any more
-        await loop.run_in_executor(thread, profile.stop)
+        await loop.run_in_executor(thread, profile.start)  # in the thread that is recorded, between two commands
+        await end  # the seconds have passed, or the steps are queued
+    finally:  # also after a cancellation
+        await loop.run_in_executor(thread, profile.stop)  # behind the commands that are queued
     return await asyncio.to_thread(profile.write)
 
 
 async def by_spy(path: Path, asked: Profile) -> list[Path]:
-    """What the threads of this process and of its children are at, 100 times a second. Raises UserError where py-spy is not
-    there, or may not look, and for a profile of memory."""
+    """Record what the threads of this process and its children do, 100 times a second. Raises UserError if py-spy is missing or
+    not permitted, and for a profile of memory."""
     if asked.memory:
         raise UserError("--memory: is of CUDA's allocator, and this process computes nothing with torch")
     if (spy := os_process.find_program("py-spy")) is None:
-        by_hand = f"where that is installed, py-spy record --pid {os.getpid()} looks at it"
+        by_hand = f"or run py-spy record --pid {os.getpid()} where it is installed"
         pip = Path(sys.executable).with_name("pip")
-        raise UserError(f"has no torch, and there is no py-spy: {pip} install py-spy; {by_hand}")
+        raise UserError(f"has no torch, and py-spy is missing: {pip} install py-spy; {by_hand}")
     plain, trace = path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.json.gz")
     how = ("--nonblocking", "--subprocesses", "--format", "chrometrace", "--duration", str(math.ceil(asked.seconds)))
     try:
@@ -107,7 +107,7 @@ async def by_spy(path: Path, asked: Profile) -> list[Path]:
 
 
 async def _ran(timeout: float, *command: str) -> None:
-    """Raises UserError, with the last line of what it said, where the command fails or takes longer than `timeout` seconds."""
+    """Run the command. Raises UserError if it fails, with its last line, or takes longer than `timeout` seconds."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
     try:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class ReferenceService(FrozenModelService):
-    """A replica. It always loads its own models, never a checkpoint: the run's, and those of single sources of the data."""
+    """One replica. It loads the configured models, never a checkpoint: the run's reference, and teachers of data sources."""
 
     role = "reference"
     libraries = process.TORCH
 
-    _scorers: dict[str, OffloadableScorer]  # by what a request calls its model
+    _scorers: dict[str, OffloadableScorer]  # by the model's name in a request
 
     def load(self) -> None:
         from runtime.models.hf_config import DECODED, read_raw
@@ -48,7 +48,7 @@ class ReferenceService(FrozenModelService):
         self._scorers |= {folder: load(folder) for folder in {*teachers(self.config).values()}}
 
     def answers(self, requests: Sequence[Any]) -> list[bytes | None]:
-        """In order: log-probabilities that are asked for one after the other are computed together."""
+        """Answer in order. Adjacent requests for log-probabilities are computed together."""
         out: list[bytes | None] = []
         for asked, alike in groupby(requests, lambda request: isinstance(request, LogprobRequest)):
             together = list(alike)
@@ -62,7 +62,7 @@ class ReferenceService(FrozenModelService):
         return out
 
     def _logprobs(self, requests: Sequence[LogprobRequest]) -> list[bytes]:
-        """In order. Raises InvalidMessage for a model that is not held."""
+        """Compute log-probabilities, in the order of the requests. Raises InvalidMessage for a model that is not loaded."""
         found: dict[int, bytes] = {}
         for model in {request.model for request in requests}:
             if model not in self._scorers:

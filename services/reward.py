@@ -20,7 +20,7 @@ from services.rpc import contract, security
 from services.rpc.server import OPTIONS
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The client of a remote reward: a process of the user's that serves RemoteReward.
+# The client of a remote reward, which is a process of the user's that serves RemoteReward.
 
 
 SCORE = contract.METHODS["RemoteReward", "Score"]
@@ -34,14 +34,14 @@ class RemoteRewardClient:
     """Implements `runtime.rewards.remote.RemotePort`. Made on the event loop."""
 
     def __init__(self, settings: config.RemoteReward, key: str = "rewards.remote"):
-        """Raises UserError for a token that the environment has not. `key`: of the settings."""
+        """Open the channel. Raises UserError if the token is not in the environment. `key`: of the settings."""
         self._settings = settings
         self._channel, self._metadata = security.to_server(settings, key, (*OPTIONS, *RECONNECT))
-        # The reply is parsed here: gRPC would only log what its deserializer raises.
+        # The reply is parsed here: gRPC would only log an exception of its deserializer.
         self._call = self._channel.unary_unary(SCORE.path, SCORE.request.serialize)
 
     async def check(self) -> None:
-        """Ask for nothing, to see that somebody answers. Raises UserError when nobody does within `timeout`."""
+        """Send an empty request. Raises UserError if the server does not answer within `timeout`."""
         try:
             await self.score([], self._settings.timeout)
         except RemoteFailure as failure:
@@ -51,7 +51,7 @@ class RemoteRewardClient:
             ) from None
 
     async def score(self, items: Sequence[RemoteItem], timeout: float) -> list[RemoteResult]:
-        """One call, made again as long as the server cannot be reached. Raises RemoteFailure."""
+        """Score the items in one call, which is repeated while the server cannot be reached. Raises RemoteFailure."""
         request = RemoteScoreRequest(list(items))
         deadline, delay = time.monotonic() + timeout, timeouts.REMOTE_REWARD_RETRY
         while True:
@@ -77,7 +77,7 @@ class RemoteRewardClient:
 
 
 class RewardService(process.Service):
-    """Each request, a group, is scored by itself and answered when it is: a slow rule holds up its own group alone."""
+    """Scores and answers each group by itself: a slow rule delays only its own group."""
 
     role = "reward"
 
@@ -97,7 +97,7 @@ class RewardService(process.Service):
             self._scorers.append(self._rules)
 
     async def start(self) -> None:
-        """Raises UserError for a remote reward that does not answer, and for a sandbox that does not work here."""
+        """Start the scorers. Raises UserError if a remote reward does not answer, or if a sandbox does not work here."""
         fail = self.config.rewards.on_error == "fail"
         for index, settings in enumerate(self.config.rewards.remote):
             client = RemoteRewardClient(settings, f"rewards.remote.{index}")

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
-    """The engine of the rollout `name`, as its fleet has it. Takes seconds, with vLLM up to a minute; raises UserError."""
+    """Build the engine of the rollout `name`, by its fleet's settings. Takes seconds, with vLLM up to a minute. Raises
+    UserError."""
     from runtime.models.limits import longest_text
     from runtime.process import platform
 
@@ -64,7 +65,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
 
 
 class RolloutService(process.Service):
-    """A request stays open until the engine has finished its group. Weights are staged meanwhile, and swapped between steps."""
+    """A request stays open until the engine has finished its group. Weights are staged meanwhile and swapped between steps."""
 
     role = "rollout"
     libraries = process.TORCH
@@ -77,7 +78,7 @@ class RolloutService(process.Service):
         self._actor = Actor(name, self, batch=1024)
         self._open: dict[int, Request] = {}
         self._withdrawn: list[int] = []
-        self._commit: tuple[Request, float] | None = None  # it waits for running sequences since this time
+        self._commit: tuple[Request, float] | None = None  # waits for running sequences since this time
         self._tasks: set[asyncio.Task[None]] = set()
 
     def load(self) -> None:
@@ -91,7 +92,7 @@ class RolloutService(process.Service):
         self.weights = WeightReceiver(engine, self.config, self.name, shared=shared)
 
     async def start(self) -> None:
-        """A rollout that takes turns with the trainer starts asleep: the coordinator tells it when it has the devices."""
+        """Start the actor. A rollout that takes turns with the trainer starts asleep: the coordinator wakes it."""
         if takes_turns(self.config):
             await self._move(Level.ASLEEP)
         self.background = asyncio.create_task(self._actor.run())
@@ -132,7 +133,7 @@ class RolloutService(process.Service):
         return partial(self._actor.send, priority=method.priority)
 
     async def receive(self, requests: Sequence[Request]) -> None:
-        """Between two steps of the engine: several of `generate`, or one of any other method, which is called by its name."""
+        """Handle requests between two steps of the engine: several of `generate`, or one of another method, by its name."""
         method = contract.method_of(self.service, requests[0].message)
         await getattr(self, method.handler)(*requests)
 
@@ -170,7 +171,7 @@ class RolloutService(process.Service):
         request.reply()
 
     async def commit_weights(self, request: Request) -> None:
-        """Not beside the actor: weights are swapped between two steps of the engine, at once or, with `drain`, by `advance`."""
+        """Swap the weights between two steps of the engine: at once, or with `drain` in `advance`. Never beside the actor."""
         if not self.weights.needs_swap(request.message):
             request.reply(WeightsCommitted(0.0))
         elif self.config.publication.in_flight == "drain" and self._engine.stats().running:
@@ -179,7 +180,7 @@ class RolloutService(process.Service):
         else:
             try:
                 request.reply(await self._swapped(now()))
-            except UserError as error:  # which would only happen again to whoever came in its place
+            except UserError as error:  # a replacement would fail in the same way
                 os_process.end_at_once(str(error), os_process.MISTAKE)
 
     async def _beside(self, request: Request, work: Coroutine[Any, Any, Any]) -> None:
@@ -187,7 +188,7 @@ class RolloutService(process.Service):
         task = asyncio.create_task(request.answer(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # The work comes as far as what it awaits first: requests change what epoch this rollout is in, in their order.
+        # The work runs up to its first await: requests change this rollout's epoch in the order of their arrival.
         await asyncio.sleep(0)
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
@@ -196,7 +197,7 @@ class RolloutService(process.Service):
         if self._commit is not None and not self._engine.stats().running:
             (request, since), self._commit = self._commit, None
             self._engine.held = False
-            if not request.abandoned:  # at its deadline, or by an abort
+            if not request.abandoned:  # by its deadline, or by an abort
                 await request.answer(self._swapped(since))
 
     async def _swapped(self, since: float) -> WeightsCommitted:
@@ -223,12 +224,12 @@ class RolloutService(process.Service):
             self._withdrawn.append(group_id)
 
     async def _move(self, level: Level, keeps: bool = False) -> None:
-        """Reach `level`. Unless it `keeps` them, groups that are under way end as it goes to sleep: the coordinator withdraws
+        """Reach `level`. Unless the rollout `keeps` them, groups under way end when it goes to sleep: the coordinator withdraws
         them, but this command may arrive before that."""
         if level == Level.ASLEEP and not keeps:
             for request in list(self._open.values()):
                 request.fail(Cancelled("the rollout was put to sleep"))
-            await asyncio.sleep(0)  # the requests' futures tell `_settled`
+            await asyncio.sleep(0)  # the futures' callbacks call `_settled`
             self._abort_withdrawn()
         if level == self._level:
             return

@@ -1,5 +1,5 @@
-"""The trainer role: an SPMD group of one or more ranks, of which rank 0 opens each weight sync's rendezvous, and sends the
-weights, alone or with others. `python -m services.trainer`, alone or as a rank.
+"""The trainer role: an SPMD group of one or more ranks. Rank 0 opens each weight sync's rendezvous, and sends the weights,
+alone or with other ranks. `python -m services.trainer`, alone or as a rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
 
 
 class TrainerService(SpmdService):
-    """A rank. Those that send weights are members of the weight sync's group besides, whatever the engine does meanwhile."""
+    """One rank. A sender of weights is also a member of the weight sync's group, whatever the engine does meanwhile."""
 
     _worker: TrainRank
 
@@ -36,12 +36,12 @@ class TrainerService(SpmdService):
             await asyncio.wrap_future(sender.close())
 
     async def host_weights(self, command: HostWeights) -> WeightsHosted:
-        """Rank 0, which always sends."""
+        """Open the rendezvous. Called on rank 0, which always sends."""
         assert self._worker.sender is not None
         return await self._worker.sender.open(command)
 
     async def join_weights(self, command: JoinWeights) -> None:
-        """The ranks besides rank 0. Those that send nothing are asked as well, and have nothing to do."""
+        """Join the rendezvous. Called on all other ranks; a rank that sends nothing does nothing."""
         if (sender := self._worker.sender) is not None:
             await sender.join(command.address)
 
@@ -51,7 +51,7 @@ class TrainerService(SpmdService):
 
     async def abort_weights(self, command: AbortWeights) -> None:
         if (sender := self._worker.sender) is not None:
-            # Answered once the group is left: the next epoch may then have the same port.
+            # Answer after the group is left: the next epoch may use the same port.
             await asyncio.wrap_future(sender.close(command.epoch))
 
 

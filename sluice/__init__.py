@@ -1,7 +1,6 @@
-"""Sluice for those who use it: what a file of your own imports, and how a run is started from Python.
+"""What a file of yours imports, and how a run is started from Python.
 
-Everything is imported when it is first asked for, and nothing here loads torch. Whatever is not named here may change with any
-version.
+Each name is imported on first use, and nothing here loads torch. Names that are not listed here may change with any version.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ __all__ = [
 
 
 def load_config(path: Path | str, *overrides: str) -> Config:
-    """The configuration in a YAML file, with `overrides` of the form `key.path=value`, as `sluice train` reads it.
+    """Load the configuration of a YAML file, with `overrides` of the form `key.path=value`, as `sluice train` does.
 
     Raises UserError, with one line for each fault.
     """
@@ -97,17 +96,17 @@ def load_config(path: Path | str, *overrides: str) -> Config:
 
 
 def train(config: Config | Path | str, *overrides: str) -> Summary:
-    """What `sluice train` does: run the whole topology on this machine to its end. `config`: a YAML file, which `overrides`
+    """Run the whole topology on this machine to its end, as `sluice train` does. `config`: a YAML file, which `overrides`
     change, or what `load_config` returned.
 
-    To be called in the main thread, where no event loop runs: Ctrl-C and SIGTERM stop the run in order, and it saves. No
-    process is left in any case. Raises UserError for what the user can mend, ServiceFault for a fault of the system, and
-    KeyboardInterrupt where the run was stopped before there was anything to save, or at once.
+    Call it in the main thread, where no event loop runs: Ctrl-C and SIGTERM stop the run in order, and it saves. No process is
+    left in any case. Raises UserError for a mistake of the user, ServiceFault for a fault of the system, and KeyboardInterrupt
+    if the run was stopped at once, or before there was anything to save.
     """
     import asyncio
     import time
 
-    asked = time.monotonic()  # the program's own time before is no part of the run's start-up
+    asked = time.monotonic()  # the program's earlier time is no part of the run's start-up
     own_packages()
     from rich.console import Console
 

@@ -1,4 +1,5 @@
-"""Whether a process of a run serves, as an exit code: `python -m sluice.health_check HOST:PORT` (`services.health_check`)."""
+"""Check by an exit code whether a process of a run serves: `python -m sluice.health_check HOST:PORT`
+(`services.health_check`)."""
 
 import sys
 

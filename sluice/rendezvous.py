@@ -1,7 +1,7 @@
-"""torchrun's rendezvous of a node's agent, which meets nobody: `torchrun --rdzv-backend sluice … -m sluice.node`.
+"""torchrun's rendezvous of a node's agent, with no other node: `torchrun --rdzv-backend sluice … -m sluice.node`.
 
-Nothing is opened. Those of torchrun itself open a store on every address of the machine, and that of `--standalone` unpickles
-what anybody puts there (torch's `DynamicRendezvousHandler`). An entry point of the group "torchrun.handlers" makes it known.
+It opens nothing. torchrun's own kinds open a store on every address of the machine; that of `--standalone` unpickles what any
+process puts there (torch's `DynamicRendezvousHandler`). The entry point is in the group "torchrun.handlers".
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class AloneRendezvous(RendezvousHandler):
     """One node, and a store in this process's memory."""
 
     def __init__(self, parameters: RendezvousParameters):
-        """Raises ValueError for more than one node: these meet at Sluice's coordinator."""
+        """Take torchrun's parameters. Raises ValueError for more than one node: nodes meet at Sluice's coordinator."""
         if parameters.max_nodes != 1:
-            told = f"--nnodes: {parameters.max_nodes}; must be 1 with --rdzv-backend {RENDEZVOUS}"
-            raise ValueError(f"{told}: each node has a torchrun of its own")
+            fault = f"--nnodes: {parameters.max_nodes}; must be 1 with --rdzv-backend {RENDEZVOUS}"
+            raise ValueError(f"{fault}: each node has a torchrun of its own")
         self._run = parameters.run_id
         self._closed = False
 
@@ -53,5 +53,5 @@ class AloneRendezvous(RendezvousHandler):
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """As torchrun asks for it."""
+    """Return the class, as torchrun asks for it."""
     return AloneRendezvous

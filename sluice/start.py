@@ -18,35 +18,35 @@ STOPPED = {
     "serve": "stopped before it served",
     "node": "stopped before this node took part",
 }
-"""What the commands that end in order say where they are told to before they have begun."""
+"""The last line of each command that is stopped before its work has begun."""
 
 RENDEZVOUS = "sluice"  # torchrun's --rdzv-backend under which an agent is started (`sluice.rendezvous`)
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> tuple[str, ...]:
-    """The command line that runs `module` as a process: `python` is an interpreter that has what the module imports."""
+    """Return the command line that runs `module` as a process. `python`: an interpreter that has what the module imports."""
     return (python, __file__, module, *arguments)
 
 
-def end_early(told: str) -> None:
-    """Let each signal that ends a command in order end this process at once, with the line `told` and exit code 0, until other
-    handlers are there. Where `told` is empty, Ctrl-C ends it with 130, and no traceback of an import."""
+def end_early(line: str) -> None:
+    """Let each signal that ends a command in order end this process at once, with `line` and exit code 0, until other handlers
+    are set. If `line` is empty, only Ctrl-C does so, with exit code 130 and no traceback of an import."""
 
     def end(*_: object) -> None:
         try:
-            os.write(1, f"{told}\n".encode() if told else b"")
-        finally:  # also where nobody reads it
-            os._exit(0 if told else 130)
+            os.write(1, f"{line}\n".encode() if line else b"")
+        finally:  # also if no process reads it
+            os._exit(0 if line else 130)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if told else (signal.SIGINT,):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if line else (signal.SIGINT,):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
 
 
 def own_packages() -> None:
-    """Import Sluice's packages from beside this one, wherever else on the path there are others of these names.
+    """Import Sluice's packages from beside this one, whatever packages of these names the path has.
 
-    Raises ImportError when another package of such a name has been imported already.
+    Raises ImportError if another package of such a name has been imported already.
     """
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
@@ -67,8 +67,8 @@ def own_packages() -> None:
 
 
 def _ours_first() -> None:
-    """Folders on the path that have a package of such a name, and are no installation of Sluice, come last: what this process
-    spawns by multiprocessing (as vLLM its engine) gets the path, and nothing that is imported here."""
+    """Move folders that have packages of these names, and are no installation of Sluice, to the end of the path. A process that
+    multiprocessing spawns, such as vLLM's engine, gets the path but not the imports of this process."""
     from importlib.machinery import PathFinder
     from pathlib import Path
 
@@ -76,7 +76,7 @@ def _ours_first() -> None:
         found = (PathFinder.find_spec(name, [folder]) for name in PACKAGES)
         return any(spec and spec.loader for spec in found) and not Path(folder, "sluice", "start.py").is_file()
 
-    sys.path.sort(key=hides_ours)  # which keeps their order otherwise
+    sys.path.sort(key=hides_ours)  # the sort keeps their order otherwise
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
                                                     ├── session ──► rank 1
                                                     └── session ──► rank 2   lost, or silent: then so is the group
 
-Every rank is given every command over its own session, in the order of posting. A command's row in `services.rpc.contract` says
-how long its answer may take, which ranks get it, and how its groups are shared out.
+Every rank gets every command over its own session, in the order of posting. A command's row in `services.rpc.contract` gives
+its deadline, its ranks, and the way its groups are shared out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
 # ---- Session
-#
+
 # The caller's end: one channel and one session stream per peer.
 
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -43,12 +43,12 @@ LONGEST = (1 << 32) - 1  # milliseconds, as uint32 holds them
 
 
 class Channel:
-    """To `called`, a party of the run, by somebody who has `keys`; None where the run needs none."""
+    """A channel to `called`, a party of the run, for the party that has `keys`. None where the run needs no keys."""
 
     def __init__(
         self, address: str, keys: Keys | None = None, called: str = COORDINATOR, silence: float = 0.0, token: str = ""
     ):
-        """`silence`: as of `server.options`. `token`: what the coordinator gave a process to show to another."""
+        """Open the channel. `silence`: see `server.options`. `token`: given by the coordinator, to be shown to this peer."""
         self.address = address
         self.grpc: grpc.aio.Channel = security.connection(grpc.aio, address, keys, called, options(silence))
         self.metadata = security.shown_to(called, keys, token)
@@ -60,36 +60,36 @@ class Channel:
         await self.grpc.close()
 
     async def ready(self, name: str, timeout: float) -> None:
-        """Connect to the process called `name`. Raises DeadlineExceeded, which says what came of the last attempt."""
+        """Connect to the process called `name`. Raises DeadlineExceeded with the result of the last attempt."""
         try:
             await asyncio.wait_for(self.grpc.channel_ready(), timeout)
         except TimeoutError:
             raise errors.DeadlineExceeded(name, "connect", await self.why(), timeout) from None
 
     async def why(self) -> str:
-        """Why there is no answer, as far as gRPC says what came of its last attempt to connect."""
+        """Return why there is no answer, as far as gRPC reports on its last attempt to connect."""
         if self.grpc.get_state() is grpc.ChannelConnectivity.READY:
             return "did not answer"
-        told = f"no connection to {self.address}"
+        reason = f"no connection to {self.address}"
         try:
             await self.grpc.unary_unary(HEALTH)(b"", timeout=timeouts.CONTROL_CALL)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                told += f": {security.in_words(error.details() or '')}"
-        return told
+                reason += f": {security.in_words(error.details() or '')}"
+        return reason
 
 
 async def call(
     channel: Channel, name: str, method: contract.Method, request: Any = None, timeout: float = timeouts.CONTROL_CALL
 ) -> Any:
-    """One unary call to the process called `name`. Raises what the other end raised, or DeadlineExceeded; Unreachable
-    where the connection broke meanwhile."""
+    """Make one unary call to the process called `name`. Raises the peer's error, DeadlineExceeded, or Unreachable if the
+    connection broke meanwhile."""
     stub = channel.grpc.unary_unary(method.path, method.request.serialize, method.reply.parse)
     try:
         return await stub(request, timeout=timeout, wait_for_ready=True, metadata=channel.metadata)
     except grpc.aio.AioRpcError as error:
-        if (told := _told(error, name, method.name)) is not None:
-            raise told from None
+        if (raised := _peer_error(error, name, method.name)) is not None:
+            raise raised from None
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise errors.Unanswered(name, method.name, await channel.why(), timeout) from None
         lost = errors.Unreachable if error.code() is grpc.StatusCode.UNAVAILABLE else errors.ServiceFault
@@ -97,22 +97,20 @@ async def call(
 
 
 async def items(channel: Channel, name: str, method: contract.Method, request: Any = None) -> AsyncGenerator[Any, None]:
-    """What the process called `name` streams in answer to one request, until it ends. Raises what the other end raised, or
-    Unreachable."""
+    """Yield what the process called `name` streams in answer to one request. Raises the peer's error, or Unreachable."""
     stub = channel.grpc.unary_stream(method.path, method.request.serialize, method.reply.parse)
     try:
         async for item in stub(request, metadata=channel.metadata):
             yield item
     except grpc.aio.AioRpcError as error:
-        raise _told(error, name, method.name) or errors.Unreachable(
+        raise _peer_error(error, name, method.name) or errors.Unreachable(
             name, method.name, f"{error.code().name}: {error.details()}"
         ) from None
 
 
 async def watch(address: str, silence: float = 0.0, keys: Keys | None = None) -> AsyncGenerator[Progress, None]:
-    """The coordinator's word on the run, until it ends. Raises ServiceFault when it cannot be reached.
-
-    `silence`: as of `server.options`.
+    """Yield the coordinator's reports on the run until it ends. Raises ServiceFault if the coordinator cannot be reached.
+    `silence`: see `server.options`.
     """
     channel = Channel(address, keys, silence=silence)
     async with channel, aclosing(items(channel, COORDINATOR, WATCH)) as progress:
@@ -120,8 +118,8 @@ async def watch(address: str, silence: float = 0.0, keys: Keys | None = None) ->
             yield one
 
 
-def _told(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception | None:
-    """What the other end raised, if it came to say so."""
+def _peer_error(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception | None:
+    """Return the error that the peer raised, if it sent one."""
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_KEY:
             return contract.error_from_wire(common_pb2.Error.FromString(value), name, phase)
@@ -133,7 +131,7 @@ def _told(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception | Non
 class Session:
     """Calls to one peer over one stream, many under way at once, several to a frame.
 
-    When the stream breaks, every call under way and every later one raises ServiceFault. `machine` is where the peer runs.
+    When the stream breaks, pending and later calls raise ServiceFault. `machine`: where the peer runs.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class Session:
         incarnation: int = 0,
         token: str = "",
     ):
-        """`silence`, `token`: as of `Channel`. `term`: the coordinator's. `incarnation`: of the peer."""
+        """Create the session. `silence`, `token`: see `Channel`. `term`: of the coordinator. `incarnation`: of the peer."""
         self.name = name
         self.machine = machine
         self.address = address
@@ -158,11 +156,11 @@ class Session:
         self._ids = itertools.count(1)
         self._outbox = stream.SendQueue()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
-        self._keys: dict[int, str] = {}  # of those that have one
-        self._acknowledged: list[str] = []  # since the last frame
-        self._broken = ""  # why, once the stream is broken
+        self._keys: dict[int, str] = {}  # of the calls that have one
+        self._acknowledged: list[str] = []  # keys of answers that are safe here, since the last frame
+        self._broken = ""  # why, once the stream has broken
         self._tasks: list[asyncio.Task[None]] = []
-        self._tell: list[Callable[[str], None]] = []
+        self._callbacks: list[Callable[[str], None]] = []
 
     async def open(self, timeout: float) -> None:
         """Connect. Raises DeadlineExceeded."""
@@ -173,29 +171,29 @@ class Session:
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
-    def when_broken(self, tell: Callable[[str], None]) -> None:
-        """Call `tell(why)` once the stream breaks, at once if it is broken. Not after `close`."""
+    def when_broken(self, notify: Callable[[str], None]) -> None:
+        """Call `notify(why)` once the stream breaks, at once if it has broken. Not after `close`."""
         if self._broken:
-            tell(self._broken)
+            notify(self._broken)
         else:
-            self._tell.append(tell)
+            self._callbacks.append(notify)
 
     def ends(self) -> None:
-        """It is about to end as it should: nobody is told."""
-        self._tell.clear()
+        """Expect the end of the session, so that no callback reports it."""
+        self._callbacks.clear()
 
     def give_up(self, reason: str) -> None:
-        """Break the stream: calls under way, and later ones, raise Unreachable. Unary calls still work. Idempotent."""
+        """Break the stream: pending and later calls raise Unreachable. Unary calls still work. Idempotent."""
         self.ends()
         self._break(reason)
         for task in self._tasks:
             task.cancel()
 
     def post(self, method: contract.Method, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
-        """Put a call on its way now, and return what waits for its answer: calls reach the peer in the order of posting.
+        """Send a call now, and return the coroutine that waits for its answer. Calls reach the peer in the order of posting.
 
-        Awaiting raises what the peer raised, DeadlineExceeded, or ServiceFault when the stream is broken. Cancelling
-        withdraws the call.
+        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken. Cancelling withdraws the
+        call.
         """
         id_, urgent = next(self._ids), method.priority is contract.Priority.CONTROL
         body = method.request.pack(request)
@@ -213,7 +211,7 @@ class Session:
         return self._answer(id_, method, future, timeout)
 
     async def _answer(self, id_: int, method: contract.Method, future: asyncio.Future[bytes], timeout: float) -> Any:
-        # Not wait_for, which makes a second future and costs as much as all else here.
+        # Not wait_for: it makes a second future, which costs as much as the rest of this call.
         timer = asyncio.get_running_loop().call_later(timeout, self._expire, id_, timeout)
         try:
             body = await future
@@ -227,7 +225,7 @@ class Session:
         return method.reply.parse(body)
 
     def acknowledge(self, key: str) -> None:
-        """The answer to the call of this key is safe here: the peer need not keep it. Told with the next call."""
+        """Note that the answer to the call of this key is safe here: the peer may drop it. Sent with the next call."""
         self._acknowledged.append(key)
 
     def _withdraw(self, id_: int) -> None:
@@ -240,17 +238,17 @@ class Session:
             future.set_exception(errors.Unanswered(self.name, method_name, "did not answer", timeout))
 
     async def call(self, method_name: str, request: Any, timeout: float) -> Any:
-        """`post`, once this is awaited, by the method's name."""
+        """Post a call by its method's name, and wait for the answer."""
         return await self.post(contract.METHODS[self._service, method_name], request, timeout)
 
     async def unary(self, service: str, method_name: str, request: Any = None) -> Any:
-        """A unary call on the same channel, beside the stream. Raises Unreachable when the session is closed meanwhile."""
+        """Make a unary call on the same channel, beside the stream. Raises Unreachable if the session is closed meanwhile."""
         asking = asyncio.ensure_future(call(self._channel, self.name, contract.METHODS[service, method_name], request))
         try:
             await asyncio.wait([asking])
         finally:
             asking.cancel()
-        if asking.cancelled():  # by the channel's end, which must not look like the end of the caller's task
+        if asking.cancelled():  # the channel has ended: the caller's task has not been cancelled
             raise errors.Unreachable(self.name, method_name, self._broken)
         return asking.result()
 
@@ -266,7 +264,7 @@ class Session:
                 head = common_pb2.CallFrame(schema=SCHEMA_VERSION, acknowledged=acknowledged, term=self._term)
                 await rpc.write(stream.frame(head, "calls", calls))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader sees the same end, and says why
+            return  # the reader sees the same end, and reports why
 
     async def _read(self, rpc: Any) -> None:
         joiner = stream.Reassembler()
@@ -281,7 +279,7 @@ class Session:
             self._break(str(error))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """If a reader or writer task fails, all pending calls fail with it."""
+        """Fail all pending calls if a reader or writer task fails."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(f"{type(error).__name__}: {error}")
 
@@ -301,29 +299,29 @@ class Session:
         for method_name, future in self._waiting.values():
             if not future.done():
                 future.set_exception(errors.Unreachable(self.name, method_name, self._broken))
-        told, self._tell = self._tell, []
-        for tell in told:
-            tell(self._broken)
+        callbacks, self._callbacks = self._callbacks, []
+        for notify in callbacks:
+            notify(self._broken)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Questions to a group whose ranks answer them together: those that are asked at about the same time become one command.
+# Requests to a group whose ranks answer them together: requests of about the same time become one command.
 
 
-UNDER_WAY = 2  # commands: one that is computed, and one that is there when it is done
+UNDER_WAY = 2  # commands: one that the ranks compute, and the next, which waits there
 
 
 class RequestBatcher:
-    """What is asked in one turn of the event loop, or while `UNDER_WAY` commands are on their way, is one command."""
+    """Requests of one turn of the event loop, or of the time while `UNDER_WAY` commands run, become one command."""
 
     def __init__(self, client: GroupClient, method: Method):
-        """`client` posts the command of `method`, which is made of the questions."""
+        """Create the batcher. `client` posts the command of `method`, which is made of the requests."""
         self._client, self._method = client, method
         self._asked: list[tuple[Any, asyncio.Future[bytes]]] = []
         self._computing: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: Any) -> Any:
-        """The encoded answer."""
+        """Return the encoded answer."""
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(self._flush)
@@ -348,10 +346,10 @@ class RequestBatcher:
     async def _compute(
         self, answering: Coroutine[Any, Any, list[bytes]], asked: list[tuple[Any, asyncio.Future[bytes]]]
     ) -> None:
-        """One command. It is carried through even when those who asked withdraw: the ranks compute it together."""
+        """Answer the requests of one command. It goes on even if its callers withdraw: the ranks compute it together."""
         try:
             answers = await answering
-        except Exception as error:  # noqa: BLE001 - the error goes to everyone who asked
+        except Exception as error:  # noqa: BLE001 - the error goes to every caller
             for _, future in asked:
                 if not future.done():
                     future.set_exception(error)
@@ -367,11 +365,11 @@ class RequestBatcher:
 R = TypeVar("R")
 
 GROUP_SERVICES = {row.service for row in METHODS.values() if row.ranks is not Ranks.FIRST}
-"""Services whose ranks are one unit."""
+"""Services whose ranks form one unit."""
 
 
 class RoleClient:
-    """One process of several replicas, in whose place another may come; `incarnation` counts those before it."""
+    """One process of several replicas. Another process may replace it; `incarnation` counts the earlier ones."""
 
     def __init__(self, service: str, session: Session, config: Config, incarnation: int = 0):
         self.name = session.name
@@ -389,39 +387,39 @@ class RoleClient:
         return await self.post(command)
 
     def acknowledge(self, command: Command[Any]) -> None:
-        """The answer to `command` is safe: it need not be kept any more."""
+        """Let the peer drop its answer to `command`, which is safe here."""
         self._session.acknowledge(method_of(self._service, command).key_of(command))
 
     async def status(self) -> Status:
         return await self._session.unary("Process", "Status")
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        self._session.when_broken(tell)
+    def when_lost(self, notify: Callable[[str], None]) -> None:
+        self._session.when_broken(notify)
 
     def give_up(self, reason: str) -> None:
         self._session.give_up(reason)
 
 
 class GroupClient(RoleClient):
-    """A group of ranks that live and die together, named after rank 0. It is lost with the first of its ranks: then everything
-    that was asked of any of them, and is asked later, raises Unreachable.
+    """A group of ranks that live and die together, named after rank 0. The group is lost with its first lost rank: then all
+    pending and later commands raise Unreachable.
     """
 
     def __init__(self, service: str, sessions: Sequence[Session], config: Config, leaders: Sequence[int], incarnation: int = 0):
-        """`sessions`: of all ranks, in order. `leaders` are those that are given data; the others get it from them."""
+        """Create the client. `sessions`: of all ranks, in order. `leaders`: the ranks that get data, and pass it on."""
         super().__init__(service, sessions[0], config, incarnation)
         self._sessions = sessions
         self._leaders = leaders
-        self._ordered = 0  # steps before this one have been ordered by an earlier coordinator
+        self._ordered = 0  # an earlier coordinator has sent the commands of all steps before this one
         self._reason = ""
         self._gone = asyncio.Event()
-        self._tell: list[Callable[[str], None]] = []
+        self._callbacks: list[Callable[[str], None]] = []
         for session in sessions:
             session.when_broken(partial(self._lose, session.name))
 
     @cached_property
     def machines(self) -> Mapping[str, str]:
-        """Of every process that may send weights, by its name."""
+        """The machine of each process that may send weights, by the process's name."""
         senders = self._sessions if self._config.publication.senders == "all" else self._sessions[:1]
         return {session.name: session.machine for session in senders}
 
@@ -439,26 +437,26 @@ class GroupClient(RoleClient):
             session.acknowledge(key)
 
     async def take_up(self) -> int:
-        """Go on where an earlier coordinator was cut off: what belongs to a step whose Apply it had ordered is not asked for
-        again. Returns how many steps it had. Raises ServiceFault where some ranks were given commands that others were not, so
-        that they may wait for each other for ever."""
-        told = await asyncio.gather(*(session.unary("Process", "Status") for session in self._sessions))
-        counts = {status.name: int(status.gauges["commands"]) for status in told}
+        """Go on after an earlier coordinator. Commands of a step whose Apply it had sent are not sent again. Returns the number
+        of such steps. Raises ServiceFault if the ranks have not got the same commands, since they may wait for each other for
+        ever."""
+        statuses = await asyncio.gather(*(session.unary("Process", "Status") for session in self._sessions))
+        counts = {status.name: int(status.gauges["commands"]) for status in statuses}
         if len(set(counts.values())) > 1:
-            raise ServiceFault(self.name, "take up", f"the coordinator was lost as it gave a command: {counts}")
-        self._ordered = int(told[0].gauges["ordered"])
+            raise ServiceFault(self.name, "take up", f"the coordinator was lost while it sent a command: {counts}")
+        self._ordered = int(statuses[0].gauges["ordered"])
         return self._ordered
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        """Call `tell(why)` once a rank is lost, at once if one is. Not after `give_up`."""
+    def when_lost(self, notify: Callable[[str], None]) -> None:
+        """Call `notify(why)` once a rank is lost, at once if one is. Not after `give_up`."""
         if self._reason:
-            tell(self._reason)
+            notify(self._reason)
         else:
-            self._tell.append(tell)
+            self._callbacks.append(notify)
 
     def give_up(self, reason: str) -> None:
-        """Ask nothing of any rank any more. Idempotent."""
-        self._tell.clear()
+        """Send nothing to any rank any more. Idempotent."""
+        self._callbacks.clear()
         self._reason = self._reason or reason
         for session in self._sessions:
             session.give_up(self._reason)
@@ -470,7 +468,7 @@ class GroupClient(RoleClient):
         return {row: RequestBatcher(self, row) for row in rows}
 
     def _posted(self, method: Method, command: Any) -> Coroutine[Any, Any, Any]:
-        """The command, on its way to the ranks that it is for; what is returned waits for all of them."""
+        """Post the command to its ranks. The returned coroutine waits for all of them."""
         seconds = method.seconds(self._config)
         if method.ranks is not Ranks.SHARES:
             first, last = {Ranks.FIRST: (0, 1), Ranks.OTHERS: (1, None)}.get(method.ranks, (0, None))
@@ -486,8 +484,8 @@ class GroupClient(RoleClient):
         return _in_order(posted, shares)
 
     async def _answered(self, method: Method, asking: Coroutine[Any, Any, R]) -> R:
-        """The answer. A rank that does not answer in time is the loss of the group: raises Unreachable then. Where only the
-        ranks have a part in it, another fault may be a sign of a rank's end, which is waited for.
+        """Wait for the answer. Raises Unreachable if a rank does not answer in time, since the group is lost with it. In a
+        command of the ranks alone, another fault may come from the end of a rank: then wait to see whether a rank is lost.
         """
         try:
             return await asking
@@ -501,7 +499,7 @@ class GroupClient(RoleClient):
             raise Unreachable(self.name, error.phase, self._reason) from error
 
     async def _dies(self) -> bool:
-        """Whether a rank is lost, now or within a moment: the failure of another may be known first."""
+        """Return whether a rank is lost, now or within a moment: the failure of another rank may be known first."""
         try:
             await asyncio.wait_for(self._gone.wait(), timeouts.RANK_LOSS)
         except TimeoutError:
@@ -512,10 +510,10 @@ class GroupClient(RoleClient):
         if self._reason:
             return
         reason = why if rank == self.name else f"{rank}: {why}"
-        told = list(self._tell)
+        callbacks = list(self._callbacks)
         self.give_up(reason)
-        for tell in told:
-            tell(reason)
+        for notify in callbacks:
+            notify(reason)
 
 
 async def _done() -> Any:
@@ -523,19 +521,19 @@ async def _done() -> Any:
 
 
 async def _first_of(posted: Sequence[Coroutine[Any, Any, Any]]) -> Any:
-    """The first rank's answer, once all have answered. Raises the first error."""
+    """Return the first rank's answer, once all have answered. Raises the first error."""
     if len(posted) == 1:
         return await posted[0]
     return next(iter(await asyncio.gather(*posted)), None)
 
 
 async def _joined(posted: Sequence[Coroutine[Any, Any, list[Any]]]) -> list[Any]:
-    """What all ranks answer. Raises the first error."""
+    """Return the answers of all ranks, joined. Raises the first error."""
     return [one for answer in await asyncio.gather(*posted) for one in answer]
 
 
 async def _in_order(posted: Sequence[Coroutine[Any, Any, Any]], shares: Sequence[Sequence[int]]) -> Any:
-    """What the ranks answer to their shares of a command's groups, in the order of the groups; None where that is nothing."""
+    """Return the ranks' answers to their shares of a command's groups, in the order of the groups; None if there are none."""
     replies = await asyncio.gather(*posted)
     if replies[0] is None:
         return None
@@ -544,7 +542,7 @@ async def _in_order(posted: Sequence[Coroutine[Any, Any, Any]], shares: Sequence
 
 
 def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> RoleClient | GroupClient:
-    """What stands for a process of `role`, or for the group whose ranks `sessions` lead to."""
+    """Return the client of a process of `role`, or of the group whose ranks `sessions` lead to."""
     service = service_of(role, config)
     if service not in GROUP_SERVICES:
         return RoleClient(service, sessions[0], config, incarnation)
@@ -552,7 +550,7 @@ def client(role: str, sessions: Sequence[Session], config: Config, incarnation: 
 
 
 class ContractDeadlines:
-    """Seconds until the answer to a command, for those who have no session."""
+    """Seconds until the answer to a command, for callers without a session."""
 
     def __init__(self, config: Config):
         self._config = config

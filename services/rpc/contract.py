@@ -1,9 +1,9 @@
-"""The one module that translates between protobuf's messages and Sluice's own types, errors included.
+"""Translation between protobuf messages and Sluice's types, errors included. No other module does this.
 
-A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds
-msgpack (`runtime.types`). Each method has one row: the Struct that asks for it, which says what it is answered with, the key
-of its deadline, its priority, which ranks of a group are given it, and who may call it. The messages come from proto/, by the
-method's name; a role's servicer has a method of the same name in snake case.
+A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds msgpack
+(`runtime.types`). Each method has one row: the Struct of its request, which gives the type of the answer; the key of its
+deadline; its priority; the ranks of a group that get it; its callers. The messages come from proto/, by the method's name. A
+role's servicer has a method of the same name in snake case.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from services.rpc import generated, stream
 from services.rpc.generated import common_pb2
 
 # ---- Wire errors
-#
-# Errors as messages: what a process raises reaches its caller as the same error.
 
-# The errors that arrive as they were. Unreachable and Unanswered are not among them: they are what a caller finds out about
-# its own peer, and the caller's caller must not take them for its.
-TOLD = (
+# Errors as messages: the caller gets the error that the process raised.
+
+# Errors that arrive unchanged. Unreachable and Unanswered are not among them: they describe a caller's own peer. The caller's
+# caller must not take them for a fault of its own peer.
+UNCHANGED = (
     errors.UserError,
     errors.StorageFull,
     errors.ConfigError,
@@ -68,8 +68,8 @@ TOLD = (
 
 
 def error_to_wire(error: BaseException) -> common_pb2.Error:
-    """Any exception as a message; what is not Sluice's own becomes a ServiceFault at the other end."""
-    kind = next((kind for kind in type(error).__mro__ if kind in TOLD), type(error))
+    """Turn an exception into a message. An exception that is not Sluice's becomes a ServiceFault at the other end."""
+    kind = next((kind for kind in type(error).__mro__ if kind in UNCHANGED), type(error))
     out = common_pb2.Error(kind=kind.__name__, message=text(str(error)))
     if isinstance(error, errors.ServiceFault):
         out.service, out.phase, out.message = error.service, error.phase, text(error.reason)
@@ -80,33 +80,33 @@ def error_to_wire(error: BaseException) -> common_pb2.Error:
 
 
 def text(text: str) -> str:
-    """What protobuf takes as a string: the name of a file, say, need not be UTF-8."""
+    """Return a string that protobuf takes: a file name, for example, need not be UTF-8."""
     return text.encode(errors="replace").decode()
 
 
 def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Exception:
-    """The exception that `error_to_wire` saw; `service` and `phase` say where, when the message does not."""
+    """Return the exception that `error_to_wire` was given. `service` and `phase` say where, if the message does not."""
     kind = getattr(errors, error.kind, None)
     if kind is errors.ConfigError:
         return errors.ConfigError(error.message.splitlines())
     if kind in (errors.ServiceFault, errors.DeadlineExceeded):
         return kind(error.service, error.phase, error.message, error.deadline or None)
-    if kind in TOLD:
+    if kind in UNCHANGED:
         return kind(error.message)
     return errors.ServiceFault(service, phase, f"{error.kind}: {error.message}")
 
 
 PACKAGE = "sluice.v1"
 _M = TypeVar("_M", bound=Message)
-_PLAIN = (bytes, list[bytes])  # what a message holds as it is
+_PLAIN = (bytes, list[bytes])  # types that a message holds unchanged
 
 
 @dataclass(frozen=True)
 class MethodSide:
-    """One direction of a method: its message, the type of the value that it stands for, and the translation both ways.
+    """One direction of a method: its message, the type of the message's value, and the translation both ways.
 
-    They have the same fields, or the message has one, `whole`, which holds the value as it is (`plain`: bytes, or a list of
-    them), or its msgpack.
+    Message and type have the same fields. Otherwise the message has one field, `whole`: the value's msgpack, or the value
+    itself (`plain`: bytes, or a list of bytes).
     """
 
     message: type[Message]
@@ -115,7 +115,7 @@ class MethodSide:
     plain: bool = False
 
     def pack(self, value: Any) -> Body:
-        """The serialized message. Large payloads lie in it where they were."""
+        """Return the serialized message. Large payloads are not copied."""
         if self.kind is type(None):
             return b""
         if not self.whole:
@@ -137,7 +137,7 @@ class MethodSide:
         return self.kind(held) if self.plain else types.decode(self.kind, held)
 
     def parse(self, data: bytes) -> Any:
-        """The value in a serialized message. Raises InvalidMessage."""
+        """Return the value of a serialized message. Raises InvalidMessage."""
         return self.unpack(_parsed(self.message, data))
 
 
@@ -149,7 +149,7 @@ def _parsed(message: type[_M], data: bytes) -> _M:
 
 
 class Ranks(enum.Enum):
-    """Which ranks of a group are given a command. All that are answer it, and the first answers for the group."""
+    """The ranks of a group that get a command. All of them answer; the first rank answers for the group."""
 
     FIRST = "the first"
     ALL = "all"
@@ -159,19 +159,19 @@ class Ranks(enum.Enum):
 
 
 Share = Callable[[Any, int], list[list[int]]]
-"""Of a command and the number of leaders: each one's indices into the command's `groups`."""
+"""Maps a command and the number of leaders to the indices into `groups` that each leader gets."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method, and what its callers have to know of it.
+    """One method, and what its callers must know.
 
-    `deadline`: the configuration's key of the seconds until its answer; "" where its callers say. `command` is the Struct that
-    asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's fields
-    that make a repeat the same call, which is not done twice: it outlives its stream, and its answer is kept until the caller
-    acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead. `callers`: who may
-    call it, by kind or by role (`keys.kinds_of`). `speaker`: the command's fields that name the one of them who alone may say
-    it. `streamed`: the answer is any number of replies.
+    `deadline`: the configuration key of the seconds until its answer; "" if its callers set them. `command`: the Struct that
+    asks for it. `gathered`: the Struct of a single request; a command takes many. `key`: the fields that identify a call. A
+    call with a key outlives its stream, is not done twice, and has its answer kept until the caller acknowledges it. Groups of
+    evaluations and probes, whose ids are negative, have no key: they are generated again. `callers`: who may call it, by kind
+    or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may send it. `streamed`: the answer is any
+    number of replies.
     """
 
     service: str
@@ -195,30 +195,30 @@ class Method:
 
     @property
     def handler(self) -> str:
-        """What a servicer's method is called."""
+        """The name of the servicer's method."""
         return snake(self.name)
 
     def key_of(self, command: Any) -> str:
-        """What makes a call of it the same as another, or "" ."""
+        """Return the key by which calls are the same, or "" if there is none."""
         if not self.key or getattr(command, "group_id", 0) < 0:
             return ""
         return "/".join((self.name, *(str(getattr(command, field)) for field in self.key)))
 
     def speaker_of(self, command: Any) -> str:
-        """Who alone may say it; "" where any of the callers may. A gateway speaks of groups of its own alone."""
+        """Return the only caller who may send it, "" if all callers may. A gateway may generate only groups of its own."""
         if isinstance(command, GroupRequest) and command.group_id >= GATEWAY_GROUPS:
             return keys.COORDINATOR
         named = [getattr(command, field) for field in self.speaker]
         return (keys.node_agent if keys.NODE_AGENT in self.callers else keys.process)(*named) if named else ""
 
     def seconds(self, config: Config) -> float:
-        """How long its answer may take. A weight sync is posted before the step that makes its weights has ended, and may wait
-        behind another. It has a generous backstop: the deadlines of its phases end first, and name who was late."""
+        """Return the seconds until the answer is due. A weight sync is posted before its step has ended, and may wait behind
+        another weight sync. Its deadline is generous: the deadlines of its phases end first, and name the late process."""
         if self.deadline == PUBLICATION:
             return 2 * (config.deadlines.train + config.publication.transfer_timeout)
         section, key = self.deadline.split(".")
         seconds: float = getattr(getattr(config, section), key)
-        if self.command is GroupRequest and config.training.partial_rollouts:  # the others' turns lie in between
+        if self.command is GroupRequest and config.training.partial_rollouts:  # other roles compute in between
             seconds += config.training.staleness * (seconds + config.deadlines.score + config.deadlines.train)
         return seconds + timeouts.EPISODE_END * (self.command is PlayRequest)  # the gateway ends its episodes at the deadline
 
@@ -228,7 +228,7 @@ def _field(message: type[Message], name: str, body: Body) -> Parts:
 
 
 def _write(message: Any, value: msgspec.Struct, large: Parts | None = None) -> None:
-    """`large`: where bytes go that are to follow the serialized message."""
+    """Write `value` into `message`. `large`: takes the bytes that follow the serialized message."""
     for name in value.__struct_fields__:
         item, target = getattr(value, name), getattr(message, name)
         if isinstance(item, msgspec.Struct):
@@ -258,7 +258,7 @@ def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
 
 
 def _value(message: Message, name: str, type_: Any) -> Any:
-    """A field's value; None where it is declared `optional`, and so may be None, and is absent."""
+    """Return a field's value; None if the field is `optional` and absent."""
     absent = type(None) in typing.get_args(type_) and not message.HasField(name)
     return None if absent else getattr(message, name)
 
@@ -293,7 +293,7 @@ _SERVICES = {
 
 
 def service_of(role: str, config: Config) -> str:
-    """The service that a process of `role` serves: that of the role's name, but for roles that score, which serve Reward, and
+    """Return the service of a process of `role`. Its name is the role's, except for roles that score, which serve Reward, and
     for a reference whose ranks are a group."""
     if role == "reference" and config.services.reference.engine == "megatron":
         return "ReferenceGroup"
@@ -301,7 +301,7 @@ def service_of(role: str, config: Config) -> str:
 
 
 def _method(service: str, name: str, request: Any, reply: Any, **more: Any) -> Method:
-    """A method of which the request says nothing of the reply, and whose callers have deadlines of their own."""
+    """Return a method whose request does not give the type of its reply, and whose callers set their deadlines."""
     declared = _SERVICES[service].methods_by_name[name]
     return Method(service, name, request, _side(declared.input_type, request), _side(declared.output_type, reply), **more)
 
@@ -311,7 +311,7 @@ def _command(service: str, command: type, deadline: str, *, name: str = "", **mo
 
 
 def _by_tokens(command: commands.Accumulate, leaders: int) -> list[list[int]]:
-    """The groups of each mini-batch are balanced among themselves: all ranks take part in every update."""
+    """Balance the groups of each mini-batch by themselves: all ranks take part in every update."""
     tokens, mini_batches = [group.tokens for group in command.groups], [group.mini_batch for group in command.groups]
     return balance_each(tokens, mini_batches, leaders)
 
@@ -321,7 +321,7 @@ def _by_values(command: commands.ComputeValues, leaders: int) -> list[list[int]]
 
 
 def _by_bytes(command: commands.ComputeLogprobs, leaders: int) -> list[list[int]]:
-    """Its bytes are about its tokens, times a constant."""
+    """Balance by bytes, which are about proportional to tokens."""
     return balance([len(request.payload) for request in command.groups], leaders)
 
 
@@ -365,7 +365,7 @@ _ROWS = (
     _command("Rollout", commands.ReceiveWeights, PUBLICATION, **_CONTROL),
     _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),
     _command("Rollout", commands.AbortWeights, _ABORT, **_CONTROL),
-    _command("Rollout", commands.Move, _COMMIT, **_CONTROL),  # it may take as long as to take over a version
+    _command("Rollout", commands.Move, _COMMIT, **_CONTROL),  # may take as long as a commit
     _command("Reward", ScoreRequest, _SCORE, name="Score", key=_OF_GROUP),
     _command("Reference", LogprobRequest, _SCORE, name="Logprobs", key=_OF_GROUP),
     _command("Reference", commands.Onload, _SCORE),
@@ -411,7 +411,7 @@ _BY_COMMAND = {(method.service, kind): method for method in _ROWS for kind in (m
 
 
 def method_of(service: str, command: Any) -> Method:
-    """Which one `command` asks for. Raises InvalidMessage for what is no command of that service."""
+    """Return the method that `command` asks for. Raises InvalidMessage if the service has no such command."""
     try:
         return _BY_COMMAND[service, type(command)]
     except KeyError:
@@ -422,7 +422,7 @@ _F = TypeVar("_F", common_pb2.CallFrame, common_pb2.ReplyFrame)
 
 
 def frame_of(kind: type[_F], data: bytes) -> _F:
-    """A serialized frame. Raises InvalidMessage for what is none, and for one of another schema than ours."""
+    """Parse a frame. Raises InvalidMessage if it is malformed, or of another schema version."""
     frame = _parsed(kind, data)
     if frame.schema != SCHEMA_VERSION:
         raise errors.InvalidMessage(f"message schema {frame.schema} is not supported; this process speaks {SCHEMA_VERSION}")

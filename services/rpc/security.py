@@ -1,7 +1,7 @@
 """Who may call what: the two ends of every connection of a run.
 
-A caller's `connection` shows a certificate where there is TLS, and each call a key; a server's `Guard` looks at that key before
-anything of a call's body is read. What each may call is a column of `contract.METHODS`.
+A caller's `connection` shows a certificate if the run has TLS, and each call shows a key. A server's `Guard` checks the key
+before it reads a call's body. The callers of each method are a column of `contract.METHODS`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from runtime.process.network import Certificates, server_name
 from services.rpc import contract
 
 # ---- Refusals
-#
-# What the log says of messages that are refused: little, however many a stranger sends.
+
+# Log lines on refused messages. They stay few, however many messages a stranger sends.
 
 log = logging.getLogger("sluice")
 
 
-def tell(peer: str, why: str) -> None:
-    """Log the first message of a host that is refused, the tenth, the hundredth and so on. `peer`: as gRPC names it,
-    `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`."""
+def log_refusal(peer: str, why: str) -> None:
+    """Log the first refused message of a host, the tenth, the hundredth and so on. `peer`: gRPC's name for it, `ipv4:HOST:PORT`
+    or `ipv6:%5BHOST%5D:PORT`."""
     host = unquote(peer.rpartition(":")[0] or peer)
     if count := counted(host):
         log.warning("%s: %d refused so far: %s", host, count, why)
 
 
 class OneLine(logging.Filter):
-    """Of gRPC's log: no traceback of a message that is none, as health and reflection may be sent, and as few lines."""
+    """Keeps gRPC's log short: no traceback and few lines for malformed messages, which health and reflection may be sent."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.exc_info or getattr(record.exc_info[0], "__name__", "") != "DecodeError":
@@ -59,18 +59,18 @@ SCHEME = "Bearer "
 
 Metadata = tuple[tuple[str, str], ...]
 
-ANYBODY = ("",)  # also who has no key
-STRANGERS = 256  # calls at the same time of those who have none
+ANY_CALLER = ("",)  # also a caller without a key
+STRANGERS = 256  # calls at the same time by callers without a key
 
 
 def _of_session(service: str) -> tuple[str, ...]:
-    """The coordinator has a session to every process of a role; others who may give one of its commands have too."""
+    """Return who may open a session: the coordinator, and every other caller of one of the service's commands."""
     commands = (method for method in contract.METHODS.values() if method.service == service and method.deadline)
     return COORDINATOR, *(caller for method in commands for caller in method.callers)
 
 
 _CALLERS: dict[str, tuple[str, ...]] = {
-    "grpc.health.v1.Health/Check": ANYBODY,
+    "grpc.health.v1.Health/Check": ANY_CALLER,
     "grpc.health.v1.Health": contract.METHODS["Process", "Status"].callers,
     "grpc.reflection.v1alpha.ServerReflection": (OPERATOR,),
     **{method.path.lstrip("/"): method.callers for method in contract.METHODS.values()},
@@ -79,7 +79,7 @@ _CALLERS: dict[str, tuple[str, ...]] = {
 
 
 def callers_of(path: str) -> tuple[str, ...]:
-    """Who may call, by kind or by role, what gRPC calls /SERVICE/METHOD: nobody, where there is none."""
+    """Return who may call what gRPC names /SERVICE/METHOD, by kind or by role. An unknown method has no callers."""
     name = path.lstrip("/")
     return _CALLERS.get(name, _CALLERS.get(name.partition("/")[0], ()))
 
@@ -91,7 +91,8 @@ _CERTIFIED: ContextVar[bool] = ContextVar("whether certificates are the run's ow
 
 
 def check_certificate(context: Any) -> None:
-    """Raises Forbidden where the certificates are the run's own, and the caller's is not of whom its key is."""
+    """Check the certificate of a caller, if the run makes its certificates. Raises Forbidden if it does not fit the caller's
+    key."""
     caller = _CALLER.get()
     if caller and _CERTIFIED.get():
         names = context.auth_context().get("x509_subject_alternative_name", ())
@@ -100,71 +101,71 @@ def check_certificate(context: Any) -> None:
 
 
 def check_speaker(method: contract.Method, command: Any) -> None:
-    """Raises Forbidden when the caller of the call that is served says what is another's to say."""
+    """Check that the caller may send `command`. Raises Forbidden if only another party may send it."""
     caller = _CALLER.get()
     if caller is not None and (speaker := method.speaker_of(command)) not in ("", caller):
         raise Forbidden(f"{method.name}: {caller} may not speak for {speaker}")
 
 
 def check_caller(method: contract.Method) -> None:
-    """Raises Forbidden when the caller, whose session this is, may not call `method`."""
+    """Check that the caller of this session may call `method`. Raises Forbidden."""
     caller = _CALLER.get()
     if caller is not None and not is_one_of(caller, method.callers):
         raise Forbidden(f"{caller} may not call {method.path}")
 
 
 def is_coordinator() -> bool:
-    """Whether the caller, whose session this is, is the coordinator, as everybody is where nobody needs a key."""
+    """Return whether the caller of this session is the coordinator. True for every caller if the run needs no keys."""
     return _CALLER.get() in (None, COORDINATOR)
 
 
 def check_coordinator(what: str) -> None:
-    """Raises Forbidden when the caller is another: `what` it may not."""
+    """Check that the caller is the coordinator. Raises Forbidden, which names what the caller may not do."""
     if not is_coordinator():
         raise Forbidden(f"{_CALLER.get()} may not {what}")
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
-    """Of the server of the party that has `keys`."""
+    """Checks the calls to a server, whose party has `keys`."""
 
     def __init__(self, keys: Keys):
         self._keys = keys
-        self._strangers = 0  # calls of theirs that have not been read yet
+        self._strangers = 0  # calls without a key that have not been read yet
 
     async def intercept_service(self, go_on: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         allowed = callers_of(call.method)
         token = next((str(value) for key, value in call.invocation_metadata if key == HEADER), "")
         caller = self._keys.caller(token.removeprefix(SCHEME))
-        if caller and (allowed == ANYBODY or is_one_of(caller, allowed)):
+        if caller and (allowed == ANY_CALLER or is_one_of(caller, allowed)):
             _CALLER.set(caller)
             _CERTIFIED.set(self._keys.certificates is not None)
             return await go_on(call)
-        if allowed == ANYBODY:
+        if allowed == ANY_CALLER:
             return self._bounded(await go_on(call))
-        return grpc.stream_stream_rpc_method_handler(self._refusal(call.method, caller))  # nothing is read
+        return grpc.stream_stream_rpc_method_handler(self._refusal(call.method, caller))  # the body is not read
 
     def _bounded(self, handler: Any) -> Any:
-        """A unary method's handler for those who have no key: so many at once, and each says what it wants in time."""
+        """Limit a unary handler for callers without a key: `STRANGERS` calls at once, each with its request in time."""
 
         async def answer(_: Any, context: Any) -> None:
             if self._strangers >= STRANGERS:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many at once who have no key of this run")
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once without a key of this run")
             self._strangers += 1
             try:
-                request = await asyncio.wait_for(context.read(), timeouts.HANDSHAKE)
+                request = await asyncio.wait_for(context.read(), timeouts.HANDSHAKE)  # a stranger may send nothing
             except TimeoutError:
                 request = grpc.aio.EOF
             finally:
                 self._strangers -= 1
             if request is grpc.aio.EOF:
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no question within {timeouts.HANDSHAKE:g} s")
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no request within {timeouts.HANDSHAKE:g} s")
             await context.write(await handler.unary_unary(request, context))
 
         return grpc.stream_stream_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
 
     def _refusal(self, path: str, caller: str) -> Any:
         async def refuse(_: Any, context: Any) -> None:
-            tell(context.peer(), f"{path} of {caller or 'somebody without a key of this run'}")
+            log_refusal(context.peer(), f"{path} of {caller or 'a caller without a key of this run'}")
             if caller:
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{caller} may not call {path}")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{path} needs a key of this run")
@@ -173,7 +174,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
 
 
 def server_credentials(keys: Keys) -> Any:
-    """TLS where both ends show certificates; the user's own are taken as they are when somebody connects."""
+    """Return TLS credentials; both ends show certificates. The user's files are read again at each connection."""
     known = keys.pem()
     if keys.files is None:
         return grpc.ssl_server_credentials(*_of_server(known), require_client_auth=True)
@@ -183,7 +184,7 @@ def server_credentials(keys: Keys) -> Any:
         try:
             found = keys.pem()
         except OSError as error:
-            log.warning("network.tls: %s; those from before are used", error)
+            log.warning("network.tls: %s; the earlier certificates stay in use", error)
             return None
         if found == known:
             return None
@@ -199,8 +200,8 @@ def _of_server(pem: Certificates) -> tuple[Any, bytes]:
 
 
 def connection(kind: Any, address: str, keys: Keys | None, called: str, options: Sequence[tuple[str, Any]] = ()) -> Any:
-    """A channel of `kind`, grpc or grpc.aio, to `called`, a party of the run. A certificate of the run's names that; one of the
-    user's has to be for the address."""
+    """Open a channel of `kind`, grpc or grpc.aio, to `called`, a party of the run. The run's own certificates name the party;
+    the user's certificates must be for the address."""
     if keys is None or not keys.tls:
         return kind.insecure_channel(address, options=options)
     pem = keys.pem()
@@ -210,13 +211,13 @@ def connection(kind: Any, address: str, keys: Keys | None, called: str, options:
 
 
 def shown_to(called: str, keys: Keys | None, token: str = "") -> Metadata:
-    """The metadata of each call to `called`; with the `token` that was given for it, if there is one."""
+    """Return the metadata of each call to `called`: the `token` that was given for it, or else the key."""
     return () if keys is None else ((HEADER, SCHEME + (token or keys.token(called))),)
 
 
 def to_server(server: RemoteServer, key: str, options: Sequence[tuple[str, Any]]) -> tuple[grpc.aio.Channel, Metadata]:
-    """A channel to a server of the user's, and what each call carries. Raises UserError for a token that this process's
-    environment has not; `key`: of the settings."""
+    """Open a channel to a server of the user's; returns it and the metadata of its calls. Raises UserError if the token is not
+    in this process's environment. `key`: of the settings."""
     token = resolved(server.token, os.environ, f"{key}.token")
     metadata = () if token is None else ((HEADER, SCHEME + token),)
     if not server.ca:
@@ -226,14 +227,14 @@ def to_server(server: RemoteServer, key: str, options: Sequence[tuple[str, Any]]
 
 
 _IN_WORDS = {
-    "WRONG_VERSION_NUMBER": "it does not speak TLS, or what lies between does not pass it on",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS, or a proxy in between does not pass TLS on",
     "handshake": "the certificates do not fit: another run's, a former secret's, another network.tls.ca's, or not valid now",
     "Peer name": "it is another process of the run, or its certificate is not for this address",
-    "Connection refused": "nobody listens there",
-    "Socket closed": "it closed the connection, as one that wants TLS does (the run's folder, or SLUICE_SECRET, is a key)",
+    "Connection refused": "no process listens there",
+    "Socket closed": "it closed the connection, as a process that wants TLS does (run's folder or SLUICE_SECRET: a key)",
 }
 
 
 def in_words(details: str) -> str:
-    """What gRPC says of an attempt to connect, where it is known; else as gRPC says it."""
+    """Return plain words for a known report of gRPC on an attempt to connect, else the report itself."""
     return next((words for sign, words in _IN_WORDS.items() if sign in details), details)

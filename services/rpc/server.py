@@ -1,8 +1,7 @@
-"""The gRPC harness of every process: typed methods, the session stream, health, reflection.
+"""The gRPC server of every process: typed methods, the session stream, health, reflection.
 
-A handler takes the decoded request and returns an awaitable of the reply. One that has a future returns that, and is no
-coroutine: the task around a coroutine costs as much as the rest of a small call. The same handlers serve unary calls and
-`Session`.
+A handler takes the decoded request and returns an awaitable of the reply. A handler that has a future returns it and is no
+coroutine: a coroutine's task costs as much as the rest of a small call. The same handlers serve unary calls and `Session`.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
-    # No algorithm at all: what is compressed would be expanded before anybody looks at its size.
+    # No compression: gRPC would expand a message before its size is checked.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # Of one connection; a peer has one or two. Near the limit gRPC refuses calls that it might let wait, so that it is far off.
+    # Of one connection; a peer has one or two. Near the limit gRPC refuses calls that could wait, so the limit is far off.
     ("grpc.max_concurrent_streams", 4096),
     ("grpc.server_handshake_timeout_ms", int(1000 * timeouts.HANDSHAKE)),
 )
-RPCS = 1 << 14  # calls and streams at the same time of a server: 1,000 nodes have two each, and up to 8 processes that register
-KEPT = 256 << 20  # bytes of a service's answers that are kept for callers who have not acknowledged them
-PING = 0.3  # a share, not seconds: a connection that is silent for this part of the silence that it is allowed is pinged
-TERMS = 1 << 31  # that coordinators may have had whom a process has not heard of
+RPCS = 1 << 14  # calls and streams of a server at the same time: 1,000 nodes have two each, and up to 8 processes that register
+KEPT = 256 << 20  # bytes of answers that a service keeps until its callers acknowledge them
+PING = 0.3  # a share: a connection that has been silent for this part of the allowed silence is pinged
+TERMS = 1 << 31  # terms of coordinators that a process may have missed
 ERROR_KEY = "sluice-error-bin"
 SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB
 
@@ -57,7 +56,7 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
 
 
 def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
-    """Of a channel or a server. A connection on which nothing arrives for `silence` seconds is given up; 0 = never."""
+    """Return the options of a channel or a server. A connection without data for `silence` seconds is given up; 0 = never."""
     if not silence:
         return OPTIONS
     ping = int(silence * 1000 * PING)
@@ -65,10 +64,10 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
         *OPTIONS,
         ("grpc.keepalive_time_ms", ping),
         ("grpc.keepalive_timeout_ms", int(silence * 1000) - ping),
-        ("grpc.http2.ping_timeout_ms", int(silence * 1000) - ping),  # else a minute, also where keepalive says less
+        ("grpc.http2.ping_timeout_ms", int(silence * 1000) - ping),  # the default is a minute, whatever keepalive says
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Of the peers' pings, which come as seldom as ours; after two that come earlier the connection is closed.
+        # Limits the peers' pings, which come as rarely as ours. After two earlier pings the connection is closed.
         ("grpc.http2.min_ping_interval_without_data_ms", min(int(1000 * timeouts.PING_LEAST), ping // 2)),
         ("grpc.http2.max_ping_strikes", 2),
     )
@@ -77,7 +76,7 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
 class Server:
     """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method.
 
-    `silence`: as of `options`. `fence`: whom it heeds. `keys`: those of its party; None: whoever reaches it may call it.
+    `silence`: see `options`. `fence`: accepts coordinators. `keys`: of the server's party; None: any process may call it.
     """
 
     def __init__(
@@ -99,21 +98,21 @@ class Server:
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     def bind(self, host: str, port: int, port_range: network.PortRange | None = None) -> str:
-        """Listen on `host` and `port`, 0 for one of `port_range`, or for any. Returns the address, HOST:PORT.
+        """Listen on `host` and `port`; port 0 is one of `port_range`, or any. Returns the address, HOST:PORT.
 
-        Raises UserError when the port is taken, or all of the range are.
+        Raises UserError if the port, or every port of the range, is taken.
         """
         for candidate in (port,) if port else network.candidates(host, port_range):
-            with suppress(RuntimeError):  # taken, since it was looked at
+            with suppress(RuntimeError):  # taken since it was checked
                 return network.host_port(host, self._listen(network.host_port(host, candidate)))
         if port_range is not None and not port:
             raise network.none_free(host, port_range)
         address = network.host_port(host, port)
-        raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not ours")
+        raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
 
     async def rebind(self, address: str) -> None:
-        """Listen on the address of a process that this one follows, by which others know it. Its port may be a connection's of
-        another program's for a while. Raises UserError once `PORT_AGAIN` is over."""
+        """Listen on the address of the process that this one replaces, since others know it. A connection of another program
+        may hold the port for a while. Raises UserError after `PORT_AGAIN`."""
         host, _, port = address.rpartition(":")
         deadline = time.monotonic() + timeouts.PORT_AGAIN
         while True:
@@ -127,7 +126,7 @@ class Server:
                 return
 
     def _listen(self, address: str) -> int:
-        """Returns the port. Raises RuntimeError."""
+        """Listen, and return the port. Raises RuntimeError."""
         if self._credentials is None:
             return int(self._server.add_insecure_port(address))
         return int(self._server.add_secure_port(address, self._credentials))
@@ -136,7 +135,7 @@ class Server:
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks answer, for the process as a whole ("") and for each of its services."""
+        """Set the answer of health checks, for the process as a whole ("") and for each of its services."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
@@ -170,7 +169,7 @@ def _unary(method: contract.Method, handler: Handler) -> Any:
             return method.reply.serialize(await handler(command))
         except errors.SluiceError as error:
             await _refuse(error, context)
-            raise AssertionError from error  # it has raised
+            raise AssertionError from error  # `_refuse` has raised
 
     return call
 
@@ -191,9 +190,9 @@ def _streaming(method: contract.Method, source: StreamHandler) -> Any:
 
 
 async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) -> None:
-    """End a call with `error`: its code and its words for whoever speaks gRPC, and itself for `session`."""
+    """End a call with `error`: a code and a text for any gRPC client, and the error itself for Sluice's client."""
     if isinstance(error, errors.InvalidMessage):
-        security.tell(context.peer(), str(error))
+        security.log_refusal(context.peer(), str(error))
     code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
     details = contract.error_to_wire(error)
     details.message = details.message[:SHOWN]
@@ -201,13 +200,13 @@ async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) 
 
 
 class Fence:
-    """Which coordinator a process heeds: the newest that it has heard of. The words of one before it come too late."""
+    """Accepts commands of the newest coordinator that a process has heard of. Commands of an earlier one come too late."""
 
     def __init__(self) -> None:
         self._term = 0
 
     def check(self, term: int) -> None:
-        """Raises Fenced for a term below the highest so far, and InvalidMessage for one that no coordinator has come to."""
+        """Accept `term`. Raises Fenced if it is below the highest so far, InvalidMessage if it is impossibly high."""
         if term > self._term + TERMS:
             raise errors.InvalidMessage(f"term {term}, after {self._term}")
         if term < self._term:
@@ -218,36 +217,35 @@ class Fence:
 class _SessionHandler:
     """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion.
 
-    A call that has a key outlives its stream: the next coordinator asks for it by the same key, and gets its answer. One
-    without is withdrawn as its stream ends. Terms, keys and answers that are kept are the coordinator's: no other caller
-    has any, or touches them.
+    A call with a key outlives its stream: the next coordinator sends it with the same key, and gets its answer. A call without
+    a key is cancelled when its stream ends. Only the coordinator has terms, keys and kept answers.
     """
 
     def __init__(self, service: str, handlers: Mapping[str, Handler], fence: Fence):
         self._service = service
         self._handlers = handlers
         self._fence = fence
-        self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by it
+        self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by the key
         self._kept = ReplyCache(KEPT)
         self._held = {
             True: stream.BufferedBytes(),
             False: stream.BufferedBytes(),
-        }  # of the coordinator's streams, and of all others'
+        }  # of the coordinator's streams, and of all others
 
     async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         try:
             security.check_certificate(context)
-        except errors.Forbidden as error:  # before anything is read
+        except errors.Forbidden as error:  # before the stream is read
             await _refuse(error, context)
         outbox = stream.SendQueue()
-        answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # of each call its key, and the answer to come
+        answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by call: its key, and the answer to come
         reader = asyncio.create_task(self._read(frames, outbox, answering))
         try:
-            while replies := await outbox.frame():
+            while replies := await outbox.frame():  # until the reader has closed the outbox
                 await context.write(stream.frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
-            await reader
+            await reader  # raises the reader's error
         except (errors.InvalidMessage, errors.Fenced, errors.Forbidden) as error:
-            security.tell(context.peer(), str(error))
+            security.log_refusal(context.peer(), str(error))
             await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             reader.cancel()
@@ -282,7 +280,7 @@ class _SessionHandler:
             outbox.close()
 
     def _withdraw(self, call: common_pb2.Call, answering: dict[int, tuple[str, asyncio.Future[Any]]]) -> None:
-        """Nobody wants its answer any more, and it need not be kept."""
+        """Cancel a call whose answer is not wanted any more, and drop its kept answer."""
         self._kept.forget(call.key)
         if call.id in answering:
             key, answer = answering[call.id]
@@ -296,7 +294,7 @@ class _SessionHandler:
         outbox: stream.SendQueue,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
-        """Hand a call over; its answer leaves when it is there. No task of its own: that would cost as much as the call."""
+        """Hand a call over; its answer leaves when it is there. No task per call: a task costs as much as the call."""
         method = contract.METHODS.get((self._service, call.method))
         try:
             if method is None or call.method not in self._handlers:
@@ -327,9 +325,9 @@ class _SessionHandler:
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
         answer: asyncio.Future[Any],
     ) -> None:
-        """Put the answer of a call into the outbox. One that its caller withdrew, now or before, is Cancelled."""
+        """Put the answer of a call into the outbox: Cancelled if its caller has withdrawn it."""
         answering.pop(id_, None)
-        if self._running.get(key) is answer:  # else it was withdrawn, and asked for anew
+        if self._running.get(key) is answer:  # else it was withdrawn and sent again
             del self._running[key]
         try:
             body = method.reply.pack(answer.result())
@@ -353,7 +351,7 @@ def _put_error(outbox: stream.SendQueue, id_: int, error: BaseException) -> None
 
 
 class ReplyCache:
-    """Answers by the keys of their calls, until they are acknowledged. Of more than `most` bytes the oldest are dropped."""
+    """Answers by the keys of their calls, until they are acknowledged. Above `most` bytes the oldest are dropped."""
 
     def __init__(self, most: int):
         self._most = most

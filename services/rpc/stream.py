@@ -1,4 +1,4 @@
-"""What both ends of a `Session` stream share: coalescing small messages into frames, and cutting up large bodies."""
+"""Both ends of a `Session` stream: small messages are joined into frames, large bodies are split."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from runtime.types import SMALL, Body, Parts, parts_of
 
 CHUNK = 1 << 20  # bytes of one body that one frame carries
 FRAME = 4 << 20  # bytes after which a frame is full
-MAX_BATCH = 32  # messages that fill one too: it leaves at once, and its peer works on them while the next are made
+MAX_BATCH = 32  # messages that fill a frame too: it leaves at once, and the peer works on it while the next is made
 LARGEST = 1 << 30  # bytes of one body
-UNFINISHED = 4  # bodies of one stream: who sends one puts all of it on its way before the next
-HELD = LARGEST + (64 << 20)  # bytes of unfinished bodies that one stream may leave here
-HELD_IN_ALL = 2 * HELD  # ... and all streams of a service: the coordinator's, and that of the one before it
+UNFINISHED = 4  # bodies of one stream: a sender puts all of a body on its way before the next
+HELD = LARGEST + (64 << 20)  # bytes of unfinished bodies of one stream
+HELD_IN_ALL = 2 * HELD  # ... and of all streams of a service: those of the coordinator and of the earlier one
 
 
 def size_of(body: Body) -> int:
@@ -25,8 +25,8 @@ def size_of(body: Body) -> int:
 
 
 def field(number: int, parts: Parts) -> Parts:
-    """`parts` as the field `number` of a protobuf message, of type bytes, string or message: its tag and length come before
-    it (https://protobuf.dev/programming-guides/encoding). What is appended to a serialized message is a field of it."""
+    """Return `parts` as the field `number` of a protobuf message, of type bytes, string or message: its tag and length come
+    first (https://protobuf.dev/programming-guides/encoding). Bytes appended to a serialized message are a field of it."""
     return [_varint(number << 3 | 2) + _varint(size_of(parts)), *parts]
 
 
@@ -41,15 +41,15 @@ def _varint(value: int) -> bytes:
 
 
 class LargeBody(NamedTuple):
-    """A Call or Reply with a large body, which is beside it."""
+    """A Call or Reply, and its large body beside it."""
 
     head: Any
     body: Parts
 
 
 def frame(head: Any, name: str, messages: Sequence[Any]) -> bytes:
-    """The serialized frame `head` with `messages`, as an `SendQueue` gives them, in its field `name`. Large bodies are copied
-    here, and only here."""
+    """Return the serialized frame `head` with `messages` of a `SendQueue` in its field `name`. Large bodies are copied only
+    here."""
     if LargeBody not in map(type, messages):
         getattr(head, name).extend(messages)
         return bytes(head.SerializeToString())
@@ -64,7 +64,7 @@ def frame(head: Any, name: str, messages: Sequence[Any]) -> bytes:
 
 
 def split(body: Body) -> Iterator[tuple[Body, bool]]:
-    """`(chunk, more)` pairs that make up `body`; one pair when it is small."""
+    """Yield `(chunk, more)` pairs that make up `body`; one pair if it is small."""
     if (isinstance(body, bytes) and len(body) <= CHUNK) or size_of(body) <= CHUNK:
         yield body, False
         return
@@ -87,15 +87,15 @@ class BufferedBytes:
 
 
 class Reassembler:
-    """Puts cut-up bodies together again, by their id. `held` counts what it holds, until `close`."""
+    """Joins split bodies, by their id. `held` counts the bytes that it holds, until `close`."""
 
     def __init__(self, held: BufferedBytes | None = None):
         self._held = held or BufferedBytes()
-        self._bodies: dict[int, bytearray] = {}  # the unfinished ones
+        self._bodies: dict[int, bytearray] = {}  # the unfinished bodies
 
     def add(self, id_: int, chunk: bytes, more: bool) -> bytes | None:
-        """The whole body once its last chunk is in. Raises InvalidMessage when it grows beyond `LARGEST`, and when more is
-        unfinished than may be."""
+        """Return the whole body once its last chunk is in. Raises InvalidMessage if the body grows beyond `LARGEST`, or if too
+        much is unfinished."""
         if not more and id_ not in self._bodies:
             return chunk
         body = self._bodies.setdefault(id_, bytearray())
@@ -111,12 +111,12 @@ class Reassembler:
         self._held.size -= len(self._bodies.pop(id_, b""))
 
     def close(self) -> None:
-        """The stream has ended: nothing more will come."""
+        """Drop the unfinished bodies: the stream has ended."""
         for id_ in list(self._bodies):
             self.forget(id_)
 
     def _check(self, size: int) -> None:
-        """`size`: of the body that has grown."""
+        """Check the limits. `size`: of the body that has grown. Raises InvalidMessage."""
         if size > LARGEST:
             raise InvalidMessage(f"a message of more than {LARGEST} bytes")
         if len(self._bodies) > UNFINISHED:
@@ -128,7 +128,7 @@ class Reassembler:
 
 
 def _fitting(messages: list[Any]) -> list[Any]:
-    """The first of them, as many as a frame takes: small ones do not fill it."""
+    """Return the first messages, as many as a frame takes. Small messages do not fill it."""
     if LargeBody not in map(type, messages):
         return messages
     before = accumulate((size_of(each.body) if isinstance(each, LargeBody) else 0 for each in messages), initial=0)
@@ -136,7 +136,7 @@ def _fitting(messages: list[Any]) -> list[Any]:
 
 
 class SendQueue:
-    """Messages waiting for the next frame. Data waits up to `FRAME_WINDOW` for company, urgent messages leave at once."""
+    """Messages for the next frame. Data waits up to `FRAME_WINDOW` for more data; urgent messages leave at once."""
 
     def __init__(self) -> None:
         self._messages: list[Any] = []
@@ -145,7 +145,7 @@ class SendQueue:
         self._closed = False
 
     def put(self, message: Any, body: Body = b"", urgent: bool = False) -> None:
-        """`message`: a Call or Reply, but for its `body`."""
+        """Queue `message`, a Call or Reply without its `body`."""
         if isinstance(body, bytes) and len(body) <= SMALL:
             message.body = body
             self._messages.append(message)
@@ -156,13 +156,13 @@ class SendQueue:
             self._urgent.set()
 
     def close(self) -> None:
-        """No more messages will come; `frame` gives those that are here, and then nothing."""
+        """Close the queue: `frame` gives the messages that are here, and then none."""
         self._closed = True
         self._something.set()
         self._urgent.set()
 
     async def frame(self) -> list[Any]:
-        """The messages of the next frame, at least one, those with large bodies as `LargeBody`; empty when closed."""
+        """Return the messages of the next frame, at least one, large bodies as `LargeBody`. Empty once closed."""
         await self._something.wait()
         if not self._urgent.is_set():
             loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""What an agent of your own is given, and what makes one of what you have already. The standard library alone: this is imported
-in the agent's own interpreter, where nothing of Sluice needs to be installed.
+"""What your own agent is given, and what makes an agent of existing code. The standard library alone: this is imported in the
+agent's own interpreter, where Sluice need not be installed.
 
-Classes that make an agent are imported when they are first asked for.
+Classes that make an agent are imported on first use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sluice.agents.functions import ToolAgent, Toolset
 
 _HOMES = {"CommandAgent": "command", "ToolAgent": "functions", "Toolset": "functions"}
-# Adapters of earlier versions: the file of configs/agents of the source that has each now.
+# Adapters of earlier versions, with the file of the source's configs/agents that has each now.
 _MOVED = {
     "GymnasiumText": "gymnasium_text",
     "McpServer": "mcp_tools",

@@ -16,23 +16,23 @@ from typing import Any
 
 from sluice.agents.episode import DataError, Episode, InfrastructureError
 
-LONGEST = 1 << 16  # bytes of a task that a variable holds, too
-TAIL = 1 << 20  # bytes at the end of what a command printed, in which its reward is looked for
+LONGEST = 1 << 16  # bytes of the longest text that a variable holds
+TAIL = 1 << 20  # bytes at the end of a command's output that may have its reward
 COLUMN = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z_0-9]*)\}")
 PIECE = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|""" + COLUMN.pattern, re.DOTALL)
 
 
 class CommandAgent:
     """`CommandAgent("solve", "--ask", "{question}")`: a program with its arguments; or one text, a line for the shell.
-    `{question}` stands for the column of the row. `check`: another command, which judges what the first one did; its exit code
-    0 is worth 1, any other 0.
+    `{question}` stands for the column of the row. `check`: another command, which judges the first one; its exit code 0 gives
+    1, any other 0.
 
-    Both find the gateway as programs do that know OpenAI's or Anthropic's API, and the task on standard input, in SLUICE_TASK
+    Both find the gateway as programs that know OpenAI's or Anthropic's API do. The task is on standard input, in SLUICE_TASK
     and in the file SLUICE_TASK_FILE. The reward is in the last line of output that is a number or has `{"reward": number}`.
     """
 
     def __init__(self, *command: str, check: str | Sequence[str] = (), env: Mapping[str, str] | None = None):
-        """`env`: variables of both, besides this process's own."""
+        """Create the agent. `env`: variables of both commands, besides this process's own."""
         if not command:
             raise ValueError("CommandAgent: names no program")
         self._command, self._env = command, dict(env or {})
@@ -58,7 +58,7 @@ class CommandAgent:
 
 
 def variables(data: Mapping[str, Any], episode: Episode) -> dict[str, str]:
-    """What tells a program of the gateway and of the task; a column is in SLUICE_ROW_ and its name."""
+    """Return a program's variables for the gateway and the task; a column is in SLUICE_ROW_ and its name."""
     key, task = episode.api_key, json.dumps(data)
     found = {"OPENAI_BASE_URL": episode.base_url, "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": episode.root}
     found |= {"ANTHROPIC_API_KEY": key, "ANTHROPIC_AUTH_TOKEN": key, "SLUICE_SEED": str(episode.seed)}
@@ -68,9 +68,9 @@ def variables(data: Mapping[str, Any], episode: Episode) -> dict[str, str]:
 
 
 def filled(command: Sequence[str], data: Mapping[str, Any]) -> list[str]:
-    """The arguments, with the columns in place of their names. In a line for the shell a name becomes a reference to a
-    variable, in quotes, whose text the shell never reads as a command. Raises DataError for a column that the row does not
-    have, ValueError for a name that is quoted in such a line."""
+    """Return the arguments, with the columns in place of their names. In a line for the shell a name becomes a reference to a
+    variable, in quotes, whose text the shell never reads as a command. Raises DataError for a column that the row lacks,
+    ValueError for a name that is quoted in such a line."""
 
     def text(match: re.Match[str]) -> str:
         if match[1] not in data:
@@ -92,13 +92,13 @@ def filled(command: Sequence[str], data: Mapping[str, Any]) -> list[str]:
 
 
 def reward_of(output: str) -> float | None:
-    """What the last line says that is a number, or an object with a number as its `reward`. None: no line does."""
+    """Return the number of the last line that is a number, or an object with a number as its `reward`. None if no line is."""
     for line in reversed(output.splitlines()):
         with suppress(ValueError):
-            told = json.loads(line)
-            told = told.get("reward") if isinstance(told, dict) else told
-            if isinstance(told, (int, float)) and not isinstance(told, bool):
-                return float(told)
+            value = json.loads(line)
+            value = value.get("reward") if isinstance(value, dict) else value
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return float(value)
     return None
 
 
@@ -113,7 +113,7 @@ def _tail(path: Path) -> str:
 
 
 async def _ended(command: Sequence[str], env: Mapping[str, str], output: Path) -> int:
-    """The command's exit code. Whatever it started has ended, too, unless it left the process group."""
+    """Run the command and return its exit code. Processes that it started end too, unless they left the process group."""
     with open(env["SLUICE_TASK_FILE"], "rb") as task, output.open("wb") as file:  # noqa: ASYNC230, PTH123 - small and local
         process = await asyncio.create_subprocess_exec(*command, stdin=task, stdout=file, env=env, start_new_session=True)
         try:

@@ -14,18 +14,19 @@ Step = Callable[[str], Awaitable[tuple[str, float, bool]]]
 
 
 class Conversation:
-    """`messages`: all that was said, as messages of OpenAI's API."""
+    """`messages`: all messages so far, in the form of OpenAI's API."""
 
     def __init__(self, episode: Episode, messages: list[Message]):
         self.episode, self.messages = episode, messages
 
     def tell(self, text: str) -> None:
-        """The user's next message."""
+        """Append the user's next message."""
         self.messages.append({"role": "user", "content": text})
 
     async def reply(self, **fields: Any) -> Message | None:
-        """The policy's next message, which is kept; `fields`: of the request. None: the conversation has become too long, and
-        the episode's stop reason says so. Raises PolicyRefused for whatever else the gateway does not answer."""
+        """Ask the policy for its next message, and append it. `fields`: of the request. Returns None if the conversation has
+        become too long; the episode's stop reason then says so. Raises PolicyRefused if the gateway refuses the call
+        otherwise."""
         try:
             message = await self.episode.chat(self.messages, **fields)
         except PolicyRefused as error:
@@ -37,10 +38,10 @@ class Conversation:
         return message
 
     async def play(self, step: Step, turns: int, turn_rewards: bool) -> float | None:
-        """A game in text. `step`: from the text of a reply to what is seen then, what it earned, and whether it was the last;
-        it raises ValueError for a text that is no move, which ends the game. At most `turns` replies.
+        """Play a game in text, of at most `turns` replies. `step`: from the text of a reply to the next observation, the
+        reward, and whether the game is over. It raises ValueError for a text that is no move, which ends the game.
 
-        Gives the sum of what was earned; None with `turn_rewards`, which has each turn rewarded by itself.
+        Returns the sum of the rewards; None with `turn_rewards`, which rewards each turn by itself.
         """
         total, episode = 0.0, self.episode
         for turn in range(turns):
@@ -63,7 +64,7 @@ class Conversation:
 
 
 def opening(data: Mapping[str, Any], system: str = "") -> list[Message]:
-    """The messages that a row begins with: its column `messages`, or `prompt`, a text or messages. Raises DataError."""
+    """Return the messages that a row begins with: its column `messages`, or `prompt`, a text or messages. Raises DataError."""
     found = data.get("messages") or data.get("prompt")
     if isinstance(found, str):
         found = [{"role": "user", "content": found}]
@@ -73,11 +74,11 @@ def opening(data: Mapping[str, Any], system: str = "") -> list[Message]:
 
 
 def told_by(system: str) -> list[Message]:
-    """The system's message; none of an empty text."""
+    """Return the system message as a list, which is empty for an empty text."""
     return [{"role": "system", "content": system}] if system else []
 
 
-RUNNING: set[object] = set()  # calls in threads: also those that nobody waits for any more
+RUNNING: set[object] = set()  # calls in threads, also those that no task awaits any more
 
 
 def _counted(function: Any, *arguments: Any, **given: Any) -> Any:
@@ -89,8 +90,8 @@ def _counted(function: Any, *arguments: Any, **given: Any) -> Any:
 
 
 async def value_of(function: Any, *arguments: Any, **given: Any) -> Any:
-    """What a function gives, whether it awaits or not; one that does not runs in a thread. Raises what the function does, and
-    RuntimeError in place of SystemExit, which would end everybody else's work."""
+    """Return what a function gives, async or not; a plain function runs in a thread. Raises the function's error, and
+    RuntimeError in place of SystemExit, which would end all other work."""
     try:
         if any(inspect.iscoroutinefunction(each) for each in (function, type(function).__call__)):
             return await function(*arguments, **given)

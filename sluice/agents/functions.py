@@ -1,4 +1,4 @@
-"""Tools of an agent: Python functions, whose schemas are their signatures, and servers that have tools. The standard library
+"""Tools of an agent: Python functions, whose signatures are the schemas, and servers that have tools. The standard library
 alone."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from sluice.agents.conversation import Conversation, opening, value_of
 from sluice.agents.episode import DataError, Episode, InfrastructureError
 
 # ---- Schemas
-#
-# From a Python function to the description of a tool: its signature is the schema, its docstring says the rest. Pure.
 
-GIVEN = "episode"  # a parameter of this name is not the model's
+# From a Python function to a tool's description: the signature gives the schema, the docstring gives the texts. Pure.
+
+GIVEN = "episode"  # the model does not give a parameter of this name
 PLAIN: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
     int: {"type": "integer"},
@@ -41,7 +41,7 @@ FIELD = re.compile(r":(?:param\s+(?:\w+\s+)?(\w+)|\w+(?:\s+\w+)?):\s*(.*)")
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """As an entry of a request's `tools`. Raises TypeError for a parameter that JSON cannot give."""
+    """Return the function as an entry of a request's `tools`. Raises TypeError for a parameter that JSON cannot give."""
     text, said = described(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -67,7 +67,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def type_schema(hint: Any) -> dict[str, Any]:
-    """Of an annotation. Raises TypeError for one whose values JSON does not have."""
+    """Return the JSON schema of an annotation. Raises TypeError if JSON does not have its values."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         texts = [text for text in inner[1:] if isinstance(text, str)]
@@ -92,7 +92,7 @@ def type_schema(hint: Any) -> dict[str, Any]:
 
 
 def described(doc: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter: Google's sections, or `:param name: text`."""
+    """Return a docstring's texts on the function and on each parameter: Google's sections, or `:param name: text`."""
     about: list[str] = []
     said: dict[str, str] = {}
     section, name, indent = "", "", 0
@@ -114,12 +114,12 @@ def described(doc: str) -> tuple[str, dict[str, str]]:
 
 
 class Toolset:
-    """Several tools as one. `schemas`: the `tools` of a request; those of servers are among them once it is open. `seconds`: of
-    one call. `episode`: whose tools these are."""
+    """Several tools as one. `schemas`: the `tools` of a request, with those of servers once it is open. `seconds`: limit of one
+    call. `episode`: the one that these tools serve."""
 
     def __init__(self, tools: Iterable[Any], seconds: float):
-        """`tools`: functions, and what has `connect`, such as McpServer. Raises TypeError for a function without a schema,
-        ValueError for two tools of one name."""
+        """Collect `tools`: functions, and objects with `connect`, such as McpServer. Raises TypeError for a function without a
+        schema, ValueError for two tools of one name."""
         self.schemas: list[dict[str, Any]] = []
         self.seconds = seconds
         self.episode: Episode | None = None
@@ -139,26 +139,26 @@ class Toolset:
         self._calls[name] = call
 
     async def open(self) -> None:
-        """Connect to the servers. Raises what they raise."""
+        """Connect to the servers. Raises their errors."""
         for server in self._servers:
             self._open.append(connection := await server.connect())
             for schema in connection.schemas:
                 self._add(schema, partial(connection.call, schema["function"]["name"]))
 
     async def close(self) -> None:
-        """The servers that were reached are let go."""
+        """Close the connections to the servers."""
         while self._open:
             await self._open.pop().close()
 
     async def answers(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A message for each of the calls of tools of the policy's message, in its order; they are made at the same time."""
+        """Make the tool calls of the policy's message, all at the same time. Returns a message for each call, in order."""
         calls = message.get("tool_calls") or ()
         texts = await asyncio.gather(*(self.call(call["function"]["name"], call["function"]["arguments"]) for call in calls))
         return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in zip(calls, texts, strict=True)]
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str:
-        """What the model is told: what the tool gave, as text or as JSON, or what was wrong with the call. `arguments`: an
-        object, or its JSON. Raises InfrastructureError and DataError, which no model can mend."""
+        """Call a tool and return a text for the model: the result, as text or JSON, or what was wrong with the call.
+        `arguments`: an object, or its JSON. Raises InfrastructureError and DataError, which no model can correct."""
         try:
             if name not in self._calls:
                 raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._calls) or 'none'}")
@@ -168,7 +168,7 @@ class Toolset:
             found = await self._in_time(name, self._calls[name](given))
         except (InfrastructureError, DataError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever the tool raises is told
+        except Exception as error:  # noqa: BLE001 - the model gets any error of the tool
             return f"Error: {type(error).__name__}: {error}"
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
@@ -186,16 +186,15 @@ class Toolset:
         if GIVEN in given:
             raise TypeError(f"there is no parameter {GIVEN!r}")
         own = {GIVEN: self.episode} if GIVEN in signature.parameters else {}
-        signature.bind(**given, **own)  # raises TypeError, which names the parameter
+        signature.bind(**given, **own)  # raises TypeError with the parameter's name
         return await value_of(function, **given, **own)
 
 
 class ToolAgent:
-    """An agent that asks the policy until it answers without a call of a tool.
+    """An agent that asks the policy until a reply calls no tool.
 
-    `tools`: as those of Toolset. `reward(data, messages)`, which may also await and may take `episode`: what the episode
-    earned, from all that was said. `turns`: replies at most. `system`: what the conversation begins with, before the row's
-    `messages` or `prompt`.
+    `tools`: as for Toolset. `reward(data, messages)`: the episode's reward, from all messages. It may be async and may take
+    `episode`. `turns`: replies at most. `system`: text before the row's `messages` or `prompt`.
     """
 
     def __init__(self, tools: Iterable[Any] = (), *, reward: Any, turns: int = 8, system: str = ""):
@@ -209,7 +208,7 @@ class ToolAgent:
 
 
 async def with_tools(conversation: Conversation, tools: Toolset, turns: int) -> None:
-    """Until a reply calls no tool, or is cut, or there were `turns` of them; the episode's stop reason says which."""
+    """Ask the policy until a reply calls no tool, or is cut, or is the last of `turns`. The stop reason says which."""
     fields = {"tools": tools.schemas} if tools.schemas else {}
     for _ in range(turns):
         message = await conversation.reply(**fields)

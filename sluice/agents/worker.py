@@ -1,11 +1,11 @@
 """Plays episodes in the agent's own interpreter: `python worker.py FILE NAME DESCRIPTOR PER_PROCESS`. The standard library
 alone.
 
-    services.environment ── socket ──► Nursery    imports the agent's file once; forks a worker for each that is wanted, reaps
-                                         │ fork    them, and ends whatever they leave behind
+    services.environment ── socket ──► Nursery    imports the agent's file once; forks workers, reaps them,
+                                         │ fork    and ends the processes that they leave behind
                          ── socket ──► Worker     plays its episodes, one message a line of JSON, and dies alone
 
-Where the file has started threads as it was imported a fork would copy half of them: each worker then imports it itself.
+If the file's import has started threads, a fork would copy only one of them: each worker then imports the file itself.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 # ---- Clients
-#
-# The HTTP client that agents are given, where their interpreter has httpx, or httpx2, which newer clients of OpenAI's come
-# with. The standard library alone, but for that.
 
-PACKAGES = ("httpx", "httpx2")  # the first that is there: every client takes one of httpx
+# The HTTP client that agents get if their interpreter has httpx, or httpx2, which newer clients of OpenAI's bring. All else is
+# the standard library alone.
+
+PACKAGES = ("httpx", "httpx2")  # the first one found: every client takes a client of httpx
 
 
 @cache
@@ -47,12 +47,12 @@ def _package() -> Any:
 
 @cache
 def trust() -> Any:
-    """What httpx makes of the authorities on this machine, which takes tens of milliseconds; None where there is no httpx."""
+    """Return httpx's context of this machine's authorities, which takes tens of milliseconds; None without httpx."""
     return None if (httpx := _package()) is None else httpx.create_ssl_context()
 
 
 def import_all() -> None:
-    """What the first client and its first request import, which takes tens of milliseconds: a worker that is forked has it."""
+    """Import what the first client and its first request import, which takes tens of milliseconds. Forked workers have it."""
     if (httpx := _package()) is None:
         return
 
@@ -67,24 +67,24 @@ def import_all() -> None:
 
 
 def http_client() -> Any:
-    """For all episodes of a process; None where there is no httpx."""
+    """Return a client for all episodes of a process; None without httpx."""
     if (httpx := _package()) is None:
         return None
     return httpx.AsyncClient(verify=trust(), timeout=None, limits=httpx.Limits(max_connections=None))
 
 
 # ---- Failures
-#
-# What is told of an exception that an agent raised. The standard library alone.
+
+# Reports on an exception that an agent raised. The standard library alone.
 
 MOST = 2000  # characters
 
-_printed: set[tuple[str, str]] = set()  # kinds of exceptions, and where they were raised
+_printed: set[tuple[str, str]] = set()  # kinds of exceptions, and the lines that raised them
 
 
-def told(error: BaseException) -> str:
-    """Its kind, what it says, and the innermost line of the agent's own code that it came through, where there is one:
-    "KeyError: 'x' (FILE.py, line 7)". What an agent raises to say of itself what failed says that alone."""
+def failure_text(error: BaseException) -> str:
+    """Return the error's kind, its text, and the innermost line of the agent's own code in its traceback, if any: "KeyError:
+    'x' (FILE.py, line 7)". An error by which an agent itself reports a failure gets no line."""
     from sluice.agents.episode import DataError, InfrastructureError
 
     said = f"{type(error).__name__}: {error}"[:MOST]
@@ -93,7 +93,7 @@ def told(error: BaseException) -> str:
 
 
 def print_once(episode: str, error: BaseException) -> None:
-    """The traceback to standard error, of the first of its kind from its line in this process: what it says may differ each
+    """Write the traceback to standard error, once for each kind of error and line in this process. The text may differ each
     time."""
     from sluice.agents.episode import DataError, InfrastructureError
 
@@ -102,7 +102,7 @@ def print_once(episode: str, error: BaseException) -> None:
         return
     _printed.add(which)
     lines = traceback.format_exception(type(error), error, error.__traceback__)
-    sys.stderr.write(f"episode {episode} failed\n{''.join(lines)}")  # at once: others write to the same log
+    sys.stderr.write(f"episode {episode} failed\n{''.join(lines)}")  # in one write: other processes write to the same log
     sys.stderr.flush()
 
 
@@ -119,11 +119,12 @@ def _place(error: BaseException) -> str:
 MESSAGE = 1 << 16  # bytes of a message to or from the nursery
 LINE = 64 << 20  # bytes of a task, or of an answer
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-ROUNDS = 100  # of ending children, who may start others meanwhile
+ROUNDS = 100  # of ending children, which may start others meanwhile
 
 
 def main() -> None:
-    """Ends with exit code 2 where the file cannot be imported, and says why in its last message."""
+    """Run the nursery, or a worker that imports for itself. Exits with code 2 if the file cannot be imported; the nursery's
+    last message says why."""
     file, name, descriptor, per_process = sys.argv[1:5]
     sys.path[0] = str(Path(file).resolve().parent)
     sys.path.append(str(Path.cwd()))
@@ -135,9 +136,9 @@ def main() -> None:
     alone = len(sys.argv) > 5
     try:
         made = imported(file, name)
-    except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it raises is told
+    except BaseException as error:  # noqa: BLE001 - also SystemExit: the message reports any error
         if not alone:
-            own.send(json.dumps({"failed": told(error)}).encode())
+            own.send(json.dumps({"failed": failure_text(error)}).encode())
         sys.exit(2)
     if alone:
         work(made, own, int(per_process))
@@ -146,7 +147,7 @@ def main() -> None:
 
 
 def imported(file: str, name: str) -> Any:
-    """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
+    """Import the file, and return its object `name`. Raises AttributeError, TypeError, and the file's errors."""
     from sluice.agents.functions import Toolset
 
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -159,13 +160,13 @@ def imported(file: str, name: str) -> Any:
         found = getattr(found, part)
     if not callable(getattr(found, "run", found)):
         raise TypeError(f"{name} is neither a function nor has it a method run")
-    Toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool that has no schema
+    Toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool without a schema
     import_all()  # once for all workers
     return found
 
 
 def _own_package() -> None:
-    """`sluice`, from beside this file, wherever the interpreter would look for it."""
+    """Import `sluice` from beside this file, wherever the interpreter would look for it."""
     if "sluice" in sys.modules:
         return
     home = Path(__file__).resolve().parents[1]
@@ -185,17 +186,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Zygote:
-    """Told "fork" with a descriptor, it starts a worker on it and says its pid; told "kill PID", it ends that one. It says who
-    ended, and how."""
+    """The nursery. On "fork" with a descriptor it starts a worker on the descriptor and sends its pid. On "kill PID" it ends
+    that worker. It reports which workers ended, and how."""
 
     def __init__(self, own: socket.socket, made: Any, again: tuple[str, str, str]):
-        """`again`: the arguments of a worker that imports for itself."""
+        """Create the nursery. `again`: the arguments of a worker that imports for itself."""
         self._own, self._made, self._again = own, made, again
         self._workers: set[int] = set()
         self._forks = not sys.platform.startswith("linux") or len(list(Path("/proc/self/task").iterdir())) == 1
 
     def run(self) -> None:
-        """Until its socket is closed."""
+        """Serve until the socket is closed."""
         ended, wake = socket.socketpair()
         ended.setblocking(False)
         wake.setblocking(False)
@@ -203,7 +204,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.collect()
         gc.freeze()
-        self._tell(ready=True)
+        self._send(ready=True)
         with selectors.DefaultSelector() as selector:
             selector.register(self._own, selectors.EVENT_READ)
             selector.register(ended, selectors.EVENT_READ)
@@ -222,11 +223,11 @@ class Zygote:
         word, _, pid = data.decode().partition(" ")
         if word == "fork":
             self._start(descriptors[0])
-        elif int(pid) in self._workers:  # reaped by nobody else: the pid is still its own
+        elif int(pid) in self._workers:  # only this process reaps it: the pid is still its own
             with suppress(ProcessLookupError):
                 os.killpg(int(pid), signal.SIGKILL)
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)  # before it led a group
+                os.kill(int(pid), signal.SIGKILL)  # it may not lead a group yet
         return True
 
     def _start(self, descriptor: int) -> None:
@@ -240,10 +241,10 @@ class Zygote:
             pid = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True).pid
         os.close(descriptor)
         self._workers.add(pid)
-        self._tell(started=pid)
+        self._send(started=pid)
 
     def _become_worker(self, descriptor: int) -> None:
-        """Never returns."""
+        """Turn this process into a worker. Never returns."""
         code = 1
         try:
             os.setsid()
@@ -260,7 +261,7 @@ class Zygote:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Who ended is told of; what they left behind has become this process's own, and is ended."""
+        """Report the workers that ended, and end the children that they left, which are this process's now."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -270,17 +271,17 @@ class Zygote:
                 break
             if pid in self._workers:
                 self._workers.remove(pid)
-                self._tell(ended=pid, code=os.waitstatus_to_exitcode(status))
+                self._send(ended=pid, code=os.waitstatus_to_exitcode(status))
         for child in children() - self._workers:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
 
-    def _tell(self, **news: Any) -> None:
+    def _send(self, **news: Any) -> None:
         self._own.send(json.dumps(news).encode())
 
 
 def children() -> set[int]:
-    """The processes whose parent this one is."""
+    """Return the processes whose parent this one is."""
     found = set()
     for task in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
@@ -289,7 +290,7 @@ def children() -> set[int]:
 
 
 def end_children(kept: set[int]) -> None:
-    """Those that are not `kept`, and theirs, which become ours as they lose their parent."""
+    """End the children that are not `kept`, and their children, which become ours as they lose their parent."""
     for _ in range(ROUNDS):
         if not (left := children() - kept):
             return
@@ -298,7 +299,7 @@ def end_children(kept: set[int]) -> None:
                 os.kill(child, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(child, 0)
-    os._exit(1)  # they are more than can be ended here: the nursery goes on
+    os._exit(1)  # they are too many to be ended here: the nursery goes on
 
 
 # ------------------------------------------------------------------------------------------------------------ a worker
@@ -311,7 +312,7 @@ def work(made: Any, own: socket.socket, per_process: int) -> None:
 
 
 class _EpisodeWorker:
-    """Also the AgentChannel of its episodes."""
+    """Plays the episodes of one process. Also their AgentChannel."""
 
     def __init__(self, agent: Any, per_process: int):
         self._agent, self._threads = agent, ThreadPoolExecutor(4 * per_process, "agent")
@@ -325,32 +326,32 @@ class _EpisodeWorker:
         reader, self._writer = await asyncio.open_connection(sock=own, limit=LINE)
         self._http = http_client()
         while line := await reader.readline():
-            told = json.loads(line)
-            if "task" in told:
-                play = self._playing[told["id"]] = _Play(self._agent, told, self, self._http)
-                play.task = asyncio.create_task(self._play(play, told))
-            elif "end" in told:
-                if (late := self._playing.get(told["end"])) is not None:
-                    late.end(told["phase"])
-            elif "drop" in told:
-                if (dropped := self._playing.pop(told["drop"], None)) is not None:
+            message = json.loads(line)
+            if "task" in message:
+                play = self._playing[message["id"]] = _Play(self._agent, message, self, self._http)
+                play.task = asyncio.create_task(self._play(play, message))
+            elif "end" in message:
+                if (late := self._playing.get(message["end"])) is not None:
+                    late.end(message["phase"])
+            elif "drop" in message:
+                if (dropped := self._playing.pop(message["drop"], None)) is not None:
                     dropped.task.cancel()
             else:
-                self._answered(**told)
-        os._exit(0)  # who had it is gone: nobody wants what is under way
+                self._answered(**message)
+        os._exit(0)  # the environment's process is gone, and with it all callers
 
-    async def _play(self, play: _Play, told: Mapping[str, Any]) -> None:
+    async def _play(self, play: _Play, task: Mapping[str, Any]) -> None:
         from sluice.agents.conversation import RUNNING
 
         kept = children()
         if self._only:
-            random.seed(told["seed"])
+            random.seed(task["seed"])
         outcome = await play.outcome()
-        del self._playing[told["id"]]
+        del self._playing[task["id"]]
         if self._only:
             end_children(kept)
-        self._write({"episode": told["id"], "ended": outcome})
-        if self._only and RUNNING:  # a thread goes on, which nothing but the process's end can stop
+        self._write({"episode": task["id"], "ended": outcome})
+        if self._only and RUNNING:  # a thread goes on: only the process's end stops it
             await self._writer.drain()
             os._exit(0)
 
@@ -382,40 +383,40 @@ class _EpisodeWorker:
 
 
 class _Play:
-    """One episode, through its phases: setup, run, score, cleanup. Each may be ended, and has its own time to be."""
+    """One episode, through its phases: setup, run, score, cleanup. Each phase may be ended, and has a deadline of its own."""
 
-    def __init__(self, agent: Any, told: Mapping[str, Any], worker: _EpisodeWorker, http: Any):
+    def __init__(self, agent: Any, task: Mapping[str, Any], worker: _EpisodeWorker, http: Any):
         from sluice.agents.episode import Episode
         from sluice.agents.functions import Toolset
 
-        tools = Toolset(getattr(agent, "tools", ()), float(told["tool_seconds"]))
+        tools = Toolset(getattr(agent, "tools", ()), float(task["tool_seconds"]))
         self._agent, self._http = agent, http
-        self.episode = tools.episode = Episode(told, worker, tools)
+        self.episode = tools.episode = Episode(task, worker, tools)
         self.task: asyncio.Task[None]
         self._phase, self._work = "", asyncio.ensure_future(asyncio.sleep(0))
 
     def end(self, phase: str) -> None:
-        """No more of this phase, if it is the one under way."""
+        """End this phase if it is under way."""
         if phase == self._phase:
             self._work.cancel()
 
     async def outcome(self) -> dict[str, Any]:
-        """As `ended` of proto/environment.proto, in JSON."""
+        """Play all phases, and return `ended` of proto/environment.proto, in JSON."""
         from sluice.agents.episode import DataError
 
         try:
             found = await self._played()
         except DataError as error:
-            found = {"failure": "data", "reason": told(error)}
+            found = {"failure": "data", "reason": failure_text(error)}
         except _Ended as error:
             found = {"failure": "infrastructure", "reason": f"{error} was ended at its deadline"}
-        except Exception as error:  # noqa: BLE001 - whatever the agent raises is told
-            found = {"failure": "infrastructure", "reason": told(error)}
+        except Exception as error:  # noqa: BLE001 - any error of the agent is reported
+            found = {"failure": "infrastructure", "reason": failure_text(error)}
             print_once(self.episode.id, error)
         try:
             await self._do("cleanup", self._clean_up())
         except Exception as error:  # noqa: BLE001
-            found.setdefault("reason", f"cleanup: {told(error)}")
+            found.setdefault("reason", f"cleanup: {failure_text(error)}")
         return {**found, "stop_reason": self.episode.stop_reason}
 
     async def _played(self) -> dict[str, Any]:
@@ -460,7 +461,7 @@ class _Play:
             self._phase = ""
 
     def _read(self, value: Any) -> dict[str, Any]:
-        """Raises ValueError for what is no reward."""
+        """Return the reward in an agent's result. Raises ValueError if there is none in it."""
         from sluice.agents.episode import finite
 
         if value is None:
@@ -472,7 +473,7 @@ class _Play:
 
 
 class _Ended(Exception):
-    """A phase, at its deadline."""
+    """A phase that was ended at its deadline."""
 
 
 if __name__ == "__main__":

@@ -342,10 +342,10 @@ async def test_what_is_no_message_is_refused_and_is_a_line_of_the_log(
 def test_refusals_are_told_at_powers_of_ten_for_each_host(caplog: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "KINDS", 2)
     for port in range(1000):
-        security.tell(f"ipv4:10.0.0.1:{port}", "why")
-        security.tell(f"ipv6:%5B::1%5D:{port}", "why")
-        security.tell(f"ipv4:10.0.1.{port}:1", "why")
-        security.tell(f"ipv4:10.0.2.{port}:1", "why")
+        security.log_refusal(f"ipv4:10.0.0.1:{port}", "why")
+        security.log_refusal(f"ipv6:%5B::1%5D:{port}", "why")
+        security.log_refusal(f"ipv4:10.0.1.{port}:1", "why")
+        security.log_refusal(f"ipv4:10.0.2.{port}:1", "why")
     counts = (1, 10, 100, 1000)
     assert [line for line in warnings(caplog) if "10.0.0.1" in line] == [
         f"ipv4:10.0.0.1: {count} refused so far: why" for count in counts

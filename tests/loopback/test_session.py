@@ -344,12 +344,12 @@ async def test_nobody_there_is_a_deadline_that_names_the_address() -> None:
     session = Session(address, "reference-0", "Reference")
     with pytest.raises(
         errors.DeadlineExceeded,
-        match=rf"reference-0: connect: no connection to {address}: nobody listens there \(deadline 0.2 s\)",
+        match=rf"reference-0: connect: no connection to {address}: no process listens there \(deadline 0.2 s\)",
     ):
         await session.open(0.2)
     await session.close()
     async with Channel(address) as channel:
-        said = rf"x: Status: no connection to {address}: nobody listens there \(deadline 0.2 s\)"
+        said = rf"x: Status: no connection to {address}: no process listens there \(deadline 0.2 s\)"
         with pytest.raises(errors.DeadlineExceeded, match=said):
             await call(channel, "x", contract.METHODS["Process", "Status"], None, 0.2)
     with pytest.raises(errors.ServiceFault, match="coordinator: Watch: UNAVAILABLE"):

@@ -339,7 +339,7 @@ def test_whom_it_cannot_ask_is_a_line_and_exit_code_2(live: Live, tmp_path: Path
         (("--process", "trainer-7"), "--process: 'trainer-7' is not one of coordinator, "),
         (("--process", "trainer-0", "--seconds", "1"), "trainer-0: is profiled for so many steps"),
         (("--process", "rollout-0", "--steps", "1"), "rollout-0: is profiled for so many seconds"),
-        (("--process", "trainer-0", "--steps", "100000"), "trainer-0: --steps: 100000; after the one under way "),
+        (("--process", "trainer-0", "--steps", "100000"), "trainer-0: --steps: 100000; only "),
         (("--process", "trainer-0", "--steps", "0"), "--steps: 0; must be above 0"),
         (("--process", "trainer-0", "--memory"), "trainer-0: --memory: is of CUDA's allocator"),
         (("--process", "reward-0", "--memory"), "reward-0: --memory: is of CUDA's allocator"),

@@ -90,7 +90,7 @@ def test_a_trainers_profile_is_of_the_steps_after_the_one_under_way(tmp_path: Pa
         found = names(trace)
         assert {name for name in found if name.startswith(("begin", "apply"))} == {"begin 2", "apply 2", "begin 3", "apply 3"}
         assert any("Backward" in name for name in found)
-        with pytest.raises(UserError, match=r"^--steps: 5; after the one under way 4 are left"):
+        with pytest.raises(UserError, match=r"^--steps: 5; only 4 are left after the current step"):
             await service.profile(Profile(step=0, steps=5))
         await service.close()
 
