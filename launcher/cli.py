@@ -1,4 +1,4 @@
-"""The console command `sluice`. Nothing heavy is imported before a command is known."""
+"""The console command `sluice`. Heavy modules are imported only once the command is known."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 EXIT_CODES = """exit codes:
   0    done; or stopped in order by Ctrl-C, SIGTERM or a lost terminal, what was learnt being saved
   1    a fault, which the last line names; of accept: a check has failed
-  2    the user's to mend: the command, the configuration, what it names, a full disk; each fault is a line
+  2    a mistake in the command, the configuration or a file that it names, or a full disk; each fault is a line
   130  stopped at once, by a second Ctrl-C or because stopping in order took too long"""
 
 
@@ -63,37 +63,37 @@ def _parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ends with one of EXIT_CODES."""
+    """Run the command line, and exit with one of EXIT_CODES."""
     outlive_readers()
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes no more positional arguments behind an option.
     if not hasattr(options, "overrides") or any(each.startswith("-") or "=" not in each for each in rest):
-        parser.parse_args(arguments)  # which says what is wrong
+        parser.parse_args(arguments)  # exits, and says what is wrong
     else:
         options.overrides += rest
     sys.exit(run_and_report(lambda: _COMMANDS[options.command](options), options.command in _SHOWING))
 
 
 def run_and_report(work: Callable[[], int | None], shows: bool = False) -> int:
-    """The exit code of `work`, None for 0, or that of the error out of it, which the user is told of. A SIGUSR1 writes
-    the stacks, as in every process of a run, and ends nothing. Work that only `shows` something ends with its reader."""
+    """Run `work` and return its exit code, None for 0, or that of its error, which is printed. SIGUSR1 writes the stacks, as in
+    every process of a run. Work that only `shows` something ends with its reader."""
     with suppress(OSError, RuntimeError):  # a stderr that is no file
         faulthandler.register(signal.SIGUSR1)
     outlive_readers(shows)
     try:
         return work() or 0
     except UserError as error:
-        _tell(*str(error).splitlines())
+        _print_errors(*str(error).splitlines())
         return 2
     except SluiceError as error:
-        _tell(str(error))
+        _print_errors(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _tell(*lines: str) -> None:
+def _print_errors(*lines: str) -> None:
     from runtime.telemetry.shown import shown
 
     for line in lines:
@@ -123,19 +123,19 @@ def _quickstart(options: argparse.Namespace) -> None:
     if options.pretrained:
         quickstart.prepare(_config(options), lambda line: print(shown(line), flush=True))
     if options.write is not None:
-        told = quickstart.write(options.config, options.write, options.overrides)
+        lines = quickstart.write(options.config, options.write, options.overrides)
     else:
-        _train(options)  # which raises where it fails
+        _train(options)  # raises if it fails
         config = _config(options)
         if options.pretrained and (table := quickstart.replies(config)):
             Console().print(table)
-        told = quickstart.advice(config.run.dir, "quickstart --pretrained" if options.pretrained else "quickstart")
-    print("\n".join(map(shown, told)))
+        lines = quickstart.advice(config.run.dir, "quickstart --pretrained" if options.pretrained else "quickstart")
+    print("\n".join(map(shown, lines)))
 
 
 def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
-    """Train, with this machine as the coordinator's node, and print what came of it; `verbose`: and what each process here
-    writes. Raises SluiceError."""
+    """Train, with this machine as the coordinator's node, and print the result. `verbose`: print the output of each process
+    here too. Raises SluiceError."""
     from runtime.process import os_process
 
     os_process.close_to_others()
@@ -159,7 +159,7 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
 
 
 def _watched(console: Console, verbose: bool, work: Callable[[View], Coroutine[Any, Any, T]]) -> T:
-    """What `work` gives, whose progress is shown meanwhile. Ends with its exit code where it was interrupted."""
+    """Return the result of `work`, and show its progress meanwhile. Exits with the code of an interruption."""
     from launcher.job import Interrupted
     from launcher.view import View
     from runtime.telemetry.shown import say
@@ -203,7 +203,7 @@ def _play(options: argparse.Namespace) -> None:
 
 
 def _say_result(options: argparse.Namespace, work: Callable[[Config, View], Coroutine[Any, Any, str]]) -> None:
-    """Print what a command on a configuration says in the end."""
+    """Print the last text of a command on a configuration."""
     from rich.console import Console
 
     from runtime.telemetry.shown import say
@@ -240,7 +240,7 @@ def _bench(options: argparse.Namespace) -> None:
     if not (root / "benchmarks" / "command.py").is_file():
         raise UserError(f"bench {options.name}: the benchmarks are not installed; take `sluice` from a clone of the source")
     sys.path.append(str(root))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))  # of what they start
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))  # for children
     from benchmarks import command
 
     given = {field: getattr(options, field) for field in command.Options.__struct_fields__}
@@ -248,7 +248,7 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _run_of(module: str) -> Callable[[argparse.Namespace], int]:
-    """`run` of a command's module in `launcher`, which gives its exit code, None for 0."""
+    """Return a call of `run` of a command's module in `launcher`: its exit code, None for 0."""
 
     def run(options: argparse.Namespace) -> int:
         code: int | None = importlib.import_module(f"launcher.{module}").run(options)

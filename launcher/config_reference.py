@@ -1,8 +1,8 @@
 """What each key means: the reference, docs/configuration-reference.md (`make reference` writes it), and the JSON Schema.
 
-The string under a field is its meaning, and is read from the source; who only loads a configuration needs it not.
-A key's path names its sections; `[]` stands for each item of a list, `NAME` for each name that a mapping has. Names in
-MindSpeed-RL's files are those of `launcher.mindspeed.reading`.
+The string under a field is its meaning. It is read from the source, since loading a configuration does not need it. A key's
+path names its sections; `[]` stands for each item of a list, `NAME` for each name that a mapping has. Names in MindSpeed-RL's
+files are those of `launcher.mindspeed.reading`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COLUMNS = ("key", "type", "default", "unit", "meaning", "MindSpeed-RL")
 
 @functools.cache
 def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """By field, those of the bases included: its meaning in one line. Fields that have none are left out."""
+    """Return the meaning of each field in one line, by field, base classes included. Fields without one are left out."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if issubclass(base, Section):
@@ -50,12 +50,12 @@ def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def purpose(kind: type[msgspec.Struct]) -> str:
-    """What a section is for, in one line."""
+    """Return what a section is for, in one line."""
     return " ".join((kind.__doc__ or "").split())
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration file, with what each key means, for editors and `sluice schema`."""
+    """Return the JSON Schema of a configuration file, with the meaning of each key, for editors and `sluice schema`."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration"}
     found: dict[str, Any] = head | msgspec.json.schema(Config)
     keys = found["$defs"]["Config"]["properties"]
@@ -72,7 +72,7 @@ def schema() -> dict[str, Any]:
 
 
 def _sections(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
-    """`kind`, and all that are made of it."""
+    """Yield `kind` and its subclasses."""
     yield kind
     for each in kind.__subclasses__():
         yield from _sections(each)
@@ -80,7 +80,7 @@ def _sections(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
 
 @functools.cache
 def _written(module: str) -> dict[str, dict[str, str]]:
-    """By class and field of a module: the string below the field."""
+    """Return the string below each field of a module, by class and field."""
     tree = ast.parse(Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8"))
     return {node.name: dict(_documented(node.body)) for node in tree.body if isinstance(node, ast.ClassDef)}
 
@@ -103,7 +103,7 @@ _NAMES: dict[str, dict[str, Any]] = {  # sections that may be a name instead
 
 
 class ReferenceKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the reference, in words. `default` and `unit` may be empty."""
+    """A row of the reference, as text. `default` and `unit` may be empty."""
 
     path: str
     type: str
@@ -121,7 +121,7 @@ class ReferenceSection(msgspec.Struct, frozen=True):
 
 
 def parts() -> list[ReferenceSection]:
-    """Every section in the order of the schema, each before those below it; the first is the file as a whole."""
+    """Return every section in the order of the schema, each before its subsections; the first is the file as a whole."""
     return list(_parts(inspect.type_info(Config), "", None))
 
 
@@ -132,7 +132,7 @@ def page() -> str:
 
 
 def _parts(kind: inspect.Type, path: str, default: Any) -> Iterator[ReferenceSection]:
-    """The section `kind` at `path`, where `default` stands unless the file has it, and all below."""
+    """Yield the section `kind` at `path`, whose default value is `default`, and its subsections."""
     if not isinstance(kind, inspect.StructType):
         return
     said = meanings(kind.cls)
@@ -152,8 +152,8 @@ def _default(field: inspect.Field | msgspec.structs.FieldInfo) -> Any:
 
 
 def _inner(kind: inspect.Type, path: str, value: Any) -> Iterator[tuple[inspect.Type, str, Any]]:
-    """The sections directly in a field of type `kind`: type, path, default. Of one that may be a list of them, the list is told
-    by its path where no single one is allowed.
+    """Yield the sections directly in a field of type `kind`: type, path, default. Where a list of sections or a single one is
+    allowed, only the single one counts.
     """
     if isinstance(kind, inspect.StructType):
         yield kind, path, value if isinstance(value, msgspec.Struct) else None
@@ -187,7 +187,7 @@ def _words(kind: inspect.Type) -> str:
         case inspect.Metadata():
             return _words(kind.type)
         case inspect.UnionType():
-            # None last, as one says it.
+            # None last.
             ordered = sorted(kind.types, key=lambda variant: isinstance(variant, inspect.NoneType))
             return " or ".join(_words(variant) for variant in ordered)
         case inspect.LiteralType():
@@ -218,12 +218,12 @@ def _bounds(kind: inspect.IntType | inspect.FloatType) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Without an exponent's leading zeros, and without a fraction that says nothing."""
+    """Return a number without leading zeros in its exponent, and without a fraction of zeros."""
     return re.sub(r"e([-+])0+", r"e\1", f"{value:g}") if isinstance(value, float) else str(value)
 
 
 def _shown(value: Any, unit: str) -> str:
-    """A default as one writes it in the file."""
+    """Return a default as it stands in the file."""
     if value is msgspec.NODEFAULT:
         return "required"
     shown = f"`{_flow(value)}`"
@@ -231,7 +231,7 @@ def _shown(value: Any, unit: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    """YAML in one line."""
+    """Return YAML in one line."""
     match value:
         case None | True | False:
             return {None: "null", True: "true", False: "false"}[value]
@@ -247,7 +247,7 @@ def _flow(value: Any) -> str:
 
 
 def _given(value: msgspec.Struct) -> Iterator[tuple[msgspec.structs.FieldInfo, Any]]:
-    """What of a section is not its default."""
+    """Yield the fields of a section that differ from their defaults."""
     for field in msgspec.structs.fields(value):
         one = getattr(value, field.name)
         if one != _default(field):

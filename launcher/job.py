@@ -1,4 +1,4 @@
-"""The processes of one command that runs a topology: started in order, watched, and ended, whatever happens."""
+"""The processes of one command that runs a topology: started in order, watched, and ended in any case."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from services.rpc import client
 from sluice import start
 
 # ---- Warm up
-#
-# The warm-up, which is done once before the services start, in a process of its own.
+
+# The warm-up runs once, before the services start, in a process of its own.
 
 
 async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
-    """Make the tiny model and its problems, unless they are cached; returns the configuration that names them.
+    """Make the tiny model and its problems, unless they are cached; return the configuration that names them.
 
-    What names a model, or data, of its own keeps it; with both there is nothing to make.
+    A model or data that the user names stays; with both there is nothing to make.
     """
     settings = config.warmup
     assert settings is not None
@@ -74,16 +74,16 @@ async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
 
 
 async def _follow(child: Child, view: View) -> None:
-    """Show the warm-up's progress, until it ends. Raises UserError with its own words when it gives up."""
+    """Show the warm-up's progress until it ends. Raises UserError with the warm-up's message if it gives up."""
     assert child.process.stdout is not None
     async for line in child.process.stdout:
-        told = json.loads(line)
-        if told["event"] == "progress":
-            target = round(100 * told["target"])
-            detail = f"step {told['step']}  loss {told['loss']:.2f}  held-out accuracy {told['accuracy']:.1%}"
-            view.phase("warm-up", min(target, round(100 * told["accuracy"])), target, detail)
-        elif told["event"] == "error":
-            raise UserError(told["message"])
+        report = json.loads(line)
+        if report["event"] == "progress":
+            target = round(100 * report["target"])
+            detail = f"step {report['step']}  loss {report['loss']:.2f}  held-out accuracy {report['accuracy']:.1%}"
+            view.phase("warm-up", min(target, round(100 * report["accuracy"])), target, detail)
+        elif report["event"] == "error":
+            raise UserError(report["message"])
     await child.process.wait()
 
 
@@ -92,7 +92,7 @@ Result = TypeVar("Result")
 
 
 class Interrupted(Exception):
-    """The user's wish ended the job. `code` is the exit code."""
+    """The user stopped the job. `code` is the exit code."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -102,12 +102,12 @@ class Interrupted(Exception):
 class Job(ABC, Generic[Result]):
     """One command, from its folder to its result."""
 
-    trains: bool  # False: no trainer, and what goes with it
-    stopped_early: str  # what to say of a job that is stopped before it had anything to keep
-    stopped_late: str  # ... and afterwards, at once
+    trains: bool  # False: no trainer, nor what belongs to it
+    stopped_early: str  # the message of a job that is stopped before it has anything to keep
+    stopped_late: str  # ... and of a job that is stopped later, at once
 
     def __init__(self, config: Config, view: View, here: LocalNode):
-        """`here`: what this machine is called and has, as a node of the run."""
+        """Create the job. `here`: this machine's name and devices, as a node of the run."""
         self.started = self.launched = time.monotonic() - os_process.age()
         self.config = config
         self.view = view
@@ -119,22 +119,22 @@ class Job(ABC, Generic[Result]):
         self._signals = 0
         self._signalled = 0.0
         self._twice = asyncio.Event()
-        self._too_late: asyncio.TimerHandle | None = None  # for an end in order
+        self._too_late: asyncio.TimerHandle | None = None  # ends a stop in order that takes too long
         self._agent: Agent
-        self._told_startup = False
+        self._startup_shown = False
         self._lost: set[str] = set()
-        self._began = False  # whether it has come to have something to keep
+        self._began = False  # whether there is something to keep
 
     @abstractmethod
     async def prepared(self) -> Config:
-        """The resolved, checked configuration."""
+        """Return the resolved, checked configuration."""
 
     @abstractmethod
     async def outcome(self) -> Result:
-        """What the processes left, all of which have ended well. Raises Interrupted when they were stopped too early."""
+        """Return what the processes left, once all have ended well. Raises Interrupted if they were stopped too early."""
 
     async def run(self) -> Result:
-        """Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
+        """Run the job. Raises UserError for a user's mistake, ServiceFault for a fault. No process is left in either case."""
         try:
             loop = asyncio.get_running_loop()
             for number in ending_signals():
@@ -146,18 +146,18 @@ class Job(ABC, Generic[Result]):
                 self.view.say(keys.OPEN)
             self.supervisor = Supervisor(logs, self.view, self.config.logs)
             self._coordinator = CoordinatorKeeper(self.supervisor)
-            config = on_this_machine(tiny_model.made(await self.prepared()), self._here.address)
+            config = on_this_machine(tiny_model.made(await self.prepared()), self._here.address)  # may run the warm-up
             run_files.write_private(self.folder / run_files.CONFIG, loading.to_yaml(config))
-            await self._until_done(await self._start(config))
-            return await self.outcome()
+            await self._until_done(await self._start(config))  # by the coordinator's address, until it has ended
+            return await self.outcome()  # all processes have ended
         finally:
-            await self._end()
+            await self._end()  # in any case, so that no process stays
 
     async def _end(self) -> None:
-        """Whatever happened: no process stays."""
+        """End all processes, whatever has happened."""
         if hasattr(self, "supervisor"):
             await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
-            (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
+            (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # a killed coordinator leaves it
 
     def check(self, config: Config) -> None:
         faults = semantic_faults(config, known_names(), self._here.memory(config), trains=self.trains)
@@ -166,16 +166,16 @@ class Job(ABC, Generic[Result]):
             raise ConfigError(faults)
 
     async def warmed_up(self, config: Config) -> Config:
-        """The configuration with what the warm-up makes."""
+        """Return the configuration with the results of the warm-up."""
         before = time.monotonic()
         config = await self.guarded(warm_up(self.supervisor, config, self.view))
-        self.launched += time.monotonic() - before  # it is no part of the start-up
+        self.launched += time.monotonic() - before  # the warm-up is no part of the start-up
         config = loading.resolve(config)
         self.check(config)
         return config
 
     async def _start(self, config: Config) -> str:
-        """Start the coordinator, and this node's agent, which is to start the others; returns the coordinator's address."""
+        """Start the coordinator, and this node's agent, which starts the other processes. Returns the coordinator's address."""
         self.view.phase("starting")
         (self.folder / run_files.STARTUP).unlink(missing_ok=True)  # of the run that this one resumes
         reader, writer = os.pipe()
@@ -183,7 +183,7 @@ class Job(ABC, Generic[Result]):
             child = await self._coordinator.start(self._spec(config, "--ready-fd", str(writer)), (writer,))
         finally:
             os.close(writer)
-        address = await self.guarded(self._first_word(child, reader, config.deadlines.start))
+        address = await self.guarded(self._read_address(child, reader, config.deadlines.start))
         node = self._here.registration(self.config, config)
         self._agent = Agent(node, config, address, self.supervisor, self._here.machine, sys.executable)
         return address
@@ -192,8 +192,8 @@ class Job(ABC, Generic[Result]):
         path, machine = self.folder / run_files.CONFIG, self._here.machine
         return topology.coordinator_spec(config, path, sys.executable, where, self.launched, self.trains, machine)
 
-    async def _first_word(self, coordinator: Child, descriptor: int, timeout: float) -> str:
-        """The coordinator's address. Raises what it ended with when it did not come to say one."""
+    async def _read_address(self, coordinator: Child, descriptor: int, timeout: float) -> str:
+        """Return the coordinator's address. Raises the coordinator's fault if it ends before it gives one."""
         if line := await _read_line(descriptor, timeout):
             return line
         await asyncio.wait_for(coordinator.process.wait(), timeout)
@@ -212,63 +212,65 @@ class Job(ABC, Generic[Result]):
             await asyncio.gather(watching, following, return_exceptions=True)
 
     async def _finished(self, again: ProcessSpec) -> None:
-        """The coordinator ends first, having stopped the others."""
+        """Wait for the coordinator, which stops the other processes before it ends, and then for these."""
         await self._coordinator.until_finished(again, self._agent.config.services.coordinator.restarts)
         if self._too_late is not None:
             self._too_late.cancel()  # everything is saved
         await self.supervisor.finish(self.config.deadlines.stop)
 
     async def _watch(self, address: str) -> None:
-        """Until the run has ended. A coordinator that is silent, and lives, is ended: another comes in its place."""
+        """Follow the run until it has ended. A coordinator that lives but is silent is ended, so that another one replaces
+        it."""
         silence, phase = self._agent.config.deadlines.silence, ""
         while True:
-            told: Child | None = None
-            with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
+            reporting: Child | None = None
+            with suppress(SluiceError):  # the stream ends with the coordinator; its exit code gives the reason
                 async for progress in client.watch(address, silence, self._agent.keys):
                     self._began = self._began or progress.phase != "starting"
                     self._agent.apply_progress(progress)
-                    self._tell_losses(progress)
+                    self._show_losses(progress)
                     if progress.phase == "training":
-                        self._tell_startup()
+                        self._show_startup()
                     if progress.phase != phase:
                         phase = progress.phase
                         self.began(phase)
                     self.view.progress(progress)
                     if progress.phase in ("finished", "failed"):
                         return
-                    told = self._coordinator.child
-            if told is not None:
+                    reporting = self._coordinator.child
+            if reporting is not None:
                 why = f"is silent (deadlines.silence {silence:g} s)"
-                self.supervisor.give_up(told.spec.name, told.incarnation, why)
+                self.supervisor.give_up(reporting.spec.name, reporting.incarnation, why)
             await asyncio.sleep(timeouts.AGENT_RETRY)
 
-    def _tell_losses(self, progress: Progress) -> None:
-        """Those of other nodes: of this one's the supervisor tells."""
+    def _show_losses(self, progress: Progress) -> None:
+        """Show the losses on other nodes. The supervisor shows those on this node."""
         lost = {f"{one.name}: {one.reason}" for one in progress.lost if one.name not in self.supervisor.incarnations}
         for line in sorted(lost - self._lost):
             self.view.say(f"lost on another node: {line}")
         self._lost = lost
 
     def began(self, phase: str) -> None:
-        """A phase of the run has begun."""
+        """Handle the beginning of a phase of the run."""
 
-    def _tell_startup(self) -> None:
-        """Once, when it is known."""
-        if not self._told_startup and (found := Startup.read(self.folder)) is not None:
-            self._told_startup = True
+    def _show_startup(self) -> None:
+        """Show the times of the start-up once, when they are known."""
+        if not self._startup_shown and (found := Startup.read(self.folder)) is not None:
+            self._startup_shown = True
             self.view.say(startup.line(found))
 
     async def guarded(self, work: Awaitable[T]) -> T:
-        """Wait for `work`, or for the first process that dies: then for the coordinator's word on it, then its own."""
+        """Wait for `work`, or for a death or a second signal. After a death the coordinator may first give the reason. Raises
+        Interrupted, the fault of the process that failed first, or the error of `work`."""
         task = asyncio.ensure_future(work)
         death = asyncio.create_task(self.supervisor.first_failure())
         twice = asyncio.create_task(self._twice.wait())
         try:
             await asyncio.wait({task, death, twice}, return_when=asyncio.FIRST_COMPLETED)
-            if death.done() and not task.done() and not twice.done():  # the coordinator notices, stops the others and says why
-                death.result()  # raises what kept another from being started in a dead one's place
+            if death.done() and not task.done() and not twice.done():  # the coordinator stops the others and gives the reason
+                death.result()  # raises if a dead process could not be replaced
                 await asyncio.wait({task, twice}, timeout=timeouts.FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
-            if twice.done():  # also where a scheduler has ended that one with all others
+            if twice.done():  # first: a scheduler may have ended all processes
                 raise Interrupted(self.stopped_late, 130) if self._began else Interrupted(self.stopped_early, 0)
             if (cause_of_failure := self.supervisor.cause_of_failure()) is not None:
                 raise cause_of_failure.fault()
@@ -281,7 +283,7 @@ class Job(ABC, Generic[Result]):
     def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if now - self._signalled < self._here.echo or (number is signal.SIGHUP and self._signals):
-            return  # a lost terminal may tell so several times
+            return  # a lost terminal may signal it several times
         self._signalled = now
         self._signals += 1
         if self._signals > 1:
@@ -297,7 +299,7 @@ class Job(ABC, Generic[Result]):
 
 
 async def _read_line(descriptor: int, timeout: float) -> str:
-    """One line from a pipe, "" when the other end closes first. Raises DeadlineExceeded."""
+    """Return one line from a pipe, "" if the other end closes first. Raises DeadlineExceeded."""
     loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb"))

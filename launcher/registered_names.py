@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _registries() -> dict[str, Registry[Any]]:
-    """By the key that they are known by, with what is built in."""
+    """Return the registries with their built-in entries, by the key that names an entry."""
     from runtime import algorithms  # noqa: F401 - importing it registers what it has
     from runtime.algorithms import interfaces
     from runtime.data import handlers
@@ -30,7 +30,7 @@ def _registries() -> dict[str, Registry[Any]]:
 
 
 def known_names() -> dict[str, list[str]]:
-    """For `runtime.config.checks.semantic_faults`."""
+    """Return the registered names by key, for `runtime.config.checks.semantic_faults`."""
     registries = _registries()
     found = {key: list(registry) for key, registry in registries.items()}
     found["algorithm.correction"].append("none")
@@ -39,9 +39,9 @@ def known_names() -> dict[str, list[str]]:
 
 
 def faults_of_own_files(config: Config) -> Iterator[str]:
-    """What keeps the functions that are named FILE.py:NAME from being found, and from being called with their options.
+    """Yield why functions that are named FILE.py:NAME cannot be found, or not called with their options.
 
-    Imports their files, as the processes would that call them; those for another interpreter than this one are left to it.
+    Imports their files, as the processes would that call them. Files for another interpreter are left to that interpreter.
     """
     from runtime.chosen_algorithm import choose
     from runtime.config.checks import chosen_names

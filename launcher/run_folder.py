@@ -1,4 +1,4 @@
-"""The folder of a run: that it can be written to, that it is this run's alone, and that no earlier run is lost unasked."""
+"""The folder of a run: it is writable, it is this run's alone, and an earlier run in it is lost only if the user says so."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from runtime.ledger import checkpoint, journal
 from runtime.ledger.reader import DATABASE, LedgerReader
 
 PROBE_BYTES = 1 << 16
-LOOKS = 5  # times
+LOOKS = 5  # attempts to take the lock
 
 
 def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
-    """Make the run's folder, and try it by writing to it; changes nothing of a run that lies there already.
+    """Make the run's folder, and test it by writing to it. An existing run in it stays unchanged.
 
     Returns the folder for logs, and the lock that keeps the folder ours while it is open. Raises UserError.
     """
@@ -34,7 +34,7 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
         raise UserError(
             f"run.dir: {folder} is no run's folder, and a run would replace '{alien}' in it; choose another run.dir"
         )
-    # A run's own config.yaml says "" where it began anew.
+    # A run's own config.yaml has "" if the run began anew.
     if run.resume in ("never", "") and not run.overwrite and _holds_a_run(folder):
         raise UserError(
             f"run.dir: {folder} holds a run already; choose another run.name or run.dir, or set run.resume=auto to go on "
@@ -44,13 +44,13 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
         logs = folder / run_files.LOGS
         run_files.make(folder)
         logs.mkdir(exist_ok=True)
-        lock = run_files.open_lock(folder / run_files.LOCK)  # what a run under way wrote stays
+        lock = run_files.open_lock(folder / run_files.LOCK)  # keeps what a run under way wrote
         try:
             _take(lock)
         except BlockingIOError:
             raise UserError(f"run.dir: a run is under way in {folder}: {run_files.holder(lock)}") from None
         lock.truncate(0)
-        lock.write(uuid.uuid4().bytes)  # by which other nodes see that they share the folder
+        lock.write(uuid.uuid4().bytes)  # other nodes compare it to see that they share the folder
         lock.flush()
         probe = folder / ".probe"
         probe.write_bytes(bytes(PROBE_BYTES))
@@ -61,7 +61,8 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """False also for one that ended before it had asked for a sample, as where an agent's file could not be imported."""
+    """Return whether the folder holds a run. A run that ended before it asked for a sample does not count: an agent's file that
+    cannot be imported, for example."""
     if not (folder / run_files.LEDGER).exists():
         return (folder / run_files.CHECKPOINTS).exists()
     if any((folder / name).exists() for name in (run_files.CHECKPOINTS, run_files.MODEL, run_files.EVALUATIONS)):
@@ -74,7 +75,7 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _take(lock: IO[bytes]) -> None:
-    """Raises BlockingIOError when another run has it. Whoever only looks whether one has, has it for a moment."""
+    """Take the lock. Raises BlockingIOError if another run has it. A process that only checks the lock has it for a moment."""
     for _ in range(LOOKS):
         with suppress(BlockingIOError):
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +84,7 @@ def _take(lock: IO[bytes]) -> None:
 
 
 def under_way(folder: Path) -> bool:
-    """Whether a process has the folder locked. An address without one is that of a coordinator that was killed."""
+    """Return whether a process has the folder locked. An address without a lock is that of a coordinator that was killed."""
     if not (folder / run_files.ADDRESS).exists():
         return False
     try:
@@ -91,13 +92,13 @@ def under_way(folder: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a folder of which nothing more than this can be told
+    except OSError:  # a folder that cannot be examined further
         return False
     return False
 
 
 def inherited(folder: Path) -> IO[bytes] | None:
-    """The lock of a run whose leader was lost with its coordinator; None for one that is led, or that has ended."""
+    """Return the lock of a run whose leader was lost with its coordinator; None if the run is led, or has ended."""
     with suppress(OSError):
         lock = (folder / run_files.LOCK).open("ab")
         with suppress(BlockingIOError):
@@ -109,14 +110,14 @@ def inherited(folder: Path) -> IO[bytes] | None:
 
 
 def _alien(folder: Path) -> str:
-    """What a run would replace in a folder that no run has had; "" for nothing."""
+    """Return what a run would replace in a folder that has had no run; "" for nothing."""
     if (folder / run_files.LOCK).exists() or (folder / run_files.LEDGER).is_dir():
         return ""
     return next((name for name in (*run_files.OF_ONE_RUN, run_files.CONFIG) if (folder / name).exists()), "")
 
 
 def _require_unneeded(folder: Path, config: Config) -> None:
-    """Raises UserError."""
+    """Check that the run removes neither its own input nor a trained run. Raises UserError."""
     run = config.run
     if run.resume == "auto" and not run.overwrite and (held := _trained(folder)):
         raise UserError(
@@ -131,7 +132,7 @@ def _require_unneeded(folder: Path, config: Config) -> None:
 
 
 def _trained(folder: Path) -> str:
-    """What there is of a run that has trained; "" for nothing."""
+    """Return what is there of a run that has trained; "" for nothing."""
     if (folder / run_files.MODEL).exists():
         return "a trained model"
     if not (folder / run_files.LEDGER / DATABASE).exists():
@@ -144,7 +145,7 @@ def _trained(folder: Path) -> str:
 
 
 def _inputs(config: Config) -> dict[str, str]:
-    """By key, what the run reads."""
+    """Return the paths that the run reads, by key."""
     named = {key: path for key, path in named_paths(config).items() if key != "run.dir"}
     named |= {key: source.path for key, source in sources(config.data)}
     named |= {f"the evaluation set {found.name}": found.path for found in evaluation_sets(config)}
@@ -154,13 +155,13 @@ def _inputs(config: Config) -> dict[str, str]:
 
 
 def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: None) -> str:
-    """The checkpoint to resume from, or "" for a new run. Unless the run in the folder goes on, what it left is removed.
+    """Return the checkpoint to resume from, or "" for a new run. Unless the run in the folder goes on, its files are removed.
 
-    `say` is told of the checkpoint that the run goes on from, of each that is left out as it is not whole, and of the newest of
-    those that are removed.
+    `say` gets a line on the checkpoint to resume from, on each checkpoint that is left out as incomplete, and on the newest one
+    that is removed.
 
-    Raises UserError when it is no checkpoint, or lacks what this run needs of it; and, removing nothing, when a run would
-    remove what it is to read, or a run or trained model that nobody said is to be replaced.
+    Raises UserError if the checkpoint is none, or lacks what this run needs. Also raises UserError, and removes nothing, if a
+    run would remove its own input, or a run or trained model that the user has not given up.
     """
     checkpoint.sweep(folder)
     checkpoint.put_back(folder / run_files.MODEL)
@@ -170,8 +171,8 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
     if resume and checkpoint.is_of(folder, Path(resume)):
         say(f"run.resume: going on from {resume}" + "; run.overwrite replaces nothing" * config.run.overwrite)
         journal.examine(folder, Path(resume), say)
-        return resume if config.cluster.shared_folder else config.run.resume  # of which other nodes may lack their parts
-    if resume and not config.run.overwrite and (folder / run_files.LEDGER).exists():  # which knows nothing of that checkpoint
+        return resume if config.cluster.shared_folder else config.run.resume  # other nodes may lack their parts of it
+    if resume and not config.run.overwrite and (folder / run_files.LEDGER).exists():  # the ledger does not know that checkpoint
         raise UserError(
             f"run.resume: {resume} is not of the run that {folder} holds; choose another run.name or run.dir, or set "
             "run.resume=auto to go on with that run, or run.overwrite=true to replace it"

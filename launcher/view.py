@@ -1,4 +1,4 @@
-"""What the user sees of a run: progress bars on a terminal, a line now and then elsewhere."""
+"""What the user sees of a run: progress bars on a terminal, lines at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class View:
         self._bars.stop()
 
     def phase(self, name: str, done: int = 0, total: int = 0, detail: str = "") -> None:
-        """What is going on, and how far it is; `total` 0 is not known."""
+        """Show a phase and its progress; `total` is 0 if it is unknown."""
         name, detail = shown(name), shown(detail)
         fresh = name != self._phase
         if fresh:
@@ -58,30 +58,30 @@ class View:
         now, text = time.monotonic(), "  ".join(filter(None, (name, count, detail)))
         waits_for_another = not total and detail not in ("", self._detail)
         self._detail = detail
-        if self._console.is_terminal or text == self._line:  # a phase is told again when it goes on unchanged
+        if self._console.is_terminal or text == self._line:  # an unchanged phase is reported again
             return
         if fresh or waits_for_another or now - self._last_line >= self._line_interval:
             self._line, self._last_line = text, now
             say(self._console, text)
 
     def say(self, line: str) -> None:
-        """A line of its own, which stays."""
+        """Print a line, which stays."""
         say(self._console, line)
 
     def output(self, name: str, line: str) -> None:
-        """What a process wrote, with its name before it. May be called from any thread."""
+        """Print what a process wrote, behind its name. May be called from any thread."""
         self._width = max(self._width, len(name))
         self.say(f"{name:<{self._width}} | {line}")
 
     def _close(self) -> None:
-        """The phase before is over: its bar stands still, and full."""
+        """End the previous phase: its bar stands still, and full."""
         if self._task is not None:
             total = self._bars.tasks[self._task].total or 1
             self._bars.update(self._task, total=total, completed=total, detail="")
             self._bars.stop_task(self._task)
 
     def progress(self, progress: status.Progress) -> None:
-        """The run's own word on where it is."""
+        """Show a progress report of the run."""
         if progress.phase in ("finished", "failed"):
             self._close()
             return

@@ -1,5 +1,4 @@
-"""Check by an exit code whether a process of a run serves: `python -m sluice.health_check HOST:PORT`
-(`services.health_check`)."""
+"""Check whether a process of a run serves (exit code): `python -m sluice.health_check HOST:PORT` (`services.health_check`)."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""`sluice accept`: what a machine does with Sluice, check by check, and one report to send back.
+"""`sluice accept`: checks of this machine, one after the other, and one report to send back.
 
-Every check is a process with a deadline, so that one that hangs or crashes on a device is a line of the report.
+Every check is a process with a deadline, so a check that hangs or crashes on a device becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LAST = 20  # lines of a failed check's output that the report keeps
 
 
 class CheckOutcome(Struct, kw_only=True):
-    """`detail` says why a check failed or was left out, or what was different about it."""
+    """`detail`: why a check failed or was left out, or what was different about it."""
 
     check: str
     result: Literal["passed", "failed", "left out"]
@@ -76,7 +76,7 @@ class AcceptReport(Struct, kw_only=True):
     machine: dict[str, str]
     versions: dict[str, str]
     variables: dict[str, str]
-    tool: str  # what npu-smi, nvidia-smi or lscpu says
+    tool: str  # the output of npu-smi, nvidia-smi or lscpu
     outcomes: list[CheckOutcome]
 
     @property
@@ -85,18 +85,18 @@ class AcceptReport(Struct, kw_only=True):
 
 
 async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
-    """Run every check and write `folder`/report.md and report.json. Raises UserError when the folder is taken."""
+    """Run every check, and write `folder`/report.md and report.json. Raises UserError if the folder is not empty."""
     _begin(folder, config)
-    report = await _about(device)
+    report = await _about(device)  # the vendor's tool runs in a thread
     model = folder / "model"
-    made = await _run("model", _worker("model", "cpu", model), folder / "model.log")
+    made = await _run("model", _worker("model", "cpu", model), folder / "model.log")  # first: the checks of the engines load it
     if made.result == "failed":
         raise ServiceFault("accept", "start", f"no model could be made: {made.detail}")
     count = 0
     for check in CHECKS:
         show(check)
         if check == "quickstart":
-            outcome = await _quickstart(device, count, folder, config, steps)
+            outcome = await _quickstart(device, count, folder, config, steps)  # ends by its deadline, like every check
         elif check == "publication" and device != "cpu" and count == 1:
             outcome = CheckOutcome(check=check, result="left out", detail="needs two devices")
         else:
@@ -125,10 +125,10 @@ def _worker(check: str, device: Device, model: Path) -> tuple[str, ...]:
 
 
 def placement(device: Device, count: int) -> list[str]:
-    """Overrides that spread the quickstart over `count` accelerators: the trainer, with reference, apart from the rollouts.
+    """Return overrides that spread the quickstart over `count` accelerators: trainer with reference, apart from the rollouts.
 
-    Several ranks of one communicator need a device each, so that a single device publishes over gloo, and its roles take turns.
-    What is accepted is the device's own collective, where there are several.
+    The ranks of one communicator need a device each. So a single device syncs weights over gloo, and its roles take turns. With
+    several devices their own collective is checked.
     """
     if device == "cpu":
         return ["publication.backend=gloo"]
@@ -151,7 +151,7 @@ def placement(device: Device, count: int) -> list[str]:
 
 
 async def _quickstart(device: Device, count: int, folder: Path, config: Path, steps: int) -> CheckOutcome:
-    """GRPO of the quickstart: warm-up, rollouts, rewards, reference, trainer, publications and an evaluation."""
+    """Run the quickstart by GRPO: warm-up, rollouts, rewards, reference, trainer, weight syncs and an evaluation."""
     overrides = [*placement(device, count), f"run.dir={folder / 'run'}", f"training.steps={steps}", "run.overwrite=true"]
     if device == "npu":
         overrides.append("services.platform=ascend")
@@ -179,7 +179,7 @@ async def _run(check: str, command: Sequence[str], log: Path, figures: bool = Tr
         printed = b""
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what a check that hangs or fails has left
+            os.killpg(process.pid, signal.SIGKILL)  # a check that hangs or fails may leave processes
         code = await process.wait()
     seconds = time.monotonic() - began
     lines = printed.decode(errors="replace").strip().splitlines()
@@ -216,7 +216,7 @@ def _version(name: str) -> str:
 
 
 def _cann() -> dict[str, str]:
-    """CANN's own files name its version, under ASCEND_TOOLKIT_HOME."""
+    """Return CANN's version, from its own files under ASCEND_TOOLKIT_HOME."""
     home = Path(os.environ.get("ASCEND_TOOLKIT_HOME", CANN_HOME))
     for file in sorted(home.glob("*/ascend_toolkit_install.info")) + sorted(home.glob("version.cfg")):
         return {"CANN": " ".join(file.read_text(errors="replace").split())[:300]}

@@ -1,4 +1,4 @@
-"""`sluice accept`: checks of this machine's devices, each of which is told, and the report to send back."""
+"""`sluice accept`: checks this machine's devices, shows each check, and writes the report to send back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from runtime.telemetry.shown import literal, say
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 1 where a check has failed."""
+    """Run the checks. Returns the exit code: 1 if a check has failed."""
     console = Console()
     folder = options.out or Path("accept") / options.device
     with console.status("starting") as status:
 
-        def show(told: str) -> None:
-            status.update(literal(told))
+        def show(check: str) -> None:
+            status.update(literal(check))
 
         report = asyncio.run(accept(options.device, folder, options.config, options.steps, show))
     for one in report.outcomes:

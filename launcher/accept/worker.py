@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 # ---- Random groups
-#
-# Groups to train on without a rollout: random tokens, of long-tailed lengths. For what measures or checks a trainer alone.
 
-BATCHES = 2  # different ones; what measures goes over all of them, so that everything has the same work
+# Groups of random tokens with long-tailed lengths, to measure or check a trainer without a rollout.
+
+BATCHES = 2  # different ones; a measurement covers all of them, so that each has the same work
 REPLY_MEDIAN, REPLY_SIGMA, REPLY_SHORTEST = 96, 0.9, 16
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_SHORTEST = 48, 0.5, 16
 
@@ -49,13 +49,13 @@ class GroupLengths(NamedTuple):
 
     @property
     def samples(self) -> list[int]:
-        """Each sample's tokens, prompt included: what counts as real, once a sample."""
+        """Tokens of each sample, prompt included: its real tokens."""
         return [self.prompt + reply for reply in self.replies]
 
 
 def draw_lengths(config: Config) -> list[list[GroupLengths]]:
-    """Of the groups of each batch. Lognormal, clipped to what the configuration allows: `data.max_prompt_tokens` and
-    `sampling.max_new_tokens`. The same for every model."""
+    """Return the lengths of each batch's groups. Lognormal, clipped to `data.max_prompt_tokens` and `sampling.max_new_tokens`.
+    The same for every model."""
     random = np.random.default_rng(0)
 
     def lognormal(median: int, sigma: float, shortest: int, longest: int, count: int) -> list[int]:
@@ -71,8 +71,8 @@ def draw_lengths(config: Config) -> list[list[GroupLengths]]:
 
 
 def draw_groups(config: Config) -> list[list[TrainGroup]]:
-    """The groups of each batch, as long as `draw_lengths` says. Random tokens, each about as probable under the policy that
-    sampled it as any other of the vocabulary; every second sample is rewarded."""
+    """Return the groups of each batch, with the lengths of `draw_lengths`. Tokens are random, and about equally probable under
+    the policy that sampled them; every second sample is rewarded."""
     vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     random = np.random.default_rng(1)
 
@@ -102,13 +102,13 @@ def draw_groups(config: Config) -> list[list[TrainGroup]]:
 
 Figures = dict[str, Any]
 
-TENSORS, ELEMENTS, BUCKET = 16, 1 << 20, 16 << 20  # what the publication sends: 64 MiB of float32 in buckets of 16 MiB
+TENSORS, ELEMENTS, BUCKET = 16, 1 << 20, 16 << 20  # the weight sync sends 64 MiB of float32 in buckets of 16 MiB
 VERSIONS = 3
 TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices may multiply in fewer bits
 
 
 def model(device: str, folder: Path) -> Figures:
-    """A tiny one, for the checks of the engines."""
+    """Make a tiny model for the checks of the engines."""
     from runtime.config import Warmup
     from runtime.models import tiny_model
 
@@ -119,7 +119,7 @@ def model(device: str, folder: Path) -> Figures:
 
 
 def platform(device: str, folder: Path) -> Figures:
-    """Device, memory, random state, and a product in bfloat16."""
+    """Check device, memory, random state, and a product in bfloat16."""
     import torch
 
     from runtime.process import platform as own
@@ -150,7 +150,7 @@ def _name(where: torch.device) -> str:
 
 
 def publication(device: str, folder: Path) -> Figures:
-    """Weights from this process to another over the device's own backend, and an end by deadline when the other stops."""
+    """Send weights to another process over the device's backend. A transfer must end by its deadline if that process stops."""
     import torch
 
     from runtime.process import network
@@ -221,7 +221,7 @@ def _heard(process: subprocess.Popen[str], word: str) -> None:
 
 
 def receiver(device: str) -> None:
-    """The other process of `publication`, on the second device where there are several."""
+    """Run the other process of `publication`, on the second device if there are several."""
     import torch
 
     from runtime.process import platform as own
@@ -245,8 +245,8 @@ def receiver(device: str) -> None:
 
 
 def rollout(device: str, folder: Path) -> Figures:
-    """The embedded rollout engine: the log-probabilities that it reports are those of the model on the CPU, also of weights
-    that were staged while it generated."""
+    """Check that the embedded rollout engine reports the log-probabilities of the model on the CPU, also for weights that are
+    staged while it generates."""
     import numpy as np
     import torch
 
@@ -263,11 +263,11 @@ def rollout(device: str, folder: Path) -> Figures:
         sampling = SamplingParams(max_new_tokens=count)
         engine.submit([GroupRequest(group_id=0, prompt=prompt, n=8, seed=1, sampling=sampling)])
         staging = asyncio.ensure_future(engine.stage(dict(WeightFiles(folder))))
-        groups = await engine.advance(staging.done)
-        await staging
-        await engine.swap(PolicyVersion(0, 1), recompute=True)
+        groups = await engine.advance(staging.done)  # decodes until the weights are staged
+        await staging  # raises its error
+        await engine.swap(PolicyVersion(0, 1), recompute=True)  # between two steps, with samples under way
         while not groups:
-            groups = await engine.advance(lambda: False)
+            groups = await engine.advance(lambda: False)  # decodes to the end with the new weights
         await engine.close()
         return types.decode(GroupPayload, groups[0].payload)
 
@@ -281,7 +281,7 @@ def rollout(device: str, folder: Path) -> Figures:
 
 
 def _expected(folder: Path, prompt: Any, reply: Any) -> Any:
-    """float32 [R]: log-probabilities of `reply` by the stock model on the CPU."""
+    """Return the log-probabilities of `reply` by the stock model on the CPU, float32 [R]."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -295,7 +295,7 @@ def _expected(folder: Path, prompt: Any, reply: Any) -> Any:
 
 
 def trainer(device: str, folder: Path) -> Figures:
-    """Two steps of the embedded trainer: loss and gradient norm are those of the CPU."""
+    """Run two steps of the embedded trainer: loss and gradient norm must be those of the CPU."""
     import torch
 
     from runtime.config import Config
@@ -348,7 +348,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(CHECKS[name](device, Path(folder))), flush=True)
     except UserError as error:
         sys.exit(f"error: {error}")
-    os._exit(0)  # without the interpreter's end, at which threads of a collective that was abandoned would call abort
+    os._exit(0)  # not by the interpreter's end, where threads of an abandoned collective would call abort
 
 
 if __name__ == "__main__":

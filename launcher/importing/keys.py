@@ -1,7 +1,7 @@
-"""What becomes of each key of another program's configuration: a table in a `keys.yaml`, typed.
+"""What becomes of each key of another program's configuration: a typed table, from a `keys.yaml`.
 
-The table says which keys of ours a key of theirs decides; how values are translated that are not the same here is code.
-Names have underscores; theirs may have dashes.
+The table names the keys of ours that a key of theirs decides. Values that differ here are translated by code. Names have
+underscores; those of the other program may have dashes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from runtime.config.yaml_text import at_home
 from runtime.errors import ConfigError
 
 # ---- Settings
-#
-# The keys of another program's files as a translation reads them, and a record of what became of each. Pure.
+
+# The keys of another program's files, and a record of what became of each. Pure.
 
 
 class Unresolved(Struct, frozen=True):
-    """A value that the file does not say. `text` is what stands in its place."""
+    """A value that the file does not give. `text` stands in its place."""
 
     text: str
     why: str
 
 
 class FileEntry(Struct, frozen=True):
-    """A key with its value. `section` is that of the file, `model` for those of a model's file."""
+    """A key with its value. `section`: of the file; `model` for the keys of a model's file."""
 
     section: str
-    name: str  # with underscores; of a mapping within a section with dots
+    name: str  # with underscores; a key of a mapping within a section has dots
     value: Any
     model: str = ""
 
@@ -47,10 +47,10 @@ class FileEntry(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True):
-    """What a file says. `entries` are in the file's order, those of models last."""
+    """The contents of a file. `entries`: in the file's order, those of models last."""
 
     name: str  # the file's, without its suffix
-    format: str  # which of the program's
+    format: str  # one of the program's
     entries: tuple[FileEntry, ...]
 
 
@@ -65,7 +65,7 @@ class TranslatedKey(Struct, frozen=True):
 
 
 class CarriedDefault(Struct, frozen=True):
-    """A default of the other program's that is not ours, and was written because the file leaves its key to it."""
+    """A default of the other program's that is not ours. It was written because the file leaves its key out."""
 
     path: str
     value: str
@@ -73,7 +73,7 @@ class CarriedDefault(Struct, frozen=True):
 
 
 class Setting(Struct, frozen=True):
-    """A key's value, as the other program would have it. `path` is the table's where the file leaves the key to its default."""
+    """A key's value, as the other program would have it. `path`: that of the table if the file leaves the key out."""
 
     path: str
     value: Any
@@ -83,8 +83,8 @@ class Setting(Struct, frozen=True):
 class TranslatedSettings:
     """Reads keys, and records what becomes of them.
 
-    `without`: keys that the user leaves out, by the ends of their paths. They are neither translated nor refused, and what they
-    would have decided stays at Sluice's default. What says what is trained cannot be left out.
+    `without`: keys that the user leaves out, by the ends of their paths. They are neither translated nor refused, and the keys
+    that they would have decided keep Sluice's defaults. Keys that say what is trained cannot be left out.
     """
 
     def __init__(self, table: KeyTable, read: Read, without: Collection[str]):
@@ -94,12 +94,12 @@ class TranslatedSettings:
         self.values: dict[str, Any] = {}  # ours, by path
         self.sources: dict[str, str] = {}  # of ours: theirs
         self.faults: list[str] = []
-        self.advice: list[str] = []  # what the user should know beside the single keys
+        self.advice: list[str] = []  # what the user should know besides the single keys
         self._entries = read.entries
         self._left_out = {each.path for each in read.entries for name in without if _ends(each.path, _plain(name))}
         self._ours: dict[str, list[str]] = {}
-        self._said: dict[str, str] = {}  # why nothing came of it
-        self._noted: dict[str, str] = {}  # how it was translated, where that differs from the table's note
+        self._said: dict[str, str] = {}  # why a key decided nothing
+        self._noted: dict[str, str] = {}  # how a key was translated, if that differs from the table's note
         self._refused: set[str] = set()
         self._defaults: dict[str, tuple[Any, list[str]]] = {}
         for name in without:
@@ -129,7 +129,7 @@ class TranslatedSettings:
             self.refuse(Setting(entry.path, entry.value, True), found[1].refused)
 
     def of(self, section: str, name: str) -> Setting:
-        """A key of a section that is no role's; the program's default where the file has none."""
+        """Return a key of a section that is no role's; the program's default if the file has none."""
         return self.setting(self._by_place.get((section, name)), section, name)
 
     def setting(self, entry: FileEntry | None, section: str, name: str) -> Setting:
@@ -139,11 +139,11 @@ class TranslatedSettings:
         if entry is None or (entry.value is None and entry.path not in self._left_out):
             return Setting(entry.path if entry else f"{place}.{name}".lstrip("."), _typed(key, at_home(key.default)), False)
         if entry.path in self._left_out or _wrong(key, entry.value):
-            return Setting(entry.path, None, True)  # the fault is known; nothing more is to be said of it
+            return Setting(entry.path, None, True)  # the fault is known; no more is said of the key
         return Setting(entry.path, _typed(key, entry.value), True)
 
     def put(self, path: str, value: Any, *settings: Setting, note: str = "") -> None:
-        """Ours becomes `value`, because of `settings`. Nothing happens where that is None."""
+        """Set our key to `value`, because of `settings`. Does nothing if `value` is None."""
         if value is None:
             return
         self.values[path] = value
@@ -162,29 +162,29 @@ class TranslatedSettings:
                 self._defaults.setdefault(setting.path, (setting.value, []))[1].append(line)
 
     def say(self, reason: str, *settings: Setting) -> None:
-        """Why a key decides nothing, unless it does after all. What was said first stays."""
+        """Record why a key decides nothing, in case that it decides nothing. The first reason stays."""
         for setting in settings:
             if setting.given:
                 self._said.setdefault(setting.path, reason)
 
     def refuse(self, setting: Setting, reason: str) -> None:
-        """A value that asks for what cannot be had."""
+        """Refuse a value that asks for something impossible here."""
         if setting.path not in self._refused:
             self._refused.add(setting.path)
             self._said[setting.path] = reason
             self.faults.append(f"{setting.path}: {shown(setting.value)}: refused: {reason}")
 
     def decide(self, reason: str, *settings: Setting) -> None:
-        """What the user has to look at or to add, with the keys that say it there."""
+        """Record what the user has to check or to add, with the keys that it comes from."""
         self.advice.append(f"{', '.join(setting.path for setting in settings)}: {reason}")
         self._decided.update({setting.path: reason for setting in settings if setting.given})
 
     def at(self, path: str) -> Setting:
-        """A key by its path, whatever its section."""
+        """Return a key by its path, whatever its section."""
         return self.of(*self.table.place(path))
 
     def copy(self, facts: Mapping[str, Any]) -> None:
-        """Every key of the table that is the same here, or has its values by name, where its facts hold."""
+        """Copy every key of the table that is the same here, or has its values by name, if its facts hold."""
         for section, known in self.table.sections.items():
             for name, key in known.items():
                 setting = self.of(section, name) if key.copy or key.values else None
@@ -197,13 +197,13 @@ class TranslatedSettings:
                         self.put(f"{path}.{name}" if path.endswith("engine_args") else path, value, setting)
 
     def chosen(self, setting: Setting, values: Mapping[str, Any]) -> Any:
-        """Ours for a value of theirs; None where there is none, which is refused."""
+        """Return our value for one of theirs. A value without ours is refused, and gives None."""
         if setting.value is not None and shown(setting.value) not in values:
             self.refuse(setting, f"must be one of {', '.join(values)}")
         return values.get(shown(setting.value))
 
     def rows(self) -> Iterator[TranslatedKey]:
-        """One for each key of the file, in its order."""
+        """Yield a row for each key of the file, in the file's order."""
         for entry in self._entries:
             path, value = entry.path, entry.value.text if isinstance(entry.value, Unresolved) else shown(entry.value)
             found = self.table.find(entry.section, entry.name)
@@ -227,14 +227,14 @@ class TranslatedSettings:
         return TranslatedKey(path, value, "ignored", reason=reason or self._overridden(entry, place))
 
     def _overridden(self, entry: FileEntry, place: str) -> str:
-        """Why a mapped key decided nothing: a section that is nearer to the role has it, or the role does not take it."""
+        """Return why a mapped key decided nothing: a section nearer to the role has it, or the role does not take it."""
         others = [each for each in self._entries if each.name == entry.name and each.path in self._ours]
         if others:
             return f"{others[-1].path} stands over it"
         return f"{entry.section} takes none of its own" if place not in (entry.section, "model") else "decides nothing here"
 
     def carried(self) -> list[CarriedDefault]:
-        """The program's defaults among what was written, by key."""
+        """Return the program's defaults among what was written, by key."""
         return [
             CarriedDefault(path, shown(value), tuple(dict.fromkeys(ours))) for path, (value, ours) in self._defaults.items()
         ]
@@ -253,21 +253,22 @@ def _wrong(key: TheirKey, value: Any) -> bool:
 
 
 def _typed(key: TheirKey, value: Any) -> Any:
-    """Whole numbers as int where the key's are, so that 4.0 is written as 4."""
+    """Return whole numbers as int if the key's are, so that 4.0 is written as 4."""
     whole = key.type == "int" or (not key.type and type(key.default) is int)
     return int(value) if whole and isinstance(value, float) else value
 
 
 def as_float(value: Any) -> float | None:
-    """A number as ours has it, where theirs may be whole; None stays."""
+    """Return a float, where theirs may be whole; None stays."""
     return None if value is None else float(value)
 
 
 # ---- Translation
-#
-# From the values that a translation found to a configuration of Sluice's: what differs from its defaults. No I/O.
+# ---- Translation
 
-_BY_PRESENCE = ("critic", "lora")  # sections that say something even when empty
+# From the translated values to a configuration of Sluice's: what differs from its defaults. No I/O.
+
+_BY_PRESENCE = ("critic", "lora")  # sections that have a meaning even when empty
 
 
 class Translation(Struct, frozen=True):
@@ -282,13 +283,14 @@ class Translation(Struct, frozen=True):
 
 
 def check(keys: TranslatedSettings) -> None:
-    """Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice does not do."""
+    """Check the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice
+    lacks."""
     if faults := keys.faults or _schema_faults(keys):
         raise ConfigError(list(dict.fromkeys(faults)))
 
 
 def translation(keys: TranslatedSettings, advice: Sequence[str]) -> Translation:
-    """What `keys` has become. `advice`: what the user should know besides the single keys."""
+    """Return the translation of `keys`. `advice`: what the user should know besides the single keys."""
     return Translation(
         keys.table.program,
         keys.table.command,
@@ -300,13 +302,13 @@ def translation(keys: TranslatedSettings, advice: Sequence[str]) -> Translation:
 
 
 def _schema_faults(keys: TranslatedSettings) -> list[str]:
-    """Values beyond what ours may be, by the names of theirs."""
-    told = []
+    """Return the faults of values that our keys do not allow, under the names of their keys."""
+    faults = []
     for fault in loading.type_faults(_nested(keys.values)):
         path = fault.partition(":")[0]
         source = next((theirs for ours, theirs in keys.sources.items() if path == ours or path.startswith(f"{ours}.")), "")
-        told.append(f"{source}: {fault}" if source else fault)
-    return told
+        faults.append(f"{source}: {fault}" if source else fault)
+    return faults
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
@@ -321,24 +323,24 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """Ours, of every section that may be there."""
+    """Return our defaults, of every section that may be there."""
     whole = Config(run=Run(name=""), rewards=Rewards(model=RewardModel(path="")), critic=Critic(), lora=Lora())
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(whole))  # tuples become lists, as in a file
     return found
 
 
 def _raw(values: dict[str, Any]) -> dict[str, Any]:
-    """What differs from our defaults, in the order of the schema. A section that decides by being there stays."""
+    """Return what differs from our defaults, in the order of the schema. A section whose presence decides something stays."""
     raw, defaults = _nested(values), _defaults()
     if raw.get("trackers") == [{"name": each["name"]} for each in defaults["trackers"]]:
-        del raw["trackers"]  # ours, but for the keys of each, which need not be written
+        del raw["trackers"]  # the defaults, whose own keys need not be written
     kept = _different(raw, defaults)
     named = [name for name in defaults if name in kept or (name in raw and name in _BY_PRESENCE)]
     return {name: kept.get(name, {}) for name in named}
 
 
 def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """`section` without what equals `default`, in its order."""
+    """Return `section` without values that equal `default`, in the order of `default`."""
     made: dict[str, Any] = {}
     for key in [*(key for key in default if key in section), *(key for key in section if key not in default)]:
         value, other = section[key], default.get(key)
@@ -351,13 +353,13 @@ def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, An
 
 
 def _written(carried: CarriedDefault) -> CarriedDefault:
-    """`carried` with what it wrote that is not our default anyway."""
+    """Return `carried` without the lines that are our defaults in any case."""
     return CarriedDefault(carried.path, carried.value, tuple(line for line in carried.ours if line not in _default_lines()))
 
 
 @functools.cache
 def _default_lines() -> frozenset[str]:
-    """Our defaults, each as PATH=VALUE."""
+    """Return our defaults, each as PATH=VALUE."""
     return frozenset(f"{path}={shown(value)}" for path, value in _paths(_defaults()))
 
 
@@ -389,20 +391,20 @@ _WORDS = {
 
 
 class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exactly one of `to`, `decide`, `ignored` and `refused` is given."""
+    """Has exactly one of `to`, `decide`, `ignored` and `refused`."""
 
-    default: Any = None  # the other program's own
-    type: str = ""  # str, bool, int, float, list, map or several with "|"; that of the default when empty
-    to: list[str] = []  # mapped: our keys, by their paths, that it decides alone or together with others
-    note: str = ""  # how, where that is not obvious; with its unit
-    copy: bool = False  # mapped: all of `to` become its value as it is
-    least: int | None = None  # of `copy`: values below it are this one
-    values: dict[str, Any] = {}  # mapped: ours, by theirs as they are shown; others are refused
-    when: dict[str, Any] = {}  # of `copy` and `values`: by facts of a translation, when they hold; else it is ignored
+    default: Any = None  # of the other program
+    type: str = ""  # str, bool, int, float, list, map or several with "|"; "": that of the default
+    to: list[str] = []  # mapped: the paths of our keys that it decides, alone or together with other keys
+    note: str = ""  # how, if that is not obvious; with its unit
+    copy: bool = False  # mapped: all of `to` get its value unchanged
+    least: int | None = None  # with `copy`: values below it become it
+    values: dict[str, Any] = {}  # mapped: our values, by theirs as they are shown; other values are refused
+    when: dict[str, Any] = {}  # with `copy` and `values`: the facts under which they hold; otherwise the key is ignored
     otherwise: str = ""  # for this reason
     decide: str = ""  # what the user has to do about a value other than `default`
     ignored: str = ""  # why it has no counterpart, and needs none
-    refused: str = ""  # why a value other than `default` cannot be had here, and what to do instead
+    refused: str = ""  # why a value other than `default` is impossible here, and what to do instead
     inert: list[Any] = []  # values besides the default that ask for nothing
     essential: bool = False  # says what is trained, the model's structure or the kind of training: cannot be left out
 
@@ -411,7 +413,7 @@ class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return "mapped" if self.to else "refused" if self.refused else "to decide" if self.decide else "ignored"
 
     def fault(self, value: Any) -> str:
-        """Why `value` is of a wrong type; "" when it is not. null is every key's."""
+        """Return why `value` has a wrong type, "" if it does not. Every key may be null."""
         kinds = (self.type or _type_of(self.default)).split("|")
         if value is None or any(_is(value, kind) for kind in kinds if kind) or kinds == [""]:
             return ""
@@ -423,7 +425,7 @@ class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def shown(value: Any) -> str:
-    """A value as in YAML's flow style, on one line; text in quotes only where it would be taken for something else."""
+    """Return a value in YAML's flow style, on one line. Text has quotes only if YAML would read it as something else."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, str):
@@ -449,8 +451,8 @@ def _is(value: Any, kind: str) -> bool:
 class KeyTable:
     """The keys of one program's files, by section (`rl_config`), then by name; `mtp.*` stands for all names that begin so.
 
-    `program` is its name, `command` ours that imports its files. `places`: where the keys of a section of a file are
-    looked up in the table, one after the other; others in their own section alone.
+    `program`: its name. `command`: ours that imports its files. `places`: for a section of a file, the sections of the table in
+    which its keys are looked up, in order. Keys of other sections are looked up in their own section alone.
     """
 
     def __init__(self, program: str, command: str, file: Path, places: Mapping[str, tuple[str, ...]] | None = None):
@@ -465,35 +467,35 @@ class KeyTable:
 
     @functools.cached_property
     def essential(self) -> frozenset[str]:
-        """The names of keys that say what is trained, whatever section they are in."""
+        """The names of keys that say what is trained, in any section."""
         return frozenset(name for keys in self.sections.values() for name, key in keys.items() if key.essential)
 
     def looked_up(self, section: str) -> tuple[str, ...]:
-        """The sections of the table in which a key of a file's `section` is looked up."""
+        """Return the sections of the table in which a key of a file's `section` is looked up."""
         return self._places.get(section, (section,))
 
     def find(self, section: str, name: str) -> tuple[str, TheirKey] | None:
-        """A key of a file's `section`, and the section of the table that has it."""
+        """Return the section of the table that has a key of a file's `section`, and the key."""
         parts = name.split(".")
         patterns = [name, f"{name}.*", *(".".join([*parts[:end], "*"]) for end in range(len(parts) - 1, -1, -1))]
         known = ((place, self.sections.get(place, {}), pattern) for place in self.looked_up(section) for pattern in patterns)
         return next(((place, keys[pattern]) for place, keys, pattern in known if pattern in keys), None)
 
     def place(self, path: str) -> tuple[str, str]:
-        """The section of a path, the longest one that the table has, and the name in it."""
+        """Return the section of a path, the longest one that the table has, and the name in it."""
         sections = [section for section in self.sections if section and path.startswith(f"{section}.")]
         section = max(sections, key=len, default="")
         return section, path.removeprefix(f"{section}.")
 
     def names(self, section: str) -> Mapping[str, TheirKey]:
-        """The keys that a file's `section` may have."""
+        """Return the keys that a file's `section` may have."""
         found: dict[str, TheirKey] = {}
         for place in reversed(self.looked_up(section)):
             found |= self.sections.get(place, {})
         return found
 
     def nearest(self, section: str, name: str) -> str:
-        """What was meant by an unknown key: of its own section, or the same one of another; "" where nothing is near."""
+        """Return a hint on an unknown key: a near one of its section, or the same one of another section; "" for none."""
         near = get_close_matches(name, list(self.names(section)), n=1, cutoff=0.6)
         if near:
             return f"nearest is {near[0]}"

@@ -10,11 +10,11 @@ from runtime.config.yaml_text import dump
 
 OUTCOMES: tuple[Outcome, ...] = ("mapped", "to decide", "ignored", "refused", "left out")
 ALIKE = 4  # keys
-COLUMNS = ("value", "outcome", "here, or why not")  # behind the key's, which is the program's name
+COLUMNS = ("value", "outcome", "here, or why not")  # after the key's column, which has the program's name
 
 
 def totals(rows: Sequence[TranslatedKey]) -> str:
-    """`40 keys: 31 mapped, 9 ignored, 0 refused, 0 left out`."""
+    """Return a line such as `40 keys: 31 mapped, 9 ignored, 0 refused, 0 left out`."""
     counts = Counter(row.outcome for row in rows)
     return f"{len(rows)} keys: " + ", ".join(
         f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome] or outcome != "to decide"
@@ -22,7 +22,8 @@ def totals(rows: Sequence[TranslatedKey]) -> str:
 
 
 def brief(rows: Sequence[TranslatedKey]) -> Iterator[TranslatedKey]:
-    """For a screen: of more than ALIKE keys that are ignored for one reason, the first and the number of the others."""
+    """Yield the rows for a screen: of more than ALIKE keys with one reason to be ignored, the first and the number of the
+    others."""
     alike = Counter(row.reason for row in rows if row.outcome == "ignored")
     seen: set[str] = set()
     for row in rows:
@@ -34,17 +35,17 @@ def brief(rows: Sequence[TranslatedKey]) -> Iterator[TranslatedKey]:
 
 
 def cells(row: TranslatedKey) -> tuple[str, str, str, str]:
-    """A row: the key, and what is under COLUMNS."""
+    """Return a row: the key, and what is under COLUMNS."""
     return row.path, row.value, row.outcome, "; ".join(filter(None, [", ".join(row.ours), row.reason]))
 
 
 def markdown(file: str, translation: Translation) -> str:
-    """The whole report: keys, defaults that were carried over, and what to know besides."""
+    """Return the whole report: keys, defaults that were carried over, and advice."""
     return "\n".join(_report_lines(file, translation)) + "\n"
 
 
 def configuration(file: str, translation: Translation) -> str:
-    """The YAML file of ours, with a header that says what is not in it."""
+    """Return our YAML file, with a header that says what is not in it."""
     left = [row.path for row in translation.rows if row.outcome == "left out"]
     counts = Counter(row.outcome for row in translation.rows)
     head = [

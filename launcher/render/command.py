@@ -1,4 +1,4 @@
-"""`sluice render`: the files that start a run's nodes under Slurm, Kubernetes or Docker Compose, and those that watch it."""
+"""`sluice render`: the files that start a run's nodes under Slurm, Kubernetes or Docker Compose, and its monitoring files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def render(options: argparse.Namespace) -> list[Path]:
 
 
 def _watched(config: Config) -> dict[str, str]:
-    """Of a run that is started by hand. Raises UserError."""
+    """Render the monitoring of a run that is started by hand. Raises UserError."""
     settings, coordinator = config.metrics.prometheus, config.services.coordinator
     if settings is None or not settings.port:
         raise ConfigError(["metrics.prometheus.port: missing; must be a port at which Prometheus finds the coordinator"])
@@ -45,7 +45,7 @@ def _watched(config: Config) -> dict[str, str]:
 
 
 def _write(texts: dict[str, str], private: dict[str, str], folder: Path) -> list[Path]:
-    """What somebody may have changed is not written over; what is `private` stays as it was made first."""
+    """Write the files. A file that differs is not overwritten: raises UserError. A `private` file is written only once."""
     paths = {folder / name: text for name, text in texts.items()}
     try:
         for path, text in paths.items():

@@ -1,7 +1,7 @@
-"""The text of each file, made of the templates beside it. No I/O but that.
+"""The text of each file, made from the templates beside this module. No other I/O.
 
-A template of YAML is rendered, read, and written anew below its first comment. So short forms and further comments may stand in
-the template, and nothing that a plan names acts as YAML.
+A YAML template is rendered, read, and written anew below its first comment. So a template may have short forms and further
+comments, and no name in a plan acts as YAML.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from runtime.process.network import host_port
 
 _HERE = Path(__file__).parent
 _COLUMNS, _WIDTH, _HEIGHT = 2, 12, 8  # of panels, in Grafana's grid, which is 24 wide
-_FIRST_NODE = "FIRST-NODE"  # which Slurm alone knows, once the job has begun
+_FIRST_NODE = "FIRST-NODE"  # only Slurm knows it, once the job has begun
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 # ---- Slurm
-#
-# The batch shell runs on the first node and starts the agent there itself, the others by srun: Slurm gives a signal to every
-# process of a step, services included, whereas a run is drained by a SIGTERM to the one agent that has the coordinator.
+
+# The batch shell runs on the first node, and starts the agent there itself, the others by srun. Slurm sends a signal to every
+# process of a step, services included; but a run is drained by a SIGTERM to the coordinator's agent alone.
 
 
 def slurm(plan: Plan) -> dict[str, str]:
@@ -62,7 +62,7 @@ def compose(plan: Plan) -> dict[str, str]:
     """Render a Compose file, one service for each node, all on one machine: text by file name. Raises ConfigError."""
     names = [node.name for node in plan.nodes] if plan.named else [f"node-{index}" for index in range(len(plan.nodes))]
     check_names(names, "in Compose")
-    nodes, first = [], 0  # of the machine's accelerators that no node has yet
+    nodes, first = [], 0  # first: the machine's first accelerator without a node
     for name, node in zip(names, plan.nodes, strict=True):
         nodes.append((name, range(first, first + node.devices)))
         first += node.devices
@@ -73,16 +73,16 @@ def compose(plan: Plan) -> dict[str, str]:
 
 
 # ---- Kubernetes
-#
-# Nodes are pods of Indexed Jobs (batch/v1). A Job ends with the run; a StatefulSet does not, since its pods are always started
-# again. A Job's pods have stable host names and come back under them, which is what a JobSet would be taken for, and a JobSet
-# needs a controller that not every cluster has. The node with the coordinator is a Job of its own: it alone serves at a known
-# port, and restarts differently. The others are one Job, whose completions and parallelism may be changed while the run goes
-# on; nodes that the configuration names are a Job each.
+
+# Nodes are pods of Indexed Jobs (batch/v1). A Job ends with the run; a StatefulSet always starts its pods again. A Job's pods
+# have stable host names, and keep them when they come back. A JobSet would give the same, but needs a controller that not every
+# cluster has. The coordinator's node is a Job of its own: it alone serves at a known port, and restarts differently. The other
+# nodes are one Job, whose completions and parallelism may change while the run goes on. Nodes that the configuration names are
+# a Job each.
 
 
 class _JobNodes(Struct, frozen=True):
-    """Nodes that are one Job. `agent`: their agents' name, $(NODE_INDEX) being a pod's place in the Job."""
+    """Nodes of one Job. `agent`: the name of their agents; $(NODE_INDEX) is a pod's index in the Job."""
 
     job: str
     agent: str
@@ -92,7 +92,7 @@ class _JobNodes(Struct, frozen=True):
 
 
 def kubernetes(plan: Plan, claim: str = "") -> dict[str, str]:
-    """Render manifests: text by file name. `claim`: of the volume that the nodes share; when "", one is claimed. Raises
+    """Render manifests: text by file name. `claim`: of the volume that the nodes share; "" claims a new one. Raises
     ConfigError."""
     groups = _groups(plan)
     host = f"{groups[0].job}-0.{plan.name}"
@@ -111,12 +111,12 @@ def kubernetes(plan: Plan, claim: str = "") -> dict[str, str]:
 
 
 def secret(plan: Plan, digits: str) -> dict[str, str]:
-    """Render that by which the pods know each other, hexadecimal `digits`: text by file name."""
+    """Render the secret by which the pods know each other, hexadecimal `digits`: text by file name."""
     return {"secret.yaml": _yaml("secret.yaml", plan=plan, digits=digits)}
 
 
 def _groups(plan: Plan) -> list[_JobNodes]:
-    """The coordinator's node first. Raises ConfigError when a name is not one for a host."""
+    """Return the groups of nodes, the coordinator's node first. Raises ConfigError if a name cannot name a host."""
     if plan.named:
         check_names([node.name for node in plan.nodes], "in Kubernetes")
         named = [_JobNodes(f"{plan.name}-{node.name}", node.name, 1, node.devices) for node in plan.nodes]
@@ -136,9 +136,9 @@ def _groups(plan: Plan) -> list[_JobNodes]:
 
 
 def monitoring(config: Config, host: str, note: str = "") -> dict[str, str]:
-    """Render what a Prometheus needs to watch a run: whom to ask, when to raise an alarm (alerts.yaml), and a dashboard for
-    Grafana (panels.yaml). Text by file name; nothing where no metrics are served. `host`: at which the coordinator is reached.
-    `note`: what else is to be known of it."""
+    """Render what Prometheus needs to watch a run: the address to ask, the alarms (alerts.yaml), and a dashboard for Grafana
+    (panels.yaml). Text by file name; nothing if no metrics are served. `host`: where the coordinator is reached. `note`: a
+    comment on that address."""
     settings = config.metrics.prometheus
     if settings is None:
         return {}
@@ -185,12 +185,12 @@ def _panel(index: int, panel: dict[str, Any]) -> dict[str, Any]:
 
 
 def _agent(name: str, devices: int, *more: str) -> list[str]:
-    """The arguments of torchrun that start a node's agent."""
+    """Return the arguments of torchrun that start a node's agent."""
     return [*AGENT, "--name", name, *more, *(["--devices", str(devices)] if devices else []), CONFIG_PATH]
 
 
 def _quoted(value: Any) -> str:
-    """A text, or a list of texts, as YAML on one line, wherever it stands."""
+    """Return a text, or a list of texts, as YAML on one line, at any place in a file."""
     return yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf).strip()
 
 
@@ -200,7 +200,7 @@ _TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
-    comment_start_string="<#",  # in place of {#, with which bash counts
+    comment_start_string="<#",  # in place of {#, which bash uses for lengths
     comment_end_string="#>",
 )
 _TEMPLATES.filters["quoted"] = _quoted
@@ -218,7 +218,7 @@ class _FileDumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Files within files stay readable."""
+    """Represent a text so that files within files stay readable."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 

@@ -1,4 +1,4 @@
-"""What the files for every scheduler are made from: a run's nodes, their devices, and the configuration they share. No I/O."""
+"""The input for every scheduler's files: a run's nodes, their devices, and the configuration that they share. No I/O."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from runtime.process.network import is_loopback
 
 Device = Literal["cpu", "cuda", "npu"]
 
-PORT = 29400  # the coordinator's, where the configuration leaves it open
-METRICS_PORT = 28400  # likewise, of its metrics
+PORT = 29400  # the coordinator's, if the configuration gives none
+METRICS_PORT = 28400  # likewise, for its metrics
 RETURNS = 3  # times that a node may come back by itself
 HOME = PurePosixPath("/home/sluice")  # the images' working folder
 CONFIG_PATH = "/etc/sluice/config.yaml"
@@ -32,16 +32,16 @@ _IMAGES: dict[Device, str] = {"cpu": "sluice", "cuda": "sluice:cuda", "npu": "sl
 
 
 class PlannedNode(Struct, frozen=True):
-    """`devices`: accelerators, 0 on CPUs. `name` is "" where the scheduler gives it."""
+    """`devices`: accelerators, 0 on CPUs. `name` is "" if the scheduler gives it."""
 
     name: str
     devices: int
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """`nodes`: the first one runs the coordinator. `named`: whether the configuration names them, or takes whoever comes."""
+    """`nodes`: the first one runs the coordinator. `named`: the configuration names the nodes; otherwise any node may join."""
 
-    name: str  # of the run, as host names may be
+    name: str  # of the run, fit for host names
     config: Config
     nodes: tuple[PlannedNode, ...]
     named: bool
@@ -51,41 +51,41 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def launcher(self) -> list[str]:
-        """What starts an agent in one of the images."""
+        """The command that starts an agent in one of the images."""
         return ["with-cann", "torchrun"] if self.device == "npu" else ["torchrun"]
 
     @property
     def start_seconds(self) -> float:
-        """Until the coordinator serves: a warm-up comes before it."""
+        """Seconds until the coordinator serves, with the warm-up before that."""
         return self.config.deadlines.start + warm_up_seconds(self.config)
 
     @property
     def restartable(self) -> bool:
-        """Whether a coordinator that is started again goes on; otherwise it would refuse the folder, or begin anew in it."""
+        """True if a restarted coordinator goes on; otherwise it would refuse the folder, or begin anew in it."""
         return self.config.run.resume == "auto"
 
     @property
     def health(self) -> list[str]:
-        """The command that asks a process for its health, at the address that is to follow."""
+        """The command that asks a process for its health; the address follows it."""
         return ["python3", "-m", "sluice.health_check", "--run", str(HOME / self.config.run.dir)]
 
     @property
     def variables(self) -> list[str]:
-        """What the configuration reads of the nodes' environment, by `{from: NAME}`."""
+        """The variables of the nodes' environment that the configuration reads, by `{from: NAME}`."""
         names = {name for path, role in processes(self.config).items() for name in references(role, path).values()}
         settings = self.config.metrics.prometheus
         return sorted(names | ({settings.token.variable} if settings is not None and settings.token is not None else set()))
 
     def placed_at(self, host: str) -> Config:
-        """The configuration for all nodes, whose coordinator is reached at `host`."""
+        """Return the configuration of all nodes, with the coordinator at `host`."""
         config = self.config
         coordinator = replace(config.services.coordinator, host=host, port=self.port)
         return replace(config, services=replace(config.services, coordinator=coordinator))
 
 
 def plan(config: Config, device: Device | None = None, devices: int | None = None, image: str = "") -> Plan:
-    """`config` is resolved. `device` is taken from its environment when None; `devices` is how many accelerators the nodes have
-    of which the configuration does not say it. Raises ConfigError.
+    """Plan the nodes of a resolved `config`. `device`: None takes it from the platform. `devices`: accelerators of the nodes
+    for which the configuration gives no number. Raises ConfigError.
     """
     device = device or ("npu" if config.services.platform == "ascend" else "cpu")
     faults = list(_faults(config, device, devices))
@@ -136,12 +136,12 @@ def _faults(config: Config, device: Device, devices: int | None) -> Iterator[str
 
 
 def label(text: str) -> str:
-    """`text` with what a host name may not have replaced by hyphens."""
+    """Return `text` with a hyphen in place of all that a host name may not have."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def check_names(names: Sequence[str], where: str) -> None:
-    """Raises ConfigError unless every one of `cluster.nodes` may be the name of a host."""
+    """Check that each of `cluster.nodes` may be the name of a host. Raises ConfigError."""
     faults = [
         f"cluster.nodes.{index}.name: '{name}' cannot name a host {where}; must be up to {LONGEST_LABEL} of a-z, 0-9, -"
         for index, name in enumerate(names)
@@ -152,9 +152,9 @@ def check_names(names: Sequence[str], where: str) -> None:
 
 
 def shared_folder(config: Config) -> str:
-    """The folder of the images over which what the nodes share is mounted: the one that holds the run's.
+    """Return the folder in the images where the nodes' volume is mounted: the one that holds the run's folder.
 
-    Raises ConfigError when that would hide others.
+    Raises ConfigError if the volume would hide other folders.
     """
     if not config.cluster.shared_folder:
         raise ConfigError(["cluster.shared_folder: false, but the containers share a volume; must be true"])
