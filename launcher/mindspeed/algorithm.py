@@ -8,7 +8,7 @@ from launcher.importing.keys import Setting, as_float, shown
 from launcher.mindspeed.reading import RoleSettings
 
 STAGES = ("ray_grpo", "ray_ppo", "ray_dapo")
-# Their verifiers by our rules, and what differs. Those of the older format stand over the current ones'.
+# Our rules by their verifiers, with the difference. Entries of the older format replace those of the current one.
 _RULES = {
     "acc": ("acc", ""),
     "format": ("format", ""),
@@ -22,15 +22,15 @@ _RULES = {
 }
 _OLDER_RULES = {"acc": ("r1_zero_acc", ""), "format": ("r1_zero_format", "")}
 _ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
-_NEVER_ADAPTS = {  # their current format's kl_ctrl_type adaptive, by stage
+_NEVER_ADAPTS = {  # by stage: why kl_ctrl_type adaptive of their current format adapts nothing
     "ray_grpo": "nothing there adapts the coefficient of ray_grpo: it stays init_kl_coef",
     "ray_ppo": "each iteration there adapts a copy, and the next begins with init_kl_coef again: the coefficient stays",
 }
-_TOP_K = 50  # what the current format has by default
+_TOP_K = 50  # the default of the current format
 
 
 def rewards(keys: RoleSettings) -> None:
-    """`rewards`: rules by their names and weights, and a reward model where devices are given to one."""
+    """Translate `rewards`: rules by their names and weights, and a reward model if it is given devices."""
     rl = keys.format == "current"
     section = "rl_config" if rl else "algorithm"
     ruled = keys.of("rl_config", "rule_reward") if rl else keys.of("reward", "verifier")
@@ -94,7 +94,7 @@ def _reward_model(keys: RoleSettings, rl: bool) -> None:
 
 
 def algorithm(keys: RoleSettings) -> None:
-    """`algorithm`, and what of `sampling` and `critic` goes with it."""
+    """Translate `algorithm`, and the keys of `sampling` and `critic` that belong to it."""
     rl = keys.format == "current"
     stage = keys.role("actor", "stage")
     if stage.value is not None and stage.value not in STAGES:
@@ -121,7 +121,7 @@ def algorithm(keys: RoleSettings) -> None:
 
 
 def stage_of(keys: RoleSettings) -> str:
-    """One of STAGES: which of their trainers and losses it is. That of the estimator where the file does not say."""
+    """Return one of STAGES: the kind of their trainer and loss. If the file does not say, the estimator decides."""
     stage = keys.role("actor", "stage").value
     estimator = keys.of("rl_config" if keys.format == "current" else "algorithm", "adv_estimator").value
     return stage if stage in STAGES else "ray_ppo" if estimator == "gae" else "ray_grpo"
@@ -168,7 +168,7 @@ def _clipping(keys: RoleSettings, rl: bool, dapo: bool) -> None:
 
 
 def _divergence(keys: RoleSettings, stage: str, gae: bool) -> None:
-    """The KL term: in the loss of ray_grpo, in the rewards of ray_ppo if asked for, and in those of the older format."""
+    """Translate the KL term: in the loss of ray_grpo, in the rewards of ray_ppo if asked for, in those of the older format."""
     rl = keys.format == "current"
     section, prefix = ("rl_config", "") if rl else ("algorithm", "kl_ctrl.")
     coefficient = keys.of(section, "init_kl_coef" if rl else f"{prefix}kl_coef")
@@ -205,7 +205,7 @@ def _divergence(keys: RoleSettings, stage: str, gae: bool) -> None:
 
 
 def _no_divergence(stage: str, gae: bool, in_reward: bool) -> str:
-    """Why the current format's stage has no KL term; "" where it has one."""
+    """Return why the current format's stage has no KL term; "" if it has one."""
     if stage == "ray_dapo":
         return "ray_dapo has no KL term"
     if stage == "ray_ppo" and not gae:
@@ -214,7 +214,7 @@ def _no_divergence(stage: str, gae: bool, in_reward: bool) -> str:
 
 
 def _control(keys: RoleSettings, kind: Setting, target: Setting, horizon: Setting, never: str) -> None:
-    """The coefficient's course. `never`: why an adaptive one does not move there; "" where it does."""
+    """Translate the control of the coefficient. `never`: why an adaptive one does not move there; "" if it does."""
     if kind.value == "adaptive" and never:
         keys.put("algorithm.kl_target", 0.0, kind, note=never)
         keys.say(never, target, horizon)

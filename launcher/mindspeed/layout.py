@@ -1,4 +1,4 @@
-"""MindSpeed-RL's resources, parallelism and engines as Sluice's section `services`, and the budgets of tokens. Pure."""
+"""MindSpeed-RL's resources, parallelism and engines as Sluice's section `services`, and the token budgets. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LAYERS = {  # megatron-core's linear layers by those of Hugging Face's layout
     "linear_fc2": ["down_proj"],
 }
 ASCEND = "ascend"
-HCCL_BUFFER = 256  # MiB, in that environment
+HCCL_BUFFER = 256  # MiB, which services.platform ascend sets
 OF_A_MACHINE = 16  # devices at most: of Atlas A3, and of 200T A2 Box16; others have 8
 
 
 def services(keys: RoleSettings) -> None:
-    """`services`, `lora`, `reference` and the budgets of tokens."""
+    """Translate `services`, `lora`, `reference` and the token budgets."""
     environment = keys.of("rl_config", "runtime_env_path")
     keys.put("services.platform", ASCEND, *([environment] if environment.given else []))
     lora = _lora(keys)
@@ -41,10 +41,10 @@ def _current(keys: RoleSettings, lora: bool) -> None:
     together, actor = keys.of("rl_config", "use_integrated_worker"), keys.of("rl_config", "actor_resource.num_npus")
     older = keys.of("rl_config", "colocate_all_models")
     chosen = older if older.given and not together.given else together
-    integrated = chosen.value is not False  # left out as well: roles without devices of their own have to share the actor's
+    integrated = chosen.value is not False  # also if it is left out: roles without devices of their own share the actor's
     _spread(keys, "actor", "trainer", [actor], actor.value)
     _rollouts(keys, actor)
-    # Training and sampling are on the same devices in either case: the actor is one hybrid worker there.
+    # Training and sampling share devices in either case: the actor is one hybrid worker there.
     keys.put("services.rollout.colocate", "trainer", together)
     keys.put("services.rollout.colocate", "trainer", *([older] if older.given else []))
     reference = keys.of("rl_config", "reference_resource.num_npus")
@@ -94,7 +94,7 @@ def _older(keys: RoleSettings, lora: bool) -> None:
 
 
 def _sum(keys: RoleSettings, pool: Setting) -> int | None:
-    """Devices of all nodes."""
+    """Return the devices of all nodes; None if they are not given, or at fault."""
     if pool.value is None:
         return None
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in pool.value):
@@ -104,14 +104,14 @@ def _sum(keys: RoleSettings, pool: Setting) -> int | None:
 
 
 def _spread(keys: RoleSettings, role: str, service: str, counted: list[Setting], devices: int | None) -> None:
-    """An SPMD group: its processes, and how the model is spread over them."""
+    """Translate an SPMD group: its processes, and how the model is spread over them."""
     path = f"services.{service}"
     keys.put(f"{path}.engine", "megatron")
     sizes: dict[str, int] = {}
     for ours, theirs in _WAYS.items():
         setting = keys.role(role, theirs)
         if service == "reference" and ours == "context":
-            sizes[ours] = 1  # it runs forward only, and has none
+            sizes[ours] = 1  # the reference runs forward only, without context parallelism
             continue
         sizes[ours] = 1 if setting.value is None else setting.value
         if sizes[ours] < 1:
@@ -128,7 +128,7 @@ def _spread(keys: RoleSettings, role: str, service: str, counted: list[Setting],
 
 
 def _blocks(keys: RoleSettings, path: str, counted: list[Setting], devices: int | None, sizes: dict[str, int]) -> None:
-    """As many blocks of ranks as there is room for, among which a step's prompts have to be shared out."""
+    """Translate the number of processes. They form blocks of ranks, among which a step's prompts have to be shared out."""
     if devices is None:
         keys.say("empty: one block of ranks", *counted)
         return
@@ -148,7 +148,7 @@ def _blocks(keys: RoleSettings, path: str, counted: list[Setting], devices: int 
 
 
 def _stages(keys: RoleSettings, role: str, path: str, stages: int) -> None:
-    """`layers_per_stage` from num_layer_list, or from noop_layers, which even out stages that are not equal."""
+    """Translate `layers_per_stage`, from num_layer_list, or from noop_layers, which even out unequal stages."""
     listed, noops, layers = keys.role(role, "num_layer_list"), keys.role(role, "noop_layers"), keys.role(role, "num_layers")
     keys.say("config.json of model.path says how many", layers)
     counts = _numbers(keys, listed) if listed.value is not None else []
@@ -183,7 +183,7 @@ def _stages(keys: RoleSettings, role: str, path: str, stages: int) -> None:
 
 
 def _numbers(keys: RoleSettings, setting: Setting) -> list[int] | None:
-    """A list of whole numbers, which may be text with commas; None where it is not, which is a fault."""
+    """Return a list of whole numbers, which may be text with commas; None, and a fault, if it is no such list."""
     parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     try:
         return [int(str(part)) for part in parts if str(part).strip()]
@@ -193,7 +193,7 @@ def _numbers(keys: RoleSettings, setting: Setting) -> list[int] | None:
 
 
 def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, lora: bool) -> None:
-    """The frozen model: on the trainer's devices, in a turn of its own, or on its own."""
+    """Translate the frozen model: on the trainer's devices, in a turn of its own, or on devices of its own."""
     path, backbone = "services.reference", keys.of("rl_config", "share_backbone")
     load, original = keys.role("reference", "load"), keys.of("rl_config", "integrated_mode_config.ref_model_load_path")
     if not keys.values.get("algorithm.kl_coefficient"):
@@ -240,7 +240,7 @@ def _rollouts(keys: RoleSettings, actor: Setting) -> None:
     for kind in ("optimizer", "grad", "param"):
         setting = keys.of(section, f"offload_train_{kind}")
         keys.put(f"services.trainer.offload_train_{kind}", setting.value, setting)
-        if "critic" in keys.values and kind != "param":  # whose weights are needed between updates
+        if "critic" in keys.values and kind != "param":  # a critic's weights are needed between updates
             keys.put(f"services.critic.offload_train_{kind}", setting.value, setting)
 
 
@@ -293,7 +293,7 @@ def _recomputation(keys: RoleSettings, role: str, service: str) -> None:
 
 
 def tokens(keys: RoleSettings, samples: Setting) -> int | None:
-    """Tokens of so many samples of the greatest length."""
+    """Return the tokens of `samples` samples of the greatest length."""
     prompt, reply = keys.values.get("data.max_prompt_tokens"), keys.values.get("sampling.max_new_tokens")
     if samples.value is None or prompt is None or reply is None:
         return None
@@ -301,7 +301,7 @@ def tokens(keys: RoleSettings, samples: Setting) -> int | None:
 
 
 def token_limit(keys: RoleSettings) -> Setting | None:
-    """max_tokens_to_oom, where the file has it."""
+    """Return max_tokens_to_oom, if the file has it."""
     found = [keys.role("actor", "max_tokens_to_oom")]
     if keys.format == "current":
         found += [keys.of(section, "max_tokens_to_oom") for section in ("rl_config", "generate_config")]
@@ -309,7 +309,7 @@ def token_limit(keys: RoleSettings) -> Setting | None:
 
 
 def _budgets(keys: RoleSettings) -> None:
-    """With use_dynamic_bsz max_tokens_to_oom or the packed size, else micro_batch_size samples in tokens."""
+    """Translate budgets: with use_dynamic_bsz max_tokens_to_oom or the packed size, else micro_batch_size samples in tokens."""
     micro, limit, own = keys.role("actor", "micro_batch_size"), token_limit(keys), "training.max_tokens_per_microbatch"
     scored = "services.reference.max_tokens_per_microbatch"
     dynamic, update, reference = (

@@ -1,6 +1,6 @@
-"""From MindSpeed-RL's files to one flat list of keys and values: the file itself, and those of the models that it names.
+"""From MindSpeed-RL's files to one flat list of keys and values: the file itself, and the models' files that it names.
 
-The format is the current one, or the older one of R1-Zero; the sections that are there tell which. Names may have dashes.
+The format is the current one, or the older one of R1-Zero: the file's sections decide. Names may have dashes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from runtime.config.yaml_text import read_mapping
 from runtime.errors import ConfigError
 
 # ---- Keys
-#
-# MindSpeed-RL's keys: the table in `keys.yaml`, and which of its sections a role has.
+
+# MindSpeed-RL's keys: the table in `keys.yaml`, and the sections of each role.
 
 ROLES = ("actor", "reference", "reward", "critic")
-# By format: the section with the keys of all roles, then each role's own; later ones stand over earlier ones.
+# By format: the section with the keys of all roles, then each role's own section, which overrides the first one.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "current": {
         "actor": ("megatron_training", "actor_config"),
@@ -34,7 +34,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "critic": ("training", "critic"),
     },
 }
-# Where the keys of a section of a file are looked up in the table, one after the other; others in their own section alone.
+# For a section of a file: the sections of the table in which its keys are looked up, in order. Default: its own.
 _PLACES = {
     "model": ("megatron_training",),
     "training": ("megatron_training",),
@@ -48,13 +48,13 @@ _PLACES = {
     "critic": ("critic", "critic_config", "megatron_training"),
     "reward": ("reward", "reward_config", "megatron_training"),
 }
-# Sections of the older format, some of which are called as ours are.
+# Sections of the older format. Some have the names of ours.
 _OLDER_SECTIONS = ("actor_rollout_ref.actor_rollout", "actor_rollout_ref.ref", "critic", "reward", "algorithm", "resource_pool")
 TABLE = KeyTable("MindSpeed-RL", "import-mindspeed", Path(__file__).parent / "keys.yaml", _PLACES)
 
 
 def named_there(path: str) -> list[str]:
-    """The keys of MindSpeed-RL's current format, as SECTION.KEY, that decide our key `path`."""
+    """Return the keys of MindSpeed-RL's current format, as SECTION.KEY, that decide our key `path`."""
     sections = {section: keys for section, keys in TABLE.sections.items() if section not in _OLDER_SECTIONS}
     return [f"{section}.{name}" for section, keys in sections.items() for name, key in keys.items() if path in key.to]
 
@@ -65,14 +65,14 @@ def named_there(path: str) -> list[str]:
 
 
 class RoleSettings(TranslatedSettings):
-    """Keys of a section, and those of a role, which several sections may have."""
+    """Keys of a section, and keys of a role, which several sections may have."""
 
     def __init__(self, read: Read, without: Collection[str]):
         super().__init__(TABLE, read, without)
         self._by_model = {(each.model, each.name): each for each in read.entries if each.model}
 
     def role(self, role: str, name: str) -> Setting:
-        """A key of a role: its own section's, else that of all roles, else its model's, else the default."""
+        """Return a key of a role: from its own section, else from that of all roles, else from its model, else the default."""
         shared, own = SECTIONS[self.format][role]
         named = [self._by_place.get((section, "model")) for section in (own, shared)]
         model = next((each.value for each in named if each is not None), "")
@@ -98,7 +98,7 @@ _PARTS = {"actor_rollout_ref": ("actor_rollout", "ref")}
 
 
 def read(file: Path, models: Path | None = None) -> Read:
-    """Read `file`, and the models that it names from the folder `models`: the folder `model` beside it when None.
+    """Read `file`, and the models that it names, from the folder `models`; None is the folder `model` beside the file.
 
     Raises ConfigError, one line per fault, each with the key's path in its file.
     """
@@ -139,7 +139,8 @@ def _format(file: Path, raw: Mapping[str, Any]) -> str:
 
 
 def _underscored(raw: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], list[str]]:
-    """`raw` with underscores in the names of all its keys, but not within values that are mappings by nature."""
+    """Return `raw` with underscores in the names of all keys, except within values that are mappings by nature; and the
+    faults."""
     made: dict[str, Any] = {}
     faults: list[str] = []
     for given, value in raw.items():
@@ -154,7 +155,7 @@ def _underscored(raw: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], lis
 
 
 def _sections(raw: Mapping[str, Any], format: str, faults: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sections of a file, and those within one, by the names that the table has for them."""
+    """Yield the sections of a file, and those within a section, by the names that the table has for them."""
     known = _FORMS[format]
     for name, content in raw.items():
         if name in ("defaults", "hydra", "model"):
@@ -181,7 +182,7 @@ def _sections(raw: Mapping[str, Any], format: str, faults: list[str]) -> Iterato
 
 
 def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Iterator[FileEntry]:
-    """The keys of a section; a mapping whose keys the table knows is entered."""
+    """Yield the keys of a section, and those of a mapping whose keys the table knows."""
     known = TABLE.names(section)
     for name, value in content.items():
         inner = any(key.startswith(f"{name}.") for key in known)
@@ -194,7 +195,7 @@ def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Ite
 
 
 def _models(raw: Mapping[str, Any], folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """By name, the models that `defaults` names; and the faults."""
+    """Return the models that `defaults` names, by name; and the faults."""
     found: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
     listed = raw.get("defaults") or []
@@ -231,7 +232,7 @@ def _model(path: Path, name: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _model_names(entries: list[FileEntry], models: Mapping[str, Any]) -> Iterator[str]:
-    """A role's `model` must be one of those that were read."""
+    """Yield a fault for each role whose `model` is not among those that were read."""
     for entry in entries:
         named = isinstance(entry.value, str) and entry.value in models
         if entry.name == "model" and not entry.model and not named:
@@ -240,5 +241,5 @@ def _model_names(entries: list[FileEntry], models: Mapping[str, Any]) -> Iterato
 
 
 def _interpolates(value: Any) -> bool:
-    """Whether Hydra would put another value in its place."""
+    """Return whether Hydra would put another value in place of this one."""
     return isinstance(value, str) and "${" in value

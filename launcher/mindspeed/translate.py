@@ -20,7 +20,7 @@ _HANDLERS = {
 }
 _SCHEDULES = ("constant", "linear", "cosine")
 _COLUMNS = {"prompt": "prompt_key", "query": "query_key", "response": "label_key", "system": "system_key"}
-_STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # by a word in theirs: the role
+_STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # the role, by a word in theirs
 _SWANLAB_MODES = {
     "": "online",
     "cloud": "online",
@@ -32,12 +32,12 @@ _SWANLAB_MODES = {
 
 
 def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
-    """What `file` becomes, with models from the folder `models`. Raises ConfigError, a line for each fault."""
+    """Return the translation of `file`, with models from the folder `models`. Raises ConfigError, a line for each fault."""
     return translate(read(file, models), without)
 
 
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
-    """Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice does not do."""
+    """Translate the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
     settings = RoleSettings(read, without)
     _run(settings)
     _data(settings)
@@ -94,7 +94,7 @@ def _data(keys: RoleSettings) -> None:
 
 
 def _prepared(keys: RoleSettings, setting: Setting) -> str | list[dict[str, Any]]:
-    """What `sluice data prepare` writes for theirs: of one prefix, or of several with a weight before each."""
+    """Return what `sluice data prepare` writes for theirs: for one prefix, or for several with a weight before each."""
     parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     parts = [str(part).strip() for part in parts if str(part).strip()]
     if len(parts) < 2:
@@ -108,7 +108,7 @@ def _prepared(keys: RoleSettings, setting: Setting) -> str | list[dict[str, Any]
 
 
 def _weights(parts: list[str]) -> bool:
-    """Whether every other part is a number above 0, beginning with the first."""
+    """Return whether every other part, beginning with the first, is a number above 0."""
 
     def number(text: str) -> float:
         try:
@@ -163,7 +163,7 @@ def _profiler(keys: RoleSettings) -> None:
 
 
 def profile_command(asked: dict[str, Any]) -> str:
-    """What records what their `profiler_config.integrated` asks for, but for levels, shapes, stacks and memory."""
+    """Return the command for their `profiler_config.integrated`. It drops levels, shapes, stacks and memory."""
     stage, ranks = str(asked.get("stage", "all")), asked.get("profile_ranks", "all")
     role = next((ours for theirs, ours in _STAGES.items() if theirs in stage), "trainer")
     first, last = (asked.get(f"profile_step_{end}") for end in ("start", "end"))
@@ -182,7 +182,7 @@ def _training(keys: RoleSettings) -> None:
     split = keys.of("rl_config", "partial_rollout_max_split")
     if further := max(0, (split.value or 1) - 1):
         deciding.append(split)
-        if keys.format != "r1_zero":  # where rollouts have devices of their own
+        if keys.format != "r1_zero":  # r1_zero's rollouts have devices of their own
             keys.put("training.partial_rollouts", True, split)
     elif split.given:
         keys.say("off there too", split)
@@ -236,7 +236,7 @@ def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
 
 
 def optimizer(keys: RoleSettings, role: str, path: str) -> None:
-    """The optimizer of a role, at our keys `path`."""
+    """Translate the optimizer of a role, at our keys `path`."""
     for ours, theirs in {
         "learning_rate": "lr",
         "min_learning_rate": "min_lr",
@@ -284,7 +284,7 @@ def _trackers(keys: RoleSettings) -> None:
 
 
 def _advice(keys: RoleSettings) -> list[str]:
-    """What the user should know beside the single keys."""
+    """Return what the user should know besides the single keys."""
     apart = "as their devices are apart already" if keys.format == "r1_zero" else "once services.rollout.colocate is left out"
     told = [
         "training.staleness is 0, as there: an iteration waits for its samples. Sluice's default, 2, lets sampling and "

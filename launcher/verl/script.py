@@ -1,9 +1,9 @@
-"""What a shell script passes to verl's trainer. The script is read, not run: no program is started, no file looked at.
+"""What a shell script passes to verl's trainer. The script is read, not run: no program is started, no file is opened.
 
-Known are assignments, arrays, `$NAME` and `${NAME:-...}`, arithmetic, `if` with `[ ]`, and `case`. What else decides a value, a
-command for instance, makes it unknown, which is told only where the value reaches the trainer. `date` is empty, for names.
+Known are assignments, arrays, `$NAME` and `${NAME:-...}`, arithmetic, `if` with `[ ]`, and `case`. Anything else that decides a
+value, such as a command, makes it unknown. This is reported only if the value reaches the trainer. `date` is empty, for names.
 
-Whether a statement is carried out is 1, 0, or 0.5 where that is not known: then what it sets is unknown.
+Whether a statement is carried out is 1, 0, or 0.5 if that is unknown: then what it sets is unknown.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-TRAINERS = ("main_ppo", "main_ppo_v0", "main_dapo", "fully_async_main")  # the last part of their modules' names
-UNKNOWN = "\0"  # stands on either side of a part of a text that is not known
+TRAINERS = ("main_ppo", "main_ppo_v0", "main_dapo", "fully_async_main")  # the last parts of their modules' names
+UNKNOWN = "\0"  # stands on both sides of an unknown part of a text
 
 _CLOSING = {"$(": ")", "${": "}", '"': '"', "'": "'", "(": ")", "{ ": "}", "{\n": "}"}
 _STATEMENT = re.compile(r"&&|\|\||;;|[;|\n]|(?<![<>])&(?!>)")
@@ -35,7 +35,7 @@ _OPERATORS: dict[type[ast.operator], Any] = {
 
 
 def _after(text: str, at: int, quoted: bool = False) -> int:
-    """Where the unit ends that begins at `at`: a character, a comment, or what quotes or brackets hold."""
+    """Return the end of the unit that begins at `at`: a character, a comment, or a text in quotes or brackets."""
     if not quoted and (comment := _COMMENT.match(text, at)):
         return comment.end()
     opening = next((each for each in list(_CLOSING)[: 2 if quoted else None] if text.startswith(each, at)), "")
@@ -48,7 +48,7 @@ def _after(text: str, at: int, quoted: bool = False) -> int:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """The parts of `text`, without comments, each with the separator behind it."""
+    """Yield the parts of `text`, without comments, each with the separator behind it."""
     part, at = "", 0
     while at < len(text):
         found = separator.match(text, at)
@@ -63,7 +63,8 @@ def _split(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:
 
 
 class ShellBlock:
-    """An `if`, `case` or loop. `subject`: what a `case` looks at, `matched`: how far a pattern does, None behind them."""
+    """An `if`, `case` or loop. `subject`: what a `case` compares; `matched`: how far a pattern matches, None after the
+    patterns."""
 
     def __init__(self, text: str, live: float, subject: str = ""):
         self.text = text
@@ -77,9 +78,9 @@ class ShellBlock:
 
 
 class Script:
-    """Carries `text` out as far as it is known; `calls` are then those of trainers, each with all its words from the module on.
+    """Carries out `text` as far as it is known. `calls`: those of trainers, each with all its words from the module on.
 
-    Raises ValueError where a quote or bracket is not closed.
+    Raises ValueError if a quote or bracket is not closed.
     """
 
     def __init__(self, text: str, environment: Mapping[str, str]):
@@ -89,7 +90,7 @@ class Script:
         self._run(_HEREDOC.sub(r"\3", text))
 
     def _run(self, text: str) -> float:
-        """How far it succeeds: what its last statement does."""
+        """Carry out `text`, and return how far it succeeds: as its last statement does."""
         truth, connector = 1.0, ";"
         for part, separator in _split(text, _STATEMENT):
             statement = part.strip()
@@ -185,7 +186,7 @@ class Script:
         return " ".join(self._expand(word, split=False))
 
     def _expand(self, word: str, quoted: bool = False, split: bool = True) -> list[str]:
-        """The fields that a word becomes. `split`: values that are not quoted are cut at spaces."""
+        """Return the fields that a word becomes. `split`: cut values at spaces, unless quoted."""
         fields: list[str] = []
         at = 0
         while at < len(word):

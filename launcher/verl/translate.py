@@ -1,4 +1,4 @@
-"""From verl's keys to a configuration of Sluice's, with a record of each: what `keys.yaml` does not say itself."""
+"""From verl's keys to a configuration of Sluice's, with a record of each: what `keys.yaml` does not cover."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from runtime.config.yaml_text import at_home, read_mapping, read_value
 from runtime.errors import ConfigError
 
 # ---- Reading
-#
-# From a file of verl's to one flat list of keys and values: YAML, what its trainer prints, or a script that calls it.
+
+# From a file of verl's to one flat list of keys and values: YAML, its trainer's printout, or a script that calls the trainer.
 
 TABLE = KeyTable("verl", "import-verl", Path(__file__).parent / "keys.yaml")
 FULLY, ONE_STEP, SYNCHRONOUS = "fully_async", "one_step_off", "main_ppo"  # the trainers, by a part of their modules' names
@@ -44,7 +44,7 @@ _DEPTH = 8  # of references to references
 
 
 def read(file: Path, models: Path | None = None) -> Read:
-    """Read `file`; a model named as on the Hub is a folder of `models`, where it is there.
+    """Read `file`. A model that is named as on the Hub is a folder of `models`, if it is there.
 
     Raises ConfigError, one line per fault, each with the key's path in its file.
     """
@@ -101,7 +101,7 @@ def _value(text: str) -> Any:
 
 def _sections(file: Path, text: str) -> dict[str, Any]:
     printed = _LOGGED.sub("", text).strip()
-    if printed.startswith("{'"):  # pprint's
+    if printed.startswith("{'"):  # by pprint
         try:
             raw = ast.literal_eval(printed)
         except (ValueError, SyntaxError, RecursionError) as error:
@@ -121,13 +121,13 @@ def _flat(section: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
     for name, value in section.items():
         if isinstance(value, dict):
             found += _flat(value, f"{prefix}{name}.")
-        elif name != "_target_" and value != "???":  # of Hydra: missing
+        elif name != "_target_" and value != "???":  # Hydra's mark of a missing value
             found.append((f"{prefix}{name}", value))
     return found
 
 
 def _resolved(path: str, value: Any, values: Mapping[str, Any], depth: int = _DEPTH) -> Any:
-    """`value` with other keys' in the place of `${...}`."""
+    """Return `value` with the values of other keys in place of `${...}`."""
 
     def named(found: re.Match[str]) -> Any:
         kind, name, default = found.groups()
@@ -138,7 +138,7 @@ def _resolved(path: str, value: Any, values: Mapping[str, Any], depth: int = _DE
         if whole in values:
             return values[whole]
         if any(other.startswith(f"{whole}.") for other in values):
-            return None  # a section, whose keys are looked at where they are
+            return None  # a section: its keys are entries of their own
         return _value(default) if default is not None else known[1].default if known else found[0]
 
     if not isinstance(value, str) or "${" not in value:
@@ -168,12 +168,12 @@ _MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
 
 
 def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
-    """What `file` becomes, with models from the folder `models`. Raises ConfigError, a line for each fault."""
+    """Return the translation of `file`, with models from the folder `models`. Raises ConfigError, a line for each fault."""
     return translate(read(file, models), without)
 
 
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
-    """Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice does not do."""
+    """Translate the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
     keys = TranslatedSettings(TABLE, read, without)
     facts = _facts(keys)
     keys.copy(facts)
@@ -193,7 +193,7 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
 
 
 def _facts(keys: TranslatedSettings) -> dict[str, Any]:
-    """What other keys depend on: `when` in the table."""
+    """Return the facts that other keys depend on: `when` in the table."""
     engines = [keys.at(path) for path in ("model_engine", "config_name", f"{_ACTOR}.strategy")]
     named = [str(each.value) for each in engines]
     engine = "megatron" if any("megatron" in name for name in named) else "torch"
@@ -281,7 +281,7 @@ def _rewards(keys: TranslatedSettings) -> None:
         keys.put("data.additional_keys", ["data_source", "extra_info"] if own.value else None, own)
     for section, path in {"reward.reward_model": "model_path", "reward_model": "model.path"}.items():
         enabled, model = _each(keys, section, "enable", path)
-        if enabled.value:  # it alone scores there; the rule says what is right in evaluations
+        if enabled.value:  # the model alone scores there; the rule judges replies in evaluations
             keys.put("rewards.model.path", model.value or "", model, enabled)
             keys.put("rewards.rules", [{"name": rule, "weight": 0.0}], chosen)
         keys.say("off", enabled, model)
@@ -339,7 +339,7 @@ def _steps(keys: TranslatedSettings) -> None:
     if partial:
         keys.put("training.partial_rollouts", True, staleness)
     if versions:
-        keys.put("training.lr_staleness_power", 0.0, staleness)  # no rate there falls with it
+        keys.put("training.lr_staleness_power", 0.0, staleness)  # verl lowers no rate with staleness
     steps, epochs = _each(keys, "trainer", "total_training_steps", "total_epochs")
     prompts = keys.at("rollout.total_rollout_steps")
     if prompts.value and groups:
@@ -353,7 +353,7 @@ def _steps(keys: TranslatedSettings) -> None:
 
 
 def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
-    """What says by how many versions samples may be old, and 1 where rollouts that take turns go on with theirs."""
+    """Return the setting that bounds samples' age in versions, and 1 if rollouts that take turns go on with their samples."""
     mode, most = _each(keys, "trainer.v1", "trainer_mode", "sampler.max_off_policy_threshold")
     if mode.value not in (None, "sync", "colocate_async", "separate_async"):
         keys.refuse(mode, "must be sync, colocate_async or separate_async")
@@ -409,7 +409,7 @@ def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
 
 
 def _product(counted: list[Setting]) -> int | None:
-    """Devices; None where a count is left out."""
+    """Return the number of devices; None if a count is left out."""
     return None if None in (counted[0].value, counted[1].value) else counted[0].value * counted[1].value
 
 
@@ -417,7 +417,7 @@ def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None,
     names = ("tensor", "pipeline", "context", "expert")
     ways = {name: keys.values.get(f"services.trainer.parallel.{name}", 1) for name in names}
     if min(1 if devices is None else devices, *ways.values()) < 1:
-        devices, ways = devices or None, dict.fromkeys(ways, 1)  # of which the schema's own check tells
+        devices, ways = devices or None, dict.fromkeys(ways, 1)  # the schema's own check reports these
     block = ways["tensor"] * ways["pipeline"] * ways["context"]
     update = keys.values.get("training.mini_batch_size") or keys.values.get("training.groups_per_step")
     if devices is not None and (devices % block or (update and update % (devices // block))):
@@ -455,7 +455,7 @@ def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None,
 
 
 def _budgets(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
-    """Tokens of a pass: with use_dynamic_bsz as they are, else so many samples of the greatest length."""
+    """Translate the tokens of a pass: with use_dynamic_bsz as they are, else that many samples of the greatest length."""
     longest = keys.values.get("data.max_prompt_tokens", 0) + keys.values.get("sampling.max_new_tokens", 0)
     dynamic = keys.at(f"{_ACTOR}.use_dynamic_bsz")
     for path, prefix in {
