@@ -42,7 +42,7 @@ from services.rpc import client
 from sluice import start
 
 # ---- Warm up
-
+#
 # The warm-up runs once, before the services start, in a process of its own.
 
 
@@ -119,7 +119,7 @@ class Job(ABC, Generic[Result]):
         self._signals = 0
         self._signalled = 0.0
         self._twice = asyncio.Event()
-        self._too_late: asyncio.TimerHandle | None = None  # ends a stop in order that takes too long
+        self._too_late: asyncio.TimerHandle | None = None  # ends an orderly stop that takes too long
         self._agent: Agent
         self._startup_shown = False
         self._lost: set[str] = set()

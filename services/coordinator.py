@@ -50,7 +50,7 @@ from services.rpc.contract import service_of
 from services.rpc.server import Handler, Server
 
 # ---- Peers
-
+#
 # The sessions of a run. A unit's sessions open once it has registered, and close once a newer incarnation replaces it.
 
 log = logging.getLogger("sluice")

@@ -48,7 +48,7 @@ from services.rpc.client import Session
 from services.rpc.server import OPTIONS, options
 
 # ---- Environment channels
-
+#
 # Channels to environments: the run's own processes, which the coordinator names, and the user's servers.
 
 DESCRIBE, RUN, CANCEL = (contract.METHODS["Environment", name] for name in ("Describe", "Run", "Cancel"))
@@ -216,8 +216,8 @@ class RolloutSessions:
         return len(self._sessions)
 
     async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
-        """Generate, see `runtime.gateway.calls.Rollouts`. If the rollout is lost, another one takes the call. The same holds if
-        its version is older than `least`: the coordinator has lost that rollout."""
+        """Generate, see `runtime.gateway.calls.Rollouts`. If the rollout is lost, another one takes the call. The same holds
+        for a rollout whose version is older than `least`: the coordinator has lost that rollout."""
         until = now() + self._config.deadlines.generate
         while True:
             to, session = await self._choose(kept, until)

@@ -44,8 +44,8 @@ class SpmdService(process.Service):
     """One rank of a group, or the only one, with its engine in a thread. Every rank gets every command, in the same order, and
     carries it out on its share of the data.
 
-    The rank carries out a command even if the caller withdraws it, as the other ranks do. If a communicator or the device is
-    beyond use, the process ends at once without an answer; it comes back like a killed process.
+    The rank carries out a command even if the caller withdraws it, as the other ranks do. If a communicator or the device
+    becomes unusable, the process ends at once without an answer, and comes back like a killed process.
     """
 
     def __init__(self, role: str, make_rank: MakeRank, config: Config, name: str, rank: int):
@@ -147,7 +147,7 @@ class SpmdService(process.Service):
 
 
 def _end_if_beyond_use(name: str, error: Exception) -> None:
-    """End the process `name` if `error` shows that its communicator or device is beyond use."""
+    """End the process `name` if `error` shows that its communicator or device is unusable."""
     from runtime.process import platform
 
     if platform.is_beyond_use(error):
@@ -227,11 +227,11 @@ class FrozenModelService(process.Service):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # An actor: one task that alone touches what it owns, and the requests that wait for it. A rollout is one.
-
+#
 # Senders get a future per request. The task hands requests to the behaviour: control before data, otherwise in order of
 # arrival. Between requests the behaviour advances its own work, such as a decode step, and returns early once a request waits.
 # A request that is withdrawn while it waits is never handed over. A behaviour may keep a request and reply later.
-
+#
 # Invariant: every accepted request is answered exactly once, with a value or an exception; a late answer is dropped.
 
 

@@ -191,8 +191,8 @@ class Nodes:
 
     def start_again(self, role: str, death: Death) -> bool:
         """Restart a whole group as its next incarnation, after the delay that its `restarts` give. Its node does not do this,
-        since the group spans nodes or shares its devices with rollouts. Returns False if `restarts` allow no further start, or
-        if the group has a node of its own, which has tried already."""
+        since the group spans nodes or shares devices with rollouts. Returns False if `restarts` allow no further start, or if
+        the group has a single node, which has tried already."""
         assert self._placement is not None
         nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
         if len(nodes) < 2 and not shares_devices(self.config, role):
@@ -208,7 +208,8 @@ class Nodes:
         return True
 
     def _take_in(self, name: str) -> None:
-        """Give a node that joins during the run what it had; give a new node what has no room or whose node has left."""
+        """Give processes to a node that joins during the run: its own again, or to a new node those without room or without
+        node."""
         assert self._placement is not None
         seats, there = self._placement.seats, self.roster.nodes
         mine = [seat.instance for seat in seats if seat.node == name]

@@ -102,7 +102,7 @@ class Service(ABC):
         return None
 
     async def profile(self, asked: Profile) -> list[Path]:
-        """Record a profile; returns its files. Raises UserError if such a profile is impossible here, and OSError."""
+        """Record a profile, and return its files. Raises UserError if such a profile is impossible here, and OSError."""
         path, thread = profiles.stem(self.config, self.name, self.rank, asked.step), self.torch_thread()
         if thread is None:
             return await profiles.by_spy(path, asked)

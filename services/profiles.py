@@ -66,7 +66,7 @@ class Profiles:
 
 
 def stem(config: Config, name: str, rank: int, step: int) -> Path:
-    """Return the path of a profile's files without their suffix. Makes their folder."""
+    """Return the path of a profile's files without their suffix, and make their folder."""
     folder = Path(config.run.dir) / run_files.PROFILES
     folder.mkdir(exist_ok=True)
     return folder / f"{name}.{rank}.{step}"

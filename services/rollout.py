@@ -224,8 +224,8 @@ class RolloutService(process.Service):
             self._withdrawn.append(group_id)
 
     async def _move(self, level: Level, keeps: bool = False) -> None:
-        """Reach `level`. Unless the rollout `keeps` them, groups under way end when it goes to sleep: the coordinator withdraws
-        them, but this command may arrive before that."""
+        """Reach `level`. Without `keeps`, groups under way end at ASLEEP: the coordinator withdraws them, perhaps only
+        later."""
         if level == Level.ASLEEP and not keeps:
             for request in list(self._open.values()):
                 request.fail(Cancelled("the rollout was put to sleep"))
@@ -244,7 +244,7 @@ class RolloutService(process.Service):
         self._withdrawn.clear()
 
 
-if __name__ == "__mp_main__":  # vLLM's engine is started by multiprocessing, which imports this: it must not outlive us
+if __name__ == "__mp_main__":  # multiprocessing imports this in vLLM's engine, which must not outlive this process
     os_process.follow_parent()
 if __name__ == "__main__":
     os_process.lead_children()

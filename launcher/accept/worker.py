@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 # ---- Random groups
-
+#
 # Groups of random tokens with long-tailed lengths, to measure or check a trainer without a rollout.
 
 BATCHES = 2  # different ones; a measurement covers all of them, so that each has the same work

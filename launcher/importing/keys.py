@@ -22,7 +22,7 @@ from runtime.config.yaml_text import at_home
 from runtime.errors import ConfigError
 
 # ---- Settings
-
+#
 # The keys of another program's files, and a record of what became of each. Pure.
 
 
@@ -162,7 +162,7 @@ class TranslatedSettings:
                 self._defaults.setdefault(setting.path, (setting.value, []))[1].append(line)
 
     def say(self, reason: str, *settings: Setting) -> None:
-        """Record why a key decides nothing, in case that it decides nothing. The first reason stays."""
+        """Record why a key decides nothing, in case that it decides nothing after all. The first reason stays."""
         for setting in settings:
             if setting.given:
                 self._said.setdefault(setting.path, reason)
@@ -264,8 +264,7 @@ def as_float(value: Any) -> float | None:
 
 
 # ---- Translation
-# ---- Translation
-
+#
 # From the translated values to a configuration of Sluice's: what differs from its defaults. No I/O.
 
 _BY_PRESENCE = ("critic", "lora")  # sections that have a meaning even when empty

@@ -15,7 +15,7 @@ from runtime.config.yaml_text import read_mapping
 from runtime.errors import ConfigError
 
 # ---- Keys
-
+#
 # MindSpeed-RL's keys: the table in `keys.yaml`, and the sections of each role.
 
 ROLES = ("actor", "reference", "reward", "critic")

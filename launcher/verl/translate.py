@@ -28,7 +28,7 @@ from runtime.config.yaml_text import at_home, read_mapping, read_value
 from runtime.errors import ConfigError
 
 # ---- Reading
-
+#
 # From a file of verl's to one flat list of keys and values: YAML, its trainer's printout, or a script that calls the trainer.
 
 TABLE = KeyTable("verl", "import-verl", Path(__file__).parent / "keys.yaml")

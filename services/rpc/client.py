@@ -34,7 +34,7 @@ from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
 # ---- Session
-
+#
 # The caller's end: one channel and one session stream per peer.
 
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -129,9 +129,8 @@ def _peer_error(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception
 
 
 class Session:
-    """Calls to one peer over one stream, many under way at once, several to a frame.
-
-    When the stream breaks, pending and later calls raise ServiceFault. `machine`: where the peer runs.
+    """Calls to one peer over one stream, many under way at once, several to a frame. When the stream breaks, pending and later
+    calls raise ServiceFault. `machine`: where the peer runs.
     """
 
     def __init__(

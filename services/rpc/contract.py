@@ -49,7 +49,7 @@ from services.rpc import generated, stream
 from services.rpc.generated import common_pb2
 
 # ---- Wire errors
-
+#
 # Errors as messages: the caller gets the error that the process raised.
 
 # Errors that arrive unchanged. Unreachable and Unanswered are not among them: they describe a caller's own peer. The caller's

@@ -27,7 +27,7 @@ from runtime.process.network import Certificates, server_name
 from services.rpc import contract
 
 # ---- Refusals
-
+#
 # Log lines on refused messages. They stay few, however many messages a stranger sends.
 
 log = logging.getLogger("sluice")

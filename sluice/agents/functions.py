@@ -18,7 +18,7 @@ from sluice.agents.conversation import Conversation, opening, value_of
 from sluice.agents.episode import DataError, Episode, InfrastructureError
 
 # ---- Schemas
-
+#
 # From a Python function to a tool's description: the signature gives the schema, the docstring gives the texts. Pure.
 
 GIVEN = "episode"  # the model does not give a parameter of this name

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 # ---- Clients
-
+#
 # The HTTP client that agents get if their interpreter has httpx, or httpx2, which newer clients of OpenAI's bring. All else is
 # the standard library alone.
 
@@ -74,7 +74,7 @@ def http_client() -> Any:
 
 
 # ---- Failures
-
+#
 # Reports on an exception that an agent raised. The standard library alone.
 
 MOST = 2000  # characters
