@@ -134,8 +134,8 @@ def _quickstart(options: argparse.Namespace) -> None:
 
 
 def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
-    """Train, with this machine as the coordinator's node, and print the result. `verbose`: print the output of each process
-    here too. Raises SluiceError."""
+    """Train, with this machine as the coordinator's node, and print the result. `verbose`: each process's output too. Raises
+    SluiceError."""
     from runtime.process import os_process
 
     os_process.close_to_others()

@@ -219,8 +219,7 @@ class Job(ABC, Generic[Result]):
         await self.supervisor.finish(self.config.deadlines.stop)
 
     async def _watch(self, address: str) -> None:
-        """Follow the run until it has ended. A coordinator that lives but is silent is ended, so that another one replaces
-        it."""
+        """Follow the run until it has ended. A coordinator that lives but is silent is ended, and another one replaces it."""
         silence, phase = self._agent.config.deadlines.silence, ""
         while True:
             reporting: Child | None = None

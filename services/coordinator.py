@@ -57,8 +57,7 @@ log = logging.getLogger("sluice")
 
 
 class Peers:
-    """Sessions to all units, whatever starts their processes. A unit gets sessions once all its processes share one
-    incarnation."""
+    """Sessions to all units, whatever starts their processes. A unit gets them once its processes share one incarnation."""
 
     def __init__(self, config: Config, register: Register, keys: Keys | None = None):
         self._keys = keys
@@ -400,8 +399,7 @@ class CoordinatorProcess:
         return {"Register": register, "Processes": processes, "ReportPaths": paths, "ReportDeath": died, "Scale": scale}
 
     def _died(self, death: Death) -> None:
-        """Handle the death of a process that its node does not restart: start its group again, go on without it, or fail the
-        run."""
+        """Handle a death that the node leaves to the coordinator: start the group again, go on without it, or fail the run."""
         log.warning("%s (incarnation %d, node %s) ended: %s", death.name, death.incarnation, death.node, death.reason)
         self._register.lose(death, death.reason)
         if self._failed.done():

@@ -300,8 +300,7 @@ class GatewayService(process.Service):
         self._renderer = renderer_of(Tokenizer.of(self.config), self._settings.tools, self.config.model.path)
 
     async def start(self) -> None:
-        """Listen, and reach the environments. Raises UserError if the port is taken or a server of environments does not
-        answer."""
+        """Listen, and reach the environments. Raises UserError if the port is taken or an environment's server is silent."""
         config, serves = self.config, self._settings.serve
         sampling, rewards = config.sampling, config.rewards
         self._rollouts = RolloutSessions(config, self.keys)

@@ -82,8 +82,7 @@ class Nodes:
         self._streams = {}
 
     def report_paths(self, found: NodePaths) -> None:
-        """Take a node's report on the paths in the configuration; the node counts from now on. Raises UserError if paths
-        differ."""
+        """Take a node's report on its paths; the node counts from now on. Raises UserError if the paths differ from ours."""
         if found.node not in self.roster.there:
             return  # its stream has broken meanwhile
         self._paths[found.node] = found
@@ -208,8 +207,7 @@ class Nodes:
         return True
 
     def _take_in(self, name: str) -> None:
-        """Give processes to a node that joins during the run: its own again, or to a new node those without room or without
-        node."""
+        """Give processes to a node that joins during the run: its own, or to a new node those without room or node."""
         assert self._placement is not None
         seats, there = self._placement.seats, self.roster.nodes
         mine = [seat.instance for seat in seats if seat.node == name]

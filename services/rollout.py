@@ -224,8 +224,7 @@ class RolloutService(process.Service):
             self._withdrawn.append(group_id)
 
     async def _move(self, level: Level, keeps: bool = False) -> None:
-        """Reach `level`. Without `keeps`, groups under way end at ASLEEP: the coordinator withdraws them, perhaps only
-        later."""
+        """Reach `level`. Without `keeps`, groups under way end at ASLEEP: the coordinator's withdrawal may arrive later."""
         if level == Level.ASLEEP and not keeps:
             for request in list(self._open.values()):
                 request.fail(Cancelled("the rollout was put to sleep"))

@@ -85,8 +85,8 @@ class AcceptReport(Struct, kw_only=True):
 
 
 async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
-    """Run every check, and write `folder`/report.md and report.json. Raises UserError if `folder` has files or `config` is
-    missing."""
+    """Run every check, and write `folder`/report.md and report.json. Raises UserError if `folder` has files, or without
+    `config`."""
     _begin(folder, config)
     report = await _about(device)  # the vendor's tool runs in a thread
     model = folder / "model"

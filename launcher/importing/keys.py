@@ -282,8 +282,7 @@ class Translation(Struct, frozen=True):
 
 
 def check(keys: TranslatedSettings) -> None:
-    """Check the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice
-    lacks."""
+    """Check the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
     if faults := keys.faults or _schema_faults(keys):
         raise ConfigError(list(dict.fromkeys(faults)))
 

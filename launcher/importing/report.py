@@ -22,8 +22,7 @@ def totals(rows: Sequence[TranslatedKey]) -> str:
 
 
 def brief(rows: Sequence[TranslatedKey]) -> Iterator[TranslatedKey]:
-    """Yield the rows for a screen: of more than ALIKE keys with one reason to be ignored, the first and the number of the
-    others."""
+    """Yield the rows for a screen: of more than ALIKE keys ignored for one reason, the first and the number of the others."""
     alike = Counter(row.reason for row in rows if row.outcome == "ignored")
     seen: set[str] = set()
     for row in rows:

@@ -139,8 +139,7 @@ def _format(file: Path, raw: Mapping[str, Any]) -> str:
 
 
 def _underscored(raw: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return `raw` with underscores in the names of all keys, except within values that are mappings by nature; and the
-    faults."""
+    """Return `raw` with underscores in all names of keys, except in values that are mappings by nature; and the faults."""
     made: dict[str, Any] = {}
     faults: list[str] = []
     for given, value in raw.items():

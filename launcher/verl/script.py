@@ -63,7 +63,7 @@ def _split(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:
 
 
 class ShellBlock:
-    """An `if`, `case` or loop. `subject`: what a `case` compares; `matched`: how far a pattern matches, None after the
+    """An `if`, `case` or loop. `subject`: what a `case` compares; `matched`: how far a pattern does, None after the
     patterns."""
 
     def __init__(self, text: str, live: float, subject: str = ""):

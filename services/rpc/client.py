@@ -437,8 +437,7 @@ class GroupClient(RoleClient):
 
     async def take_up(self) -> int:
         """Go on after an earlier coordinator. Commands of a step whose Apply it had sent are not sent again. Returns the number
-        of such steps. Raises ServiceFault if the ranks have not got the same commands, since they may wait for each other for
-        ever."""
+        of such steps. Raises ServiceFault if some ranks lack a command, since ranks may then wait for each other for ever."""
         statuses = await asyncio.gather(*(session.unary("Process", "Status") for session in self._sessions))
         counts = {status.name: int(status.gauges["commands"]) for status in statuses}
         if len(set(counts.values())) > 1:

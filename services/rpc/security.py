@@ -91,8 +91,7 @@ _CERTIFIED: ContextVar[bool] = ContextVar("whether certificates are the run's ow
 
 
 def check_certificate(context: Any) -> None:
-    """Check the certificate of a caller, if the run makes its certificates. Raises Forbidden if it does not fit the caller's
-    key."""
+    """Check a caller's certificate against its key, if the run makes the certificates. Raises Forbidden."""
     caller = _CALLER.get()
     if caller and _CERTIFIED.get():
         names = context.auth_context().get("x509_subject_alternative_name", ())

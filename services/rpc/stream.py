@@ -94,8 +94,7 @@ class Reassembler:
         self._bodies: dict[int, bytearray] = {}  # the unfinished bodies
 
     def add(self, id_: int, chunk: bytes, more: bool) -> bytes | None:
-        """Return the whole body once its last chunk is in. Raises InvalidMessage if the body grows beyond `LARGEST`, or if too
-        much is unfinished."""
+        """Return the whole body once its last chunk is in. Raises InvalidMessage if a limit of `_check` is passed."""
         if not more and id_ not in self._bodies:
             return chunk
         body = self._bodies.setdefault(id_, bytearray())

@@ -24,9 +24,8 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
 
     async def reply(self, **fields: Any) -> Message | None:
-        """Ask the policy for its next message, and append it. `fields`: of the request. Returns None if the conversation has
-        become too long; the episode's stop reason then says so. Raises PolicyRefused if the gateway refuses the call
-        otherwise."""
+        """Ask the policy for its next message, and append it. `fields`: of the request. Returns None, and sets the stop reason,
+        if the conversation is too long. Raises PolicyRefused if the gateway refuses for another reason."""
         try:
             message = await self.episode.chat(self.messages, **fields)
         except PolicyRefused as error:

@@ -93,8 +93,7 @@ def failure_text(error: BaseException) -> str:
 
 
 def print_once(episode: str, error: BaseException) -> None:
-    """Write the traceback to standard error, once for each kind of error and line in this process. The text may differ each
-    time."""
+    """Write the traceback to standard error, once in this process for each kind of error and line; its text may vary."""
     from sluice.agents.episode import DataError, InfrastructureError
 
     which = type(error).__name__, _place(error)
