@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXIT_CODES = """exit codes:
-  0    done; or stopped in order by Ctrl-C, SIGTERM or a lost terminal, what was learnt being saved
+  0    done; or stopped in order by Ctrl-C, SIGTERM or a lost terminal, with its state saved
   1    a fault, which the last line names; of accept: a check has failed
   2    a mistake in the command, the configuration or a file that it names, or a full disk; each fault is a line
   130  stopped at once, by a second Ctrl-C or because stopping in order took too long"""

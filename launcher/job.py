@@ -305,7 +305,7 @@ async def _read_line(descriptor: int, timeout: float) -> str:
     try:
         line = await asyncio.wait_for(stream.readline(), timeout)
     except TimeoutError:
-        raise DeadlineExceeded("coordinator", "start", "did not say its address", timeout) from None
+        raise DeadlineExceeded("coordinator", "start", "did not report its address", timeout) from None
     finally:
         transport.close()
     return line.decode().strip()

@@ -32,7 +32,7 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
     """
     if alien := _alien(folder):
         raise UserError(
-            f"run.dir: {folder} is no run's folder, and a run would replace '{alien}' in it; choose another run.dir"
+            f"run.dir: {folder} is not the folder of a run, and a run would replace '{alien}' in it; choose another run.dir"
         )
     # A run's own config.yaml has "" if the run began anew.
     if run.resume in ("never", "") and not run.overwrite and _holds_a_run(folder):
@@ -128,7 +128,7 @@ def _require_unneeded(folder: Path, config: Config) -> None:
     for key, path in _inputs(config).items():
         place = Path(path).resolve()
         if any(place == gone or gone in place.parents for gone in removed):
-            raise UserError(f"{key}: {path} lies in what a new run in {folder} removes; copy it, or choose another run.dir")
+            raise UserError(f"{key}: {path} would be removed by a new run in {folder}; copy it, or choose another run.dir")
 
 
 def _trained(folder: Path) -> str:
@@ -174,7 +174,7 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
         return resume if config.cluster.shared_folder else config.run.resume  # other nodes may lack their parts of it
     if resume and not config.run.overwrite and (folder / run_files.LEDGER).exists():  # the ledger does not know that checkpoint
         raise UserError(
-            f"run.resume: {resume} is not of the run that {folder} holds; choose another run.name or run.dir, or set "
+            f"run.resume: {resume} does not belong to the run in {folder}; choose another run.name or run.dir, or set "
             "run.resume=auto to go on with that run, or run.overwrite=true to replace it"
         )
     _require_unneeded(folder, config)

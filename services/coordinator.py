@@ -497,7 +497,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True, help="the resolved configuration")
     parser.add_argument("--ready-fd", type=int)
-    parser.add_argument("--address", default="", help="HOST:PORT of an earlier coordinator, in whose place this one comes")
+    parser.add_argument("--address", default="", help="HOST:PORT of the earlier coordinator that this one replaces")
     parser.add_argument("--evaluate", action="store_true", help="no training: evaluate the weights that the rollouts load")
     arguments = parser.parse_args()
     collect_rarely()

@@ -78,7 +78,7 @@ class EnvironmentChannel:
         except asyncio.CancelledError:  # gRPC raises this too in a call that `close` cancelled
             if not self._closed:
                 raise
-            raise Unreachable(self.name, "Run", "it serves no more") from None
+            raise Unreachable(self.name, "Run", "it no longer serves") from None
         finally:
             self._under_way.discard(call)
             call.cancel()
@@ -231,7 +231,7 @@ class RolloutSessions:
             finally:
                 self._calls[to.name] -= request.n
             if done.oldest < least:
-                self._lose(to, session, f"it has version {done.oldest}, and {least} is published")
+                self._lose(to, session, f"it has version {done.oldest}, but the run has version {least}")
                 continue
             payload = types.decode(GroupPayload, done.payload)
             lengths = payload.lengths.tolist()

@@ -29,7 +29,7 @@ _STATES = health_pb2.HealthCheckResponse.ServingStatus
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("address", type=_address, help="host:port, or [IPv6]:port")
-    parser.add_argument("--run", default="", metavar="DIR", help="the run's folder, for where health needs a certificate too")
+    parser.add_argument("--run", default="", metavar="DIR", help="the run's folder, needed if the run has TLS")
     parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
     parser.add_argument(
         "--timeout",
@@ -59,7 +59,7 @@ def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHEC
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 plain = (
-                    "" if own is not None and own.tls else "; one that has TLS answers with --run DIR or SLUICE_SECRET alone"
+                    "" if own is not None and own.tls else "; a process with TLS answers only with --run DIR or SLUICE_SECRET"
                 )
                 return False, f"no answer within {timeout:g} s{plain}"
             if error.code() is grpc.StatusCode.NOT_FOUND:

@@ -65,7 +65,7 @@ class Nodes:
         except UserError as error:
             self._refuse(str(error))
             raise
-        log.info("node %s came: %s, %d devices, agent %d", node.name, node.address, node.devices, node.pid)
+        log.info("node %s joined: %s, %d devices, agent %d", node.name, node.address, node.devices, node.pid)
         changed = self._streams[node.name] = asyncio.Event()
         try:
             yield Assignment(run=self.run, config=self._yaml)  # the node checks the paths of this configuration
@@ -167,9 +167,9 @@ class Nodes:
         if self._placement is None:
             raise UserError("scale: the run has not started yet")
         if not self._trains:
-            raise UserError("scale: an evaluation has as many rollouts as it began with")
+            raise UserError("scale: the number of rollouts of an evaluation cannot change")
         if wanted.role != "rollout" or not isinstance(self.config.services.rollout, Rollout):
-            raise UserError(f"scale: {wanted.role}={wanted.replicas}: only rollout can be scaled, where it is one fleet")
+            raise UserError(f"scale: {wanted.role}={wanted.replicas}: only rollout can be scaled, and only as one fleet")
         if wanted.replicas < 1:
             raise UserError(f"scale: rollout={wanted.replicas}: must be at least 1")
         before = {seat.instance for seat in self._placement.seats}
@@ -258,7 +258,7 @@ class Nodes:
         try:
             await asyncio.wait_for(self._own.wait(), self.config.deadlines.start)
         except TimeoutError:
-            raise UserError(f"node {node.name}: the coordinator's own node has not come") from None
+            raise UserError(f"node {node.name}: the coordinator's own node has not joined") from None
 
     async def _namesake(self, node: NodeRegistration) -> None:
         """Wait for the end of the node's former stream, which may arrive after the next stream has begun. The same agent ends

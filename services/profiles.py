@@ -41,7 +41,7 @@ class Profiles:
         """Record a profile; the handler of the call. Raises UserError, with the process's name, if the length is in the other
         unit, if `take` refuses, or if files cannot be written. Raises Cancelled if the process ends meanwhile."""
         if getattr(asked, self._unit) <= 0:
-            raise UserError(f"{self._name}: is profiled for so many {self._unit}: --{self._unit}, more than 0")
+            raise UserError(f"{self._name}: is profiled for a number of {self._unit}: --{self._unit} must be above 0")
         if self._taken is not None and not self._taken.done():
             raise UserError(f"{self._name}: another profile of it is under way")
         self._taken = taken = asyncio.ensure_future(self._take(asked))
@@ -52,7 +52,7 @@ class Profiles:
         try:
             return Profiled(files=[str(path) for path in taken.result()])
         except asyncio.CancelledError:
-            raise Cancelled(f"{self._name} ended before its profile was whole") from None
+            raise Cancelled(f"{self._name} ended before its profile was complete") from None
         except UserError as error:
             raise UserError(f"{self._name}: {error}") from error
         except OSError as error:
@@ -89,7 +89,7 @@ async def by_spy(path: Path, asked: Profile) -> list[Path]:
     """Record what the threads of this process and its children do, 100 times a second. Raises UserError if py-spy is missing or
     not permitted, and for a profile of memory."""
     if asked.memory:
-        raise UserError("--memory: is of CUDA's allocator, and this process computes nothing with torch")
+        raise UserError("--memory: is of CUDA's allocator, and this process does not use torch")
     if (spy := os_process.find_program("py-spy")) is None:
         by_hand = f"or run py-spy record --pid {os.getpid()} where it is installed"
         pip = Path(sys.executable).with_name("pip")

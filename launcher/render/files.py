@@ -42,11 +42,11 @@ def slurm(plan: Plan) -> dict[str, str]:
     faults = []
     if len(counts := {node.devices for node in plan.nodes}) > 1:
         faults.append(
-            f"cluster.nodes: devices differ ({', '.join(map(str, sorted(counts)))}); a batch script takes as many of each"
+            f"cluster.nodes: devices differ ({', '.join(map(str, sorted(counts)))}); must be equal in a batch script"
         )
     for index, node in enumerate(plan.nodes):
         if plan.named and not _HOST.fullmatch(node.name):
-            faults.append(f"cluster.nodes.{index}.name: '{node.name}' is not the name of a node of Slurm's")
+            faults.append(f"cluster.nodes.{index}.name: '{node.name}' is not a name of a Slurm node")
     if faults:
         raise ConfigError(faults)
     script = _text("sluice.sbatch", plan=plan, devices=plan.nodes[0].devices)

@@ -118,14 +118,14 @@ def plan(config: Config, device: Device | None = None, devices: int | None = Non
 
 def _faults(config: Config, device: Device, devices: int | None) -> Iterator[str]:
     if not label(config.run.name):
-        yield f"run.name: '{config.run.name}' has neither a letter from a to z nor a digit to name things by"
+        yield f"run.name: '{config.run.name}' must have a letter from a to z, or a digit"
     if devices is not None and devices < 1:
         yield f"--devices: {devices} is not an integer of at least 1"
     if device == "cpu" and devices is not None:
         yield f"--devices: {devices}, but --device is cpu; must be left out, or --device be cuda or npu"
     if config.cluster.nodes == "auto":
         if device != "cpu" and devices is None:
-            yield f"--devices: missing; with --device {device} and cluster.nodes: auto it says how many each node has"
+            yield f"--devices: missing; with --device {device} and cluster.nodes: auto it gives the number on each node"
         return
     yield from cluster_faults(config.cluster)
     for index, node in enumerate(config.cluster.nodes):
@@ -160,5 +160,5 @@ def shared_folder(config: Config) -> str:
         raise ConfigError(["cluster.shared_folder: false, but the containers share a volume; must be true"])
     folder = (HOME / config.run.dir).parent
     if ".." in folder.parts or folder in (HOME, *HOME.parents):
-        raise ConfigError([f"run.dir: '{config.run.dir}' needs a folder of its own above it, which the nodes share: runs/NAME"])
+        raise ConfigError([f"run.dir: '{config.run.dir}' must be in a folder that the nodes share, such as runs/NAME"])
     return str(folder)

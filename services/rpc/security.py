@@ -96,7 +96,7 @@ def check_certificate(context: Any) -> None:
     if caller and _CERTIFIED.get():
         names = context.auth_context().get("x509_subject_alternative_name", ())
         if server_name(caller).encode() not in names:
-            raise Forbidden(f"{caller}: its certificate is another's")
+            raise Forbidden(f"{caller}: its certificate names another process")
 
 
 def check_speaker(method: contract.Method, command: Any) -> None:

@@ -210,7 +210,7 @@ class Fence:
         if term > self._term + TERMS:
             raise errors.InvalidMessage(f"term {term}, after {self._term}")
         if term < self._term:
-            raise errors.Fenced(f"the coordinator of term {term} has been followed by that of term {self._term}")
+            raise errors.Fenced(f"term {term} is over: the coordinator has term {self._term}")
         self._term = term
 
 
@@ -264,7 +264,7 @@ class _SessionHandler:
             async for data in frames:
                 frame = contract.frame_of(common_pb2.CallFrame, data)
                 if frame.term or frame.acknowledged or any(call.key for call in frame.calls):
-                    security.check_coordinator("have a term, or keys of calls")
+                    security.check_coordinator("use a term, or keys of calls")
                 if frame.term:
                     self._fence.check(frame.term)
                 for key in frame.acknowledged:
@@ -303,7 +303,7 @@ class _SessionHandler:
             command = method.request.parse(body)
             security.check_speaker(method, command)
             if call.key != (key := method.key_of(command)):
-                raise errors.InvalidMessage(f"{method.name}: the key of {key or 'a call without one'} is not {call.key!r}")
+                raise errors.InvalidMessage(f"{method.name}: key {call.key!r} is not that of {key or 'a call without a key'}")
             if (kept := self._kept.get(key)) is not None:
                 _put(outbox, call.id, kept, urgent=True)
                 return

@@ -88,7 +88,7 @@ def type_schema(hint: Any) -> dict[str, Any]:
         return dict(PLAIN[hint])
     except (KeyError, TypeError):
         known = "str, int, float, bool, None, list, dict, Literal, TypedDict, Any and unions of them"
-        raise TypeError(f"{hint} is no type of a tool's parameter: {known} are") from None
+        raise TypeError(f"{hint} cannot be a tool's parameter; must be one of {known}") from None
 
 
 def described(doc: str) -> tuple[str, dict[str, str]]:

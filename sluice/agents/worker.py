@@ -158,7 +158,7 @@ def imported(file: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     if not callable(getattr(found, "run", found)):
-        raise TypeError(f"{name} is neither a function nor has it a method run")
+        raise TypeError(f"{name} must be a function, or have a method run")
     Toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool without a schema
     import_all()  # once for all workers
     return found

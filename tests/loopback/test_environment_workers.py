@@ -262,7 +262,7 @@ def test_who_leaves_takes_the_agents_work_along() -> None:
     [
         ("raise ValueError('not today')", "ValueError: not today (agent.py, line 1)"),
         *(("import a_package_that_is_not_there", "ModuleNotFoundError"), ("def other(): pass", "AttributeError")),
-        ("run = 3", "TypeError: run is neither a function nor has it a method run"),
+        ("run = 3", "TypeError: run must be a function, or have a method run"),
         *(("import os; os._exit(4)", "its process ended"), ("raise SystemExit(5)", "SystemExit: 5")),
     ],
 )
@@ -456,7 +456,7 @@ def test_a_process_that_is_used_no_more_ends_what_it_has_under_way() -> None:
                 assert event == BEGINS
                 await channel.close()
 
-    with pytest.raises(Unreachable, match="it serves no more"):
+    with pytest.raises(Unreachable, match="it no longer serves"):
         served(ScriptedServer([told(BEGINS)], hang), use)
 
 

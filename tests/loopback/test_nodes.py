@@ -330,7 +330,7 @@ async def test_rollouts_are_scaled_up_and_down_and_up_again(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("wanted", "services", "said"),
     [
-        (Scale(role="trainer", replicas=2), {}, "scale: trainer=2: only rollout can be scaled, where it is one fleet"),
+        (Scale(role="trainer", replicas=2), {}, "scale: trainer=2: only rollout can be scaled, and only as one fleet"),
         (Scale(role="rollout", replicas=2), {"rollout": [{}, {}]}, "scale: rollout=2: only rollout can be scaled"),
         (Scale(role="rollout", replicas=0), {}, "scale: rollout=0: must be at least 1"),
     ],

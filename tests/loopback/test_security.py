@@ -400,10 +400,10 @@ async def test_with_tls_each_end_knows_the_other() -> None:
         assert asked == ["Status"]
     mixed = replace(holder(keys.COORDINATOR), certificates=of_process("gateway-0", 1, tls=True).certificates)
     async with served(of_process("rollout-0", 3, tls=True), "Rollout") as (address, asked):
-        with pytest.raises(errors.Forbidden, match="coordinator: its certificate is another's"):
+        with pytest.raises(errors.Forbidden, match="coordinator: its certificate names another process"):
             await status_of(address, mixed, "rollout-0/3")
         async with speaking(address, mixed, "rollout-0/3") as rpc:
-            assert "coordinator: its certificate is another's" in await answered(rpc, generates(17, 9), term=1)
+            assert "coordinator: its certificate names another process" in await answered(rpc, generates(17, 9), term=1)
         assert not asked
     async with served(of_process("rollout-0")) as (address, _):
         with pytest.raises(errors.DeadlineExceeded, match="does not speak TLS"):

@@ -205,7 +205,7 @@ async def test_a_range_of_ports_is_taken_port_by_port_until_none_is_left() -> No
 
 # ---- The probe that containers run: its exit code is what they act on
 
-NO_ANSWER = "no answer within 0.3 s; one that has TLS answers with --run DIR or SLUICE_SECRET alone\n"
+NO_ANSWER = "no answer within 0.3 s; a process with TLS answers only with --run DIR or SLUICE_SECRET\n"
 
 
 def probe(*arguments: str) -> tuple[Any, str]:

@@ -496,7 +496,7 @@ async def test_a_coordinator_in_whose_place_another_has_come_is_not_heeded() -> 
             await rpc.write(frame(logprobs(1, b"b"), term=2))
             assert [answer(one) for one in await replies(rpc, 1)] == [b"b!"]
         await former.write(frame(logprobs(2, b"late"), term=1))
-        with pytest.raises(grpc.aio.AioRpcError, match="term 1 has been followed by that of term 2"):
+        with pytest.raises(grpc.aio.AioRpcError, match="term 1 is over: the coordinator has term 2"):
             await replies(former, 1)
         assert peer.seen == [b"a", b"b"]
 

@@ -337,8 +337,8 @@ def test_whom_it_cannot_ask_is_a_line_and_exit_code_2(live: Live, tmp_path: Path
     for options, said in (
         (("--role", "critic"), "--role: 'critic' is not one of coordinator, "),
         (("--process", "trainer-7"), "--process: 'trainer-7' is not one of coordinator, "),
-        (("--process", "trainer-0", "--seconds", "1"), "trainer-0: is profiled for so many steps"),
-        (("--process", "rollout-0", "--steps", "1"), "rollout-0: is profiled for so many seconds"),
+        (("--process", "trainer-0", "--seconds", "1"), "trainer-0: is profiled for a number of steps"),
+        (("--process", "rollout-0", "--steps", "1"), "rollout-0: is profiled for a number of seconds"),
         (("--process", "trainer-0", "--steps", "100000"), "trainer-0: --steps: 100000; only "),
         (("--process", "trainer-0", "--steps", "0"), "--steps: 0; must be above 0"),
         (("--process", "trainer-0", "--memory"), "trainer-0: --memory: is of CUDA's allocator"),

@@ -353,7 +353,7 @@ def test_another_in_the_place_of_a_lost_process_is_asked_at_once(renderer: Templ
     async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
         yield EpisodeEvent(phase="run")
         await gone.wait()
-        raise Unreachable(port.name, "Run", "it serves no more")
+        raise Unreachable(port.name, "Run", "it no longer serves")
 
     async def scenario(played: Played) -> None:
         group = played.group(4)

@@ -128,7 +128,7 @@ def test_a_profile_is_measured_as_the_process_is(unit: profiles.Unit, asked: Pro
     async def take(_: Profile) -> list[Path]:
         raise AssertionError
 
-    with pytest.raises(UserError, match=f"x-0: is profiled for so many {unit}"):
+    with pytest.raises(UserError, match=f"x-0: is profiled for a number of {unit}"):
         run(profiles.Profiles("x-0", take, unit).profile(asked))
 
 
@@ -228,7 +228,7 @@ def test_a_process_that_ends_in_the_middle_of_a_profile_ends_well(tmp_path: Path
     """An interpreter of its own: what is forked ends without torch's end, in which the profile would crash."""
     command = [sys.executable, "-c", ENDS, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert (done.returncode, done.stdout) == (0, "trainer-0 ended before its profile was whole\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "trainer-0 ended before its profile was complete\n"), done.stderr
 
 
 NPU = """

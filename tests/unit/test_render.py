@@ -47,7 +47,7 @@ def test_names_become_those_of_hosts_and_the_folder_above_the_runs_is_shared() -
     ):
         assert shared_folder(made(run={"name": "x", "dir": directory}).config) == folder
     for directory in ("x", "/x", "/home/x", "runs/../x"):  # it would hide others
-        with pytest.raises(ConfigError, match=f"run.dir: '{directory}' needs a folder of its own"):
+        with pytest.raises(ConfigError, match=f"run.dir: '{directory}' must be in a folder that the nodes share"):
             shared_folder(made(run={"name": "x", "dir": directory}).config)
 
 

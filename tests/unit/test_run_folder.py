@@ -108,7 +108,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, name: str) -> 
     (tmp_path / name).mkdir()
     (tmp_path / name / "mine").touch()
     for overwrite in (False, True):
-        with pytest.raises(UserError, match=f"is no run's folder, and a run would replace '{name}' in it"):
+        with pytest.raises(UserError, match=f"is not the folder of a run, and a run would replace '{name}' in it"):
             taken(tmp_path, resume="auto", overwrite=overwrite)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([name, "mine"])
 
@@ -121,7 +121,7 @@ def test_a_new_run_does_not_remove_what_it_is_to_read(tmp_path: Path, section: s
         "data": config.Data(train=f"{tmp_path}/evaluations/a.jsonl"),
         "critic": config.Critic(path=f"{tmp_path}/checkpoints/step-00000001"),
     }
-    with pytest.raises(UserError, match="lies in what a new run in"):
+    with pytest.raises(UserError, match="would be removed by a new run in"):
         run_folder.begin(tmp_path, chosen(tmp_path, overwrite=True, **{section: reads[section]}))
     assert (tmp_path / run_files.MODEL).is_dir()
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_run_begins_a_folder_of_its_own(tmp_path: Path) 
         return run_folder.begin(folder, chosen(folder, resume, overwrite))
 
     assert begin(own, ours) == str(own)
-    with pytest.raises(UserError, match=rf"^run.resume: {theirs} is not of the run that {ours} holds; .*run.resume=auto"):
+    with pytest.raises(UserError, match=rf"^run.resume: {theirs} does not belong to the run in {ours}; .*run.resume=auto"):
         begin(theirs, ours)
     assert own.is_dir() and (ours / run_files.LEDGER).is_dir()
     assert begin(theirs, tmp_path / "new") == str(theirs)
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_another_run_begins_a_folder_of_its_own(tmp_path: Path) 
 def test_a_checkpoint_is_not_removed_by_the_run_that_begins_with_it(tmp_path: Path) -> None:
     kept = tmp_path / run_files.CHECKPOINTS / "kept" / "step-00000010"
     save(kept)
-    with pytest.raises(UserError, match=r"^run.resume: .* lies in what a new run in .* removes"):
+    with pytest.raises(UserError, match=r"^run.resume: .* would be removed by a new run in"):
         run_folder.begin(tmp_path, chosen(tmp_path, kept, overwrite=True))
     assert kept.is_dir()
 

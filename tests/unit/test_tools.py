@@ -84,7 +84,7 @@ def test_what_json_does_not_have_is_refused_by_name(hint: Any) -> None:
     def tool(value: Any) -> None: ...
 
     tool.__annotations__["value"] = hint
-    with pytest.raises(TypeError, match=r"the tool tool: value: .* is no type of a tool's parameter"):
+    with pytest.raises(TypeError, match=r"the tool tool: value: .* cannot be a tool's parameter"):
         function_schema(tool)
 
 
