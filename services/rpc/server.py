@@ -303,7 +303,7 @@ class _SessionHandler:
             command = method.request.parse(body)
             security.check_speaker(method, command)
             if call.key != (key := method.key_of(command)):
-                raise errors.InvalidMessage(f"{method.name}: key {call.key!r} is not that of {key or 'a call without a key'}")
+                raise errors.InvalidMessage(f"{method.name}: the key of {key or 'a call without a key'} is not {call.key!r}")
             if (kept := self._kept.get(key)) is not None:
                 _put(outbox, call.id, kept, urgent=True)
                 return
