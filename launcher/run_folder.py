@@ -1,4 +1,5 @@
-"""The folder of a run: it is writable, it is this run's alone, and an earlier run in it is lost only if the user says so."""
+"""The folder of a run. It is writable and belongs to this run alone; an earlier run in it is kept unless the user gives it
+up."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_util
 
 
 class Service(ABC):
-    """A role, as its process sees it. For each method of `service` in proto/ it has a method of that name in snake case, which
-    takes the command and returns an awaitable of the answer. `load` may block: it runs in a thread.
+    """A role, as its process sees it. For each method of `service` in proto/ it has a method of that name in snake case. The
+    method takes the command and returns an awaitable of the answer. `load` may block: it runs in a thread.
     """
 
     role: str

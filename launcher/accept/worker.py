@@ -245,8 +245,8 @@ def receiver(device: str) -> None:
 
 
 def rollout(device: str, folder: Path) -> Figures:
-    """Check that the embedded rollout engine reports the log-probabilities of the model on the CPU, also for weights that are
-    staged while it generates."""
+    """Compare the embedded rollout engine with the model on the CPU: log-probabilities agree, also of weights staged
+    meanwhile."""
     import numpy as np
     import torch
 

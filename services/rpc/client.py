@@ -482,8 +482,8 @@ class GroupClient(RoleClient):
         return _in_order(posted, shares)
 
     async def _answered(self, method: Method, asking: Coroutine[Any, Any, R]) -> R:
-        """Wait for the answer. Raises Unreachable if a rank does not answer in time, since the group is lost with it. In a
-        command of the ranks alone, another fault may come from the end of a rank: then wait to see whether a rank is lost.
+        """Wait for the answer. Raises Unreachable if a rank does not answer in time, since the group is lost with it. If only
+        the ranks take part in the command, another fault may come from the end of a rank. That end is waited for.
         """
         try:
             return await asking

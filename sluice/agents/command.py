@@ -68,8 +68,8 @@ def variables(data: Mapping[str, Any], episode: Episode) -> dict[str, str]:
 
 
 def filled(command: Sequence[str], data: Mapping[str, Any]) -> list[str]:
-    """Return the arguments, with the columns in place of their names. In a line for the shell a name becomes a reference to a
-    variable, in quotes, whose text the shell never reads as a command. Raises DataError for a column that the row lacks,
+    """Return the arguments, with the columns in place of their names. In a line for the shell a name becomes a quoted reference
+    to a variable. The shell never reads the variable's text as a command. Raises DataError for a column that the row lacks,
     ValueError for a name that is quoted in such a line."""
 
     def text(match: re.Match[str]) -> str:
