@@ -1,5 +1,4 @@
-"""The folder of a run. It is writable and belongs to this run alone; an earlier run in it is kept unless the user gives it
-up."""
+"""The folder of a run: writable, and this run's alone. An earlier run in it is kept unless the user gives it up."""
 
 from __future__ import annotations
 

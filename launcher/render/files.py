@@ -41,9 +41,7 @@ def slurm(plan: Plan) -> dict[str, str]:
     """Render a batch script that starts an agent on each node of its allocation: text by file name. Raises ConfigError."""
     faults = []
     if len(counts := {node.devices for node in plan.nodes}) > 1:
-        faults.append(
-            f"cluster.nodes: devices differ ({', '.join(map(str, sorted(counts)))}); must be equal in a batch script"
-        )
+        faults.append(f"cluster.nodes: devices differ ({', '.join(map(str, sorted(counts)))}); must be equal in a batch script")
     for index, node in enumerate(plan.nodes):
         if plan.named and not _HOST.fullmatch(node.name):
             faults.append(f"cluster.nodes.{index}.name: '{node.name}' is not a name of a Slurm node")
