@@ -40,7 +40,7 @@ OPTIONS = (
 )
 RPCS = 1 << 14  # calls and streams of a server at the same time: 1,000 nodes have two each, and up to 8 processes that register
 KEPT = 256 << 20  # bytes of answers that a service keeps until its callers acknowledge them
-PING = 0.3  # a share: a connection that has been silent for this part of the allowed silence is pinged
+PING = 0.3  # a share, not seconds: a connection that has been silent for this part of the allowed silence is pinged
 TERMS = 1 << 31  # terms of coordinators that a process may have missed
 ERROR_KEY = "sluice-error-bin"
 SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB

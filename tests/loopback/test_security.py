@@ -333,7 +333,7 @@ async def test_a_stranger_asks_for_health_once_and_holds_nothing(monkeypatch: py
         half = [channel.stream_stream(check)() for _ in range(5)]
         ended = [await refusal_of(each) for each in half]
         assert sorted("too many" in each for each in ended) == [False] * 2 + [True] * 3
-        assert sum("no question" in each for each in ended) == 2
+        assert sum("no request" in each for each in ended) == 2
         assert not await refusal_of(channel.unary_unary(check)(b""))
         async with Channel(address, CALLERS["coordinator"], "rollout-0/0") as own:
             watching = own.grpc.unary_stream("/grpc.health.v1.Health/Watch")(b"", metadata=own.metadata)

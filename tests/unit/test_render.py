@@ -59,7 +59,7 @@ device: cuda, devices: 0 => --devices: 0 is not an integer of at least 1
 cluster: {nodes: [{name: a, devices: 8}]} => cluster.nodes.0.devices: 8, but --device is cpu
 cluster: {nodes: []} => cluster.nodes: empty
 cluster: {nodes: [{name: a}, {name: a}]} => cluster.nodes.1.name: 'a' is that of another node; must be its own
-run: {name: ...} => run.name: '...' has neither
+run: {name: ...} => run.name: '...' must have a letter
 metrics: {prometheus: {}} => metrics.prometheus.token: missing
 """
 
