@@ -1,7 +1,7 @@
-"""What travels between the roles: versions, prompts, samples, scores.
+"""Messages between the roles: versions, prompts, samples, scores.
 
-Arrays are numpy, little-endian, one-dimensional. R is the length of a reply, P of a prompt,
-n the number of samples in a group. The coordinator forwards `GeneratedGroup.payload` without decoding it.
+Arrays are numpy, little-endian, one-dimensional. R is the length of a reply, P the length of a prompt, n the number of
+samples in a group. The coordinator forwards `GeneratedGroup.payload` without decoding it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from runtime.errors import InvalidMessage
 #
 # msgpack for bulk and internal messages: numpy arrays travel as raw little-endian buffers and arrive as views.
 #
-# An array is the msgpack extension `ARRAY`: one byte that indexes `_DTYPES`, then the buffer. There is no pickle: a message
-# can only hold the types of its Struct.
+# An array is the msgpack extension `ARRAY`: one byte that indexes `_WIRE_DTYPES`, then the buffer. There is no pickle: a
+# message can only hold the types of its Struct.
 
 T = TypeVar("T")
 
@@ -61,20 +61,21 @@ def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: Any) -> bytes:
-    """msgpack bytes of a Struct or plain container. Raises InvalidMessage for an array not 1-D or of an unlisted dtype."""
+    """Return the msgpack bytes of a Struct or plain container. Raises InvalidMessage if an array is not 1-D or of no listed
+    dtype."""
     return _encoder.encode(message)
 
 
-SMALL = 1 << 13  # bytes of a payload that is copied: parts of a message cost more
+SMALL = 1 << 13  # bytes; a payload up to this size is copied, since a message in parts costs more
 Parts = list[bytes | memoryview]
-"""Bytes that follow one another, each where it lies."""
+"""Consecutive pieces of one body; no piece is copied."""
 Body = bytes | Parts
-"""A message, in parts where it is large."""
+"""An encoded message; a large one is in parts."""
 
 
 def encode_body(message: Any) -> Body:
-    """What `encode` gives, without a copy of large payloads: of a Struct whose last field is `payload`, or of a list of such.
-    Raises as `encode` does."""
+    """Encode as `encode` does, but without a copy of large payloads. `message`: a Struct whose last field is `payload`, or a
+    list of such Structs. Raises as `encode` does."""
     if len(getattr(message, "payload", b"")) > SMALL:
         head = encode(replace(message, payload=b"")).removesuffix(_EMPTY)
         return [head + _BIN32 + len(message.payload).to_bytes(4, "big"), message.payload]
@@ -98,11 +99,11 @@ def decode(type_: type[T], data: bytes | memoryview) -> T:
 
 # ---- Columns
 #
-# Columns of a group's tokens that would be large as plain arrays: values that seldom change, sets of tokens, and experts.
+# Compact columns for a group's tokens: values that seldom change, sets of tokens, and experts.
 
 
 class Runs(msgspec.Struct, frozen=True, array_like=True):
-    """An array whose values seldom change along it: each value, and for how many entries it holds (run-length encoding)."""
+    """An array in run-length encoding: each value, and the number of entries with this value."""
 
     values: np.ndarray
     lengths: np.ndarray  # uint32
@@ -119,11 +120,11 @@ class Runs(msgspec.Struct, frozen=True, array_like=True):
         return int(self.lengths.sum(dtype=np.int64))
 
 
-EncodedSet = tuple[int, np.ndarray]  # how many tokens, 0 for the whole vocabulary, and uint8
+EncodedSet = tuple[int, np.ndarray]  # the number of tokens (0: the whole vocabulary), and the bytes (uint8)
 
 
 def encode_set(ids: np.ndarray, vocabulary: int) -> EncodedSet:
-    """Some of `vocabulary` tokens, int32: their ids, or a bit for each token of the vocabulary where that is smaller."""
+    """Encode a set of token ids (int32): the ids, or a bitmap over the vocabulary if the bitmap is smaller."""
     if len(ids) == vocabulary:
         return 0, np.zeros(0, np.uint8)
     width = _bitmap_bytes(vocabulary)
@@ -135,11 +136,11 @@ def encode_set(ids: np.ndarray, vocabulary: int) -> EncodedSet:
 
 
 class TokenSets(msgspec.Struct, frozen=True, array_like=True):
-    """Of each of n tokens, the set of those that the sampler's filters left to draw it from."""
+    """For each of n tokens, the set of candidates that the sampler's filters left."""
 
     vocabulary: int
     sizes: np.ndarray  # uint32 [n], tokens in the set; 0: all of the vocabulary
-    data: np.ndarray  # uint8, one set after the other, each as `encode_set` has it
+    data: np.ndarray  # uint8, the sets in order, each encoded by `encode_set`
 
     @classmethod
     def of(cls, sets: Sequence[EncodedSet], vocabulary: int) -> TokenSets:
@@ -148,7 +149,8 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenSets | None], lengths: Sequence[int]) -> TokenSets | None:
-        """Those of `parts` with `lengths` tokens, one after the other; None: the whole vocabulary, which all are if all are."""
+        """Concatenate `parts`, which have `lengths` tokens. A part that is None has the whole vocabulary; all None gives
+        None."""
         known = [part for part in parts if part is not None]
         if not known:
             return None
@@ -158,24 +160,24 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
         return cls(known[0].vocabulary, np.concatenate(sizes), np.concatenate([part.data for part in known]))
 
     def part(self, tokens: slice) -> TokenSets:
-        """Of some tokens that follow one another."""
+        """Return the sets of a contiguous slice of tokens."""
         ends = np.append(0, np.cumsum(self._places()[1]))
         begin, end, _ = tokens.indices(len(self.sizes))
         return TokenSets(self.vocabulary, self.sizes[tokens], self.data[ends[begin] : ends[max(begin, end)]])
 
     def among(self, chosen: np.ndarray) -> TokenSets:
-        """Of those tokens at which `chosen` (bool [n]) is true; the others have the whole vocabulary."""
+        """Select the tokens where `chosen` (bool [n]) is true. The other tokens must have the whole vocabulary."""
         return TokenSets(self.vocabulary, self.sizes[chosen], self.data)
 
     def spread(self, among: np.ndarray) -> TokenSets:
-        """These tokens are those at which `among` (bool) is true; the others have the whole vocabulary."""
+        """Put these sets at the positions where `among` (bool) is true. The other positions get the whole vocabulary."""
         sizes = np.zeros(len(among), np.uint32)
         sizes[among] = self.sizes
         return TokenSets(self.vocabulary, sizes, self.data)
 
     def bitmaps(self, which: np.ndarray) -> np.ndarray:
-        """uint8 [len(which), ⌈vocabulary / 32⌉ · 4] of the tokens `which` (int64): a bit for each token of the vocabulary, the
-        lowest of a byte first."""
+        """Return the sets at `which` (int64) as bitmaps, uint8 [len(which), ⌈vocabulary / 32⌉ · 4]. The lowest bit of a
+        byte comes first."""
         begins, lengths = self._places()
         width = _bitmap_bytes(self.vocabulary)
         out = np.full((len(which), width), 255, np.uint8)
@@ -187,7 +189,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
         return out
 
     def fault(self, tokens: np.ndarray, vocabulary: int) -> str:
-        """Why these are not the sets that `tokens` (int32 [n]) of so large a vocabulary were drawn from; "" where they are."""
+        """Check the sets against `tokens` (int32 [n]) and the vocabulary size. Return a description of the fault, or ""."""
         begins, lengths = self._places()
         if self.vocabulary != vocabulary:
             return f"its kept sets are of {self.vocabulary} tokens, the vocabulary has {vocabulary}"
@@ -204,7 +206,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
         return "" if held.all() else f"token {int(np.argmin(held))} is not in its kept set"
 
     def _listed(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of those sets of `which` that are kept as ids, int32, and for each its index in `which`."""
+        """List the ids of the sets in `which` that are encoded as ids (int32), and for each id the set's index in `which`."""
         begins, lengths = self._places()
         few = np.flatnonzero((self.sizes[which] > 0) & (lengths[which] < _bitmap_bytes(self.vocabulary)))
         count = lengths[which[few]] // 4
@@ -213,18 +215,18 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
         return np.repeat(few, count), self.data.view("<i4")[place]
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where each set begins in `data`, and its bytes: int64 [n] each."""
+        """Return the offset of each set in `data` and its size in bytes: int64 [n] each."""
         lengths = np.minimum(self.sizes.astype(np.int64) * 4, _bitmap_bytes(self.vocabulary))
         return np.cumsum(lengths) - lengths, lengths
 
 
 def _bitmap_bytes(vocabulary: int) -> int:
-    """A multiple of the bytes of an id."""
+    """Return the bytes of a bitmap: a multiple of 4, the size of an id."""
     return -(-vocabulary // 32) * 4
 
 
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
-    """The experts to which a model's layers with experts gave each of n tokens that were fed to it."""
+    """The experts that a model's MoE layers chose for each of n tokens that were fed to the model."""
 
     layers: int
     per_token: int
@@ -232,29 +234,29 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, chosen: np.ndarray) -> RoutedExperts:
-        """`chosen` [n, layers, per_token]."""
+        """Flatten `chosen` [n, layers, per_token]."""
         return cls(chosen.shape[1], chosen.shape[2], chosen.reshape(-1))
 
     @property
     def rows(self) -> np.ndarray:
-        """[n, layers, per_token]."""
+        """The experts as [n, layers, per_token]."""
         return self.data.reshape(-1, self.layers, self.per_token)
 
     def split(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """`rows` of a prompt and of a reply of `length` tokens, of which the last one is not fed."""
+        """Split `rows` into the rows of the prompt and of a reply of `length` tokens. The reply's last token is not fed."""
         begin = len(self.rows) - fed(length)
         return self.rows[:begin], self.rows[begin:]
 
     @classmethod
     def joined(cls, parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
-        """Of all `parts`, one after the other; None where nothing is known of one."""
+        """Concatenate `parts`. Return None if a part is None."""
         known = [part.rows for part in parts if part is not None]
         return cls.of(np.concatenate(known)) if known and len(known) == len(parts) else None
 
     @classmethod
     def of_group(cls, rows: Sequence[RoutedExperts | None], replies: Sequence[np.ndarray]) -> RoutedExperts | None:
-        """Of a group's prompt, as the first of `rows` has it, and then of each of `replies` [R] but for its last token. `rows`:
-        those of prompt and reply; None: the model was never given it, so 0. None where there are none at all."""
+        """Join the prompt of the first known row and each of `replies` [R] except its last token. `rows` have prompt and reply.
+        A row is None if the model never got the reply; its experts are 0. Return None if all rows are None."""
         pairs = [None if row is None else row.split(len(reply)) for row, reply in zip(rows, replies, strict=True)]
         if (known := next((pair for pair in pairs if pair is not None), None)) is None:
             return None
@@ -263,24 +265,24 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
         return cls.of(np.concatenate([known[0], *taken]))
 
     def by_row(self, lengths: Sequence[int]) -> list[RoutedExperts]:
-        """What `of_group` was made of: for each reply of `lengths` tokens those of prompt and reply."""
+        """Invert `of_group`: for each reply of `lengths` tokens, return the rows of prompt and reply."""
         cuts = np.cumsum([len(self.rows) - sum(map(fed, lengths)), *map(fed, lengths)])[:-1]
         prompt, *replies = np.split(self.rows, cuts)
         return [RoutedExperts.of(np.concatenate([prompt, reply])) for reply in replies]
 
     def fit(self, tokens: int, layers: int, per_token: int, experts: int) -> bool:
-        """Whether these are of so many tokens, and of a model of this shape."""
+        """Return True if these are the experts of so many tokens, and of a model of this shape."""
         given, asked = (self.layers, self.per_token, len(self.data)), (layers, per_token, tokens * layers * per_token)
         return given == asked and self.data.dtype in (np.uint8, np.uint16) and int(self.data.max(initial=0)) < experts
 
 
 def fed(length: int) -> int:
-    """Of a reply's tokens, those that are fed to a model: all but the last."""
+    """Return how many tokens of a reply are fed to a model: all except the last."""
     return max(int(length) - 1, 0)
 
 
 class TokenColumns(NamedTuple):
-    """One entry for each token of a group's replies, which follow one another: the arrays of `Sample`, concatenated."""
+    """One entry for each token of a group's replies: the arrays of `Sample`, concatenated."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -289,14 +291,14 @@ class TokenColumns(NamedTuple):
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     size = min(len(one), len(other))
     differ = np.flatnonzero(one[:size] != other[:size])
     return int(differ[0]) if len(differ) else size
 
 
 def outside(tokens: np.ndarray, vocabulary: int) -> bool:
-    """Whether one of these token ids is not in a vocabulary of so many."""
+    """Return True if any token id is outside 0..vocabulary - 1."""
     return len(tokens) > 0 and bool(tokens.min() < 0 or tokens.max() >= vocabulary)
 
 
@@ -312,13 +314,13 @@ _DTYPES = {
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Names weights, never reused: a trainer restarted from a checkpoint begins a new incarnation."""
+    """The name of a set of weights, never reused: a trainer that restarts from a checkpoint begins a new incarnation."""
 
     incarnation: int = 0
     step: int = 0
 
     def pack(self) -> int:
-        """The version as one int64, ordered like the pair."""
+        """Return the version as one int64, ordered like the pair."""
         return self.incarnation << 32 | self.step
 
     @classmethod
@@ -330,7 +332,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. Temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 switch the filters off."""
+    """Sampling parameters. Temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 switch the filters off."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -338,16 +340,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    keep_sets: bool = False  # whether the sets that the filters leave travel with the sample
-    experts_from: int = -1  # the token of the prompt from which on the experts that tokens took travel with it; -1: none do
+    keep_sets: bool = False  # return the sets that the filters leave with the sample
+    experts_from: int = -1  # the position in the prompt from which the chosen experts are returned with the sample; -1: none
 
 
 class Command(msgspec.Struct, Generic[R], frozen=True):
-    """What a role is asked to do, and answers with an R."""
+    """A request to a role, which answers with an R."""
 
 
 def answer_of(command: type[Command[R]]) -> Any:
-    """The R of a command."""
+    """Return the type R of a command."""
     (answer,) = typing.get_args(command.__orig_bases__[0])  # type: ignore[attr-defined]
     if isinstance(answer, typing.ForwardRef):
         answer = vars(sys.modules[command.__module__])[answer.__forward_arg__]
@@ -356,41 +358,41 @@ def answer_of(command: type[Command[R]]) -> Any:
 
 @cache
 def snake(name: str) -> str:
-    """What a method is called that carries out a command: "begin_step" for BeginStep."""
+    """Return the name of the method that carries out a command: "begin_step" for BeginStep."""
     return re.sub("(?!^)([A-Z])", r"_\1", name).lower()
 
 
 GATEWAY_GROUPS = -(1 << 32)
-"""The ids of groups that gateways ask for are below this one; the coordinator's are not."""
+"""Groups that gateways ask for have ids below this number; the coordinator's groups do not."""
 
 
 class GroupRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
-    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there. A
-    probe goes before all that wait, into a slot that is kept for it."""
+    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else runs.
+    A probe goes before all waiting requests, into a slot that is reserved for it."""
 
     group_id: int
     prompt: np.ndarray  # int32 [P]
     n: int
     seed: int
-    attempt: int = 0  # how often the group was asked for, this time included; with `group_id` what makes a repeat the same
-    first: int = 0  # where a prompt's replies are asked for in parts, what came before this one
+    attempt: int = 0  # counts the requests for this group, from 1; a repeat has the same `group_id` and `attempt`
+    first: int = 0  # if a prompt's replies are requested in parts, the number of replies in earlier parts
     sampling: SamplingParams
     purpose: Purpose = "train"
-    keep: bool = False  # a request that goes on where this one's replies end is likely: what was computed is worth keeping
+    keep: bool = False  # a request that continues these replies is likely, so the cache is worth keeping
 
 
 class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What an episode is about, as who plays it is told: a row of the data."""
+    """The task of an episode, for the process that plays it: a row of the data."""
 
-    messages: list[dict[str, Any]] = []  # how the conversation begins
+    messages: list[dict[str, Any]] = []  # the first messages of the conversation
     label: str = ""
     source: str = ""
     extra: dict[str, Any] = {}  # as of ScoreRequest
-    environment: str = ""  # whose agent plays it; empty: a program that asks for it
+    environment: str = ""  # the environment whose agent plays the episode; empty: a program that asks for the task
 
 
 class PlayRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
-    """Have `n` episodes of one task played. What the policy says in episode i draws on the random streams of `seed`."""
+    """Play `n` episodes of one task. The policy in episode i draws on the random streams of `seed`."""
 
     group_id: int
     task: EpisodeTask
@@ -400,23 +402,23 @@ class PlayRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     first: int = 0  # as in GroupRequest
     sampling: SamplingParams
     purpose: Purpose = "train"
-    version: PolicyVersion = PolicyVersion()  # that counts now: what a group is of in which the policy says nothing
+    version: PolicyVersion = PolicyVersion()  # the committed version: the group's version if the policy generates no token
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply; or a branch of an episode, from behind its group's common prompt to one of its ends. Mask and log-probability
-    are 0 of tokens that an environment wrote, and of those that are trained in a branch before."""
+    """One reply; or a branch of an episode, from the end of its group's common prompt to a leaf. Mask and log-probability are 0
+    for tokens that an environment wrote, and for tokens that are trained in an earlier branch."""
 
     tokens: np.ndarray  # int32 [R]; ends with the stop token when finish_reason is "stop"
     loss_mask: np.ndarray  # uint8 [R]
     logprobs: np.ndarray  # float32 [R], of the distribution sampled from
     versions: np.ndarray  # int64 [R], PolicyVersion.pack()
     finish_reason: FinishReason
-    kept: TokenSets | None = None  # [R], what each token was drawn from; None: from the whole vocabulary
-    experts: RoutedExperts | None = None  # of the prompt from `experts_from` on, and of [R - 1]; None: not known
+    kept: TokenSets | None = None  # [R], the set that each token was drawn from; None: the whole vocabulary
+    experts: RoutedExperts | None = None  # for the prompt from `experts_from` on, and for [R - 1]; None: not known
 
     def part(self, tokens: slice) -> Sample:
-        """Some of its tokens; those before them belong to the prompt then."""
+        """Return a slice of the reply. The tokens before the slice then belong to the prompt."""
         parts: dict[str, Any] = {name: getattr(self, name)[tokens] for name in _DTYPES}
         if self.experts is not None:
             left = len(self.tokens) - tokens.indices(len(self.tokens))[1]
@@ -425,7 +427,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnReward(msgspec.Struct, frozen=True, array_like=True):
-    """What a turn of an episode earned: at `token`, the last one that the model wrote in it, of the branch `row`."""
+    """The reward of one turn of an episode, at `token`, the last token that the model wrote in this turn of branch `row`."""
 
     row: int
     token: int  # index in the row's reply
@@ -433,25 +435,25 @@ class TurnReward(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupPayload(msgspec.Struct, kw_only=True):
-    """The bulk of a group: what reward, reference and trainer decode and the coordinator does not. T is the sum of R.
+    """The bulk of a group. Reward, reference and trainer decode it; the coordinator does not. T is the sum of R.
 
-    A group has n episodes of one or several rows; a reply is an episode of one row. A token takes 8 bytes when the model
-    sampled it and 4 when an environment wrote it; masks and versions are runs. `prompt` is what all rows begin with, and may be
-    empty where the model wrote no row's first token. Raises InvalidMessage for columns that do not fit one another.
+    A group has n episodes of one or several rows; a reply is an episode of one row. A token that the model sampled takes 8
+    bytes, a token that an environment wrote takes 4; masks and versions are runs. `prompt` is the common prefix of all rows. It
+    may be empty if the model wrote no row's first token. Raises InvalidMessage if the columns do not fit one another.
     """
 
     group_id: int
     prompt: np.ndarray  # int32 [P]
-    lengths: np.ndarray  # uint32 [rows]: R of each
+    lengths: np.ndarray  # uint32 [rows]: R of each row
     tokens: np.ndarray  # int32 [T]
-    logprobs: np.ndarray  # float32, of those tokens whose mask is 1
+    logprobs: np.ndarray  # float32, for the tokens with mask 1
     loss_mask: Runs  # uint8 [T]
     versions: Runs  # int64 [T]
     finish_reasons: list[FinishReason]  # [rows]
-    rows: np.ndarray  # uint32 [n]: of each episode
+    rows: np.ndarray  # uint32 [n]: the number of rows of each episode
     turn_rewards: list[TurnReward] = []
-    kept: TokenSets | None = None  # of those tokens whose mask is 1; None: the whole vocabulary
-    experts: RoutedExperts | None = None  # of prompt and rows, as of `RoutedExperts.of_group`; None: not known
+    kept: TokenSets | None = None  # for the tokens with mask 1; None: the whole vocabulary
+    experts: RoutedExperts | None = None  # for prompt and rows, see `RoutedExperts.of_group`; None: not known
 
     @classmethod
     def of(
@@ -462,8 +464,8 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         rows: Sequence[int] | None = None,
         turn_rewards: Sequence[TurnReward] = (),
     ) -> GroupPayload:
-        """`samples`: the rows. `rows`: how many each episode has; None: one each. Raises InvalidMessage for a sample whose
-        arrays differ in length, or with log-probabilities where its mask is 0."""
+        """Build the payload from `samples`, the rows. `rows`: the number of rows of each episode; None: one each. Raises
+        InvalidMessage if a sample's arrays differ in length, or if a log-probability is not 0 where the mask is 0."""
         columns = {name: [getattr(sample, name) for sample in samples] for name in _DTYPES}
         for name, dtype in _DTYPES.items():
             for index, (array, tokens) in enumerate(zip(columns[name], columns["tokens"], strict=True)):
@@ -513,15 +515,15 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             if not (
                 0 <= turn.row < len(self.lengths) and 0 <= turn.token < self.lengths[turn.row] and math.isfinite(turn.value)
             ):
-                raise InvalidMessage(f"group {self.group_id}: {turn} is of no token, or not finite")
+                raise InvalidMessage(f"group {self.group_id}: {turn} has no such row or token, or its value is not finite")
 
     @property
     def n(self) -> int:
-        """Its episodes."""
+        """The number of episodes."""
         return len(self.rows)
 
     def columns(self) -> TokenColumns:
-        """Tokens and, where all of them are the model's, log-probabilities are views."""
+        """Expand the columns. Tokens are views, and so are log-probabilities if the model wrote all tokens."""
         mask = self.loss_mask.expand()
         logprobs = self.logprobs
         if len(logprobs) < len(mask):
@@ -530,7 +532,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         return TokenColumns(self.tokens, mask, logprobs, self.versions.expand())
 
     def kept_sets(self) -> TokenSets | None:
-        """Of all T tokens; None where all were drawn from the whole vocabulary."""
+        """Return the sets of all T tokens, or None if all tokens were drawn from the whole vocabulary."""
         return None if self.kept is None else self.kept.spread(self.loss_mask.expand() != 0)
 
     @property
@@ -545,12 +547,12 @@ class GroupPayload(msgspec.Struct, kw_only=True):
 
     @property
     def last_rows(self) -> list[Sample]:
-        """Of each episode the branch that was ended last, whole: a reply itself."""
+        """The last row of each episode: of a plain reply, the reply itself."""
         samples = self.samples
         return [samples[end - 1] for end in np.cumsum(self.rows, dtype=np.int64)]
 
     def check(self, vocabulary: int) -> None:
-        """Raises InvalidMessage for rows whose first token nothing predicts, or token ids outside a vocabulary of so many."""
+        """Raise InvalidMessage if no token precedes a row's first sampled token, or if a token id is outside the vocabulary."""
         if not len(self.prompt):
             mask, begins = self.loss_mask.expand(), np.cumsum(self.lengths, dtype=np.int64) - self.lengths
             if mask[begins[self.lengths > 0]].any() or not self.lengths.all():
@@ -559,18 +561,18 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
 
     def check_sets(self, vocabulary: int) -> None:
-        """Raises InvalidMessage for kept sets that are not of such a vocabulary, or of these tokens."""
+        """Raise InvalidMessage if the kept sets do not fit the vocabulary or the tokens."""
         if self.kept is not None and (fault := self.kept.fault(self.tokens[self.loss_mask.expand() != 0], vocabulary)):
             raise InvalidMessage(f"group {self.group_id}: {fault}")
 
 
 class Outcomes(msgspec.Struct, kw_only=True):
-    """What became of a group's episodes."""
+    """The results of a group's episodes, for reports."""
 
     environment: str
-    reasons: list[str]  # [n]: of each its stop reason, or "left out: " and why
-    turns: list[int]  # [n]: its calls that were answered
-    log: dict[str, tuple[int, float]] = {}  # of each figure that agents told, how many did, and their sum
+    reasons: list[str]  # [n]: the stop reason of each episode, or "left out: " and the cause
+    turns: list[int]  # [n]: the answered calls of each episode
+    log: dict[str, tuple[int, float]] = {}  # for each figure that agents reported: the number of reports, and their sum
     repeated: dict[str, int] = {}  # by reason, how often an episode was played again
 
 
@@ -580,16 +582,16 @@ class GeneratedGroup(msgspec.Struct, kw_only=True):
     group_id: int
     prompt_tokens: int
     response_tokens: list[int]  # [rows]
-    truncated: int  # rows that ended by length
+    truncated: int  # rows that ended because of the length limit
     oldest: PolicyVersion  # over all model tokens of the group
     newest: PolicyVersion
-    rewards: list[float] = []  # [n], what who played the episodes gave; NaN: nothing. Empty: replies, which nobody played
-    outcomes: Outcomes | None = None  # None: replies
+    rewards: list[float] = []  # [n], from the environment; NaN: no reward. Empty: plain replies
+    outcomes: Outcomes | None = None  # None: plain replies
     payload: bytes
 
     @property
     def n(self) -> int:
-        """Its episodes."""
+        """The number of episodes."""
         return len(self.rewards) or len(self.response_tokens)
 
 
@@ -600,49 +602,49 @@ class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
     attempt: int = 0  # as in GroupRequest
     label: str
     source: str = ""  # the data source, for rules that differ by it
-    answers: bool = False  # whether the replies' final answers are wanted
-    messages: list[dict[str, str]] = []  # the problem as a conversation, for those who do not read the policy's tokens
-    extra: dict[str, Any] = {}  # other columns of its row, by the names in data.additional_keys: JSON values
+    answers: bool = False  # also return the replies' final answers
+    messages: list[dict[str, str]] = []  # the problem as a conversation, for scorers with another tokenizer than the policy
+    extra: dict[str, Any] = {}  # other columns of the row, by the names in data.additional_keys: JSON values
     payload: bytes
 
 
 SCORERS = {"reward": "rule_reward", "reward_model": "reward_model"}
-"""The roles that answer ScoreRequest, whose scores are added up; each with the phase of the metrics that its time is."""
+"""The roles that answer ScoreRequest, each with its phase in the metrics. Their scores are added up."""
 REWARD_MODEL_COLUMN = "reward_model"  # the column of the reward model's scores
-ENVIRONMENT_COLUMN = "environment"  # the column of what who played the episodes gave
+ENVIRONMENT_COLUMN = "environment"  # the column of the environment's rewards
 
 
 class Scores(msgspec.Struct, kw_only=True):
-    """Rewards of one group. `valid[i]` is 0 when a rule failed on episode i: masked out of the loss, never a silent 0."""
+    """Rewards of one group. `valid[i]` is 0 if a rule failed on episode i: it is masked out of the loss, never a silent 0."""
 
     group_id: int
     rewards: np.ndarray  # float32 [n], the weighted sum
     valid: np.ndarray  # uint8 [n]
-    rules: dict[str, np.ndarray] = {}  # each rule's own value, float32 [n]; remote rewards and the model have theirs
+    rules: dict[str, np.ndarray] = {}  # the values of each rule, remote reward and model, float32 [n]
     errors: dict[str, int] = {}  # counts by reason, e.g. {"timeout": 1}
-    answers: list[str | None] = []  # [n] where they were asked for and the first rule names answers; None: it found none
+    answers: list[str | None] = []  # [n] if requested and if the first rule extracts answers; None: no answer found
 
 
 class LogprobRequest(Command[bytes], frozen=True, kw_only=True):
-    """Compute the log-probabilities of one group's replies under the service's model at `temperature`: the encoded `Logprobs`,
-    which travel unread to the trainer."""
+    """Compute the log-probabilities of one group's replies under the service's model at `temperature`. Answers the encoded
+    `Logprobs`, which the coordinator forwards undecoded to the trainer."""
 
     group_id: int
     attempt: int = 0  # as in GroupRequest
     temperature: float = 1.0
-    model: str = ""  # which of the service's models, where sources of the data have their own; empty: the run's
+    model: str = ""  # which of the service's models, if data sources have their own; empty: the run's model
     payload: bytes
 
 
 class Logprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities of one group, its samples' replies one after the other."""
+    """Log-probabilities of one group: the replies of its samples, concatenated."""
 
     group_id: int
     values: np.ndarray  # float32 [sum of R]
 
 
 class ValueRequest(Command[bytes], frozen=True, kw_only=True):
-    """Compute the critic's values of one group: the encoded `Values`, which travel unread to trainer and critic."""
+    """Compute the critic's values of one group. The answer is the encoded `Values`, which trainer and critic decode."""
 
     group_id: int
     tokens: int  # as in TrainGroup
@@ -650,8 +652,8 @@ class ValueRequest(Command[bytes], frozen=True, kw_only=True):
 
 
 class Values(msgspec.Struct, kw_only=True):
-    """The critic's values of one group, its samples' replies one after the other: of the state before each token. 0 where
-    the loss mask is 0."""
+    """The critic's values of one group: the replies of its samples, concatenated. A value is that of the state before the
+    token, and 0 where the loss mask is 0."""
 
     group_id: int
     values: np.ndarray  # float32 [sum of R]
@@ -661,18 +663,18 @@ class TrainGroup(msgspec.Struct, kw_only=True):
     """One group with everything that trainer and critic need. `payload`, `reference` and `values` are still encoded."""
 
     group_id: int
-    tokens: int  # of all its rows, prompts included: what balances the load over ranks
+    tokens: int  # of all rows, prompts included; balances the load over ranks
     rewards: np.ndarray  # float32 [n]
     valid: np.ndarray  # uint8 [n]
     reference: bytes | None = None  # codec.encode(Logprobs)
     values: bytes | None = None  # codec.encode(Values)
-    mini_batch: int = 0  # which of the step's updates it is for
+    mini_batch: int = 0  # the index of the step's update that trains this group
     payload: bytes
 
 
 class StepResult(msgspec.Struct, kw_only=True):
-    """What one optimizer step reports. `metrics` are already reduced over the trainer's ranks."""
+    """The result of one step. `metrics` are already reduced over the trainer's ranks."""
 
     metrics: dict[str, float]
     seconds: float  # engine time of the step, waiting excluded
-    probes: list[float] = []  # of each probe, in nats: the mean |rollout's − trainer's log-probability|
+    probes: list[float] = []  # for each probe, in nats: the mean |rollout's − trainer's log-probability|
