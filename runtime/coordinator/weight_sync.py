@@ -1,7 +1,8 @@
-"""Weight sync: new weights go from the trainer to every rollout that lives. This drives it; the bytes go past the coordinator.
+"""Weight sync: new weights go from the trainer to every living rollout. This module drives it; the bytes bypass the
+coordinator.
 
       train_loop ── begin(v) ──► WeightPublisher ──owns──► SyncGroup ── host_weights ──► trainer     one epoch: the trainer
-          │                          │  lock: one             │ ── join_weights ────► rollouts       and who lives
+          │                          │  lock: one             │ ── join_weights ────► rollouts       and living rollouts
           │                          │  sync at a time        │
           └── finish() ◄── WeightSync ◄─── reads its ─────────┘
                                │           epoch and ports
@@ -10,14 +11,14 @@
              commit_weights ───┼───► rollouts: swap between two steps
              abort_weights ────┴───► all: leave the group
 
-Who waits for whom:
+Waits:
 
-- The trainer waits for nobody until it has made the version.
+- The trainer waits for no process until it has made the version.
 - Rollouts wait for the trainer's announcement.
-- `finish` waits for each answer or its deadline, as `SyncAttempt` (weight_sync_protocol.py, pure) says.
+- `finish` waits for each answer or its deadline, as the pure state machine `SyncAttempt` (weight_sync_protocol.py) decides.
 - `run`, which brings newcomers the committed version, waits for the lock.
 
-The pool's `membership` says who is in an epoch. A loss or a newcomer makes the epoch stale.
+The pool's `membership` has the members of an epoch. A loss or a newcomer makes the epoch stale.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ from runtime.weights.plan import resolve_transport
 
 # ---- Sync group
 #
-# The weight sync's group: the trainer and the rollouts of one epoch, who meet for it.
+# The trainer and the rollouts of one epoch, connected for weight sync.
 
-TRIES = 3  # of a rendezvous, or of a publication, that fail although no rollout is lost
+TRIES = 3  # of a rendezvous, or of a weight sync, that fails although no rollout is lost
 
 log = logging.getLogger("sluice")
 
 
 class SyncGroup:
-    """The trainer and the rollouts of one epoch, connected for weights. Others read `epoch`, `members`, `transport`."""
+    """The trainer and the rollouts of one epoch, connected for weights. Callers read `epoch`, `members`, `transport`."""
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings):
         self.trainer = trainer
@@ -85,22 +86,22 @@ class SyncGroup:
         self.epoch = Epoch(0, ())
         """The newest epoch that was connected."""
         self.members: dict[str, RolePort] = {}
-        """Its rollouts by name."""
+        """The rollouts of this epoch by name."""
         self.transport = ""
-        """The transport of its weights; "" before the first epoch."""
+        """The transport of this epoch; "" before the first epoch."""
 
     @property
     def machines(self) -> Mapping[str, str]:
-        """Where those run that send, by name."""
+        """The machines of the processes that send weights, by process name."""
         return self.trainer.machines
 
     def lost(self, reason: str) -> None:
-        """The sender is. Of the trainer nobody has to be told: whoever publishes raises."""
+        """Handle the loss of the sender. Nothing to do for the trainer: the caller that publishes raises."""
 
     async def open(self) -> None:
-        """Connect the trainer and every living rollout. A rollout that does not come is lost, and left out of the next epoch.
+        """Connect the trainer and every living rollout. A rollout that does not join is lost, and left out of the next epoch.
 
-        Raises ServiceFault when no rollout comes, or when the group fails `TRIES` times although no rollout is lost.
+        Raises ServiceFault if no rollout joins, or if the group fails `TRIES` times although no rollout is lost.
         """
         fruitless = 0
         while True:
@@ -116,13 +117,13 @@ class SyncGroup:
                 raise fault
 
     async def _meet(self, epoch: Epoch) -> SluiceError | None:
-        """Connect the group. Returns None when it is connected, else the fault. Raises UserError when its members cannot use
-        the configured transport."""
+        """Connect the group. Return None when it is connected, else the fault. Raises UserError if the members cannot use the
+        configured transport."""
         ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
         machines = {**self.machines, **{port.name: port.machine for port in ports}}
         transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
         names = [self.trainer.name, *(port.name for port in ports)]
-        # The trainer opens the rendezvous and answers at once; it connects beside this, once the rollouts have come.
+        # The trainer opens the rendezvous and answers at once. It connects concurrently, once the rollouts have joined.
         hosted = await self.trainer.call(HostWeights(epoch.number, len(names), transport, tuple(names)))
         address, manifest = hosted.address, hosted.manifest
         joins = [asyncio.ensure_future(self.trainer.post(JoinWeights(address, manifest)))] if address.senders > 1 else []
@@ -131,7 +132,7 @@ class SyncGroup:
             for rank, port in enumerate(ports, start=address.senders)
         ]
         try:
-            # All at once, as each blocks until all are there; the first failure ends the wait for the others.
+            # Wait for all joins together, as each blocks until all members are there. The first failure ends the wait.
             await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
             if not any(join.done() and join.exception() for join in joins):
                 self.epoch, self.members, self.transport = epoch, {port.name: port for port in ports}, transport
@@ -141,7 +142,7 @@ class SyncGroup:
             failed = next(error for join in joins if join.done() and (error := join.exception()))
             if not isinstance(failed, SluiceError):
                 raise failed
-            # The members that came would wait for the failed one until their own deadline: tell them to leave.
+            # The members that joined would wait for the failed one until their own deadline, so ask them to leave.
             return await self._leave(epoch, ports, failed)
         finally:
             for join in joins:
@@ -149,9 +150,9 @@ class SyncGroup:
                 join.cancel()
 
     async def _leave(self, epoch: Epoch, ports: Sequence[RolePort], failed: SluiceError) -> SluiceError:
-        """Tell all members to leave the group. A rollout that does not confirm is lost; the others only waited for it.
+        """Ask all members to leave the group. A rollout that does not confirm is lost; the other rollouts only waited for it.
 
-        Returns the fault to report: that of a lost rollout where there is one, else `failed`.
+        Return the fault to report: the fault of a lost rollout if there is one, else `failed`.
         """
         version = self.pool.membership.committed or PolicyVersion()
         members: tuple[RolePort, ...] = (self.trainer, *ports)
@@ -169,7 +170,8 @@ class SyncGroup:
 
 
 class PeerGroup(SyncGroup):
-    """A rollout that has the committed version, in the trainer's place, and the newcomers. The trainer hears nothing of it."""
+    """A rollout with the committed version, as the sender in the trainer's place, and the newcomers. The trainer takes no
+    part."""
 
     trainer: RolePort  # type: ignore[assignment]
 
@@ -184,7 +186,7 @@ class PeerGroup(SyncGroup):
         self.pool.register.lose(self.trainer, reason)
 
     async def open(self) -> None:
-        """Once. Raises SluiceError when somebody does not come, who is lost."""
+        """Connect once, without retries. Raises SluiceError if a member does not join; that member is lost."""
         try:
             fault = await self._meet(self.pool.membership.open(self.pool.membership.newcomers))
         except (Unreachable, Unanswered) as error:
@@ -195,8 +197,8 @@ class PeerGroup(SyncGroup):
 
 
 def nearest(newcomers: Sequence[RolePort], serving: Sequence[RolePort], trainer: Collection[str]) -> RolePort | None:
-    """Who of the `serving` is to bring the newcomers the version that all of those have: one on a newcomer's machine, else any.
-    None where the trainer, on the machines `trainer`, is nearer than all of them."""
+    """Return the rollout that sends the committed version to the newcomers: one on a newcomer's machine, else any of `serving`.
+    Return None if none serves, or if only the trainer (on the machines `trainer`) shares a machine with a newcomer."""
     late = {newcomer.machine for newcomer in newcomers} - {""}
     close = [rollout for rollout in serving if rollout.machine in late]
     if close or not late.intersection(trainer):
@@ -205,21 +207,21 @@ def nearest(newcomers: Sequence[RolePort], serving: Sequence[RolePort], trainer:
 
 
 def seen(task: asyncio.Future[Any]) -> None:
-    """Read the result of a withdrawn call, so that asyncio does not report that nobody did."""
+    """Read the exception of a withdrawn call, so that asyncio does not report an exception that was never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 class WeightPublisher:
-    """One weight sync at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
+    """Runs one weight sync at a time, each in an epoch of exactly the living rollouts. `committed` is the version in use.
 
-    A rollout that is lost is left out of the next epoch, in which the same version is tried again. A newcomer is a member of
-    the next epoch. As soon as no publication is under way, a rollout that serves sends it the committed version, or else the
-    trainer sends that once more out of its buckets, so that the newcomer need not wait for a step.
+    A lost rollout is left out of the next epoch, and the same version is tried again there. A newcomer is a member of the next
+    epoch. It need not wait for a step: when no weight sync runs, a serving rollout sends it the committed version. If no
+    rollout can, the trainer sends that version again from its buckets.
     """
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, step_seconds: float):
-        """`step_seconds`: how long the trainer may take for one step, which a gather may have to wait for."""
+        """Create the publisher. `step_seconds`: how long a gather may have to wait for the trainer's current step."""
         self._pool = pool
         self._settings = settings
         self._seconds = PhaseSeconds(
@@ -229,38 +231,38 @@ class WeightPublisher:
             abort=settings.abort_timeout,
         )
         self._step_seconds = step_seconds
-        self._lock = asyncio.Lock()  # held by the publication that is under way
+        self._lock = asyncio.Lock()  # held by the weight sync that is under way
         self._held = False  # between `hold` and `free`: newcomers are not sent the committed version
         self.waits_for_next = False
-        """The trainer is past the committed version: newcomers get it from another rollout, or the next one by `begin`."""
+        """The trainer is past the committed version: newcomers get it from another rollout, or the next version by `begin`."""
         self.group = SyncGroup(trainer, pool, settings)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
         self.kept: PolicyVersion | None = None
-        """The version that the trainer's buckets hold, or are about to hold: it can be sent again while the engines work."""
+        """The version in the trainer's buckets, or about to be there: the trainer can send it again while its engine works."""
         self.abort = ""
-        """Why the newest aborted publication was aborted; "" if none was."""
+        """The reason of the newest abort; "" if there was none."""
 
     @property
     def committed(self) -> PolicyVersion | None:
         return self._pool.membership.committed
 
     def sending(self, version: PolicyVersion, epoch: int) -> SendWeights | ResendWeights:
-        """The trainer's command: gather and send `version`, or send it once more if the buckets hold it."""
+        """Return the trainer's command: gather and send `version`, or send it again if the buckets hold it."""
         if self.kept == version:
             return ResendWeights(version, epoch)
         self.kept = version
         return SendWeights(version, epoch)
 
     def seconds(self, behind: bool) -> PhaseSeconds:
-        """The deadlines of an attempt. `behind`: the gather queues behind the trainer's current command, so the transfer
+        """Return the deadlines of an attempt. `behind`: the gather queues behind the trainer's current command, so the transfer
         may take one step longer."""
         seconds = self._seconds
         return replace(seconds, transfer=seconds.transfer + self._step_seconds) if behind else seconds
 
     async def run(self) -> None:
-        """Open a new epoch whenever the living rollouts change, until cancelled. Raises ServiceFault when that fails, unless a
-        rollout is the reason."""
+        """Open a new epoch whenever the living rollouts change, until cancelled. Raises ServiceFault if that fails for another
+        reason than a rollout."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -268,19 +270,19 @@ class WeightPublisher:
                 await self._renew()
 
     def close(self) -> None:
-        """Stop publishing. Whoever publishes next must open a new epoch."""
+        """Stop publishing. A later publisher must open a new epoch."""
         self._pool.unsubscribe(self._changed.set)
         self._pool.membership.break_up(self._pool.membership.epoch.number)
 
     async def begin(self, version: PolicyVersion) -> WeightSync:
         """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it.
 
-        Waits while another publication is under way, or no rollout lives; `WeightSync.close` has to follow. To be called right
-        after those commands are posted; they are posted after the version before is committed. This order keeps the weights
-        unchanged until the version commits, so a failed transfer can be sent again.
+        Waits while another weight sync runs, or while no rollout lives; `WeightSync.close` must follow. Call `begin` right
+        after posting the commands that make the version, and post these after the version before is committed. This order keeps
+        the weights unchanged until the version commits, so a failed transfer can be sent again.
         """
         if self.committed is not None and version <= self.committed:
-            raise InvariantViolated(f"version {version} is published after {self.committed}")
+            raise InvariantViolated(f"weight sync of version {version} after {self.committed} was committed")
         lock = None if self._held else self._lock
         if lock is not None:
             await lock.acquire()
@@ -295,17 +297,17 @@ class WeightPublisher:
             raise
 
     async def hold(self) -> None:
-        """Wait for the publication under way. From then until `free`, only `begin` and `publish` send weights."""
+        """Wait for the weight sync under way. From then until `free`, only `begin` and `publish` send weights."""
         await self._lock.acquire()
         self._held = True
 
     def free(self) -> None:
-        """Newcomers are sent the committed version again."""
+        """Allow sending the committed version to newcomers again."""
         self._held = False
         self._lock.release()
 
     async def publish(self, version: PolicyVersion) -> PublicationFigures:
-        """Publish `version`, which the trainer has made already."""
+        """Run the weight sync of `version`, which the trainer has made already."""
         sync = await self.begin(version)
         try:
             return await sync.finish()
@@ -313,7 +315,7 @@ class WeightPublisher:
             sync.close()
 
     async def _renew(self) -> None:
-        """Open a new epoch if the last is stale, and bring the committed version to the newcomers."""
+        """Open a new epoch if the current one is stale, and bring the committed version to the newcomers."""
         membership = self._pool.membership
         if self.committed is None or not membership.living or not membership.stale:
             return
@@ -331,11 +333,11 @@ class WeightPublisher:
                 sync.close()
 
     async def _sync_from_peer(self, version: PolicyVersion) -> None:
-        """Have the nearest rollout that serves bring the newcomers `version`, which it has. Where it fails the trainer does."""
+        """Let the nearest serving rollout send `version` to the newcomers. If this fails, the trainer sends it."""
         register = self._pool.register
         newcomers = [register.port(member) for member in self._pool.membership.newcomers]
         peer = nearest(newcomers, self._pool.serving, self.group.machines.values())
-        if peer is None or self._settings.transport == "files":  # there the trainer keeps a folder for one epoch
+        if peer is None or self._settings.transport == "files":  # with files the trainer keeps a folder for one epoch
             return
         group = PeerGroup(peer, self._pool, self._settings)
         try:
@@ -350,9 +352,9 @@ class WeightPublisher:
 
 
 class WeightSync:
-    """One version until it counts: calls to the ports become events, the machine's actions become calls.
+    """The weight sync of one version: calls to the ports become events, and the state machine's actions become calls.
 
-    An aborted attempt is followed by another one in a new epoch, without the members that were lost.
+    An aborted attempt is followed by another attempt in a new epoch, without the lost members.
     """
 
     def __init__(
@@ -362,29 +364,30 @@ class WeightSync:
         lock: asyncio.Lock | None = None,
         group: SyncGroup | None = None,
     ):
-        """`lock` is released once it is closed. `group`: the trainer's, unless another is named."""
+        """Post the first attempt. `close` releases `lock`. `group`: None for the trainer's group."""
         self._publisher = publisher
         self._group = group or publisher.group
         self._version = version
         self._lock = lock
         self._clock = asyncio.get_running_loop().time
         self._calls: set[asyncio.Task[Any]] = set()
-        self._heard: deque[Event | BaseException] = deque()  # their answers, in order
-        self._told = asyncio.Event()
+        self._events: deque[Event | BaseException] = deque()  # from the answers, in order of arrival
+        self._event_arrived = asyncio.Event()
         self._pause = self._swap = 0.0
         self._sent = WeightsSent(0, 0.0)
-        self._received = WeightsReceived()  # of the rollout that was last
+        self._received = WeightsReceived()  # from the rollout that finished last
         self._aborts = self._fruitless = 0
-        self._behind = False  # whether the weights may have to be gathered anew
+        self._behind = False  # the weights may have to be gathered again
         self.past = False
-        """The version counts already, and the trainer has neither it nor what it sent of it: there is nothing to send again."""
+        """The version is committed, but the trainer has neither these weights nor their buckets any more: it cannot send them
+        again."""
         self._post()
 
     async def finish(self) -> PublicationFigures:
-        """See the publication through, once the trainer has made the version: the deadlines count from here.
+        """Complete the weight sync, once the trainer has made the version: the deadlines count from here.
 
-        It is given up where it is `past`. Raises ServiceFault when the trainer is lost, when no rollout comes back, or after
-        `TRIES` attempts that failed although nobody was lost.
+        Gives up if `past`. Raises ServiceFault if the trainer is lost, if no rollout comes back, or after `TRIES` failed
+        attempts without a lost member.
         """
         began = self._clock()
         # `attempt` waits for the members' answers. After an abort, `open` connects a new epoch without the lost members.
@@ -403,7 +406,7 @@ class WeightSync:
         )
 
     def close(self) -> None:
-        """Withdraw the calls that are under way, if any; to be called in the end, whatever happened."""
+        """Withdraw the calls that are under way and release the lock. The caller must call this in any case."""
         self._withdraw()
         lock, self._lock = self._lock, None
         if lock is not None:
@@ -413,10 +416,10 @@ class WeightSync:
         for task in self._calls:
             task.cancel()
         self._calls.clear()
-        self._heard.clear()
+        self._events.clear()
 
     def _post(self) -> None:
-        """The calls of one attempt, in the newest epoch."""
+        """Post the calls of one attempt, in the newest epoch."""
         self._epoch, self._ports = self._group.epoch, self._group.members
         trainer, number = self._group.trainer, self._epoch.number
         command = self._command(number)
@@ -428,7 +431,7 @@ class WeightSync:
         return self._publisher.sending(self._version, epoch)
 
     async def attempt(self) -> bool:
-        """True once the version counts, False when it was aborted."""
+        """Drive one attempt to its end. Return True if the version is committed, False if the attempt was aborted."""
         now = self._clock()
         machine = SyncAttempt(self._version, self._ports, self._group.trainer.name, self._publisher.seconds(self._behind), now)
         while not machine.final:
@@ -439,13 +442,13 @@ class WeightSync:
     def _conclude(self, machine: SyncAttempt) -> bool:
         pool = self._group.pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
-        self._behind |= self._group.trainer.name in machine.failed  # it may have to gather again
+        self._behind |= self._group.trainer.name in machine.failed  # the trainer may have to gather again
         if self._group.trainer.name in machine.lost:
             self._group.lost(machine.reason)
         if self._group.trainer.name in machine.lost or self._fruitless == TRIES:
-            raise ServiceFault(", ".join(sorted(machine.lost)) or "publication", "publish", machine.reason)
+            raise ServiceFault(", ".join(sorted(machine.lost)) or "weight sync", "publish", machine.reason)
         reason = machine.reason
-        if machine.phase == "done" and self._group.settings.in_flight == "drain":  # it got as far as the commit
+        if machine.phase == "done" and self._group.settings.in_flight == "drain":  # the attempt reached the commit
             reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
         for name in sorted(machine.lost):
             pool.register.lose(self._ports[name], reason)
@@ -454,19 +457,19 @@ class WeightSync:
             return True
         self._aborts += 1
         self._publisher.abort = reason
-        log.warning("publication aborted in epoch %d: %s", self._epoch.number, reason)
+        log.warning("weight sync aborted in epoch %d: %s", self._epoch.number, reason)
         pool.membership.break_up(self._epoch.number)
         return False
 
     async def _step(self, machine: SyncAttempt) -> None:
-        """Wait for an answer or the deadline, and let the machine say what follows."""
+        """Wait for an answer or the deadline, pass it to the state machine, and carry out the machine's actions."""
         assert machine.next_deadline is not None
         timeout = max(0.0, machine.next_deadline - self._clock())
-        self._told.clear()
-        if not self._heard:
-            await done_within(self._told.wait(), timeout)
-        while self._heard:
-            event = self._heard.popleft()
+        self._event_arrived.clear()
+        if not self._events:
+            await done_within(self._event_arrived.wait(), timeout)
+        while self._events:
+            event = self._events.popleft()
             if isinstance(event, BaseException):
                 raise event
             self._act(machine.handle(event, self._clock()))
@@ -482,17 +485,17 @@ class WeightSync:
                     self._call(name, member.post(AbortWeights(self._version, self._epoch.number)), "abort")
 
     def _call(self, name: str, call: Awaitable[Any], phase: Phase) -> None:
-        """`phase`: of the sync, that the answer counts for."""
+        """Start `call`. Its answer counts for the phase `phase`."""
         task = asyncio.ensure_future(call)
         self._calls.add(task)
         task.add_done_callback(partial(self._hear, name, phase))
 
     def _hear(self, name: str, phase: Phase, task: asyncio.Task[Any]) -> None:
         seen(task)
-        if task in self._calls:  # else it was withdrawn
+        if task in self._calls:  # otherwise it was withdrawn
             self._calls.discard(task)
-            self._heard.append(_event(name, phase, task))
-            self._told.set()
+            self._events.append(_event(name, phase, task))
+            self._event_arrived.set()
 
     async def _commit(self, rollout: RolePort) -> None:
         ordered = self._clock()
@@ -507,8 +510,8 @@ class WeightSync:
         try:
             self._sent = await answer
         except SluiceError as error:
-            # What was sent once more is gathered anew: of several senders one may have found a bucket that changed in its
-            # memory, and another, whose transfer failed for it, has answered first.
+            # Gather again after a failed resend: of several senders one may have found a changed bucket in its memory, while
+            # another sender, whose transfer failed because of that, answered first.
             phase = error.phase if isinstance(error, ServiceFault) else ""
             if isinstance(command, ResendWeights) or phase != "transfer":
                 self._publisher.kept = None
@@ -518,7 +521,7 @@ class WeightSync:
 
 
 class PeerSync(WeightSync):
-    """The committed version, which a rollout brings newcomers. Nothing of it is the trainer's."""
+    """Brings the committed version from a rollout to newcomers. The trainer's state is not touched."""
 
     def _command(self, epoch: int) -> ResendWeights:
         return ResendWeights(self._version, epoch)
@@ -528,7 +531,7 @@ class PeerSync(WeightSync):
 
 
 def _event(name: str, phase: Phase, task: asyncio.Task[Any]) -> Event | BaseException:
-    """The event that an ended call stands for; an error that is not a SluiceError is returned itself."""
+    """Return the event for an ended call, or the error itself if it is not a SluiceError."""
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
         return PhaseAnswered(phase, name)

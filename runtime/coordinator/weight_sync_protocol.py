@@ -1,14 +1,14 @@
-"""One weight publication as a state machine: TRANSFER → VERIFY → COMMIT → done, or ABORT → aborted. Pure.
+"""One weight sync as a pure state machine: TRANSFER → VERIFY → COMMIT → done, or ABORT → aborted.
 
-The caller feeds events, each with the time, and carries out the actions that come back. Members are those that receive.
+The caller feeds events, each with the time, and carries out the returned actions. Members are the receivers.
 
 - transfer: the caller has asked the members to receive and the sender to send. The order in which these requests arrive
   does not matter: the sender announces itself before its first byte. Members may verify meanwhile.
 - verify: the sender is done, and the members' checksums are awaited.
-- commit: everyone verified, so the version counts, and cannot be undone: a member that fails now is lost to the epoch, and
-  the others go on.
+- commit: every member verified, so the version counts. This cannot be undone: a member that fails now is lost to the epoch,
+  and the other members go on.
 - abort: members and sender leave the epoch's group. A failed collective fails for all of its members, so a failure does not
-  tell who is lost. Only a member that cannot be reached, or does not confirm the abort, counts as lost.
+  show which member is lost. Only a member that cannot be reached, or does not confirm the abort, counts as lost.
 
 Every phase has a deadline: `next_deadline` is the time of the next `Tick`. Only a `Tick` ends a late phase, so an answer that
 has arrived counts even if the caller reads it late.
@@ -25,13 +25,12 @@ from runtime.coordinator.register import LIVING, ROLLOUT, Member, Register, Unit
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The epochs of the sync group: which rollouts are in it, and from when each may be asked to generate. Pure: no I/O, no clock.
+# ---- Membership
 #
-# An epoch is a numbered list of members. It is stale when its members are not exactly the living rollouts, or when its group is
-# broken; then another epoch has to be opened. A member serves from the first commit of an epoch that it belongs to, so all
-# serving rollouts have the committed version. The living rollouts are those that the register has as joining (newcomers) or as
-# serving.
+# The epochs of the sync group. Pure: no I/O, no clock. An epoch is a numbered list of members. It is stale when its members
+# are not exactly the living rollouts, or when its group is broken; then the next epoch must be opened. A member serves from
+# the first commit of an epoch with this member, so all serving rollouts have the committed version. The living rollouts are
+# those with the state joining (newcomers) or serving in the register.
 
 
 class Epoch(Struct, frozen=True):
@@ -43,10 +42,10 @@ EPOCHS_OF_A_TERM = 10_000
 
 
 class Membership:
-    """`epoch` is the newest; `committed` the version that counts, None before the first."""
+    """The epochs of a run. `epoch` is the newest; `committed` is the version in use, None before the first."""
 
     def __init__(self, register: Register, term: int = 1):
-        """`term`: the coordinator's. Its epochs have numbers that none of an earlier one had."""
+        """Begin before the first epoch of `term`, the coordinator's. No earlier term has the epoch numbers of this one."""
         self.epoch = Epoch((term - 1) * EPOCHS_OF_A_TERM, ())
         self.committed: PolicyVersion | None = None
         self._register = register
@@ -67,22 +66,22 @@ class Membership:
 
     @property
     def stale(self) -> bool:
-        """Whether the next publication needs a new epoch. It does also when no rollout lives."""
+        """Whether the next weight sync needs a new epoch. True also when no rollout lives."""
         return self._broken or not self.epoch.members or self.epoch.members != self.living
 
     def open(self, members: tuple[Member, ...] = ()) -> Epoch:
-        """Begin the next epoch, of all living rollouts, or of `members` alone; then it is stale once others live."""
+        """Begin the next epoch, of all living rollouts, or of `members` alone: then it is stale if other rollouts live."""
         if not self.living:
             raise InvariantViolated("an epoch needs a living member")
         self.epoch, self._broken = Epoch(self.epoch.number + 1, members or self.living), False
         return self.epoch
 
     def break_up(self, epoch: int) -> None:
-        """The group of `epoch` cannot be used any more."""
+        """Mark the group of `epoch` as unusable."""
         self._broken = self._broken or epoch == self.epoch.number
 
     def commit(self, epoch: int, version: PolicyVersion, swapped: Iterable[Member]) -> None:
-        """`version` counts, and `swapped` have it. Every other member of the epoch must have been lost before.
+        """Commit `version`, which the members `swapped` have. Every other member of the epoch must have been lost before.
 
         Raises InvariantViolated for a former epoch, a version that goes back, or a member that lives without the version.
         """
@@ -96,7 +95,7 @@ class Membership:
         self.take_up(version, members)
 
     def take_up(self, version: PolicyVersion, having: Collection[Member]) -> None:
-        """`version` counts, and those `having` it serve."""
+        """Set the committed version. Newcomers among `having` serve from now on."""
         self.committed = version
         for member in self.newcomers:
             if member in having:
@@ -106,7 +105,7 @@ class Membership:
         return self._register.members(ROLLOUT, *states)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- State machine
 
 
 Phase = Literal["transfer", "verify", "commit", "abort", "done", "aborted"]
@@ -122,8 +121,8 @@ class PhaseSeconds(Struct, frozen=True, kw_only=True):
 
 
 class PhaseAnswered(Struct, frozen=True):
-    """`member`, or the sender, has done what `phase` waits for: the sender has put its last bucket on its way, a member has
-    verified or committed, either has left the epoch's group."""
+    """`member` or the sender has done what `phase` waits for. The sender has sent its last bucket; a member has verified or
+    committed; member or sender has left the epoch's group."""
 
     phase: Phase
     member: str
@@ -137,7 +136,7 @@ class Failed(Struct, frozen=True):
 
 
 class MemberUnreachable(Struct, frozen=True):
-    """`member`, or the sender, cannot be reached any more."""
+    """`member` or the sender cannot be reached any more."""
 
     member: str
     reason: str
@@ -151,13 +150,13 @@ Event = PhaseAnswered | Failed | MemberUnreachable | Tick
 
 
 class Commit(Struct, frozen=True):
-    """Tell `members` to swap to the version."""
+    """Ask `members` to swap to the version."""
 
     members: tuple[str, ...]
 
 
 class Abort(Struct, frozen=True):
-    """Tell `members`, the sender among them, to forget the version and leave the epoch's group."""
+    """Ask `members`, which include the sender, to drop the version and leave the epoch's group."""
 
     members: tuple[str, ...]
 
@@ -170,12 +169,13 @@ _NEXT: dict[Phase, Phase] = {"transfer": "verify", "verify": "commit", "commit":
 class SyncAttempt:
     """One version over one epoch's members.
 
-    `phase` and `next_deadline` (None once done or aborted) are the state. `lost` names who must not be in the next epoch,
-    `failed` who lives and reported a failure; `reason` is one line for the user naming phase and members, "" while all is well.
+    `phase` and `next_deadline` (None once done or aborted) are the state. Members in `lost` must not be in the next epoch;
+    members in `failed` live and reported a failure. `reason` is one line for the user with phase and members, "" if all is
+    well.
     """
 
     def __init__(self, version: PolicyVersion, members: Iterable[str], sender: str, seconds: PhaseSeconds, now: float):
-        """Begins in TRANSFER at time `now`; members and sender are asked already."""
+        """Begin in TRANSFER at time `now`; the caller has sent the requests to members and sender."""
         self.version = version
         self.members = tuple(members)
         self.sender = sender
@@ -183,12 +183,12 @@ class SyncAttempt:
         self.failed: set[str] = set()
         self.reason = ""
         self._seconds = seconds
-        # Whose answers each phase still needs: an answer costs O(1), however many members there are.
+        # The members whose answer each phase still needs. An answer costs O(1), however many members there are.
         self._missing: dict[Phase, set[str]] = {phase: set(self.members) for phase in _NEXT}
         self._missing["transfer"] = {sender}
         self._missing["abort"].add(sender)
         if not self.members or len({*self.members, sender}) != len(self.members) + 1:
-            raise InvariantViolated(f"a publication from {sender} to the members {self.members}")
+            raise InvariantViolated(f"a weight sync from {sender} to the members {self.members}")
         self._enter("transfer", now)
 
     @property
@@ -197,12 +197,12 @@ class SyncAttempt:
 
     @property
     def waiting_for(self) -> tuple[str, ...]:
-        """Whose answers the phase still needs."""
+        """The members whose answers the phase still needs."""
         missing = self._missing.get(self.phase, ())
         return tuple(name for name in (*self.members, self.sender) if name in missing)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Apply `event` at time `now`; returns what is to be done, in order."""
+        """Apply `event` at time `now`. Return the actions to carry out, in order."""
         if self.final:
             return []
         actions: list[Action] = []
@@ -211,7 +211,7 @@ class SyncAttempt:
         elif isinstance(event, PhaseAnswered) and (
             event.phase == self.phase or (self.phase, event.phase) == ("transfer", "verify")
         ):
-            self._missing[event.phase].discard(event.member)  # else it is late, or a repetition
+            self._missing[event.phase].discard(event.member)  # no effect if late or repeated
         actions += self._advance(now)
         if isinstance(event, Tick) and self.next_deadline is not None and now >= self.next_deadline:
             actions += self._expire(now)
@@ -222,7 +222,7 @@ class SyncAttempt:
         self.next_deadline: float | None = None if self.final else now + getattr(self._seconds, phase)
 
     def _advance(self, now: float) -> list[Action]:
-        """Leave every phase that waits for nobody."""
+        """Leave every phase whose answers are complete."""
         actions: list[Action] = []
         while not self.final and not self._missing[self.phase]:
             self._enter(_NEXT[self.phase], now)
@@ -234,7 +234,7 @@ class SyncAttempt:
         if event.member not in (*self.members, self.sender):
             return []
         if self.phase == "commit" and event.member == self.sender:
-            return []  # its part is over
+            return []  # the sender has finished its part
         if isinstance(event, Failed):
             self.failed.add(event.member)
         known = event.member in self.lost

@@ -130,7 +130,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
 
 @pytest.mark.parametrize("members", [(), ("a", "a"), ("trainer",)])
 def test_members_are_distinct_and_some(members: tuple[str, ...]) -> None:
-    with pytest.raises(InvariantViolated, match="a publication from trainer to the members"):
+    with pytest.raises(InvariantViolated, match="a weight sync from trainer to the members"):
         SyncAttempt(VERSION, members, "trainer", SECONDS, 0.0)
 
 
