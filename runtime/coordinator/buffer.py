@@ -1,7 +1,7 @@
 """The buffer: an index in memory over the groups that are neither retired nor dropped. No I/O.
 
-Every transition goes through the state table and is handed to the journal. The buffer knows which step is being filled and
-which version is committed, so the arithmetic of `staleness` always sees one consistent picture. Used from one event loop.
+Every transition goes through the state table and to the journal. The buffer knows the step being filled and the committed
+version, so the arithmetic of `staleness` always sees one consistent state. Use it from one event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runtime.types import GeneratedGroup, Scores
 #
 # A group under training, as the coordinator has it in memory.
 
-Part = bytes | Handle  # in memory, or on disk since before a restart
+Part = bytes | Handle  # in memory; or on disk, if written before a restart
 
 
 class Group(Struct, eq=False, kw_only=True):
@@ -37,19 +37,19 @@ class Group(Struct, eq=False, kw_only=True):
     ticket: Ticket
     state: GroupState
     since: float  # of the last transition, seconds since the epoch
-    dispatched: float = 0.0  # the same; 0.0: not by this coordinator
+    dispatched: float = 0.0  # time of the dispatch; 0.0: not by this coordinator
     replica: str = ""
     attempt: int = 0
-    hurried: int = 0  # the attempt that the trainer waited for too long
+    hurried: int = 0  # the attempt for which the gateway got Hurry
     deadline: int | None = None
-    generated: GeneratedGroup | None = None  # its payload moved to `payload`
+    generated: GeneratedGroup | None = None  # without its payload, which is in `payload`
     payload: Part | None = None
-    asked: set[str] = field(default_factory=set)  # who is scoring it now
+    asked: set[str] = field(default_factory=set)  # the services that score it now
     scores: Scores | None = None
     reference: Part | None = None
     values: Part | None = None
-    taken: int | None = None  # the step whose batch it is in
-    place: int | None = None  # in that batch
+    taken: int | None = None  # the step of its batch
+    place: int | None = None  # the index in this batch
 
     @property
     def group_id(self) -> int:
@@ -57,7 +57,7 @@ class Group(Struct, eq=False, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Of all its rows, prompts included. 0 until it is generated."""
+        """Tokens of all rows, prompts included. 0 until the group is generated."""
         if self.generated is None:
             return 0
         lengths = self.generated.response_tokens
@@ -65,7 +65,7 @@ class Group(Struct, eq=False, kw_only=True):
 
 
 def restored(row: GroupRow, needs: Mark, now: float, bound: int) -> Group:
-    """What the ledger knows of a group. `bound`: of the staleness."""
+    """Build a group from its row in the ledger. `bound`: the staleness bound."""
     group = Group(
         ticket=Ticket(**{name: getattr(row, name) for name in Ticket.__struct_fields__}),
         state=GroupState(needs, row.phase, row.marks, row.step, row.why),
@@ -92,7 +92,7 @@ def restored(row: GroupRow, needs: Mark, now: float, bound: int) -> Group:
 
 
 def asked_of(group: Group) -> str:
-    """The service that has it."""
+    """Return the name of the service that works on the group."""
     if group.state.phase != Phase.GENERATED:
         return group.replica or "rollout"
     missing = group.state.needs & ~group.state.marks
@@ -102,7 +102,7 @@ def asked_of(group: Group) -> str:
 
 
 class Wait(Struct, frozen=True):
-    """What a step waits for: the group, the service that has it, and the phase it is in."""
+    """The wait of a step: the group, the service that works on it, and the group's phase."""
 
     group_id: int
     service: str
@@ -112,14 +112,14 @@ class Wait(Struct, frozen=True):
 
 
 class ChangeJournal(Protocol):
-    """Where every change of a group is kept."""
+    """Stores every change of a group."""
 
     def record(self, change: Change) -> None: ...
 
 
 class Buffer:
-    """`step`: the next to be filled, which is also the committed version when the run (re)starts. `clock`: seconds since the
-    epoch. `depth`: None for as many groups at once as the bound on staleness allows."""
+    """The live groups. `step`: the next step to fill; at a (re)start also the committed version. `clock`: seconds since the
+    epoch. `depth`: None for as many groups as the staleness bound allows."""
 
     def __init__(
         self,
@@ -144,20 +144,20 @@ class Buffer:
         """Set when `take` may have become possible, or a group is generated, scored, referenced or dropped. Clear it, call
         `take`, then wait."""
         self.room_changed = asyncio.Event()
-        """Set when `capacity` may have grown, a group came back to be dispatched again, or the trainer has nothing to do."""
+        """Set when `capacity` may have grown, a group must be dispatched again, or the trainer has nothing to do."""
         self.trainer_waits = False
-        """Nothing can be taken, and the trainer has nothing else to do."""
+        """No group can be taken, and the trainer has nothing else to do."""
         self.limit = 0
-        """How many groups rollouts may have, as it was said last."""
+        """The most groups that rollouts may have, from the last call of `capacity`."""
         self._depth = depth or PipelineDepth(groups_per_step, most_live(staleness, groups_per_step), measured=False)
         self._journal = journal
         self._clock = clock
         self._filled = 0
         self._groups: dict[int, Group] = {}
-        # Counts of them, as `capacity` and `take` are asked after every change: O(1), however many groups there are.
+        # Counters, because `capacity` and `take` are called after every change: O(1), however many groups there are.
         self._phases = dict.fromkeys(Phase, 0)
-        self._due: dict[int, list[int]] = {}  # by deadline: those that are in no batch, and how many of these are ready
-        self._waiting: dict[int, Group] = {}  # admitted, and with no replica
+        self._due: dict[int, list[int]] = {}  # by deadline: [open groups, ready groups among them]
+        self._waiting: dict[int, Group] = {}  # admitted groups without a replica
         self._finished = {Phase.RETIRED: 0, Phase.DROPPED: 0}
 
     def __getitem__(self, group_id: int) -> Group:
@@ -173,13 +173,13 @@ class Buffer:
         return len(self._groups)
 
     def stop(self, reason: str) -> None:
-        """End the run after the step whose batch was completed last; one that is still being filled is given up. The first
-        reason counts."""
+        """End the run after the step whose batch was completed last; give up the batch that is being filled. Only the first
+        reason is kept."""
         self.stop_reason = self.stop_reason or reason
         self.last_step = min(self.last_step, self.step)
         self.ready_changed.set()
 
-    # ------------------------------------------------------------------------------------------ what happens to a group
+    # ------------------------------------------------------------------------------------------ transitions of a group
 
     def admit(self, ticket: Ticket) -> Group:
         if ticket.group_id in self._groups:
@@ -191,7 +191,7 @@ class Buffer:
         return group
 
     def dispatch(self, group_id: int, replica: str) -> None:
-        """`replica` is asked to generate the group. Its oldest token will be of the committed version or a later one."""
+        """Record that `replica` generates the group. Its oldest token will be of the committed version or a later one."""
         due = staleness.deadline(self.committed, self.staleness)
         group = self._apply(group_id, states.Dispatched(), replica=replica, deadline=due)
         group.attempt += 1
@@ -220,8 +220,8 @@ class Buffer:
         self._mark(group_id, Mark.VALUED, "valued", values=values)
 
     def lose(self, group_id: int) -> None:
-        """Its replica or payload is gone: back to `admitted`, to be dispatched again. A group that was taken can be lost
-        only until a later step takes one (read the payloads as they are taken)."""
+        """Return the group to `admitted` after the loss of its replica or payload, to be dispatched again. A taken group can be
+        lost only until a later step takes a group, so read the payloads when they are taken."""
         group = self._apply(group_id, states.Lost())
         if group.taken is not None:
             self._reopen(group)
@@ -232,8 +232,8 @@ class Buffer:
         self.room_changed.set()
 
     def drop(self, group_id: int, why: str) -> Ticket:
-        """Give the group up; its ticket says which prompt to give back. One that was taken can be dropped only while its
-        step is still being filled: a step that will never be applied."""
+        """Drop the group. Return its ticket, which names the prompt to give back. A taken group can be dropped only while its
+        step is being filled: this step will never be applied."""
         group = self._groups[group_id]
         if group.taken is not None:
             if group.taken != self.step:
@@ -247,13 +247,13 @@ class Buffer:
         self.ready_changed.set()
         return group.ticket
 
-    # ------------------------------------------------------------------------------------------ what the steps do
+    # ------------------------------------------------------------------------------------------ steps
 
     def take(self, step: int, whole: bool = False) -> list[Group]:
-        """The groups that go into the batch of `step` now, in training order; with `whole`, all that are missing, or none.
+        """Take groups for the batch of `step` and return them in training order. With `whole`, take all missing groups or none.
 
-        Steps are filled one after the other: when this returns the last group of `step`, `self.step` moves on. Raises
-        InvariantViolated for another step than the one being filled, and when a deadline can no longer be met.
+        Steps are filled in order: when the batch of `step` is complete, `self.step` moves on. Raises InvariantViolated if
+        `step` is not the step being filled, or if a deadline can no longer be met.
         """
         if step != self.step:
             raise InvariantViolated(f"step {step} cannot take groups while step {self.step} is being filled")
@@ -273,8 +273,8 @@ class Buffer:
         return taken
 
     def consume(self, step: int, seconds: float = 0.0) -> None:
-        """`step` has been applied, on which the trainer worked so long. Raises InvariantViolated when a token it trained on is
-        older than the bound allows."""
+        """Record that `step` has been applied after `seconds` of the trainer's work. Raises InvariantViolated if it trained on
+        a token that is older than the bound allows."""
         self._depth.stepped(seconds)
         batch = [group for group in self if group.taken == step and group.state.phase == Phase.READY]
         if len(batch) != self.groups_per_step:
@@ -287,7 +287,7 @@ class Buffer:
         self.commit(self.committed)
 
     def commit(self, version_step: int) -> None:
-        """The version `version_step` counts from now on; the groups that it trained on retire."""
+        """Set the committed version to `version_step` and retire the groups of earlier steps."""
         self.committed = version_step
         for group in [one for one in self if one.state.step is not None and one.state.step < version_step]:
             self._apply(group.group_id, states.Retired())
@@ -295,8 +295,8 @@ class Buffer:
             self._leave(group)
 
     def load(self, rows: Sequence[GroupRow]) -> list[int]:
-        """Take over what the ledger restored. Returns the groups that have to be generated again although they are intact,
-        because `groups_per_step` or `staleness` became smaller and their deadlines could no longer be met."""
+        """Load the groups that the ledger restored. Return the intact groups that must be generated again: their deadlines
+        cannot be met because `groups_per_step` or `staleness` became smaller."""
         for row in rows:
             self._groups[row.group_id] = group = restored(row, self.needs, self._clock(), self.staleness)
             self._count(group, 1)
@@ -306,8 +306,8 @@ class Buffer:
         return late
 
     def take_up(self, rows: Sequence[GroupRow]) -> None:
-        """Go on with what an earlier coordinator left. What was taken for steps from `step` on is ready again, in the batch
-        that it was in: see `taken`. What was being generated still is."""
+        """Continue the work of an earlier coordinator. Groups taken for `step` or later are ready again, in their old batch:
+        see `taken`. Groups in generation stay in generation."""
         first = self.step
         for row in rows:
             self._groups[row.group_id] = group = restored(row, self.needs, self._clock(), self.staleness)
@@ -320,14 +320,14 @@ class Buffer:
             self.step += 1
         self._filled = len(self.taken(self.step))
 
-    # ------------------------------------------------------------------------------------------ what can be asked
+    # ------------------------------------------------------------------------------------------ queries
 
     def taken(self, step: int) -> list[Group]:
-        """The batch of `step` as far as it is taken, in training order."""
+        """Return the groups taken for `step` so far, in training order."""
         return sorted((group for group in self if group.taken == step), key=lambda group: group.place or 0)
 
     def capacity(self, max_in_flight: int, steps: int) -> int:
-        """How many groups may be dispatched now in a run of `steps` steps: `waiting()` ones first, then new ones."""
+        """Return how many groups may be dispatched now in a run of `steps` steps: `waiting()` groups first, then new groups."""
         self.limit = max_in_flight
         holding = len(self._groups) - len(self._waiting)
         missing = (steps - self.step) * self.groups_per_step - self._filled - sum(opened for opened, _ in self._due.values())
@@ -339,8 +339,8 @@ class Buffer:
         return self._depth.target
 
     def late(self) -> Iterator[tuple[Group, float]]:
-        """The groups under way that the trainer waits for alone, and for how many seconds more that is nothing out of the
-        ordinary: `LATE` times what the slowest of a step takes."""
+        """Yield the groups in generation that alone hold up the trainer, each with the seconds until it counts as late: after
+        `LATE` times the time of the slowest group of a step."""
         usual = LATE * (self._depth.slowest or 0.0) if self.trainer_waits else 0.0
         for group in self if usual else ():
             if group.state.phase == Phase.GENERATING and group.deadline is not None and group.deadline <= self.step:
@@ -348,7 +348,7 @@ class Buffer:
 
     @property
     def generating(self) -> int:
-        """How many groups rollouts have."""
+        """The number of groups that rollouts have."""
         return self._phases[Phase.GENERATING]
 
     @property
@@ -358,7 +358,7 @@ class Buffer:
 
     @property
     def fills(self) -> bool:
-        """Whether the step that is being filled has its batch once those that are generated are ready."""
+        """Whether the batch of the step being filled is complete once all generated groups are ready."""
         due = {last: [opened, 0] for last, (opened, _) in self._due.items()}
         for group in self:
             if group.deadline is not None and group.taken is None and group.generated is not None:
@@ -367,19 +367,19 @@ class Buffer:
 
     @property
     def places(self) -> int:
-        """How many places of the step being filled no group has taken yet."""
+        """The open places in the batch of the step being filled."""
         return self.groups_per_step - self._filled
 
     def waiting(self) -> list[Group]:
-        """Admitted groups that no replica has, oldest first."""
+        """Return the admitted groups without a replica, oldest first."""
         return [self._waiting[group_id] for group_id in sorted(self._waiting)]
 
     def counts(self) -> dict[str, int]:
-        """Groups by phase: those here, and those that retired or were dropped since the (re)start."""
+        """Return the number of groups by phase: live groups, and groups retired or dropped since the (re)start."""
         return {phase.value: number for phase, number in (self._phases | self._finished).items()}
 
     def oldest_wait(self) -> Wait | None:
-        """The unready group with the earliest deadline: what the step being filled waits for. None: nothing is under way."""
+        """Return the wait for the unready group with the earliest deadline, or None if no group is under way."""
         phases = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED)
         waiting = [group for group in self if group.state.phase in phases]
         if not waiting:
@@ -387,7 +387,7 @@ class Buffer:
         group = min(waiting, key=lambda g: (g.deadline is None, g.deadline or 0, g.since, g.group_id))
         return Wait(group.group_id, asked_of(group), group.state.phase.value, self._clock() - group.since, group.deadline)
 
-    # ------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------ internals
 
     def _opened(self) -> list[staleness.OpenGroup]:
         return [
@@ -397,7 +397,7 @@ class Buffer:
         ]
 
     def _reopen(self, group: Group) -> None:
-        """Free the place of `group` in the batch that is being filled, or was just filled."""
+        """Free the place of `group` in the batch that is being filled, or that was just filled."""
         if group.taken == self.step - 1 and not self._filled:
             self.step, self._filled = self.step - 1, self.groups_per_step
         if group.taken != self.step:
@@ -412,7 +412,7 @@ class Buffer:
         self.ready_changed.set()
 
     def _apply(self, group_id: int, event: Event, **fields: object) -> Group:
-        """`fields` are what changes with its state."""
+        """Apply `event` to the group's state, and set `fields` with it."""
         group = self._groups.get(group_id)
         if group is None:
             raise InvariantViolated(f"group {group_id} is not live and cannot take {event!r}")
@@ -420,7 +420,7 @@ class Buffer:
         return group
 
     def _set(self, group: Group, **fields: object) -> None:
-        """Every change of what `_count` counts."""
+        """Set fields of the group and keep the counters right: every change of counted fields goes through here."""
         self._count(group, -1)
         for name, value in fields.items():
             setattr(group, name, value)
@@ -454,20 +454,20 @@ NO_SIGNAL = "no signal"  # why such groups are dropped
 
 
 class DynamicSampling:
-    """Judges scored groups. Stops the run when a step cannot be filled: `limit` groups were dropped since the batch before
-    it was complete, and it still lacks groups."""
+    """Drops scored groups without signal. Stops the run if a step cannot be filled: `limit` groups were dropped since the last
+    complete batch, and the step still lacks groups."""
 
     def __init__(self, buffer: Buffer, limit: int):
         self._buffer = buffer
         self._limit = limit
         self._step = buffer.step
         self._dropped_for_step = 0
-        self._any_scored = False  # of those dropped for the step
+        self._any_scored = False  # any valid score among the groups dropped for the step
         self._kept = self._dropped = 0  # since `close_step`
 
     def judge(self, group: Group) -> None:
-        """Drop `group`, which was just scored, unless it has signal. Raises ServiceFault in place of a stop where none of the
-        groups that were dropped has a score."""
+        """Drop `group`, which was just scored, unless it has signal. At the limit, stop the run; raises ServiceFault instead if
+        no dropped group has a score."""
         if _has_signal(group):
             self._kept += 1
             return
@@ -484,14 +484,16 @@ class DynamicSampling:
             self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
 
     def judge_restored(self) -> None:
-        """Drop what a run that took every group has left in the buffer. It says nothing of the prompts to come: not counted."""
+        """Drop restored groups without signal, from a run that took every group. They are not counted: later prompts may
+        differ."""
         for group in list(self._buffer):
             if group.scores is not None and not _has_signal(group):
                 self._buffer.drop(group.group_id, NO_SIGNAL)
 
     def close_step(self) -> dict[str, float]:
-        """The metrics of the groups scored since the last call; the fraction is left out when there were none. MindSpeed-RL
-        generates whole batches until one is full, and counts them; here it is how many batches the groups would make up."""
+        """Return the metrics of the groups scored since the last call. The fraction is left out if there were none.
+        MindSpeed-RL generates whole batches until one is full, and counts them; here the metric is how many batches the groups
+        would make."""
         kept, dropped = self._kept, self._dropped
         self._kept = self._dropped = 0
         batches = (kept + dropped) / self._buffer.groups_per_step
@@ -501,7 +503,7 @@ class DynamicSampling:
         return figures
 
     def _step_has_enough(self) -> bool:
-        """A step whose groups are there only waits for the trainer; what is dropped meanwhile is dropped for later steps."""
+        """Return True if enough groups are scored: then only the trainer is late, and drops count for later steps."""
         found = sum(group.taken is None and bool(group.state.marks & Mark.SCORED) for group in self._buffer)
         return found >= self._buffer.places
 

@@ -1,7 +1,7 @@
-"""The gateways: who has tasks played, and by which rollouts.
+"""The gateways: they have tasks played as episodes, by the serving rollouts.
 
-GroupStage, Evaluator ── PlayRequest ──► GatewayPool ──► gateway 0   which calls those rollouts that serve,
-                                                   └──► gateway 1   as GatewayPool tells it
+GroupStage, Evaluator ── PlayRequest ──► GatewayPool ──► gateway 0   calls the serving rollouts,
+                                                   └──► gateway 1   which GatewayPool lists for it
 """
 
 from __future__ import annotations
@@ -28,57 +28,57 @@ from runtime.types import EpisodeTask, GeneratedGroup, GroupRequest, PlayRequest
 
 # ---- Concurrency
 #
-# How many episodes are played at once: as many as keep the rollouts busy, by what is measured. No I/O.
+# How many episodes are played at once: as many as keep the rollouts busy, by measured load. No I/O.
 #
-# While a tool runs, its episode has no slot: how many episodes fill the slots depends on how long tools take, which differs
-# by task and changes as the policy learns. So the limit is x episodes for each slot of the rollouts that serve, and x
-# follows what rollouts and gateways tell:
+# While a tool runs, its episode has no slot. So the number of episodes that fills the slots depends on the tools' run time,
+# which differs by task and changes as the policy learns. The limit is x episodes for each slot of the serving rollouts, and
+# x follows the gauges of rollouts and gateways:
 #
 #     limit = ⌊x · slots / n⌋ + 1 groups of n episodes, x = 2 at first, as for plain replies
 #
-#     increase    x · (max(slots, w) + slots/8) / w     the limit is what bounds, few sequences wait, and use < 0.6
+#     increase    x · (max(slots, w) + slots/8) / w     only the limit bounds, few sequences wait, and use < 0.6
 #     trim        0.9 · x                               many sequences wait, or use ≥ 0.8
 #     cut         0.7 · x                               use ≥ 0.9; or, at once, more than few sequences are preempted
 #
-# w: the sequences that run or wait, which is what is wanted of the slots; use: of the room for keys and values. They are
-# means over a cycle, after which x is changed once, or stays. A cycle is over when as many calls were made as episodes are
-# played: each has made one, and waited for one tool, on average. So tools may take no time or minutes, and no wall time
-# stands in the rule. A decrease counts from what is under way, if that is less than the limit, and nothing is measured
-# until it has taken effect: no episode is withdrawn for it.
+# w: the sequences that run or wait, which is the demand for slots; use: of the room for keys and values. Both are means over
+# a cycle. After each cycle x changes once, or stays. A cycle ends when the number of calls reaches the number of episodes:
+# on average each episode has made one call and waited for one tool. So the rule has no wall time, and tools may take no time
+# or minutes. A decrease starts from the groups under way, if they are fewer than the limit. Measuring stops until the
+# decrease has taken effect: no episode is withdrawn for it.
 #
-# What is wanted is in proportion to the episodes while the slots take it (Little's law). So an increase fills the slots,
-# and then adds an eighth of them to what is wanted. At most it doubles x; once there was a decrease it adds at most an
-# eighth of x, unless half of the slots stand empty: what is measured as episodes are begun, or end, is not what they come
-# to. Nor is it to bring use above 0.6.
+# The demand is proportional to the episodes while the slots take it (Little's law). So an increase fills the slots, and then
+# adds an eighth of the slots to the demand. It at most doubles x. After the first decrease it adds at most an eighth of x,
+# unless half of the slots are empty: while episodes begin or end, the measured demand is not the final one. An increase
+# must not bring use above 0.6.
 #
-# Few sequences wait if they are at most half of those that run: wants vary, and slots are full most of the time only if
-# some sequences wait most of the time. Many are one and a half times those that run: they only make episodes late, and
-# their tokens stale.
+# Few sequences wait if they are at most half of the running ones: demand varies, and slots are full most of the time only if
+# some sequences wait most of the time. Many sequences wait if they are one and a half times the running ones: they only make
+# episodes late and tokens stale.
 #
-# The use is of room that sequences share as they grow, which can run out: vLLM's, unless it holds the longest sequences of
-# all slots. Preemptions are the proof that it ran out. At 0.6, 0.8 and 0.9 prime-rl's controller grows, trims and cuts too
-# (module `concurrency` of its orchestrator). In the embedded engine each slot has room of its own, and its queue says when
-# it is full.
+# Use is of the room that growing sequences share, which can run out: vLLM's, unless it holds the longest sequences of all
+# slots. Preemptions prove that the room ran out. prime-rl's controller also grows, trims and cuts at 0.6, 0.8 and 0.9
+# (module `concurrency` of its orchestrator). In the embedded engine each slot has its own room, and a full engine shows in
+# its queue.
 
-START = 2.0  # episodes for a slot
+START = 2.0  # episodes per slot
 STEP = 1 / 8  # of the slots
 GROW, TRIM, CUT = 0.6, 0.8, 0.9  # of the room for keys and values
 MOST_GROWTH = 2.0
 TRIMMED, AFTER_CUT = 0.9, 0.7
-FEW_WAIT, MANY_WAIT = 1 / 2, 3 / 2  # of those that run
-FEW_PREEMPTED = 1 / 20  # of those that run, from one look to the next
-LOOKS = 4  # that a cycle has at least
+FEW_WAIT, MANY_WAIT = 1 / 2, 3 / 2  # of the running sequences
+FEW_PREEMPTED = 1 / 20  # of the running sequences, between two samples
+LOOKS = 4  # the fewest samples in a cycle
 
 
 class Load(NamedTuple):
-    """What rollouts and gateways told at one look, all together."""
+    """The gauges of all rollouts and gateways at one sample, summed."""
 
     slots: int
-    running: float  # sequences that have a slot
-    waiting: float  # sequences that have none, or no room
-    kv_use: float  # of the room that sequences share, 0 to 1, a mean over the rollouts
-    preempted: float  # sequences, since the look before
-    calls: float  # of the policy, since the look before
+    running: float  # sequences with a slot
+    waiting: float  # sequences without a slot or room
+    kv_use: float  # share of the room that sequences share, 0 to 1, a mean over the rollouts
+    preempted: float  # sequences, since the sample before
+    calls: float  # of the policy, since the sample before
     episodes: float  # that programs play
     unasked: float  # tasks that wait for a program
 
@@ -87,31 +87,33 @@ NOTHING = Load(*[0] * len(Load._fields))
 
 
 def load_of(before: Mapping[Any, Mapping[str, float]], now: Mapping[Any, Mapping[str, float]]) -> Load | None:
-    """The gauges that each told at the look before and at this one, rollouts and gateways; None where no rollout did. Counters
-    count for whoever told both times."""
-    rollouts = [told for told in now.values() if "slots" in told]
-    gateways = [told for told in now.values() if "episodes" in told]
+    """Sum the gauges of rollouts and gateways from `now`. Counters count the growth since `before`, for processes in both.
+    Return None if no rollout reported."""
+    rollouts = [gauges for gauges in now.values() if "slots" in gauges]
+    gateways = [gauges for gauges in now.values() if "episodes" in gauges]
     if not rollouts:
         return None
 
     def grown(counter: str) -> float:
-        return sum(told[counter] - before[who][counter] for who, told in now.items() if who in before and counter in told)
+        return sum(gauges[counter] - before[key][counter] for key, gauges in now.items() if key in before and counter in gauges)
+            gauges[counter] - before[name][counter] for name, gauges in now.items() if name in before and counter in gauges
+        )
 
     return Load(
-        slots=int(sum(told["slots"] for told in rollouts)),
-        running=sum(told["running"] for told in rollouts),
-        waiting=sum(told["waiting"] for told in rollouts),
-        kv_use=sum(told["kv_use"] * told["kv_shared"] for told in rollouts) / len(rollouts),
+        slots=int(sum(gauges["slots"] for gauges in rollouts)),
+        running=sum(gauges["running"] for gauges in rollouts),
+        waiting=sum(gauges["waiting"] for gauges in rollouts),
+        kv_use=sum(gauges["kv_use"] * gauges["kv_shared"] for gauges in rollouts) / len(rollouts),
         preempted=grown("preemptions_total"),
         calls=grown("calls_total"),
-        episodes=sum(told["episodes"] for told in gateways),
-        unasked=sum(told["waiting"] for told in gateways),
+        episodes=sum(gauges["episodes"] for gauges in gateways),
+        unasked=sum(gauges["waiting"] for gauges in gateways),
     )
 
 
 def concurrency_of(config: Config) -> Concurrency | None:
-    """None where nobody plays: a reply has its slot until it ends. The limit is bounded by what gateways and environments
-    take at once."""
+    """Return the limiter, or None without gateways: a reply keeps its slot until it ends. The limit is at most what gateways
+    and environments play at once."""
     if config.gateway is None:
         return None
     size, own = config.sampling.group_size, config.services.environment.values()
@@ -121,7 +123,7 @@ def concurrency_of(config: Config) -> Concurrency | None:
 
 
 class Concurrency:
-    """The limit. `size`: episodes of a group. `most`: groups."""
+    """Limits the groups of episodes under way. `size`: episodes of a group. `most`: the highest limit, in groups."""
 
     def __init__(self, size: int, most: int):
         self._size, self._most = size, most
@@ -131,16 +133,16 @@ class Concurrency:
         self.per_slot = START
 
     def limit(self, slots: int) -> int:
-        """Groups that may be under way, where the rollouts that serve have so many slots."""
+        """Return the limit in groups if the serving rollouts have `slots` slots."""
         return min(self._most, int(self.per_slot * slots / self._size) + 1)
 
     def look(self, load: Load, groups: int) -> None:
-        """What was told, with so many groups under way."""
-        if not self._slots and groups > self.limit(load.slots):  # an earlier coordinator has left them
+        """Take a sample of the load, with `groups` groups under way. At the end of a cycle, change the limit."""
+        if not self._slots and groups > self.limit(load.slots):  # taken over from an earlier coordinator
             self.per_slot = groups * self._size / load.slots
         if load.slots != self._slots or groups > self.limit(load.slots):
             self._slots = load.slots
-            self._begin_cycle()  # what was measured is of another state
+            self._begin_cycle()  # the samples belong to another state
             return
         self._looks += 1
         self._sum = Load(*map(add, self._sum, load))
@@ -153,7 +155,7 @@ class Concurrency:
         self._looks, self._sum = 0, NOTHING
 
     def _end_cycle(self, groups: int, bounds: bool) -> None:
-        """`bounds`: the limit, and nothing else."""
+        """Change x by the means of the cycle. `bounds`: the limit, and no other bound, held."""
         running, waiting, use = (each / self._looks for each in (self._sum.running, self._sum.waiting, self._sum.kv_use))
         if waiting > MANY_WAIT * running or use >= TRIM:
             self._decrease(AFTER_CUT if use >= CUT else TRIMMED, groups)
@@ -165,7 +167,7 @@ class Concurrency:
         self._begin_cycle()
 
     def _decrease(self, share: float, groups: int) -> None:
-        """Down to half a group, which makes the limit one."""
+        """Lower x by the factor `share`, at least to half a group, where the limit is one group."""
         under_way = groups * self._size / self._slots
         self.per_slot = max(min(self.per_slot, under_way) * share, self._size / self._slots / 2)
         self._decreased = True
@@ -173,8 +175,8 @@ class Concurrency:
 
 
 def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | PlayRequest:
-    """What has a group generated: replies to `prompt`, or episodes of the task where the run has gateways. `rest`: their other
-    fields."""
+    """Build the request for a group: replies to `prompt`, or episodes of the task if the run has gateways. `rest`: the other
+    fields of the request."""
     if config.gateway is None:
         return GroupRequest(prompt=prompt, **rest)
     task = EpisodeTask(
@@ -188,21 +190,21 @@ def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: An
 
 
 class GatewayPool(WorkPool):
-    """Groups of episodes go to the gateway with the fewest under way, and every gateway is told which rollouts serve. What a
-    gateway that is lost had is another's to play."""
+    """Sends groups of episodes to the gateway with the fewest under way, and sends the serving rollouts to every gateway.
+    Another gateway plays the groups of a lost gateway."""
 
     def __init__(self, rollouts: RolloutPool, config: Config, own_keys: Keys | None):
-        """`own_keys`: the coordinator's."""
+        """Create the pool and update all gateways. `own_keys`: the coordinator's."""
         share = max(1, sum(rollouts.slots.values()) // config.services.gateway.replicas)
         names = (f"{GATEWAY}-{index}" for index in range(config.services.gateway.replicas))
         super().__init__(rollouts.register, GATEWAY, dict.fromkeys(names, share))
         self._rollouts, self._keys = rollouts, own_keys
-        self._told: dict[Member, UsePeers] = {}
-        self._telling: dict[Member, asyncio.Task[None]] = {}
+        self._known_peers: dict[Member, UsePeers] = {}  # the last UsePeers that each gateway confirmed
+        self._updates: dict[Member, asyncio.Task[None]] = {}
         rollouts.players = self
         rollouts.subscribe(self._notify)
-        self.subscribe(self._tell_all)
-        self._tell_all()
+        self.subscribe(self._update_all)
+        self._update_all()
 
     @property
     def is_open(self) -> bool:
@@ -221,35 +223,35 @@ class GatewayPool(WorkPool):
     def _look(self, change: UnitChange) -> None:
         super()._look(change)
         if change.unit.role == ENVIRONMENT:
-            self._tell_all()
+            self._update_all()
 
     async def hurry(self, gateway: RolePort, group_id: int) -> None:
-        """Tell the gateway that the trainer waits for this group alone. Where that fails nothing is to be done: the groups of a
-        gateway that is lost are played anew by another."""
+        """Notify the gateway that the trainer waits for this group alone. Ignore a failure: another gateway plays the groups of
+        a lost gateway."""
         with suppress(SluiceError):
             await gateway.call(Hurry(group_id))
 
-    # ------------------------------------------------------------------------------------------ which rollouts serve
+    # ------------------------------------------------------------------------------------------ peers of the gateways
 
-    def _tell_all(self) -> None:
+    def _update_all(self) -> None:
         for unit in self.register.units(GATEWAY, UnitState.SERVING):
-            if unit.member not in self._telling and self._told.get(unit.member) != self._news_for(unit.member):
-                self._telling[unit.member] = asyncio.create_task(self._tell(unit.port))
+            if unit.member not in self._updates and self._known_peers.get(unit.member) != self._peers_for(unit.member):
+                self._updates[unit.member] = asyncio.create_task(self._update(unit.port))
 
-    async def _tell(self, gateway: RolePort) -> None:
-        """Until it knows what is so now. One that does not take it is lost."""
+    async def _update(self, gateway: RolePort) -> None:
+        """Send UsePeers until the gateway has the newest one. A gateway that does not confirm is lost."""
         member = member_of(gateway)
         try:
-            while (news := self._news_for(member)) != self._told.get(member):
-                await gateway.call(news)
-                self._told[member] = news
+            while (peers := self._peers_for(member)) != self._known_peers.get(member):
+                await gateway.call(peers)
+                self._known_peers[member] = peers
         except SluiceError as error:
-            self._told.pop(member, None)
+            self._known_peers.pop(member, None)
             self.register.lose(member, str(error))
         finally:
-            self._telling.pop(member, None)
+            self._updates.pop(member, None)
 
-    def _news_for(self, gateway: Member) -> UsePeers:
+    def _peers_for(self, gateway: Member) -> UsePeers:
         def serving(role: str) -> tuple[PeerAddress, ...]:
             units = self.register.units(role, UnitState.SERVING)
             return tuple(self._address(gateway, unit.processes[0]) for unit in units if unit.processes[0] is not None)
@@ -258,7 +260,7 @@ class GatewayPool(WorkPool):
         return UsePeers(rollouts=serving(ROLLOUT), environments=serving(ENVIRONMENT), key=key)
 
     def _address(self, gateway: Member, peer: Any) -> PeerAddress:
-        """`peer`: its Registration."""
+        """Return the address and token by which `gateway` calls `peer`, a Registration."""
         parties = process(gateway.name, gateway.incarnation), process(peer.name, peer.incarnation)
         return PeerAddress(
             name=peer.name,
