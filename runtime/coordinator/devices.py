@@ -332,7 +332,7 @@ class ColocatedDevices(Devices):
     async def _have_moved(self, action: SetResidency) -> None:
         if action.who == "reference":
             with self._spans.span(self.phase):
-                await self._roles.references.tell(action.command)
+                await self._roles.references.broadcast(action.command)
         elif self._onloads_trainer or isinstance(action.command, Offload):
             await self._roles.trainer.call(action.command)
         self._handle(ResidencyChanged())

@@ -1,22 +1,22 @@
-"""A coordinator that is lost is started again, and takes up the processes that live: what it has to know, and what it asks.
+"""Failover: a lost coordinator is started again and takes over the living processes. This module has the state it reads.
 
 ::
 
     the coordinator writes into the ledger                     the next one reads
-      members   who runs where, at which address               sessions to all of them, none is started again
+      members   the processes, their nodes and addresses       opens sessions to all of them, starts none again
       course    after each step: how far the run is            the step to go on with
-      groups    each change, as always                         who generates, scores and has been taken for which step
+      groups    each change, as always                         the state of each group: generating, scored, taken by a step
                                                                ↓
-    rollouts, rewards, references   keep what was asked of them, and their answers, until these are acknowledged: asked again
-                                    for the same group and attempt, they go on or answer at once
-    trainer, critic                 say for which step Apply was ordered, and keep what came of it
+    rollouts, rewards, references   keep requests and answers until these are acknowledged: if asked again for the same group
+                                    and attempt, they go on or answer at once
+    trainer, critic                 report the step of the newest Apply, and keep its result
     agents                          keep their processes for `deadlines.coordinator`
 
-A step is over once `course` says so. What follows the last one is done again, and each part of it is the same when it is done
-twice: Apply answers what it answered, a version that is published again is had already, groups that were taken are the batch.
+A step is over once `course` has it. Later work is repeated, and each part of it is idempotent: Apply answers with the same
+result, a version that is published again is there already, and the groups that were taken are the batch.
 
-Who speaks is told by a term, one more with each coordinator: a process that has heard a higher one refuses a lower one. Where
-trainer or critic is not what the course says, the run goes back to its newest checkpoint instead.
+A term, one more with each coordinator, identifies the caller: a process that has seen a higher term refuses a lower one. If
+trainer or critic is not in the state of `course`, the run goes back to its newest checkpoint instead.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from runtime.types import PolicyVersion
 
 log = logging.getLogger("sluice")
 
-MEMBERS = "members"  # the note
+MEMBERS = "members"  # the key of the note
 
 
 class KnownUnit(Struct):
-    """A row of the register, and how its processes are reached."""
+    """A row of the register, and the addresses of its processes."""
 
     role: str
     ranks: list[str]
@@ -57,8 +57,8 @@ class KnownUnit(Struct):
 
 
 class Members(Struct, kw_only=True):
-    """Who takes part in the `run`. `began`: the term in which all was started. `rollouts`: how many there are to be where they
-    are one fleet, which may have been scaled; else 0."""
+    """The processes of the `run`. `began`: the term in which all of them were started. `rollouts`: their configured number if
+    they are one fleet, which may have been scaled; else 0."""
 
     run: str
     began: int
@@ -69,31 +69,31 @@ class Members(Struct, kw_only=True):
 
 
 class Failover(Struct):
-    """What an earlier coordinator of this run has left."""
+    """The state that an earlier coordinator of this run has left."""
 
     members: Members
     course: RunState
 
 
 async def reopened(folder: Path, segment_bytes: int, patience: float) -> LedgerWriter:
-    """The ledger of an earlier coordinator, once there is room and the file system does not fail. Raises InUse when another
-    process, as the earlier one, has it open for `patience` seconds."""
+    """Open the ledger of an earlier coordinator, once there is room and the file system works. Raises InUse if another process,
+    such as the earlier one, keeps the ledger open for `patience` seconds."""
     clock = asyncio.get_running_loop().time
-    told, until = False, clock() + patience
+    reported, until = False, clock() + patience
     while True:
         try:
             return await LedgerWriter.open(folder, segment_bytes)
         except (StorageFull, ServiceFault, InUse) as error:
             if isinstance(error, InUse) and clock() >= until:
                 raise
-            if not told:
-                log.warning("waits until %s can be opened: %s", folder, error)
-            told = True
+            if not reported:
+                log.warning("waiting until %s can be opened: %s", folder, error)
+            reported = True
         await asyncio.sleep(timeouts.DISK_RETRY)
 
 
 async def left_by(ledger: LedgerWriter, run: str) -> Failover | None:
-    """What an earlier coordinator of `run` has written; None where there was none, or none that had published a version."""
+    """Read the state of an earlier coordinator of `run`. Return None if there was none, or if it had published no version."""
     members, course = await ledger.note(MEMBERS), await ledger.note(COURSE)
     if members is None or course is None:
         return None
@@ -102,7 +102,7 @@ async def left_by(ledger: LedgerWriter, run: str) -> Failover | None:
 
 
 def known_units(register: Register) -> list[KnownUnit]:
-    """Those whose processes have all registered with their newest incarnation."""
+    """List the units, with processes if all of these have registered with the newest incarnation."""
     whole = (UnitState.REGISTERED, UnitState.CONNECTED, UnitState.JOINING, UnitState.SERVING)
     return [
         KnownUnit(unit.role, list(unit.ranks), unit.incarnation, list(unit.processes) if unit.state in whole else [])
@@ -113,21 +113,21 @@ def known_units(register: Register) -> list[KnownUnit]:
 
 class PlacedMembers(Protocol):
     def members(self, began: int) -> Members:
-        """Who takes part now."""
+        """Return the processes that take part now."""
 
 
 class MembershipStore:
     """Writes the note of the members, once for all changes of a turn of the event loop."""
 
     def __init__(self, register: Register, ledger: LedgerWriter, placed: PlacedMembers, began: int):
-        """`began`: as of `Members`."""
+        """Subscribe to the register. `began`: see `Members`."""
         self._ledger, self._placed, self._began = ledger, placed, began
         self._due: asyncio.Handle | None = None
         register.subscribe(self._look)
         self._look()
 
     async def written(self) -> None:
-        """Returns once all changes so far are in the ledger."""
+        """Wait until all changes so far are in the ledger."""
         if self._due is not None:
             self._due.cancel()
             self._write()
@@ -143,44 +143,45 @@ class MembershipStore:
 
 
 class FailoverState(Struct, frozen=True):
-    """Where an attempt goes on: with the step after `version`. `told`: the version of each rollout. `ahead`: the trainer is
-    past it already."""
+    """Where an attempt goes on: with the step after `version`. `held`: the version of each rollout. `ahead`: the trainer has
+    made the next version already."""
 
     version: PolicyVersion
-    told: dict[Member, PolicyVersion]
+    held: dict[Member, PolicyVersion]
     ahead: bool
 
     @property
     def having(self) -> list[Member]:
         """The rollouts that may generate with `version`."""
-        return [member for member, theirs in self.told.items() if theirs >= self.version]
+        return [member for member, theirs in self.held.items() if theirs >= self.version]
 
     def has_since(self, who: Member, step: int) -> bool:
-        """Whether a rollout had the weights of `step` when it was asked. One that was started again meanwhile, under the name
-        of who was asked for a group, begins with those that all began with."""
-        return who in self.told and self.told[who].step >= step
+        """Return True if a rollout had the weights of `step` when it was asked. A rollout that was started again since then
+        begins with the initial weights, although it has the name of the one asked for a group."""
+        return who in self.held and self.held[who].step >= step
 
 
 async def take_up(config: Config, register: Register, course: RunState) -> FailoverState:
-    """Go on after `course` with the processes that live. Raises SluiceError where trainer or critic is not what it says."""
+    """Go on after `course` with the living processes. Raises SluiceError if trainer or critic is not in the state of
+    `course`."""
     version, ahead = course.history.version, False
     rollouts = register.units(ROLLOUT, UnitState.CONNECTED)
-    told = await asyncio.gather(*(_version(config, register, unit) for unit in rollouts))  # those that share devices sleep then
+    held = await asyncio.gather(*(_version(config, register, unit) for unit in rollouts))  # then asleep if devices are shared
     for unit in models(register):
         if unit.port is None or unit.member not in course.models:
-            raise SluiceError(f"{unit.name} (incarnation {unit.incarnation}) is another than made version {version}")
+            raise SluiceError(f"{unit.name} (incarnation {unit.incarnation}) is not the process that made version {version}")
         ordered = await unit.port.take_up()
         if ordered not in (version.step, version.step + 1):
             raise SluiceError(f"{unit.name} has made {ordered} steps, but {version.step} are over")
         if takes_turns(config):
-            await unit.port.call(Offload())  # nobody has the devices at first
+            await unit.port.call(Offload())  # no role has the devices at first
         ahead |= unit.role == "trainer" and ordered > version.step
-    known = {unit.member: theirs for unit, theirs in zip(rollouts, told, strict=True) if theirs is not None}
+    known = {unit.member: theirs for unit, theirs in zip(rollouts, held, strict=True) if theirs is not None}
     return FailoverState(version, known, ahead)
 
 
 async def _version(config: Config, register: Register, unit: Unit) -> PolicyVersion | None:
-    """What a rollout has; on shared devices it is asleep then. None: it is lost."""
+    """Return the version of a rollout, or None if it is lost. On shared devices, put it to sleep first."""
     try:
         if takes_turns(config):
             await unit.port.call(Move(Level.ASLEEP))

@@ -96,8 +96,6 @@ def load_of(before: Mapping[Any, Mapping[str, float]], now: Mapping[Any, Mapping
 
     def grown(counter: str) -> float:
         return sum(gauges[counter] - before[key][counter] for key, gauges in now.items() if key in before and counter in gauges)
-            gauges[counter] - before[name][counter] for name, gauges in now.items() if name in before and counter in gauges
-        )
 
     return Load(
         slots=int(sum(gauges["slots"] for gauges in rollouts)),

@@ -1,4 +1,4 @@
-"""Each step's metrics to the trackers and the totals, how busy the rollouts are, and probes of the weights that they have."""
+"""Metrics of each step for trackers and totals, the load of the rollouts, and probes of the rollouts' weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TrainedStep(Struct, kw_only=True):
     step: int
     groups: list[Group]
     result: StepResult
-    publication: PublicationFigures | None  # None: it was not published
+    publication: PublicationFigures | None  # None: without weight sync
 
 
 COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
@@ -47,20 +47,20 @@ _OF_GATEWAYS = ("episodes", "calls", "forks", "overridden")
 
 
 class BusyMeter:
-    """How much of the time the rollouts compute, and how many sequences they have in a step, from what their status tells. One
-    that tells nothing for `silence` seconds is given up: a process answers while its engine computes."""
+    """Measures the rollouts' busy time and sequences per decode step from their status. A rollout without a status for
+    `silence` seconds is lost: a process answers Status while its engine computes."""
 
     def __init__(self, pool: RolloutPool, silence: float):
         self._pool = pool
         self._silence = silence
-        self._heard: dict[RolePort, float] = {}  # when each that lives told something, or was first asked
+        self._heard: dict[RolePort, float] = {}  # time of the newest status, or of the first request
         self._counts: dict[RolePort, dict[str, float]] = {}
         self._idle = 0.0
-        self._grown = defaultdict[str, float](float)  # of all rollouts together, since the step before; `there`: seconds
+        self._grown = defaultdict[str, float](float)  # growth since the last step, over all rollouts; `there`: seconds
 
     def close_step(self) -> dict[str, float]:
-        """Since the step before: the fraction of the time in which rollouts were idle, the sequences of a decode step, and its
-        seconds, prefills included. Of what the rollouts have not told anything since, the newest idle fraction alone."""
+        """Return the metrics since the last step: the rollouts' idle fraction, the sequences of a decode step, and its seconds
+        with prefills. Without any status since then, return the last idle fraction alone."""
         grown, self._grown = self._grown, defaultdict(float)
         if grown["there"]:
             self._idle = idle_fraction(grown["busy_seconds_total"], grown["there"])
@@ -77,23 +77,23 @@ class BusyMeter:
             figures["gateway/loop_lag_p99"] = grown["loop_lag_p99"]
         return figures
 
-    async def run(self, told: Callable[[Load], None]) -> None:
-        """Measure until cancelled, over the rollouts and gateways that answered at both ends of an interval. `told` hears of
-        each look at which rollouts answered."""
+    async def run(self, on_load: Callable[[Load], None]) -> None:
+        """Measure until cancelled, over the rollouts and gateways that answered at both ends of an interval. Call `on_load`
+        with each sample in which rollouts answered."""
         then = now()
         while True:
             before, self._counts = self._counts, await self._ask()
             asked = now()
-            for who in before.keys() & self._counts.keys():
-                self._add(before[who], self._counts[who], asked - then)
+            for role in before.keys() & self._counts.keys():
+                self._add(before[role], self._counts[role], asked - then)
             then = asked
             if (load := load_of(before, self._counts)) is not None:
                 self._look(load)
-                told(load)
+                on_load(load)
             await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
     def _add(self, before: dict[str, float], counts: dict[str, float], seconds: float) -> None:
-        """What one has done in an interval."""
+        """Add the growth of one process in an interval."""
         if "loop_lag_p99" in counts:
             self._grown["gateways"] += 1
             self._grown["loop_lag_p99"] = max(self._grown["loop_lag_p99"], counts["loop_lag_p99"])
@@ -112,26 +112,26 @@ class BusyMeter:
         self._grown["preempted"] += load.preempted
 
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
-        """The counts of each that answers."""
+        """Return the gauges of each process that answers."""
         rollouts, asked = [*self._pool.serving, *self._pool.gateways], now()
         self._heard = {rollout: self._heard.get(rollout, asked) for rollout in rollouts}
         answers = await asyncio.gather(*(rollout.status() for rollout in rollouts), return_exceptions=True)
-        told = {rollout: self._told(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}
-        return {rollout: counts for rollout, counts in told.items() if counts is not None}
+        found = {rollout: self._gauges(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}
+        return {rollout: counts for rollout, counts in found.items() if counts is not None}
 
-    def _told(self, rollout: RolePort, answer: Status | BaseException) -> dict[str, float] | None:
+    def _gauges(self, rollout: RolePort, answer: Status | BaseException) -> dict[str, float] | None:
         if isinstance(answer, Status):
             self._heard[rollout] = now()
             return answer.gauges
         if not isinstance(answer, ServiceFault):
             raise answer
         if now() - self._heard[rollout] >= self._silence:
-            self._pool.register.lose(rollout, f"told nothing for {self._silence:g} s (deadlines.silence)")
+            self._pool.register.lose(rollout, f"no status for {self._silence:g} s (deadlines.silence)")
         return None
 
 
 class MetricsRecorder:
-    """What is known of the steps so far."""
+    """Collects and logs the metrics of the steps."""
 
     def __init__(
         self,
@@ -157,12 +157,12 @@ class MetricsRecorder:
         self.incarnation = 0
         self.newest: Metrics = {}
         self.evaluated: Metrics = {}
-        """Of the newest evaluation."""
+        """The metrics of the newest evaluation."""
         self.stepped = 0.0
-        """When the newest step was entered, on the loop's clock."""
+        """When the newest step was recorded, on the loop's clock."""
 
     async def step(self, trained: TrainedStep) -> Metrics:
-        """Raises ServiceFault, when the step's metrics are told, where replies get no score (`UnscoredSteps`)."""
+        """Log the step's metrics and return them. Then raises ServiceFault if replies get no score (`UnscoredSteps`)."""
         timing = self._spans.close_step()
         groups = trained.groups
         probed = self._probes.close_step(PolicyVersion(self.incarnation, trained.step), trained.result.probes)
@@ -199,7 +199,7 @@ class MetricsRecorder:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Of the newest step, without histograms."""
+        """The metrics of the newest step, without histograms."""
         return {name: value for name, value in self.newest.items() if isinstance(value, float)}
 
     async def evaluation(self, step: int, metrics: Metrics) -> None:
@@ -215,14 +215,14 @@ class MetricsRecorder:
 
 
 def gap(figures: dict[str, float]) -> str:
-    """How far rollouts and trainer were apart; "" where nothing was compared."""
+    """Format the difference between rollouts and trainer; "" if nothing was compared."""
     shown = (("abs_logprob", "mean"), ("abs_logprob_p99", "p99"), ("max", "max"), ("worst_rollout", "worst rollout"))
-    told = [f"{what} {figures[f'mismatch/{name}']:.1e}" for name, what in shown if f"mismatch/{name}" in figures]
-    return f"|Δ log p| {', '.join(told)}" if told else ""
+    parts = [f"{what} {figures[f'mismatch/{name}']:.1e}" for name, what in shown if f"mismatch/{name}" in figures]
+    return f"|Δ log p| {', '.join(parts)}" if parts else ""
 
 
 def line(figures: dict[str, float]) -> str:
-    """The figures that a progress bar has room for."""
+    """Format the figures for which a progress bar has room."""
     shown = (
         ("eval/accuracy", "accuracy {:.1%}"),
         ("score/mean", "reward {:.2f}"),
@@ -232,33 +232,33 @@ def line(figures: dict[str, float]) -> str:
         ("trackers/dropped", "trackers miss {:.0f}"),
     )
     scale = {"timing/all": 1000.0}
-    told = [form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures]
+    parts = [form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures]
     if masked := figures.get("score/masked"):
-        told.append(f"not scored {masked:.0f} of {figures['samples']:.0f}")
-    return "  ".join(told)
+        parts.append(f"not scored {masked:.0f} of {figures['samples']:.0f}")
+    return "  ".join(parts)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Probes: whether each rollout samples with the weights that the trainer has.
+# ---- Probes
 #
-# Once a version is committed, every rollout that serves continues the same short prompt with it. The trainer has that version
-# too, until its next update, before which it computes the same tokens' log-probabilities itself. So every version that
-# rollouts have is measured, whatever the staleness; and a rollout that says that it took over new weights, and did not, is
-# found out.
+# Checks that each rollout samples with the trainer's weights. Once a version is committed, every serving rollout continues the
+# same short prompt with it. The trainer has this version too until its next update. Before the update it computes the
+# log-probabilities of the same tokens. So every version of the rollouts is measured, whatever the staleness. A rollout that
+# reports a swap but kept its old weights is detected.
 
 
-PROMPT_TOKENS = 64  # at most, the last ones of a training prompt: another for each version
+PROMPT_TOKENS = 64  # at most: the last tokens of a training prompt, another prompt for each version
 NEW_TOKENS = 8  # at most
-FIRST_ID = -(1 << 62)  # of their groups, one a version: far from those of training, which count up from 0, and of evaluations
+FIRST_ID = -(1 << 62)  # one group id a version: far from the ids of training, which count up from 0, and of evaluations
 
 log = logging.getLogger("sluice")
 
 
 class Probes:
-    """Asks whenever a rollout has come to the committed version. A probe that is not answered is counted, and fails nothing."""
+    """Probes each rollout that reaches the committed version. A probe without an answer is counted, and fails nothing."""
 
     def __init__(self, context: RunContext, pool: RolloutPool, history: RunHistory, spans: SpanClock, answered: asyncio.Event):
-        """`history` is told of alarms. `answered` is set after each answer, and after each that did not come in time."""
+        """Subscribe to the pool. `history` gets the alarms. `answered` is set after each answer, and after each missed
+        deadline."""
         config = context.config
         self._prompts, self._seed = context.train.tokens, config.run.seed
         self._limit, self._seconds = config.mismatch.limit, config.publication.commit_timeout
@@ -272,17 +272,17 @@ class Probes:
         self._pool, self._history, self._spans, self._answered = pool, history, spans, answered
         self._version: PolicyVersion | None = None
         self._asked: dict[Member, asyncio.Task[bytes | None]] = {}
-        self._compared: list[str] = []  # whose probes the trainer was given last
+        self._compared: list[str] = []  # the rollouts of the probes that the trainer got last
         self.given_before = False
-        """An earlier coordinator has given the trainer the probes of the next step: whose they are is not known."""
+        """An earlier coordinator has given the trainer the probes of the next step: their rollouts are not known."""
         self._unanswered = 0
-        self._off: set[str] = set()  # whose newest probe was over the limit
+        self._off: set[str] = set()  # the rollouts whose newest probe was over the limit
         self._loop = asyncio.get_running_loop()
         self._look_due: asyncio.Handle | None = None
         pool.subscribe(self._changed)
 
     def close(self) -> None:
-        """Ask for no more, and wait for none. Idempotent."""
+        """Stop probing and cancel all open probes. Idempotent."""
         self._pool.unsubscribe(self._changed)
         if self._look_due is not None:
             self._look_due.cancel()
@@ -295,8 +295,8 @@ class Probes:
         return not all(asked.done() for asked in self._asked.values())
 
     async def answers(self, version: PolicyVersion) -> list[bytes]:
-        """What the rollouts sampled with `version`, once each of them has answered or had its time; nothing where rollouts have
-        another version. Then `close_step` has to follow."""
+        """Return the rollouts' answers for `version`, once each has answered or run out of time. Return none if the rollouts
+        have another version. `close_step` must follow."""
         self._compared, self._unanswered = [], 0
         self._look_if_due()
         if version != self._version or self.given_before:
@@ -310,17 +310,17 @@ class Probes:
         return [answer for _, answer in answers]
 
     def close_step(self, version: PolicyVersion, gaps: Sequence[float]) -> dict[str, float]:
-        """The metrics of the step that trained `version`, given what the trainer found of each probe: the mean |Δ log p|, in
-        nats."""
+        """Return the metrics of the step that trained `version`. `gaps`: for each probe the trainer's result, the mean |Δ log
+        p| in nats. Raise an alarm for each gap over the limit."""
         for name, gap in zip(self._compared, gaps, strict=not self.given_before):
             if not self._limit or gap <= self._limit:
                 self._off.discard(name)
                 continue
-            told = (
+            message = (
                 f"{name}, version {version}: its log-probabilities are {gap:.3g} nats from the trainer's on average, more than "
                 f"mismatch.limit {self._limit:g}; it has other weights or computes in another dtype (sluice validate)"
             )
-            self._history.off(told if name not in self._off else "")
+            self._history.off(message if name not in self._off else "")
             self._off.add(name)
         self.given_before = False
         figures = {"mismatch/probes": float(len(gaps)), "mismatch/unanswered": float(self._unanswered)}
@@ -328,7 +328,7 @@ class Probes:
         return figures | ({"mismatch/worst_rollout": max(finite)} if finite else {})
 
     def _changed(self) -> None:
-        """Of a thousand rollouts that come together, each is told of: one look is for all of them."""
+        """Schedule one look for all changes of this turn of the event loop, as many rollouts may come together."""
         if self._look_due is None:
             self._look_due = self._loop.call_soon(self._look)
 
@@ -338,7 +338,7 @@ class Probes:
             self._look()
 
     def _look(self) -> None:
-        """Ask whoever has come to the committed version since."""
+        """Probe each rollout that has reached the committed version since the last look."""
         self._look_due = None
         version = self._pool.membership.committed
         if version != self._version:
@@ -358,7 +358,7 @@ class Probes:
         self._asked = {}
 
     async def _ask(self, rollout: RolePort, version: PolicyVersion) -> bytes | None:
-        """The encoded group; None when it does not come."""
+        """Return the encoded group, or None if there is no answer."""
         prompt = self._prompts[version.step % len(self._prompts)][-PROMPT_TOKENS:]
         request = GroupRequest(
             group_id=FIRST_ID + version.pack(),

@@ -1,4 +1,4 @@
-"""The living rollouts: whom a group goes to, and what happens to the work of one that is lost."""
+"""The living rollouts: how groups are assigned to them, and what happens to the work of a lost rollout."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from runtime.types import SCORERS, Command, GeneratedGroup, GroupRequest, PlayRe
 
 # ---- Roles
 #
-# Whom the run asks, by role; what becomes of a request whose replica is lost, and who is asked for scores.
+# The processes that the run calls, by role, and what becomes of a request after the loss of its replica.
 
-UPDATED = ("trainer", "critic")  # the roles whose groups hold what no other process can get, but from a checkpoint
+UPDATED = ("trainer", "critic")  # the roles whose state no other process can get, except from a checkpoint
 
 R = TypeVar("R")
 
 
 def models(register: Register) -> list[Unit]:
-    """The units of trainer and critic."""
+    """Return the units of trainer and critic."""
     return [unit for role in UPDATED for unit in register.units(role)]
 
 
 async def wait_for(register: Register, missing: Callable[[], Sequence[str]], deadline: float) -> Sequence[str]:
-    """What is missing in the register at `deadline`, on the loop's clock; nothing as soon as nothing is."""
+    """Wait until nothing is missing in the register, or until `deadline` on the loop's clock. Return what is still missing."""
     changed = asyncio.Event()
 
     def look(_: UnitChange) -> None:
@@ -52,17 +52,17 @@ async def wait_for(register: Register, missing: Callable[[], Sequence[str]], dea
 
 
 class Replicas:
-    """Interchangeable replicas of a role, which take turns. One that does not answer in time is lost. A request whose replica
-    is lost goes to another; when there is none, it waits for the process that comes in its place. No request is left out.
+    """Interchangeable replicas of a role, called in turn. A replica that does not answer in time is lost. The request of a lost
+    replica goes to another replica, or waits for the lost one's replacement if there is none. No request is skipped.
     """
 
     def __init__(self, register: Register, role: str, patience: float):
-        """`patience`: seconds that a request waits when there is no replica."""
+        """Create the view. `patience`: seconds that a request waits if there is no replica."""
         self._register, self._role = register, role
         self._patience = patience
 
     def __bool__(self) -> bool:
-        """Whether the run has such a role."""
+        """Return True if the run has this role."""
         return bool(self._register.units(self._role))
 
     @property
@@ -76,8 +76,8 @@ class Replicas:
         asked: set[str] | None = None,
         answered: list[Callable[[], None]] | None = None,
     ) -> R:
-        """The answer of a replica, whose name is in `asked` until then; `answered` gets what tells it that the answer is safe.
-        Raises what it raised, or ServiceFault when there is none for `patience` seconds."""
+        """Return the answer of a replica. `asked` has the replica's name until then; `answered` gets the callback that
+        acknowledges the answer. Raises the replica's error, or ServiceFault if there is no replica for `patience` seconds."""
         names: set[str] = set() if asked is None else asked
         while True:
             replica = await self._choose(turn)
@@ -92,16 +92,16 @@ class Replicas:
             finally:
                 names.discard(replica.name)
 
-    async def tell(self, command: Command[None]) -> None:
-        """All that serve carry out `command`, but for those that are lost meanwhile."""
+    async def broadcast(self, command: Command[None]) -> None:
+        """Send `command` to all serving replicas and wait for the answers. Ignore replicas that are lost meanwhile."""
 
-        async def told(replica: RolePort) -> None:
+        async def send(replica: RolePort) -> None:
             try:
                 await replica.call(command)
             except (Unreachable, Unanswered) as error:
                 self._lose(replica, error)
 
-        await asyncio.gather(*(told(unit.port) for unit in self._serving))
+        await asyncio.gather(*(send(unit.port) for unit in self._serving))
 
     def _lose(self, replica: RolePort, error: ServiceFault) -> None:
         self._register.lose(replica, error.reason if isinstance(error, Unreachable) else str(error))
@@ -110,7 +110,7 @@ class Replicas:
         def missing() -> list[str]:
             return [] if self._serving else [self._role]
 
-        while not (serving := self._serving):  # again, as it may be lost before the waiter's turn
+        while not (serving := self._serving):  # check again: the replica may be lost before this task runs
             if await wait_for(self._register, missing, now() + self._patience):
                 why = "; ".join(f"{unit.name}: {unit.reason}" for unit in self._register.units(self._role) if unit.reason)
                 raise ServiceFault(self._role, "run", f"{why}; no other has come", self._patience)
@@ -119,18 +119,18 @@ class Replicas:
 
 
 class EvaluationRoles:
-    """Who scores replies: all that an evaluation needs besides rollouts."""
+    """The scorers of replies: all roles that an evaluation needs besides rollouts."""
 
     def __init__(self, register: Register, patience: float):
-        """`patience`: as of `Replicas`."""
+        """Create the scorers. `patience`: see `Replicas`."""
         self.scorers = {phase: Replicas(register, role, patience) for role, phase in SCORERS.items()}
 
 
 class Roles(EvaluationRoles):
-    """With the groups under training that serve now: an attempt has those that it began with."""
+    """Also the current processes of the groups under training. An attempt keeps the processes that it began with."""
 
     def __init__(self, register: Register, patience: float):
-        """Raises Unreachable when trainer or critic is lost."""
+        """Look up the roles. Raises Unreachable if trainer or critic is lost."""
         super().__init__(register, patience)
         self.references: Replicas = Replicas(register, "reference", patience)
         trained = models(register)
@@ -141,12 +141,12 @@ class Roles(EvaluationRoles):
 
 
 class RewardScoring:
-    """Asks one replica of each role that gives rewards, and adds up what they answer and what who played gave."""
+    """Asks one replica of each role that gives rewards. Adds up these rewards and the environment's."""
 
     def __init__(self, roles: EvaluationRoles, environment: float, spans: SpanClock | None = None, unrewarded: int = 0):
-        """`environment`: the factor of what who played gave; 0: it is not looked at. `spans`: accounts the time as that of the
-        phases of `SCORERS`. `unrewarded`: of how many samples is a group that nobody gives a reward, which is 0 then; 0: there
-        is no such group."""
+        """Create the scoring. `environment`: the factor of the environment's rewards; 0 ignores them. `spans`: gets the time,
+        under the phases of `SCORERS`. `unrewarded`: the size of groups without any reward, which get reward 0; 0: there are
+        none."""
         self._replicas = {phase: replicas for phase, replicas in roles.scorers.items() if replicas}
         self._spans = spans
         self._environment, self._unrewarded = environment, unrewarded
@@ -159,8 +159,8 @@ class RewardScoring:
         asked: set[str] | None = None,
         answered: list[Callable[[], None]] | None = None,
     ) -> Scores:
-        """`given`: `GeneratedGroup.rewards`. Replicas take turns. `asked` holds, until this returns, the names of those that
-        have not answered; `answered` as in `Replicas.ask`."""
+        """Score one group. `given`: `GeneratedGroup.rewards`. Replicas take turns by `turn`. Until this returns, `asked` has
+        the names of the replicas that have not answered; `answered` as in `Replicas.ask`."""
 
         async def ask(phase: str, replicas: Replicas) -> Scores:
             with self._spans.span(phase) if self._spans else nullcontext():
@@ -173,20 +173,20 @@ class RewardScoring:
             rewards, valid = np.zeros(self._unrewarded, np.float32), np.ones(self._unrewarded, np.uint8)
             return Scores(group_id=request.group_id, rewards=rewards, valid=valid)
         if not parts:
-            raise InvariantViolated(f"group {request.group_id}: nobody gives it a reward")
+            raise InvariantViolated(f"group {request.group_id} has no reward: no rule, reward model or environment gives one")
         return combine(parts)
 
 
 class RolloutLoads:
-    """Samples under way by rollout, and who has the fewest for its slots. That one is at the top of a heap, whose outdated
-    entries are dropped as they get there: so a group costs O(log n) of n rollouts."""
+    """Samples under way by rollout, and the rollout with the fewest for its slots: the top of a heap. Outdated entries are
+    dropped when they reach the top, so a group costs O(log n) for n rollouts."""
 
     def __init__(self, slots: Mapping[str, int]):
         self.samples = Counter[Member]()
         self.slots = slots
         self._among: tuple[Member, ...] = ()
-        self._places: dict[Member, int] = {}  # in `_among`
-        self._heap: list[tuple[float, int]] = []  # a load, and the place of who has or had it
+        self._places: dict[Member, int] = {}  # index in `_among`
+        self._heap: list[tuple[float, int]] = []  # a load, and the index of its member; the load may be outdated
 
     def add(self, member: Member, samples: int) -> None:
         self.samples[member] += samples
@@ -194,7 +194,7 @@ class RolloutLoads:
             heapq.heappush(self._heap, (self._load(member), self._places[member]))
 
     def least(self, among: tuple[Member, ...]) -> Member:
-        """Of `among`, which is not empty; the first of several."""
+        """Return the first member of `among` with the lowest load. Requires a nonempty `among`."""
         if among is not self._among or len(self._heap) > 4 * len(among) + 64:
             self._among, self._places = among, {member: place for place, member in enumerate(among)}
             self._heap = sorted((self._load(member), place) for place, member in enumerate(among))
@@ -209,12 +209,12 @@ class RolloutLoads:
 
 
 class WorkPool(ABC):
-    """Spreads groups over the units of a role that serve: each goes to whoever has the fewest samples under way for its slots.
-    One that is lost fails every call under way with Unreachable: its groups are another's to make.
+    """Spreads groups over the serving units of a role: each goes to the unit with the fewest samples under way for its slots.
+    A lost unit fails all its calls with Unreachable, and another unit generates its groups.
     """
 
     def __init__(self, register: Register, role: str, slots: Mapping[str, int]):
-        """`slots`: how many sequences each has at once, by name."""
+        """Create the pool. `slots`: how many sequences each unit runs at once, by name."""
         self.register = register
         self._role = role
         self._loads = RolloutLoads(slots)
@@ -228,7 +228,7 @@ class WorkPool(ABC):
 
     @property
     def slots(self) -> Mapping[str, int]:
-        """Of each unit that there may be, or has been: one that is to go may serve for a moment yet."""
+        """The slots of each possible or former unit: a unit that is being removed may serve for a moment yet."""
         return self._loads.slots
 
     @slots.setter
@@ -238,7 +238,7 @@ class WorkPool(ABC):
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """Whether those that serve are given groups now."""
+        """Whether serving units are given groups now."""
 
     @property
     def serving(self) -> list[RolePort]:
@@ -246,45 +246,45 @@ class WorkPool(ABC):
 
     @property
     def admitting(self) -> list[RolePort]:
-        """Those that are given groups now."""
+        """The units that are given groups now."""
         return self.serving if self.is_open else []
 
     @property
     def admits(self) -> bool:
-        """Whether there is one of them."""
+        """Whether any unit is given groups now."""
         return self.is_open and bool(self.register.units(self._role, UnitState.SERVING))
 
     def least_loaded(self) -> RolePort:
-        """Of those that admit, of whom there is at least one."""
+        """Return the open rollout with the lowest load. Requires one open rollout."""
         least: RolePort = self.register.port(self._loads.least(self.register.members(self._role, UnitState.SERVING)))
         return least
 
     @abstractmethod
     def repeat(self) -> None:
-        """Count a group that is asked for again because who had it was lost."""
+        """Count a group that is requested again after the loss of its unit."""
 
     def subscribe(self, watcher: Callable[[], None]) -> None:
-        """`watcher` is called whenever somebody arrived, was lost, or began to serve."""
+        """Call `watcher` whenever a unit arrives, is lost, or begins to serve."""
         self._watchers.append(watcher)
 
     def unsubscribe(self, watcher: Callable[[], None]) -> None:
-        """Idempotent."""
+        """Remove `watcher`. Idempotent."""
         self._watchers = [other for other in self._watchers if other != watcher]
 
     def find(self, name: str) -> RolePort | None:
-        """The unit called `name`, if it is connected."""
+        """Return the unit called `name`, if it is connected."""
         unit = self.register.find(name)
         return None if unit is None else unit.port
 
     def load(self, who: RolePort) -> int:
-        """Its samples under way."""
+        """Return the unit's samples under way."""
         return self._loads.samples[member_of(who)]
 
     async def generate(
         self, who: RolePort, request: GroupRequest | PlayRequest, first: Awaitable[None] | None = None
     ) -> GeneratedGroup:
-        """It is asked once `first` is done. Raises Unreachable when it is lost meanwhile, as it is when it does not answer in
-        time."""
+        """Send the request to `who` once `first` is done. Raises Unreachable if the unit is lost meanwhile; a unit that does
+        not answer in time is lost."""
         member = member_of(who)
         self._loads.add(member, request.n)
         try:
@@ -301,8 +301,8 @@ class WorkPool(ABC):
             self._loads.add(member, -request.n)
 
     async def generate_anywhere(self, request: GroupRequest | PlayRequest) -> GeneratedGroup:
-        """By the least loaded, and again by another when it is lost meanwhile. `RolloutPool.guard` says how long that may go
-        on."""
+        """Send the request to the least loaded unit, and to another one after a loss. `RolloutPool.guard` limits how long this
+        may go on."""
         while True:
             await self._wait(lambda: self.admits)
             try:
@@ -321,42 +321,42 @@ class WorkPool(ABC):
 
 
 class RolloutPool(WorkPool):
-    """The rollouts, which serve once they have the committed version."""
+    """The rollouts. A rollout serves once it has the committed version."""
 
     def __init__(self, register: Register, slots: Mapping[str, int], patience: float, term: int = 1):
-        """`patience`: seconds that a run goes on without any rollout. `term`: as of `Membership`."""
+        """Create the pool. `patience`: seconds that a run goes on without any rollout. `term`: see `Membership`."""
         super().__init__(register, ROLLOUT, slots)
         self.membership = Membership(register, term)
         self.players: WorkPool = self
-        """Who is given the groups under training and evaluation: the rollouts themselves, or the gateways before them."""
+        """The pool that gets the groups under training and evaluation: the rollouts themselves, or the gateways before them."""
         self._patience = patience
         self._lost = self._repeated = 0  # since `close_step`
         self._closed = False
 
-    # ------------------------------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------------------------------ membership
 
     def _look(self, change: UnitChange) -> None:
         self._lost += change.lost and change.unit.role == ROLLOUT
         super()._look(change)
 
     def commit(self, epoch: Epoch, version: PolicyVersion, swapped: Collection[str]) -> None:
-        """The members called `swapped` of `epoch` have `version`, which counts; the others were lost."""
+        """Commit `version` in `epoch`. The members named in `swapped` have it; the other members were lost."""
         self.membership.commit(epoch.number, version, [member for member in epoch.members if member.name in swapped])
         self._notify()
 
     def take_up(self, version: PolicyVersion, having: Collection[Member]) -> None:
-        """`version` counts, and those `having` it serve: an earlier coordinator has seen to that."""
+        """Take over the version that an earlier coordinator committed. The members `having` it serve."""
         self.membership.take_up(version, having)
         self._notify()
 
     def serve_as_loaded(self) -> None:
-        """Where nothing is published: everybody who lives serves with the weights that it loaded."""
+        """Let all living rollouts serve with the weights that they loaded, in a run without weight sync."""
         epoch = self.membership.open()
         self.commit(epoch, PolicyVersion(), {member.name for member in epoch.members})
 
     @property
     def gateways(self) -> list[RolePort]:
-        """Those that have the rollouts' episodes played, where there are any."""
+        """The serving gateways, if the run has any."""
         return [unit.port for unit in self.register.units(GATEWAY, UnitState.SERVING)]
 
     @property
@@ -364,20 +364,20 @@ class RolloutPool(WorkPool):
         return not self._closed
 
     def close(self) -> None:
-        """Nothing is asked to be generated until `open`: the rollouts' devices are another's."""
+        """Admit no groups until `open`: other roles use the rollouts' devices."""
         self._closed = True
 
     def open(self) -> None:
         self._closed = False
         self._notify()
 
-    async def somebody(self) -> None:
-        """Return once a rollout lives. Raises ServiceFault when none comes in time."""
+    async def wait_for_living(self) -> None:
+        """Wait until a rollout lives. Raises ServiceFault if none comes in time."""
         await self._until(lambda: bool(self.membership.living))
 
     async def guard(self) -> None:
-        """Until cancelled. Raises ServiceFault, naming who was lost, once no rollout has served for `patience` seconds, or,
-        while the pool is closed, and a newcomer cannot begin to, none has lived."""
+        """Watch until cancelled. Raises ServiceFault with the lost rollouts once none has served for `patience` seconds. While
+        the pool is closed, where a newcomer cannot begin to serve, a living rollout is enough."""
 
         def served() -> bool:
             return bool(self.membership.serving or (self._closed and self.membership.living))
@@ -393,7 +393,7 @@ class RolloutPool(WorkPool):
         self._repeated += 1
 
     def close_step(self) -> dict[str, float]:
-        """The metrics: who serves now, and what was lost since the last call."""
+        """Return the metrics: the rollouts that serve now, and the losses since the last call."""
         figures = {
             "rollout/serving": float(len(self.membership.serving)),
             "rollout/lost": float(self._lost),
@@ -403,17 +403,17 @@ class RolloutPool(WorkPool):
         return figures
 
     def __str__(self) -> str:
-        """One line: the epoch, who serves in it, who is coming and who was lost, and why."""
+        """Return one line: the epoch, its serving rollouts, the newcomers, and the lost rollouts with reasons."""
         parts = [f"epoch {self.membership.epoch.number}: {_names(self.membership.serving) or 'no rollout'}"]
         if newcomers := _names(self.membership.newcomers):
             parts.append(f"catching up: {newcomers}")
         parts += [f"lost: {unit.name} ({unit.reason})" for unit in self._losses]
         return ", ".join(parts)
 
-    # ------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------ internals
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():  # again, as it may have changed before the waiter's turn
+        while not holds():  # check again: it may have changed before this task runs
             if not await done_within(self._wait(holds), self._patience):
                 who, why = ", ".join(unit.name for unit in self._losses), "; ".join(unit.reason for unit in self._losses)
                 message = f"{why or 'lost'}; no rollout has served since"
@@ -421,7 +421,7 @@ class RolloutPool(WorkPool):
 
     @property
     def _losses(self) -> list[Unit]:
-        """Who was lost, while nobody has come in its place."""
+        """The lost rollouts without a replacement."""
         return [unit for unit in self.register.units(ROLLOUT) if unit.reason]
 
 

@@ -1,23 +1,24 @@
-"""The register of who is alive: one row for each unit of a run, from its place on a node to its loss. Pure: no I/O, no clock.
+"""The register of living units: one row for each unit of a run, from its placement on a node to its loss. Pure: no I/O, no
+clock.
 
-A unit is a process that stands alone, or the ranks of a group, which live and die together and have the name of their first.
+A unit is a process that stands alone, or the ranks of a group, which live and die together and have the name of the first rank.
 
 ::
 
-    who writes                                              who reads
-    Nodes        gives a place, takes it away ┐           ┌ Peers         opens sessions to what has registered
-    Peers        admits, connects             │           │ Nodes         tells agents the lowest incarnation that may run
-    Devices      has rollouts join            ├ Register ─┤ Devices       whom to have join, and on which devices
+    writers                                                 readers
+    Nodes        places and dismisses units   ┐           ┌ Peers         opens sessions to registered units
+    Peers        admits, connects             │           │ Nodes         sends agents the lowest incarnation that may run
+    Devices      has rollouts join            ├ Register ─┤ Devices       the rollouts that can join, and their devices
     Membership   has them serve               │  (rows)   │ Membership    the epochs of the sync group
-    anybody      `lose`: a session broke, an  │           │ RolloutPool, Replicas     whom to ask
-                 agent told of a death, a     │           │ Recovery      the loss of trainer or critic
-                 call failed, nothing is said ┘           └ coordinator   tells agents whom to end, and `sluice status`
+    any part     `lose`: a session broke, an  │           │ RolloutPool, Replicas     the units to call
+                 agent reported a death, a    │           │ Recovery      the loss of trainer or critic
+                 call failed, no status came  ┘           └ coordinator   the losses for the agents, and `sluice status`
 
     placed → started → registered → connected → joining → serving
        └────────┴──────────┴────────────┴──────────┴─────────┴──→ lost(reason), dismissed(reason)
 
-`started`: some ranks of a group have registered. Only rollouts join: they serve once they have the committed version, and other
-roles as soon as they are connected. An incarnation that was lost never comes back; what comes in its place is the next.
+`started`: some ranks of a group have registered. Only rollouts join: they serve once they have the committed version. Other
+roles serve as soon as they are connected. A lost incarnation never comes back; its replacement is the next incarnation.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class UnitState(StrEnum):
 
     @property
     def over(self) -> bool:
-        """Nothing comes of this incarnation any more."""
+        """Whether this incarnation has ended for good."""
         return self in (UnitState.LOST, UnitState.DISMISSED)
 
     @property
@@ -61,18 +62,18 @@ LIVING = (UnitState.JOINING, UnitState.SERVING)
 
 
 class Incarnated(Protocol):
-    """A process, a unit, or what somebody says of one."""
+    """A process, a unit, or a report about one of them."""
 
     @property
     def name(self) -> str:
-        """A rank's name stands for its unit's."""
+        """The unit's name, or a rank's name, which stands for its unit."""
 
     @property
     def incarnation(self) -> int: ...
 
 
 class Member(Struct, frozen=True, order=True):
-    """One incarnation of a unit: what the register knows it by."""
+    """One incarnation of a unit: the key in the register."""
 
     name: str
     incarnation: int = 0
@@ -83,11 +84,11 @@ def member_of(who: Incarnated) -> Member:
 
 
 class Unit(Struct, frozen=True):
-    """A row. `processes` are the newest that has registered of each rank, of this incarnation or an earlier one. `port` is what
-    the coordinator asks it by, while it is connected. `reason` is why the unit was lost last, until it is connected again."""
+    """A row. `processes` has the newest registered process of each rank, of this incarnation or an earlier one. `port` calls
+    the unit while it is connected. `reason` is the reason of the last loss, until the unit is connected again."""
 
     role: str
-    ranks: tuple[str, ...]  # their names, in order
+    ranks: tuple[str, ...]  # the ranks' names, in order
     processes: tuple[Any, ...]
     incarnation: int = 0
     state: UnitState = UnitState.PLACED
@@ -104,43 +105,43 @@ class Unit(Struct, frozen=True):
 
 
 class UnitEvent(Struct, frozen=True):
-    """What happens to one incarnation of a unit."""
+    """An event of one incarnation of a unit."""
 
 
 class RankRegistered(UnitEvent, frozen=True):
-    """A process of it has loaded, and serves."""
+    """A process of the unit has loaded, and serves."""
 
     process: Any  # a Registration
 
 
 class Connected(UnitEvent, frozen=True):
-    """The coordinator has a session to each of its processes."""
+    """The coordinator has a session to each process of the unit."""
 
     port: Any
 
 
 class Joined(UnitEvent, frozen=True):
-    """It is in the next epoch of the sync group."""
+    """The unit is in the next epoch of the sync group."""
 
 
 class Served(UnitEvent, frozen=True):
-    """It has the committed version."""
+    """The unit has the committed version."""
 
 
 class UnitLost(UnitEvent, frozen=True):
-    """One of its processes is gone, or was given up."""
+    """A process of the unit is gone, or was given up."""
 
     reason: str
 
 
 class Dismissed(UnitEvent, frozen=True):
-    """The run has no place for it any more."""
+    """The run does not need the unit any more."""
 
     reason: str
 
 
 class Replaced(UnitEvent, frozen=True):
-    """A later incarnation has a place."""
+    """A later incarnation is placed."""
 
     incarnation: int
 
@@ -158,7 +159,7 @@ _TABLE: dict[type[UnitEvent], dict[UnitState, UnitState]] = {
 
 
 def apply(unit: Unit, event: UnitEvent) -> Unit:
-    """The row after `event`. Raises InvariantViolated when the table has no such transition."""
+    """Return the row after `event`. Raises InvariantViolated if the table has no such transition."""
     state = _TABLE[type(event)].get(unit.state)
     if state is None:
         raise InvariantViolated(
@@ -179,44 +180,44 @@ def apply(unit: Unit, event: UnitEvent) -> Unit:
 
 
 class UnitChange(Struct, frozen=True):
-    """The row as it is now, and the state that it was in before; `was` is None when it is new."""
+    """A row after a change, and its state before; `was` is None for a new row."""
 
     unit: Unit
     was: UnitState | None
 
     @property
     def lost(self) -> bool:
-        """Whether it was connected, and is over now."""
+        """Whether the unit was connected before, and is over now."""
         return self.was is not None and self.was.connected and self.unit.state.over
 
 
 class Register:
-    """The rows. Each method that writes returns whether anything changed: what is said of an incarnation that is over, or that
-    another has followed, comes late, changes nothing, and is counted in `late`."""
+    """The rows. Each method that writes returns True if a row changed. A report about an incarnation that is over or replaced
+    comes late: it changes nothing and is counted in `late`."""
 
     def __init__(self) -> None:
         self.late = 0
         self._units: dict[str, Unit] = {}
         self._unit_of: dict[str, str] = {}  # by the name of each rank
         self._views: dict[tuple[str, tuple[UnitState, ...]], tuple[Unit, ...]] = {}  # until the next change
-        self._members: dict[tuple[str, tuple[UnitState, ...]], tuple[Member, ...]] = {}  # likewise
+        self._members: dict[tuple[str, tuple[UnitState, ...]], tuple[Member, ...]] = {}  # also until the next change
         self._watchers: list[Callable[[UnitChange], None]] = []
-        self._untold: deque[UnitChange] = deque()
-        self._telling = False
+        self._pending: deque[UnitChange] = deque()
+        self._notifying = False
 
     # ------------------------------------------------------------------------------------------ reading
 
     def subscribe(self, watcher: Callable[[UnitChange], None]) -> None:
-        """`watcher` is told of every change, in order and one at a time, before the method that made it returns; of those that
-        watchers make themselves, after that."""
+        """Call `watcher` for every change, in order and one at a time, before the method that made the change returns. Changes
+        that watchers make themselves follow after that."""
         self._watchers.append(watcher)
 
     def unsubscribe(self, watcher: Callable[[UnitChange], None]) -> None:
-        """Idempotent."""
+        """Remove `watcher`. Idempotent."""
         self._watchers = [other for other in self._watchers if other != watcher]
 
     def units(self, role: str = "", *states: UnitState) -> tuple[Unit, ...]:
-        """The rows of `role`, or of all, in these states, or in any, by their names."""
+        """Return the rows of `role` in these states, sorted by name. "" means all roles; no states means any state."""
         key = (role, states)
         if key not in self._views:
             found = (unit for unit in self._units.values() if role in ("", unit.role) and (not states or unit.state in states))
@@ -224,35 +225,35 @@ class Register:
         return self._views[key]
 
     def members(self, role: str, *states: UnitState) -> tuple[Member, ...]:
-        """Of `units`."""
+        """Return the members of `units(role, *states)`."""
         key = (role, states)
         if key not in self._members:
             self._members[key] = tuple(unit.member for unit in self.units(role, *states))
         return self._members[key]
 
     def find(self, name: str) -> Unit | None:
-        """The row of the unit, or of the rank, that is called `name`."""
+        """Return the row of the unit, or of the rank's unit, called `name`."""
         return self._units.get(self._unit_of.get(name, ""))
 
     def port(self, who: Incarnated) -> Any:
-        """What this incarnation is asked by; None where it is not connected."""
+        """Return the port of this incarnation, or None if it is not connected."""
         unit = self.find(who.name)
         return None if unit is None or unit.incarnation != who.incarnation else unit.port
 
     def is_followed(self, who: Incarnated) -> bool:
-        """Whether a later incarnation than `who` is known."""
+        """Return True if a later incarnation than `who` is known."""
         unit = self.find(who.name)
         return unit is not None and who.incarnation < unit.incarnation
 
     def has_others(self, who: Incarnated) -> bool:
-        """Whether another unit of its role is there, or comes."""
+        """Return True if another unit of the same role is there, or is starting."""
         mine = self.find(who.name)
         return mine is not None and any(unit is not mine and not unit.state.over for unit in self.units(mine.role))
 
     # ------------------------------------------------------------------------------------------ writing
 
     def place(self, role: str, ranks: Sequence[str]) -> None:
-        """A unit is to run on a node. Where it has run before, its next incarnation is."""
+        """Place a unit on a node. If the unit has run before, place its next incarnation."""
         unit = self.find(ranks[0])
         if unit is None:
             self._unit_of |= dict.fromkeys(ranks, ranks[0])
@@ -261,61 +262,61 @@ class Register:
             self._follow(unit, unit.incarnation + 1)
 
     def take_up(self, role: str, ranks: Sequence[str], incarnation: int, processes: Sequence[Any]) -> None:
-        """A unit of which an earlier coordinator knew; `processes`: of all its ranks, where all had registered, else none."""
+        """Add a unit known to an earlier coordinator. `processes`: of all ranks if all had registered, else empty."""
         self._unit_of |= dict.fromkeys(ranks, ranks[0])
         state = _S.REGISTERED if processes else _S.PLACED
         known = tuple(processes) or (None,) * len(ranks)
         self._put(Unit(role=role, ranks=tuple(ranks), processes=known, incarnation=incarnation, state=state), None)
 
     def admit(self, process: Incarnated) -> bool:
-        """A process has registered. Raises UserError for one that the run has no place for, or that is there already."""
+        """Register a process. Raises UserError if it is not in the topology, or if its rank has registered already."""
         unit = self.find(process.name)
         if unit is None or unit.state is UnitState.DISMISSED:
             raise UserError(f"{process.name} (incarnation {process.incarnation}) is not in this run's topology")
         known = unit.processes[unit.ranks.index(process.name)]
         if known == process:
-            return False  # it says so again
+            return False  # a repeated registration
         here = known is not None and known.incarnation == unit.incarnation
         if here and (process.incarnation == unit.incarnation or self.is_followed(process)):
             raise UserError(f"{process.name}: its incarnation {unit.incarnation} has registered already")
-        return self._tell(process, RankRegistered(process))
+        return self._report(process, RankRegistered(process))
 
     def connect(self, port: Any) -> bool:
-        """`port` (a RolePort) leads to a unit that has registered; it is lost as soon as `port` is."""
-        if not self._tell(port, Connected(port)):
+        """Connect a registered unit by `port`, a RolePort. The loss of the port is the loss of the unit."""
+        if not self._report(port, Connected(port)):
             return False
         port.when_lost(partial(self.lose, port))
         return True
 
     def join(self, who: Incarnated) -> bool:
-        """A rollout is to be in the next epoch of the sync group."""
-        return self._tell(who, Joined())
+        """Put a rollout into the next epoch of the sync group."""
+        return self._report(who, Joined())
 
     def serve(self, who: Incarnated) -> bool:
-        """A rollout has the committed version."""
-        return self._tell(who, Served())
+        """Let a rollout serve: it has the committed version."""
+        return self._report(who, Served())
 
     def lose(self, who: Incarnated, reason: str) -> bool:
-        """The run does without `who` from now on: its unit is asked nothing any more. Whoever notices says so, as often as
-        it likes."""
-        return self._tell(who, UnitLost(reason))
+        """Mark the unit of `who` as lost: the run stops calling it. Any part of the coordinator may report a loss, also
+        repeatedly."""
+        return self._report(who, UnitLost(reason))
 
     def dismiss(self, name: str, reason: str) -> None:
-        """The unit is not wanted any more, nor missed."""
+        """Remove the unit from the run; it is no loss."""
         unit = self._units[name]
         if unit.state is not UnitState.DISMISSED:
             self._apply(unit, Dismissed(reason))
 
     def add(self, role: str, port: Any) -> None:
-        """A unit of one process that somebody else has started and connected."""
+        """Add a unit of one process that the caller has started and connected."""
         if self.find(port.name) is None:
             self.place(role, [port.name])
         self.admit(port)
         self.connect(port)
 
-    # ------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------ internals
 
-    def _tell(self, who: Incarnated, event: UnitEvent) -> bool:
+    def _report(self, who: Incarnated, event: UnitEvent) -> bool:
         unit = self.find(who.name)
         if unit is None or self.is_followed(who) or (who.incarnation == unit.incarnation and unit.state.over):
             self.late += 1
@@ -339,16 +340,16 @@ class Register:
         self._units[unit.name] = unit
         self._views.clear()
         self._members.clear()
-        self._untold.append(UnitChange(unit, before.state if before is not None else None))
+        self._pending.append(UnitChange(unit, before.state if before is not None else None))
         if before is not None and before.port is not None and unit.port is None:
             before.port.give_up(unit.reason)
-        if self._telling:
-            return  # whoever tells goes on with this
-        self._telling = True
+        if self._notifying:
+            return  # the outer call notifies the watchers
+        self._notifying = True
         try:
-            while self._untold:
-                change = self._untold.popleft()
+            while self._pending:
+                change = self._pending.popleft()
                 for watcher in self._watchers:
                     watcher(change)
         finally:
-            self._telling = False
+            self._notifying = False

@@ -105,7 +105,7 @@ class SyncGroup:
         """
         fruitless = 0
         while True:
-            await self.pool.somebody()
+            await self.pool.wait_for_living()
             epoch = self.pool.membership.open()
             fault = await self._meet(epoch)
             if fault is None:

@@ -565,7 +565,7 @@ def test_evaluations_are_judged_by_the_first_rule_else_by_who_plays() -> None:
 
 
 def test_a_group_that_nobody_gives_a_reward_ends_the_run_unless_none_is_looked_at() -> None:
-    with pytest.raises(InvariantViolated, match="group 7: nobody gives it a reward"):
+    with pytest.raises(InvariantViolated, match="group 7 has no reward: "):
         summed([], 1.0)
     for rules, rewards in (((), [0.0, 0.0, 0.0]), ((2.0, 3.0, 4.0), [2.0, 3.0, 4.0])):
         roles: Any = SimpleNamespace(scorers={"rule_reward": Replicas(rules), "reward_model": Replicas()})
