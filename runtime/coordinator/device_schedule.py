@@ -5,18 +5,18 @@
     generate → sleep → (ref_onload → refer → ref_offload →) onload → train
         → wake_weights → publish → offload → wake_kv → generate
 
-- generate: the rollouts have the devices, until the caller says that nothing is being generated any more.
+- generate: the rollouts have the devices, until the caller reports that generation is done.
 - sleep: the rollouts free their memory. Then the reference gets the devices, if it takes part, and then the trainer.
-- wake_weights: the steps are done, and the trainer's weights are still there. The rollouts allocate the memory of their weights
-  alone, into which the new ones are published.
-- offload, wake_kv: once the trainer is off the devices the rollouts allocate keys and values, and generate.
+- wake_weights: the steps are done, and the trainer's weights are still there. The rollouts allocate memory only for their
+  weights, into which the new weights are published.
+- offload, wake_kv: after the trainer is off the devices, the rollouts allocate keys and values, and generate.
 
-A rollout is asleep when it arrives, whatever the phase, and is told to move to the level of the others. The run begins in the
-phase `asleep`, which ends as `generate` does. No phase waits for a lost rollout, and a phase that waits for no rollout is over:
+A rollout arrives asleep in any phase, and is ordered to move to the level of the other rollouts. The run begins in the phase
+`asleep`, which ends as `generate` does. No phase waits for a lost rollout, and a phase without rollouts to wait for is over: so
 lost rollouts cannot hold up the trainer's turn.
 
 **The invariant.** At no time do two of these have the devices, or the order to take them: rollouts with keys and values, the
-reference, the trainer. Only the weights of rollouts may lie beside the trainer's.
+reference, the trainer. Only the rollouts' weights may be there together with the trainer's.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ Phase = Literal[
 
 
 class Arrived(Struct, frozen=True):
-    """A process of a rollout is there, asleep."""
+    """A rollout process is there, asleep."""
 
     member: Member
 
 
 class MemberLost(Struct, frozen=True):
-    """A rollout is gone, or given up."""
+    """A rollout is gone, or was given up."""
 
     member: Member
 
 
 class SleepLevelReached(Struct, frozen=True):
-    """A rollout has reached `level`, as it was told."""
+    """A rollout has reached the ordered `level`."""
 
     member: Member
     level: Level
 
 
 class GenerationDone(Struct, frozen=True):
-    """No rollout has work any more. `refers`: the reference has some."""
+    """No rollout has work any more. `refers`: the reference has work."""
 
     refers: bool = False
 
 
 class ResidencyChanged(Struct, frozen=True):
-    """Reference or trainer has brought its state to the devices, or off them, as it was told."""
+    """Reference or trainer has moved its state to or off the devices, as ordered."""
 
 
 class ReferenceDone(Struct, frozen=True):
@@ -86,7 +86,7 @@ class Trained(Struct, frozen=True):
 
 
 class VersionPublished(Struct, frozen=True):
-    """The version counts."""
+    """The version is committed."""
 
 
 Event = (
@@ -100,7 +100,7 @@ class SetSleepLevel(Struct, frozen=True):
 
 
 class SetResidency(Struct, frozen=True):
-    """Have `who` bring its state to the devices, or take it off them."""
+    """Order `who` to bring its state to the devices, or to take it off."""
 
     who: Literal["reference", "trainer"]
     command: Onload | Offload
@@ -108,7 +108,7 @@ class SetResidency(Struct, frozen=True):
 
 Action = SetSleepLevel | SetResidency
 
-# What each event leads to, by the phase in which it is expected; a rollout may come, go or answer in any.
+# The next phase after each event, by the phase in which the event is expected; rollout events are allowed in any phase.
 _AFTER: dict[type, dict[Phase, Phase]] = {
     GenerationDone: {"asleep": "sleep", "generate": "sleep"},
     ResidencyChanged: {"ref_onload": "refer", "ref_offload": "onload", "onload": "train", "offload": "wake_kv"},
@@ -116,7 +116,7 @@ _AFTER: dict[type, dict[Phase, Phase]] = {
     Trained: {"train": "wake_weights"},
     VersionPublished: {"publish": "offload"},
 }
-# What follows once every rollout has reached the level of a phase.
+# The next phase once every rollout has reached the level of a phase.
 _REACHED: dict[Phase, Phase] = {"sleep": "onload", "wake_weights": "publish", "wake_kv": "generate"}
 _MOVES: dict[Phase, SetResidency] = {
     "ref_onload": SetResidency("reference", Onload()),
@@ -133,22 +133,22 @@ _LEVEL: dict[Phase, Level] = {
 
 
 class DeviceSchedule:
-    """`phase` is whose turn it is; `members` are the rollouts that are there."""
+    """The state machine. `phase` names the current turn; `members` are the present rollouts."""
 
     def __init__(self, members: Iterable[Member] = ()):
-        """`members` are asleep, and nobody has the devices."""
+        """Begin with `members` asleep, and the devices free."""
         self.phase: Phase = "asleep"
         self._levels = dict.fromkeys(members, Level.ASLEEP)
-        self._told: dict[Member, Level] = {}  # the level that a rollout is told to reach, until it answers
+        self._ordered: dict[Member, Level] = {}  # the level that a rollout was ordered to reach, until it answers
         self._refers = False
 
     @property
     def members(self) -> frozenset[Member]:
         return frozenset(self._levels)
 
-    def told(self, member: Member) -> bool:
-        """Whether the rollout has not yet reached the level that it was told."""
-        return member in self._told
+    def is_moving(self, member: Member) -> bool:
+        """Return True if the rollout has not yet reached its ordered level."""
+        return member in self._ordered
 
     @property
     def waiting_for(self) -> tuple[Member, ...]:
@@ -158,7 +158,7 @@ class DeviceSchedule:
         return tuple(sorted(member for member in self._levels if self._behind(member)))
 
     def handle(self, event: Event) -> list[Action]:
-        """Apply `event`; returns what is to be done. Raises InvariantViolated for what cannot happen in this phase."""
+        """Apply `event` and return the actions to carry out. Raises InvariantViolated if it cannot happen in this phase."""
         actions: list[Action] = []
         if isinstance(event, Arrived):
             for former in [member for member in self._levels if member.name == event.member.name]:
@@ -167,8 +167,8 @@ class DeviceSchedule:
         elif isinstance(event, MemberLost):
             self._remove(event.member)
         elif isinstance(event, SleepLevelReached):
-            if self._told.get(event.member) == event.level:
-                del self._told[event.member]
+            if self._ordered.get(event.member) == event.level:
+                del self._ordered[event.member]
                 self._levels[event.member] = event.level
         else:
             actions += self._enter(self._after(event))
@@ -180,22 +180,22 @@ class DeviceSchedule:
 
     def _remove(self, member: Member) -> None:
         self._levels.pop(member, None)
-        self._told.pop(member, None)
+        self._ordered.pop(member, None)
 
     def _behind(self, member: Member) -> bool:
-        return member in self._told or self._levels[member] != _LEVEL.get(self.phase, Level.ASLEEP)
+        return member in self._ordered or self._levels[member] != _LEVEL.get(self.phase, Level.ASLEEP)
 
     def _orders(self) -> list[Action]:
-        """The next orders to rollouts: each has one order at a time."""
-        if self.phase == "offload":  # a rollout that slept now would wake again at once; one that woke would lack the room
+        """Return the next orders to rollouts: each has one order at a time."""
+        if self.phase == "offload":  # no orders: a rollout put to sleep would wake at once; one woken would lack room
             return []
         wanted = _LEVEL.get(self.phase, Level.ASLEEP)
-        tell = [member for member, level in sorted(self._levels.items()) if level != wanted and member not in self._told]
-        self._told |= dict.fromkeys(tell, wanted)
-        return [SetSleepLevel(member, wanted) for member in tell]
+        moves = [member for member, level in sorted(self._levels.items()) if level != wanted and member not in self._ordered]
+        self._ordered |= dict.fromkeys(moves, wanted)
+        return [SetSleepLevel(member, wanted) for member in moves]
 
     def _after(self, event: Event) -> Phase:
-        """The phase that follows `event`."""
+        """Return the phase after `event`."""
         phase = _AFTER[type(event)].get(self.phase)
         if phase is None:
             raise InvariantViolated(f"{event} in the phase {self.phase}")

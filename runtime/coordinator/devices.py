@@ -1,4 +1,4 @@
-"""Who may use the devices: `async with devices.lease("trainer"): ...`.
+"""Access to the devices: `async with devices.lease("trainer"): ...`.
 
 ::
 
@@ -7,13 +7,13 @@
     "reference"    at once                        once the rollouts sleep and the reference is on the devices
     "trainer"      at once                        once the rollouts sleep; it ends with the weight sync and their wake-up
 
-While groups are being generated, the rollouts hold the devices as if by a lease: `Devices.next_lease` returns once nothing is
-left to be generated, after the η + 1 batches that the bound η admits. So no sample is in flight while the rollouts sleep, and
-no sample has tokens of two versions. The trainer then makes up to η + 1 steps in one lease. Only the last version is published:
+While groups are being generated, the rollouts hold the devices as if by a lease. `Devices.next_lease` returns once no group is
+left to generate, after the η + 1 batches that the bound η admits. So no sample is in flight while the rollouts sleep, and no
+sample has tokens of two versions. The trainer then makes up to η + 1 steps in one lease. Only the last version is published:
 the rollouts could not generate with the versions before it.
 
-With `training.partial_rollouts` it returns as soon as the next step has its batch, and the trainer makes as many steps as have
-theirs; what is in flight then goes on when the rollouts are awake again.
+With `training.partial_rollouts`, `next_lease` returns as soon as the next step has its batch. The trainer makes as many steps
+as have batches. Samples in flight go on when the rollouts are awake again.
 """
 
 from __future__ import annotations
@@ -54,32 +54,32 @@ from runtime.telemetry.metrics import PublicationFigures, SpanClock
 from runtime.types import PolicyVersion
 
 TO_TRAIN, TO_INFER = "onload", "weight_sync"
-_ANY = 1 << 30  # groups: the rollouts' slots do not matter
+_ANY = 1 << 30  # groups: ignore the rollouts' slots
 
 Role = Literal["rollout", "reference", "trainer"]
 
 
 class Lease:
-    """The right to use a role's devices. A version is published as soon as the trainer has it."""
+    """The right to use a role's devices. On dedicated devices a version is published as soon as the trainer has it."""
 
-    figures: PublicationFigures | None = None  # of the version that was published as the lease ended
-    version: PolicyVersion | None = None  # the one to be published as the lease ends
+    figures: PublicationFigures | None = None  # of the version published at the lease's end
+    version: PolicyVersion | None = None  # to be published at the lease's end
 
     def __init__(self, publisher: WeightPublisher):
         self._publisher = publisher
 
     async def begin_sync(self, version: PolicyVersion) -> WeightSync | None:
-        """Begin to publish `version`, whose update was ordered just now. None: the version is published when the lease ends,
-        unless a later version is made before."""
+        """Begin the weight sync of `version`, right after its update was ordered. Return None if the version is published only
+        at the lease's end, unless a later version is made before."""
         return await self._publisher.begin(version)
 
     async def sync(self, version: PolicyVersion) -> None:
-        """Publish `version`, which the trainer has, before the lease is over."""
+        """Publish `version`, which the trainer has, before the lease ends."""
         await self._publisher.publish(version)
 
 
 class ColocatedLease(Lease):
-    """The rollouts have no memory to receive weights into before the steps of the lease are done: it ends with the sync."""
+    """During the lease's steps the rollouts have no memory to receive weights, so the lease ends with the weight sync."""
 
     async def begin_sync(self, version: PolicyVersion) -> None:
         self.version = version
@@ -101,7 +101,7 @@ class Devices:
             self._arrive(unit.member)
 
     def close(self) -> None:
-        """Stop following rollouts: the next attempt lets those join that connect from now on. Idempotent."""
+        """Stop following rollouts: later connections join in the next attempt. Idempotent."""
         self._register.unsubscribe(self._look)
 
     def _look(self, change: UnitChange) -> None:
@@ -109,33 +109,33 @@ class Devices:
             self._arrive(change.unit.member)
 
     def _arrive(self, member: Member) -> None:
-        """A rollout is connected: it has its devices, and joins the sync group."""
+        """Let a connected rollout join the sync group."""
         self._register.join(member)
 
     async def vacate(self) -> None:
-        """After `close`, with trainer or critic lost: the devices are free for others in their place."""
+        """Free the devices for the replacement of a lost trainer or critic. Call it after `close`."""
 
     async def next_lease(self) -> bool:
-        """Wait until the trainer should take the devices. False: the run ends without another step."""
+        """Wait until the trainer should take the devices. Return False if the run ends without another step."""
         return self._buffer.step < self._buffer.last_step
 
     def have_batch(self) -> bool:
-        """Whether the step that is being filled needs nothing more of the rollouts."""
+        """Return True if the step being filled needs no more groups from the rollouts."""
         return self._buffer.fills
 
     @asynccontextmanager
     async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
-        """The devices of `role`. `last`: the run ends in this lease, and no role needs the devices after it. When trainer or
-        reference fail as devices change hands, raises their error, which ends the run."""
+        """Hold the devices of `role`. `last`: the run ends in this lease, and no role needs the devices after it. Raises the
+        error of trainer or reference if one fails while devices change hands; this ends the run."""
         yield Lease(self._publisher)
 
 
 class ColocatedDevices(Devices):
-    """The rollouts are asleep at first, and nobody has the devices.
+    """Shared devices. At first the rollouts are asleep, and no role has the devices.
 
     During a lease of the trainer the pool is closed, and the committed version is not sent to newcomers, whose memory may be
-    off the devices. A newcomer joins the pool once it has reached the level of the others, so that it takes part in the next
-    publication.
+    off the devices. A newcomer joins the pool once it has reached the level of the other rollouts, in time for the next
+    weight sync.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class ColocatedDevices(Devices):
         self._probes = probes
         self._spans = spans
         self._refers = reference_takes_part(config)
-        self._onloads_trainer = not alternates(config)  # else `AlternatingUpdates` does it
+        self._onloads_trainer = not alternates(config)  # otherwise `AlternatingUpdates` does it
         self._partial = config.training.partial_rollouts
-        self._scores_drop = config.algorithm.dynamic_sampling  # a score may drop a group, and another be generated in its place
+        self._scores_drop = config.algorithm.dynamic_sampling  # a score may drop a group; then another is generated
         self._schedule = DeviceSchedule(pool.membership.living)
         self._rollout_leases = 0
         self._reference_leases = asyncio.Event()  # set while the reference has the devices
@@ -189,7 +189,7 @@ class ColocatedDevices(Devices):
                 lease.figures = await self._release(lease.version)
 
     async def vacate(self) -> None:
-        """The rollouts sleep, whatever they were at."""
+        """Put all rollouts to sleep, whatever they do."""
         for call in self._calls:
             call.cancel()
         members = self._register.members(ROLLOUT, UnitState.CONNECTED, *LIVING)
@@ -205,7 +205,7 @@ class ColocatedDevices(Devices):
         return False
 
     def _turn_over(self) -> bool:
-        """Whether the rollouts have done what they are to do before the trainer's turn."""
+        """Return True if the rollouts have finished their work before the trainer's turn."""
         buffer = self._buffer
         if self._rollout_leases or self._probes.pending:
             return False
@@ -219,36 +219,36 @@ class ColocatedDevices(Devices):
         return super().have_batch() and not any(map(self._may_be_dropped, self._buffer))
 
     def _may_be_dropped(self, group: Group) -> bool:
-        """Whether a score may still drop the group, so that another prompt is generated in its place."""
+        """Return True if a score may still drop the group, so that another prompt is generated instead."""
         return self._scores_drop and group.state.phase == GroupPhase.GENERATED and not group.state.marks & Mark.SCORED
 
-    # ------------------------------------------------------------------------------------------ devices change hands
+    # ------------------------------------------------------------------------------------------ handing over the devices
 
     async def _acquire(self) -> None:
-        """Give the devices to the trainer, and before that to the reference, if groups wait for it. To be called when no
+        """Give the devices to the trainer. Before that, give them to the reference, if groups wait for it. Call it only when no
         rollout has work."""
-        # Before the first version no group is brought to the reference, although restored groups may lack its part.
+        # Before the first version the reference is skipped, although restored groups may lack its log-probabilities.
         refers = self._refers and self.phase != "asleep" and any(map(_lacks_reference, self._buffer))
         self._pool.close()
         with self._spans.span(TO_TRAIN):
-            # Newcomers wait; the rollouts go to sleep; then the reference or the trainer begins to move in.
+            # Wait for the weight sync under way; then the rollouts sleep, and reference or trainer begins to load.
             await self._publisher.hold()
             self._handle(GenerationDone(refers))
             await self._until("ref_onload", "refer", "train")
         if refers:
-            # The reference has the devices until it has seen every group; then it moves out.
+            # Wait until the reference is loaded. It keeps the devices until every group has its part, and is then offloaded.
             await self._until("refer")
             self._reference_leases.set()
             await self._referred()
             self._reference_leases.clear()
             self._handle(ReferenceDone())
             await self._until("onload", "train")
-            # The trainer moves in.
+            # Wait until the trainer is loaded.
             with self._spans.span(TO_TRAIN):
                 await self._until("train")
 
     async def _referred(self) -> None:
-        """Wait until the reference has seen every group that was generated."""
+        """Wait until the reference has answered for every generated group."""
         buffer = self._buffer
         while any(map(_lacks_reference, buffer)):
             buffer.ready_changed.clear()
@@ -257,20 +257,20 @@ class ColocatedDevices(Devices):
     async def _release(self, version: PolicyVersion | None) -> PublicationFigures | None:
         """Give the devices back to the rollouts, with `version` if the trainer made one."""
         with self._spans.span(TO_INFER):
-            # The rollouts allocate only their weights and receive the version, while the trainer's weights are on the devices.
+            # The rollouts allocate only their weights and receive the version, while the trainer is still on the devices.
             self._handle(Trained(publishes=version is not None))
             figures = None
             if version is not None:
                 await self._until("publish")
                 figures = await self._publisher.publish(version)
                 self._handle(VersionPublished())
-            # The trainer moves out, and the rollouts wake entirely.
+            # Wait until the trainer is offloaded and the rollouts are fully awake.
             await self._until("generate")
             self._publisher.free()
         self._pool.open()
         return figures
 
-    # ------------------------------------------------------------------------------------------ rollouts come and go
+    # ------------------------------------------------------------------------------------------ membership
 
     def _look(self, change: UnitChange) -> None:
         if change.unit.role == ROLLOUT and change.lost:
@@ -278,13 +278,13 @@ class ColocatedDevices(Devices):
         super()._look(change)
 
     def _arrive(self, member: Member) -> None:
-        """A newcomer is asleep, and joins once it has reached the level of the others."""
+        """Take in a newcomer, which is asleep. It joins once it has reached the level of the other rollouts."""
         self._handle(Arrived(member))
         self._join(member)
 
     def _join(self, member: Member) -> None:
         unit = self._register.find(member.name)
-        if unit is not None and unit.state is UnitState.CONNECTED and not self._schedule.told(member):
+        if unit is not None and unit.state is UnitState.CONNECTED and not self._schedule.is_moving(member):
             self._register.join(member)
 
     def _handle(self, event: Event) -> None:
@@ -311,7 +311,7 @@ class ColocatedDevices(Devices):
             raise self._fault
 
     async def _move(self, member: Member, level: Level) -> None:
-        """Tell a rollout to move to `level`. A rollout that fails to do so is lost, whatever the reason."""
+        """Move a rollout to `level`. A rollout that fails to move is lost, whatever the reason."""
         if await self._moved(member, level, self._partial):
             self._handle(SleepLevelReached(member, level))
             self._join(member)

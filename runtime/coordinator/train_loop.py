@@ -1,7 +1,7 @@
-"""The last stages: fill a step's batch by deadline, apply it, publish what it made.
+"""The last stages: fill a step's batch by deadline, apply the step, publish the new version.
 
-Step v trains version v and makes v + 1. While v is applied and v + 1 published, the batch of step v + 1 is already being filled
-and sent: the trainer holds one batch ahead. A critic is given the same commands in the same order, and updates beside the
+Step v trains version v and makes v + 1. While v is applied and v + 1 published, the batch of step v + 1 is already filled and
+sent: the trainer holds one batch ahead. A critic gets the same commands in the same order, and updates in parallel with the
 trainer. A step's groups are consumed once both have applied it, and retire once its version is committed.
 """
 
@@ -30,17 +30,17 @@ from runtime.types import PolicyVersion, StepResult, TrainGroup
 
 
 class StepObserver(Protocol):
-    """Who is told of the steps."""
+    """Is notified of the steps."""
 
     async def finished(self, trained: TrainedStep) -> None:
-        """Called after each step, in order."""
+        """Record a step. Called after each step, in order."""
 
     def evaluates(self, step: int) -> bool:
-        """Whether rollouts are to evaluate version `step`."""
+        """Return True if rollouts are to evaluate version `step`."""
 
 
 class TrainLoop:
-    """`observer` is told of each step."""
+    """Runs the steps of an attempt and notifies `observer` of each."""
 
     def __init__(
         self,
@@ -66,41 +66,43 @@ class TrainLoop:
         self._observer = observer
         self._running: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
-        self._told: asyncio.Future[None] | None = None  # once the step is told of whose checkpoint is being written
+        self._recorded: asyncio.Future[None] | None = (
+            None  # done when the observer has the step of the checkpoint being written
+        )
         self.incarnation = 0
         self.next = 0
         """The step whose batch is to be applied next."""
         self.first_applied = 0.0
-        """When the first step was submitted whole, on the loop's clock."""
+        """When all of the first step was submitted, on the loop's clock."""
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        """Train until the buffer's `last_step`. A trainer's command that fails fails the task group."""
-        # On shared devices: until the rollouts have generated all that the staleness bound admits.
+        """Train until the buffer's `last_step`. A failed command of the trainer fails the task group."""
+        # On shared devices `next_lease` waits until the rollouts have generated all that the staleness bound admits.
         while self.next < self._buffer.step or await self._devices.next_lease():
             async with self._devices.lease("trainer") as lease:
                 unpublished = await self._steps(tasks, lease)
-            # The lease ended with the sync of its last version, if that was not published before.
+            # At the lease's end its last version was published, unless `_finish` did that. So commit and record it here.
             if lease.version is not None:
                 self._buffer.commit(lease.version.step)
             if unpublished is not None:
                 await self._finished(replace(unpublished, publication=lease.figures))
 
     async def _steps(self, tasks: asyncio.TaskGroup, lease: Lease) -> TrainedStep | None:
-        """The steps of a lease. Returns the last of them where it is published only as the lease ends."""
+        """Make the steps of a lease. Return the last step if it is published only at the lease's end."""
         while (batch := await self._fill(tasks, self.next)) is not None:
             step, self.next = self.next, self.next + 1
-            # Where the run is once this step is made has to be known before it is applied; one checkpoint is written at a time.
+            # `_fill` waits for ready groups. `due` must read the run's position before the step is applied.
             position = await self._checkpoints.due(step + 1)
             if position is not None:
-                await self.saved()
+                await self.saved()  # one checkpoint at a time
             if self._running is not None:
-                await self._running
-            # What a coordinator that takes over has to know of this step, and of the one before.
+                await self._running  # the previous step, until its version is committed
+            # Write what a new coordinator must know of this step and the previous one, before the update is ordered.
             await self._ledger.flush()
-            # The update is ordered, and right behind it the sync of the version that it makes.
+            # Order the update, and right behind it the weight sync of the new version.
             applying = await self._apply(tasks, step)
             sync = await lease.begin_sync(PolicyVersion(self.incarnation, step + 1))
-            if sync is not None:  # both go on while the next batch is filled
+            if sync is not None:  # update and sync go on while the next batch is filled
                 self._running = tasks.create_task(self._finish(step, batch, applying, sync))
                 if position is not None:
                     saving = self._checkpoints.save(step + 1, position, self._running)
@@ -115,23 +117,23 @@ class TrainLoop:
         return None
 
     def _goes_on(self) -> bool:
-        """Whether there is a batch for another step before the rollouts need the newest version."""
+        """Return True if there is a batch for another step before the rollouts need the newest version."""
         buffer = self._buffer
         if self.next < buffer.step:
             return True
         return buffer.step < buffer.last_step and not self._observer.evaluates(buffer.step) and self._devices.have_batch()
 
     async def _apply(self, tasks: asyncio.TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
-        """Order the update: the trainer's result, and others'."""
+        """Order the update. Return the tasks of the trainer's result and of the critic's, if there is one."""
         if self._updates.alternating:
-            await self.saved()  # it takes the devices as well
+            await self.saved()  # saving uses the devices as well
         probes = await self._probes.answers(PolicyVersion(self.incarnation, step))
         applying = await self._updates.apply(tasks, step, probes)
         self.first_applied = self.first_applied or now()
         return applying
 
     async def saved(self) -> None:
-        """The checkpoint ordered last, if there was one, is complete."""
+        """Wait until the checkpoint ordered last, if any, is complete."""
         if self._saving is not None:
             await self._saving
 
@@ -140,9 +142,9 @@ class TrainLoop:
             await self._checkpoints.unless_full(step, saving)
 
     async def _fill(self, tasks: asyncio.TaskGroup, step: int) -> list[Group] | None:
-        """Take the groups of `step` as they become ready, and send them on; None when the run ends first."""
+        """Take the groups of `step` as they become ready, and send them to the models. Return None if the run ends first."""
         buffer = self._buffer
-        if batch := buffer.taken(step):  # by a coordinator before this one
+        if batch := buffer.taken(step):  # taken by an earlier coordinator
             self._updates.begin(tasks, step)
             known = [await self._train_group(group) for group in batch]
             self._updates.accumulate(tasks, step, known, len(batch) == buffer.groups_per_step)
@@ -155,7 +157,7 @@ class TrainLoop:
             buffer.ready_changed.clear()
             groups = buffer.take(step, whole=not self._may_stream())
             if groups:
-                if not batch:  # no sooner: between steps the trainer's devices may be lent out
+                if not batch:  # not earlier: between steps the trainer's devices may be lent out
                     self._updates.begin(tasks, step)
                 batch += groups
                 last = buffer.step != step
@@ -168,18 +170,20 @@ class TrainLoop:
         return batch
 
     def _may_stream(self) -> bool:
-        """Whether a part of the batch is worth sending: it is, when the trainer has nothing else to do, and it is half of what
-        is missing. So parts are few, and the last is small, for which the trainer waits until the slowest group is ready."""
+        """Return True if a part of the batch is worth sending: the trainer is idle, and the part is half of what is missing. So
+        parts are few, and the last part, which waits for the slowest group, is small."""
         if not self._streams or not (self._running is None or self._running.done()):
             return False
         return 2 * self._buffer.takeable >= self._buffer.places
 
     async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: WeightSync) -> None:
-        """A step whose version is published as soon as the trainer has it."""
+        """Finish a step whose version is published as soon as the trainer has it."""
         trainer, *others = applying
         try:
+            # Wait until the trainer has the version; then publish it. The rollouts need not wait for the critic, whose result
+            # `joined` awaits meanwhile. Both must be done before the step is over.
             await trainer
-            async with asyncio.TaskGroup() as both:  # the rollouts need not wait for the critic
+            async with asyncio.TaskGroup() as both:
                 publishing = both.create_task(self._publish(sync))
                 result = await joined(trainer, others)
                 self._buffer.consume(step, result.seconds)
@@ -190,11 +194,11 @@ class TrainLoop:
         await self._finished(trained)
 
     async def _finished(self, trained: TrainedStep) -> None:
-        """The step is over: its models need not keep what they answered, once that is written."""
+        """Record the finished step. The models may drop their answers once the ledger has been written."""
         await self._observer.finished(trained)
-        if self._told is not None:
-            self._told.set_result(None)
-            self._told = None
+        if self._recorded is not None:
+            self._recorded.set_result(None)
+            self._recorded = None
         self._ledger.then(partial(self._updates.acknowledge, trained.step))
 
     async def _finish_unpublished(
@@ -205,15 +209,15 @@ class TrainLoop:
         applying: list[asyncio.Task[StepResult]],
         position: Position | None,
     ) -> TrainedStep:
-        """A step whose version is not published before the lease of the devices ends: the models write their checkpoint before
-        that. It counts once the step is told of."""
+        """Finish a step whose version is published at the end of the lease. The models write their checkpoint before that. The
+        checkpoint counts once the step is recorded."""
         trainer, *others = applying
         result = await joined(trainer, others)
         self._buffer.consume(step, result.seconds)
         if position is not None:
             loop = asyncio.get_running_loop()
-            self._told, written = loop.create_future(), loop.create_future()
-            saving = self._checkpoints.save(step + 1, position, self._told, written)
+            self._recorded, written = loop.create_future(), loop.create_future()
+            saving = self._checkpoints.save(step + 1, position, self._recorded, written)
             self._saving = tasks.create_task(self._save(step + 1, saving))
             await asyncio.wait({written, self._saving}, return_when=asyncio.FIRST_COMPLETED)
         return TrainedStep(step=step, groups=batch, result=result, publication=None)
@@ -238,7 +242,7 @@ class TrainLoop:
 
 
 class ModelUpdates:
-    """Both get the same commands in the same order, and update beside each other."""
+    """Sends trainer and critic the same commands in the same order; both update in parallel."""
 
     alternating = False
 
@@ -252,17 +256,18 @@ class ModelUpdates:
             tasks.create_task(model.post(BeginStep(step)))
 
     def accumulate(self, tasks: asyncio.TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
-        """A part of the step's batch; `last`: it completes it."""
+        """Send a part of the step's batch; `last`: it completes the batch."""
         for model in (self._trainer, *self._critics):
             tasks.create_task(model.post(Accumulate(step, groups, last)))
 
     def acknowledge(self, step: int) -> None:
-        """What came of `step` is safe."""
+        """Acknowledge the result of `step`: it is in the ledger."""
         for model in (self._trainer, *self._critics):
             model.acknowledge(Apply(step))
 
     async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
-        """The trainer's command is on its way when this returns: its result, and the critic's if there is one."""
+        """Order the update; the trainer's command is sent when this returns. Return the tasks of the trainer's and critic's
+        results."""
         applying = [(self._trainer.post(Apply(step, tuple(probes))), UPDATE)]
         applying += [(critic.post(Apply(step)), UPDATE_CRITIC) for critic in self._critics]
         return [tasks.create_task(self._applied(answer, phase)) for answer, phase in applying]
@@ -275,10 +280,10 @@ class ModelUpdates:
 
 
 class AlternatingUpdates(ModelUpdates):
-    """The critic updates first, while the trainer's state is off the devices; then the trainer, while the critic's is.
+    """Updates the critic while the trainer's state is off the devices, then the trainer while the critic's state is.
 
-    The batch is kept here until each one's time comes: so long nothing brings its state back. The trainer's stays after its
-    update, as it is to be published, until the next step, or until somebody else needs the devices.
+    The batch is kept here until a model's update, since it would bring the model's state back. After its update the trainer's
+    state stays on the devices for the weight sync, until the next step, or until another role needs the devices.
     """
 
     alternating = True
@@ -295,25 +300,27 @@ class AlternatingUpdates(ModelUpdates):
         self._parts.append((groups, last))
 
     async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
-        await self._trainer.call(Offload())  # behind what was ordered before: its newest version is gathered
+        # Offload waits for the commands before: the trainer's newest version is gathered. Then the critic loads and updates.
+        await self._trainer.call(Offload())
         await self._critic.call(Onload())
         self._give(tasks, self._critic, step)
         critic = tasks.create_task(self._applied(self._critic.post(Apply(step)), UPDATE_CRITIC))
         await critic
+        # The trainer loads only after the critic has left the devices.
         await self._critic.call(Offload())
         await self._trainer.call(Onload())
         self._give(tasks, self._trainer, step)
         return [tasks.create_task(self._applied(self._trainer.post(Apply(step, tuple(probes))), UPDATE)), critic]
 
     def _give(self, tasks: asyncio.TaskGroup, model: RolePort, step: int) -> None:
-        """The batch that was kept."""
+        """Send the batch that was kept."""
         tasks.create_task(model.post(BeginStep(step)))
         for groups, last in self._parts:
             tasks.create_task(model.post(Accumulate(step, groups, last)))
 
 
 async def joined(trainer: asyncio.Task[StepResult], others: Sequence[asyncio.Task[StepResult]]) -> StepResult:
-    """The trainer's result with the metrics of all; its own stand over others of the same name."""
+    """Return the trainer's result with the metrics of all; the trainer's metrics win over others of the same name."""
     result = await trainer
     for applied in others:
         result = replace(result, metrics=(await applied).metrics | result.metrics)

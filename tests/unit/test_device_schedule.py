@@ -110,9 +110,9 @@ def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     turns.handle(GenerationDone())
     assert turns.handle(MemberLost(TWO)) == []
-    assert turns.told(ONE)
+    assert turns.is_moving(ONE)
     assert turns.handle(MemberLost(ONE)) == [SetResidency("trainer", Onload())]
-    assert not turns.told(ONE)
+    assert not turns.is_moving(ONE)
     assert not turns.members
 
 
@@ -120,12 +120,12 @@ def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
     turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     turns.handle(GenerationDone())
-    assert (turns.told(ONE), turns.waiting_for) == (True, (ONE,))
+    assert (turns.is_moving(ONE), turns.waiting_for) == (True, (ONE,))
     assert turns.handle(SleepLevelReached(ONE, Level.AWAKE)) == []
     assert turns.handle(SleepLevelReached(TWO, Level.ASLEEP)) == []  # nobody knows it
-    assert (turns.phase, turns.told(ONE), turns.members) == ("sleep", True, {ONE})
+    assert (turns.phase, turns.is_moving(ONE), turns.members) == ("sleep", True, {ONE})
     assert turns.handle(SleepLevelReached(ONE, Level.ASLEEP)) == [SetResidency("trainer", Onload())]
-    assert (turns.told(ONE), turns.waiting_for) == (False, ())
+    assert (turns.is_moving(ONE), turns.waiting_for) == (False, ())
 
 
 @pytest.mark.parametrize("event", [Trained(), VersionPublished(), ReferenceDone(), ResidencyChanged()])
