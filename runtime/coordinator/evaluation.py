@@ -1,12 +1,12 @@
-"""Evaluation through the same rollouts and rewards as training, beside it: replies that no step trains on.
+"""Evaluation through the same rollouts and rewards as training, in parallel with it. No step trains on these replies.
 
-An evaluation before or after training is pinned to one version, as no publication happens then. One during training runs while
-versions change; it reports the range that its tokens span.
+An evaluation before or after training is pinned to one version, as no weight sync happens then. During training versions
+change, and the evaluation reports the range of versions of its tokens.
 
-It never stalls training. Nothing of training waits for it, and it has at most a `SHARE` of the rollouts' slots: a problem with
-more samples than that is asked in parts, since a rollout takes requests in order, and those behind a large one would wait until
-all its samples have slots. A place is kept until the replies are scored, so that the reward services too have no more of it.
-Replies are decoded and written by a thread.
+An evaluation never stalls training: no part of training waits for it, and it has at most a `SHARE` of the rollouts' slots. A
+problem with more samples than that is requested in parts. A rollout takes requests in order, so requests behind a large one
+would wait until all its samples have slots. A place is kept until the replies are scored, which limits the reward services'
+load too. A thread decodes and writes the replies.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from runtime.process.aio import now
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, ScoreRequest, Scores
 
-SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many
+SHARE = 4  # an evaluation during training takes at most this fraction (1/4) of the rollouts' slots
 
 ReportDone = Callable[[int, int], None]
 Part = tuple[GeneratedGroup, Scores]
 
 
 class WeightedSemaphore:
-    """Room for `free` samples, given out in the order in which it is asked for."""
+    """Room for `free` samples, given out in the order of the requests."""
 
     def __init__(self, free: int):
         self._free = free
@@ -68,7 +68,7 @@ class WeightedSemaphore:
 
 
 class _EvaluationRun:
-    """One evaluation under way: where its replies go, and how far it is."""
+    """The state of one evaluation: its output files and its progress."""
 
     def __init__(self, folder: Path, sets: Sequence[HeldOut], places: WeightedSemaphore, largest: int, progress: ReportDone):
         self.places, self.largest = places, largest
@@ -78,11 +78,11 @@ class _EvaluationRun:
         self._progress = progress
         self._total = sum(len(each.prompts.problems) for each in sets)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         self._progress(sum(map(len, self.evaluated)), self._total)
 
     async def close(self) -> None:
-        """Write what is there."""
+        """Write the replies so far and close the files."""
         loop = asyncio.get_running_loop()
         closing = [loop.run_in_executor(self.thread, transcript.close) for transcript in self.transcripts]
         self.thread.shutdown(wait=False)
@@ -90,10 +90,10 @@ class _EvaluationRun:
 
 
 class Evaluator:
-    """Evaluates on the same problems, with the same seeds, each time."""
+    """Evaluates the same problems, with the same seeds, each time."""
 
     def __init__(self, context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool, judge: Rule):
-        """`judge`: whose verdicts the figures are."""
+        """Create the evaluator. `judge`: the rule whose verdicts make the figures."""
         self._config = context.config
         self._folder = context.folder
         self._sets = context.held_out
@@ -102,30 +102,32 @@ class Evaluator:
         self._text = context.text
         self._judge = judge
         self._sampling = [_sampling(context, held_out) for held_out in self._sets]
-        self._ids = count(-1, -1)  # negative: never a training group's
+        self._ids = count(-1, -1)  # negative, so never the id of a training group
 
     async def run(self, step: int, alone: bool, progress: ReportDone = lambda done, total: None) -> EvaluationResult:
-        """Evaluate after `step` optimizer steps. `alone`: nothing else needs the rollouts.
+        """Evaluate after `step` optimizer steps. `alone`: no other work needs the rollouts.
 
-        Replies and results go into the folder of the step, in place of what an earlier evaluation of it left; cut short, it
-        leaves the replies so far. Where there is no room for them it waits.
+        Replies and results go into the folder of the step and replace those of an earlier evaluation. A cancelled evaluation
+        leaves the replies so far. Without room on the disk it waits.
         """
         before = now()
         folder = evaluation.folder_for(self._folder, step)
         shutil.rmtree(folder, ignore_errors=True)
+        # In threads, as these calls block until the disk has room.
         await asyncio.to_thread(disk.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
         under_way = await asyncio.to_thread(self._begin, folder, alone, progress)
         try:
+            # All problems at once; `places` limits the samples under way. The group ends with the last score.
             async with asyncio.TaskGroup() as tasks:
                 for which, held_out in enumerate(self._sets):
                     for index in range(len(held_out.prompts.problems)):
                         tasks.create_task(self._problem(under_way, which, index))
         finally:
-            await under_way.close()
+            await under_way.close()  # waits for the writer thread
         return await asyncio.to_thread(self._result, under_way.evaluated, folder, step, now() - before)
 
     def _result(self, evaluated: list[list[EvaluatedProblem]], folder: Path, step: int, seconds: float) -> EvaluationResult:
-        rule = self._judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
+        rule = self._judge.name.rpartition(":")[2]  # a user's rule is FILE.py:NAME
         sets = [evaluation.set_result(each.settings, rule, of_set) for each, of_set in zip(self._sets, evaluated, strict=True)]
         result = EvaluationResult(
             model=self._config.model.path,
@@ -141,7 +143,7 @@ class Evaluator:
 
     def _begin(self, folder: Path, alone: bool, progress: ReportDone) -> _EvaluationRun:
         each = slots(self._config).values()
-        if alone:  # twice the slots keeps them full
+        if alone:  # a queue as long as the slots keeps them full
             return _EvaluationRun(folder, self._sets, WeightedSemaphore(2 * sum(each)), min(each), progress)
         places, largest = sum(each) // SHARE, min(each) // SHARE
         return _EvaluationRun(folder, self._sets, WeightedSemaphore(max(1, places)), max(1, largest), progress)
@@ -157,10 +159,10 @@ class Evaluator:
         loop = asyncio.get_running_loop()
         evaluated = await loop.run_in_executor(under_way.thread, self._keep, under_way.transcripts[which], which, index, done)
         under_way.evaluated[which].append(evaluated)
-        under_way.tell()
+        under_way.report()
 
     async def _part(self, under_way: _EvaluationRun, which: int, index: int, first: int, samples: int) -> Part:
-        """Samples `first` and on of one problem, generated and scored."""
+        """Generate and score one part of a problem, the samples from `first` on."""
         prompts = self._sets[which].prompts
         problem = prompts.problems[index]
         async with under_way.places.taken(samples):
@@ -188,7 +190,7 @@ class Evaluator:
             return generated, await self._scoring.score(scoring, generated.rewards, index)
 
     def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
-        """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
+        """Write the replies to one problem and return the data for its set's figures. Runs in the evaluation's thread."""
         held_out = self._sets[which]
         decoded = [(types.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
         problem = held_out.prompts.problems[index]
@@ -207,7 +209,7 @@ class Evaluator:
 
 
 def evaluator_of(context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool) -> Evaluator | None:
-    """None where there are no problems, or nobody judges."""
+    """Create the evaluator. Return None if there are no problems or no judge."""
     judge = judge_of(context.config) if context.held_out else None
     return None if judge is None else Evaluator(context, roles, pool, judge)
 
@@ -225,7 +227,7 @@ def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
 
 
 class ServingRun:
-    """`sluice serve`: the rollouts and gateways of a run that does not train, with the weights that they loaded, until
+    """`sluice serve`: the rollouts and gateways of a run without training, with the weights that the rollouts loaded, until
     `stop`."""
 
     def __init__(self, context: EvaluationContext, register: Register):
@@ -245,7 +247,7 @@ class ServingRun:
 
     async def _serve(self, rollout: Unit) -> None:
         try:
-            if takes_turns(self._context.config):  # it is asleep when it starts; without a trainer it has the devices for good
+            if takes_turns(self._context.config):  # it starts asleep; without a trainer it keeps the devices
                 await rollout.port.call(Move(Level.AWAKE))
         except SluiceError as error:
             self._register.lose(rollout, str(error))
@@ -257,13 +259,13 @@ class ServingRun:
         self._stopped.set()
 
     async def execute(self) -> Any:
-        """Raises ServiceFault, UserError."""
+        """Serve until `stop`. Raises ServiceFault, UserError."""
         self._context.supervisor.report(Progress(phase="serving"))
         stopped = asyncio.create_task(self._stopped.wait())
         await self._until_done(stopped)
 
     async def _until_done(self, work: asyncio.Task[Any]) -> None:
-        """Raises ServiceFault once no rollout has served for too long."""
+        """Wait for `work`. Raises ServiceFault once no rollout has served for too long."""
         guard = asyncio.create_task(self._pool.guard())
         try:
             await asyncio.wait([work, guard], return_when=asyncio.FIRST_COMPLETED)
@@ -275,7 +277,7 @@ class ServingRun:
 
 
 class EvaluationRun(ServingRun):
-    """`sluice eval`: one evaluation of the weights that the rollouts loaded, and nothing else. `stop` cuts it short."""
+    """`sluice eval`: one evaluation of the weights that the rollouts loaded. `stop` cancels it."""
 
     def __init__(self, context: EvaluationContext, register: Register):
         super().__init__(context, register)
@@ -290,7 +292,7 @@ class EvaluationRun(ServingRun):
             self._evaluating.cancel()
 
     async def execute(self) -> EvaluationResult | None:
-        """The results, which also lie in the run's folder; None when it was stopped before. Raises ServiceFault, UserError."""
+        """Return the results, which are also in the run's folder, or None after `stop`. Raises ServiceFault, UserError."""
         if self._stopped.is_set():
             return None
 

@@ -1,5 +1,5 @@
-"""How a run goes on that loses trainer or critic, and when it is given up (`Recovery`); the checkpoints that it goes back to:
-when one is due, what it says, and which are kept (`Checkpoints`).
+"""Recovery of a run that loses trainer or critic, and the end of its patience (`Recovery`). The checkpoints for it: when one is
+due, its content, and which are kept (`Checkpoints`).
 
 ::
 
@@ -8,10 +8,10 @@ when one is due, what it says, and which are kept (`Checkpoints`).
         the next attempt goes on from the newest checkpoint (`RunHistory.folder`) ← ← ←
 
     kept         rollouts; the ledger with all groups, their replies and scores; evaluations up to the checkpoint
-    done again   the steps after the checkpoint; replies that were being generated as the attempt ended
+    done again   the steps after the checkpoint; replies that were in generation as the attempt ended
 
-A loss ends the run when lost processes are not started again, before the first version is published, when the run is
-interrupted, and when more attempts in a row than `services.trainer.restarts.attempts` have made no progress.
+A loss ends the run if lost processes are not started again, before the first version is published, if the run is interrupted,
+or if more attempts in a row than `services.trainer.restarts.attempts` made no progress.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ log = logging.getLogger("sluice")
 
 
 class Recovery:
-    """Watches trainer and critic during one attempt. When one is lost the other is given up, because both have to go back
-    to the same checkpoint. `begun`: the first version is published."""
+    """Watches trainer and critic during one attempt. If one is lost the other is given up, because both have to go back to the
+    same checkpoint. `begun`: the first version is published."""
 
     def __init__(self, context: RunContext, roles: Roles, register: Register, history: RunHistory):
         self.models: list[RolePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
@@ -65,14 +65,14 @@ class Recovery:
         self._waiting: asyncio.Future[None] | None = None
 
     def interrupt(self) -> None:
-        """From now on a loss ends the run."""
+        """Make every later loss end the run."""
         self._interrupted = True
         if self._waiting is not None:
             self._waiting.cancel()
 
     async def run_until_lost(self, work: Coroutine[Any, Any, None]) -> ServiceFault | None:
-        """Do `work`. Returns None when it is done, or the loss when a model was lost and will be started again. Raises the
-        error of `work`, or the loss if it ends the run. To be called once."""
+        """Do `work`. Return None when it is done, or the loss of a model that will be started again. Raises the error of
+        `work`, or the loss if it ends the run. Call this once."""
         self._register.subscribe(self._look)
         self._look()
         working, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
@@ -96,7 +96,7 @@ class Recovery:
             await asyncio.gather(working, lost, return_exceptions=True)
 
     def check_progress(self, loss: ServiceFault, step: int) -> None:
-        """The attempt ended at `step`. Raises `loss` when too many attempts in a row made no progress."""
+        """Record that the attempt ended at `step`. Raises `loss` if too many attempts in a row made no progress."""
         history = self._history
         history.lost(step)
         if (fruitless := history.attempts_without_progress) > self._allowed:
@@ -104,9 +104,9 @@ class Recovery:
             raise ServiceFault(loss.service, loss.phase, message) from loss
 
     async def wait_restarted(self, loss: ServiceFault) -> None:
-        """Wait until the models of the next attempt serve; rollouts generate meanwhile, as far as the staleness bound allows.
-        Raises `loss` when the run is interrupted meanwhile. Raises DeadlineExceeded, which names the missing models, after
-        `deadlines.start` plus the longest delay that `restarts` put before a start."""
+        """Wait until the models of the next attempt serve. Meanwhile rollouts generate, as far as the staleness bound allows.
+        Raises `loss` if the run is interrupted. Raises DeadlineExceeded with the names of the missing models after
+        `deadlines.start` plus the longest delay that `restarts` puts before a start."""
         self._waiting = asyncio.ensure_future(models_back(self._config, self._register))
         try:
             await self._waiting
@@ -122,7 +122,7 @@ class Recovery:
                 self._lose(model, unit.reason)
 
     def _replaced(self) -> bool:
-        """Whether lost models are started again, instead of the run being over."""
+        """Return True if lost models are started again, False if a loss ends the run."""
         return self._replaceable and self.begun and not self._interrupted
 
     def _lose(self, model: RolePort, reason: str) -> None:
@@ -134,14 +134,14 @@ class Recovery:
                     self._register.lose(other, f"goes back to a checkpoint with {model.name}")
 
     def _find_lost(self, error: BaseException) -> None:
-        """A model that failed a publication is lost as well."""
+        """Mark a model as lost if it failed a weight sync."""
         for model in self.models:
             if isinstance(error, ServiceFault) and error.phase == "publish" and model.name in error.service.split(", "):
                 self._register.lose(model, error.reason)
 
 
 async def models_back(config: Config, register: Register) -> None:
-    """Wait until trainer and critic serve. Raises DeadlineExceeded, as `Recovery.wait_restarted` does."""
+    """Wait until trainer and critic serve. Raises DeadlineExceeded as `Recovery.wait_restarted` does."""
     policies = [getattr(config.services, unit.role).restarts for unit in models(register)]
     timeout = config.deadlines.start + max(backoff(one, max(0, one.attempts - 1)) for one in policies)
 
@@ -152,11 +152,12 @@ async def models_back(config: Config, register: Register) -> None:
         raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Checkpoints
 
 
 class Checkpoints:
-    """`accuracy` holds what evaluations found, by step: the best checkpoint is the best of those that were evaluated."""
+    """Saves and prunes checkpoints. `accuracy` has the evaluations' results by step; only evaluated checkpoints can be the
+    best."""
 
     def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer, history: RunHistory):
         config = context.config
@@ -170,20 +171,20 @@ class Checkpoints:
         self._incarnation = 0
         self._lineage = node_checkpoints.lineage(config)
         self._history = history
-        self._alarm = ""  # that there was no room
+        self._alarm = ""  # the newest alarm about missing room
         self.accuracy = history.accuracy
 
     def take_up(self, incarnation: int) -> None:
-        """Go on as `incarnation`. A checkpoint that was being written as the coordinator was lost counts if it is whole."""
+        """Go on as `incarnation`. A checkpoint that was being written as the coordinator was lost counts if it is complete."""
         self._incarnation = incarnation
-        with _faults_told(self._folder):
+        with _as_service_fault(self._folder):
             checkpoint.sweep(self._folder)
 
     def resume(self, incarnation: int, position: Position) -> None:
         """Go on after `position`, as `incarnation`. Later checkpoints are set aside: their steps are made again."""
         self._incarnation = incarnation
         step = position.version.step
-        with _faults_told(self._folder):
+        with _as_service_fault(self._folder):
             checkpoint.sweep(self._folder)
             if left := checkpoint.set_aside(self._folder, step, incarnation):
                 steps = ", ".join(map(str, left))
@@ -196,14 +197,14 @@ class Checkpoints:
         return self.accuracy[max(self.accuracy)] if self.accuracy else None
 
     async def due(self, step: int) -> Position | None:
-        """The run's position once version `step` is made; None if no checkpoint is due then. To be asked before that step is
-        applied, when all of its groups have been taken."""
+        """Return the run's position once version `step` is made, or None if no checkpoint is due then. Call it before this step
+        is applied, when all of its groups have been taken."""
         if not self._settings.every or step % self._settings.every:
             return None
         return await self.position(step)
 
     async def position(self, step: int) -> Position:
-        """The run's position once version `step` is made."""
+        """Return the run's position once version `step` is made."""
         best = self._best(self.accuracy)
         untrained = [group for group in self._buffer if group.taken is None or group.taken >= step]
         return Position(
@@ -218,34 +219,35 @@ class Checkpoints:
         )
 
     async def save_end(self, step: int) -> None:
-        """Save version `step` at the end of the run. If it is saved already, only the run's position is written again."""
+        """Save version `step` at the end of the run. If it is saved already, only write the run's position again."""
         folder, position = checkpoint.folder_for(self._folder, step), await self.position(step)
         if not self._history.is_at(folder):
             await self.until_room(lambda: self.save(step, position))
             return
-        with _faults_told(folder):
+        with _as_service_fault(folder):
             await self._on_disk(asyncio.to_thread(checkpoint.reposition, folder, position), folder)
 
     async def until_room(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do `work`, again until there is room for what it writes."""
+        """Do `work`. Repeat it while the disk has no room."""
         while True:
             try:
                 return await work()
             except StorageFull as error:
-                self._no_room(f"waits for room in {Path(error.path).parent}")
+                self._no_room(f"waiting for room in {Path(error.path).parent}")
                 step, steps = self._buffer.committed, self._buffer.last_step
                 self._context.supervisor.report(Progress(phase="saving", step=step, steps=steps, alarm=self._alarm))
                 await asyncio.sleep(timeouts.SAVE_RETRY)
 
     async def unless_full(self, step: int, saving: Awaitable[None]) -> None:
-        """Where there is no room for version `step` the checkpoint before stays the one that counts, and training goes on."""
+        """Await `saving` of version `step`. Without room, keep the checkpoint before as the newest, so that training goes
+        on."""
         try:
             await saving
         except StorageFull as error:
             self._no_room(f"no checkpoint of step {step}: no room in {Path(error.path).parent}")
 
     def _no_room(self, alarm: str) -> None:
-        """Told until a checkpoint is complete."""
+        """Log the alarm, and show it until a checkpoint is complete."""
         log.warning("%s", alarm)
         self._history.alarm = self._alarm = alarm
 
@@ -256,15 +258,16 @@ class Checkpoints:
         finishing: asyncio.Future[None] | None = None,
         written: asyncio.Future[None] | None = None,
     ) -> Coroutine[Any, Any, None]:
-        """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
+        """Order the checkpoint of version `step`, behind the commands before. The result is done once old checkpoints are
+        pruned.
 
         The checkpoint counts only once `finishing` is done, when the metrics of its step are recorded: an attempt that begins
-        with it does not repeat that step. `written` is done once the models need their devices no longer for it.
-        Awaiting raises StorageFull when there is no room for it.
+        with it does not repeat this step. `written` is done once the models no longer need their devices for it.
+        Awaiting raises StorageFull if there is no room.
         """
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles
         try:
-            with _faults_told(folder):
+            with _as_service_fault(folder):
                 partial = checkpoint.begin(folder.absolute())
                 if roles.critic is not None:
                     (partial / checkpoint.CRITIC).mkdir()
@@ -282,7 +285,7 @@ class Checkpoints:
 
     async def _one_by_one(self, own: Save, critics: Save, trainer: TrainerPort, critic: RolePort) -> list[str]:
         """Save the critic, then the trainer, which have the same devices."""
-        # Only one of them has its state on the devices at a time.
+        # Each call waits until the model has moved or written: only one has its state on the devices at a time.
         await trainer.call(Offload())
         found = await critic.call(critics)
         await critic.call(Offload())
@@ -298,7 +301,7 @@ class Checkpoints:
         entered: asyncio.Future[Totals],
         written: asyncio.Future[None] | None,
     ) -> None:
-        # The processes write their parts.
+        # The processes write their parts. Then wait until the step is recorded, else a resume would repeat a saved step.
         try:
             position = replace(position, parts=[part for found in await asyncio.gather(*saving) for part in found])
             if written is not None:
@@ -308,11 +311,11 @@ class Checkpoints:
             checkpoint.discard(partial)
             raise
         # The folder gets its name and the position: from here on the checkpoint counts.
-        with _faults_told(folder):
+        with _as_service_fault(folder):
             completing = asyncio.ensure_future(asyncio.to_thread(checkpoint.complete, partial, folder, position))
             try:
                 await self._on_disk(asyncio.shield(completing), folder)
-            finally:  # a thread cannot be cancelled: what it completes counts
+            finally:  # wait: a thread cannot be cancelled, and the checkpoint counts if the thread completes it
                 await asyncio.wait({completing}, timeout=self._seconds)
                 if completing.done() and completing.exception() is None:
                     self._history.saved(folder, totals)
@@ -322,22 +325,22 @@ class Checkpoints:
         self._context.ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=at))
         save_run_state(self._context, self._roles, self._history)
         await self._context.ledger.flush()
-        # Old checkpoints go, now that nobody would go back to one of them, and what the ledger keeps for them.
+        # Prune old checkpoints and the ledger's data for them, now that no attempt would go back to these.
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
-        with _faults_told(folder):
+        with _as_service_fault(folder):
             await self._on_disk(asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best)), folder)
         oldest = min(checkpoint.steps(self._folder), default=step)
         await self._context.ledger.trim(oldest, self._context.config.ledger.retain_bytes)
 
     async def _on_disk(self, work: Awaitable[None], folder: Path) -> None:
-        """Raises DeadlineExceeded when the file system does not answer within `deadlines.save`."""
+        """Await `work`. Raises DeadlineExceeded if the file system does not answer within `deadlines.save`."""
         try:
             await asyncio.wait_for(work, self._seconds)
         except TimeoutError:
             raise DeadlineExceeded("coordinator", "save", f"{folder}: the file system does not answer", self._seconds) from None
 
     def _entered(self, finishing: asyncio.Future[None] | None) -> asyncio.Future[Totals]:
-        """A copy of the totals, taken when `finishing` is done, before later steps are added."""
+        """Return a copy of the totals, taken when `finishing` is done, before later steps are added."""
         entered: asyncio.Future[Totals] = asyncio.get_running_loop().create_future()
 
         def copy(finished: asyncio.Future[None] | None = None) -> None:
@@ -361,9 +364,9 @@ async def _raised(error: StorageFull) -> None:
 
 
 @contextmanager
-def _faults_told(folder: Path) -> Iterator[None]:
+def _as_service_fault(folder: Path) -> Iterator[None]:
     """Turn an error of the file system into StorageFull or ServiceFault."""
-    with checkpoint.full_disk_told(folder):
+    with checkpoint.as_storage_full(folder):
         try:
             yield
         except OSError as error:

@@ -145,7 +145,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     Raises StorageFull when there is no room, whatever library it was that met it.
     """
-    with full_disk_told(folder):
+    with as_storage_full(folder):
         partial = begin(folder)
         try:
             yield partial
@@ -156,7 +156,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def full_disk_told(folder: Path) -> Iterator[None]:
+def as_storage_full(folder: Path) -> Iterator[None]:
     """Raises StorageFull, naming `folder`, for whatever any library raises in the block when there is no room."""
     try:
         yield

@@ -86,7 +86,7 @@ def _carry(path: Path, mode: str, size: int, other: int, info: RankInfo) -> Path
     path.parent.mkdir(parents=True, exist_ok=True)
     place = path if mode == "rb" else path.with_name(f".{path.name}.partial")
     carrier = torch.device("cpu") if dist.get_backend(info.group) == "gloo" else info.device
-    with checkpoint.full_disk_told(path.parent), place.open(mode) as file:
+    with checkpoint.as_storage_full(path.parent), place.open(mode) as file:
         for first in range(0, size, CHUNK):
             data = torch.empty(min(CHUNK, size - first), dtype=torch.uint8)
             if mode == "rb":

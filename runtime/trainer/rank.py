@@ -209,13 +209,13 @@ class UpdateRank(GroupRank):
 
     def save(self, command: Save) -> Future[list[str]] | list[str]:
         folder, part = Path(command.folder), self._part
-        with self._counted("save"), checkpoint.full_disk_told(folder):
+        with self._counted("save"), checkpoint.as_storage_full(folder):
             self._require_saved()
             own = folder if part is None else part.begin(command)
             write = self.engine.begin_save(str(own))
 
             def write_to_disk() -> list[str]:
-                with checkpoint.full_disk_told(folder):
+                with checkpoint.as_storage_full(folder):
                     write()
                     if part is not None:
                         return part.complete(own, command)

@@ -243,7 +243,7 @@ class TuneRank:
     def _save(self) -> None:
         """A checkpoint, whole or not at all."""
         folder, first = checkpoint.folder_for(self._folder, self._trainer.step), self._info.rank == 0
-        with checkpoint.full_disk_told(folder):
+        with checkpoint.as_storage_full(folder):
             partial = checkpoint.begin(folder) if first else checkpoint.partial_of(folder)
             self._info.largest([0])  # nobody writes before the folder is there
             self._trainer.save(str(partial))

@@ -271,7 +271,7 @@ def test_a_full_disk_as_it_is_completed(
     folder.run(with_critic(Cast.make()))
     assert left(folder) == {"step-00000004", "step-00000005"}
     assert "no checkpoint of step 2: no room in" in caplog.text
-    assert caplog.text.count("waits for room in") == 2
+    assert caplog.text.count("waiting for room in") == 2
 
 
 def test_a_run_that_fails_while_it_saves_leaves_no_part_of_the_checkpoint(tmp_path: Path) -> None:

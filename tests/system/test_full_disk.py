@@ -101,7 +101,7 @@ def test_figures_and_the_last_checkpoint_wait_for_room_and_another_is_left_out(
         (small_disk / "startup").unlink()
         (small_disk / "ballast").write_bytes(bytes((1 << 20) - (100 << 10)))  # a checkpoint takes 380 kB
         log = folder / "logs" / "coordinator.log"
-        run.comes(lambda: f"waits for room in {folder}" in log.read_text(), PATIENCE, "that it waits")
+        run.comes(lambda: f"waiting for room in {folder}" in log.read_text(), PATIENCE, "that it waits")
         assert f"no checkpoint of step 2: no room in {folder}/checkpoints\n" in log.read_text()
         assert "ALARM: waits for room" in sluice("status", str(folder)).stdout
         make_room(small_disk)
