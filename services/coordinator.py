@@ -437,7 +437,7 @@ class CoordinatorProcess:
             detail += f"; {self._ledger.waits}"
         if self._run is not None:
             gauges |= self._run.gauges()
-            detail += "".join(f"; {each}" for each in self._run.told())
+            detail += "".join(f"; {each}" for each in self._run.status_lines())
         where: dict[str, Any] = {"pid": os.getpid(), "address": self._address, "metrics": self._metrics}
         uptime = time.monotonic() - self._started
         fields: dict[str, Any] = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": uptime}

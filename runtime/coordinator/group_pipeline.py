@@ -1,8 +1,8 @@
-"""The first stages of the pipeline: admission as the staleness bound allows, generation, scores, reference and values; dynamic
+"""The first stages of the pipeline: admission under the staleness bound, generation, scores, reference and values; dynamic
 sampling.
 
-One coroutine sees one group through its life, up to `ready`. What bounds the number of them, and so every queue behind them, is
-admission: a group is dispatched only while it may still be trained on in time.
+One coroutine handles one group from its dispatch to `ready`. Admission limits their number, and so every queue behind them: a
+group is dispatched only while a step may still train on it in time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from runtime.ledger.states import Mark, Phase
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
 
-STREAM = "stream"  # the ledger's note of where the prompt stream is
+STREAM = "stream"  # the key of the ledger's note with the position of the prompt stream
 
-# Samples admitted at once that go to one replica before the next is chosen: a decode step of a few sequences costs nearly
-# that of many, so spreading them thinner only multiplies the steps.
+# Samples that are sent to one replica before the next replica is chosen. A decode step of a few sequences costs nearly as much
+# as one of many, so a thinner spread would only multiply the steps.
 SAMPLES_PER_DISPATCH = 64
 
 
@@ -71,13 +71,14 @@ class GroupStage:
             experts_from=0 if context.config.moe.replay == "routing" else -1,
             stop_token_ids=context.stop_token_ids,
         )
-        self._most: int | None = None  # groups that all rollouts may hold, until one comes or goes
+        self._most: int | None = None  # the most groups on all rollouts; None: compute it again after a change
         self._pool.subscribe(self._look)
         self._lives: set[asyncio.Task[None]] = set()
-        self._alarm: asyncio.TimerHandle | None = None  # when a group may be late
+        self._alarm: asyncio.TimerHandle | None = None  # wakes `run` when a group may be late
 
     async def run(self, tasks: asyncio.TaskGroup, taken_up: FailoverState | None = None) -> None:
-        """Admit until cancelled, as far as the buffer's `last_step`. `taken_up`: by which groups are under way already."""
+        """Admit groups until cancelled, up to the buffer's `last_step`. `taken_up`: the state of the groups already under
+        way."""
         buffer = self._buffer
         for group in list(buffer):
             if group.state.phase == Phase.GENERATED:
@@ -89,7 +90,7 @@ class GroupStage:
             waiting, together = buffer.waiting(), 0
             for index in range(buffer.capacity(self._max_in_flight(), buffer.last_step)):
                 if not together:
-                    await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
+                    await asyncio.sleep(0)  # lets the spawned tasks begin: their load counts for the choice
                     if not self._pool.admits:
                         break
                     rollout = self._pool.least_loaded()
@@ -102,7 +103,7 @@ class GroupStage:
             await buffer.room_changed.wait()
 
     def _hurry(self, tasks: asyncio.TaskGroup) -> None:
-        """Have the gateways deal with the groups that the trainer waits for alone."""
+        """Notify the gateways of the groups for which alone the trainer waits."""
         if not isinstance(self._pool, GatewayPool):
             return
         if self._alarm is not None:
@@ -119,16 +120,16 @@ class GroupStage:
             self._alarm = asyncio.get_running_loop().call_later(soonest, self._buffer.room_changed.set)
 
     def _former(self, group: Group, taken_up: FailoverState | None) -> RolePort | None:
-        """The rollout that was asked for a group before this coordinator came, unless it is lost, or another by now."""
+        """Return the rollout that an earlier coordinator asked for a group, or None if it is lost or was replaced."""
         rollout, bound = self._pool.find(group.replica), self._buffer.staleness
         if rollout is None or taken_up is None or group.deadline is None:
             return None
         if self._config.gateway is not None:
-            return rollout  # a gateway of another incarnation plays it anew
+            return rollout  # a gateway of another incarnation plays the group again
         return rollout if taken_up.has_since(member_of(rollout), group.deadline - bound) else None
 
     async def close(self) -> None:
-        """Withdraw every group that is on its way."""
+        """Withdraw every group under way."""
         self._pool.unsubscribe(self._look)
         if self._alarm is not None:
             self._alarm.cancel()
@@ -147,7 +148,7 @@ class GroupStage:
             seed=draw.seed,
         )
         group = self._buffer.admit(ticket)
-        # In one transaction with the admission: a resume draws the next prompt, whatever happened in between.
+        # In one transaction with the admission, so a resume always draws the next prompt.
         self._ledger.record(Note(key=STREAM, value=types.encode(self._stream.state())))
         return group
 
@@ -156,7 +157,7 @@ class GroupStage:
         self._buffer.room_changed.set()
 
     def measured(self, load: Load) -> None:
-        """What rollouts and gateways have told of themselves."""
+        """Adapt the concurrency to the load that rollouts and gateways reported."""
         if self._concurrency is not None:
             self._concurrency.look(load, self._buffer.generating)
             self._look()
@@ -171,13 +172,13 @@ class GroupStage:
         return self._most
 
     def _max_groups(self, rollout: RolePort) -> int:
-        """Groups of replies that `rollout` may hold: what twice its slots take, and one more. Replies are long-tailed, so that
-        most groups under way are down to a few that still run, and with what its slots take two thirds of the slots would be
-        empty."""
+        """Return how many groups of replies `rollout` may hold: what fits into twice its slots, and one more. Replies are
+        long-tailed: most groups under way have only a few running samples. With only its slots' worth of groups, two thirds of
+        the slots would be empty."""
         return 2 * self._pool.slots[rollout.name] // self._size + 1
 
     def _together(self, rollout: RolePort) -> int:
-        """Groups that go to `rollout` before the next is chosen."""
+        """Return how many groups go to `rollout` before the next rollout is chosen."""
         wanted = min(SAMPLES_PER_DISPATCH, self._pool.slots[rollout.name]) // self._size
         return max(1, min(wanted, self._max_groups(rollout) - self._pool.load(rollout) // self._size))
 
@@ -187,7 +188,7 @@ class GroupStage:
         task.add_done_callback(self._lives.discard)
 
     async def _live(self, group: Group, rollout: RolePort | None) -> None:
-        """From its dispatch to `rollout`, which may have it since before this coordinator came. None: that one is lost."""
+        """Handle a group from its dispatch to `rollout`, by this or an earlier coordinator, on. None: the rollout is lost."""
         ticket = group.ticket
         problem = ticket.problem
         request = request_for(
@@ -203,19 +204,19 @@ class GroupStage:
         try:
             if rollout is None:
                 raise Unreachable(group.replica, "Generate", "was lost with the coordinator")
-            # The dispatch is written before the rollout hears of it: whoever takes over knows whom to ask for the group.
+            # The ledger has the dispatch before the rollout gets it, so a new coordinator knows which rollout to ask.
             with self._spans.span("rollout"):
                 result = await self._pool.generate(rollout, request, self._ledger.flush())
         except (Unreachable, Cancelled):
             self._pool.repeat()
-            self._buffer.lose(group.group_id)  # back to those that wait: another rollout generates it, from the same seed
+            self._buffer.lose(group.group_id)  # back to waiting: another rollout generates it, from the same seed
             return
         self._buffer.generated(result)
         self._ledger.then(partial(rollout.acknowledge, request))
         await self._annotate(group, result.payload)
 
     async def _resume(self, group: Group) -> None:
-        """Go on with a group that a former life of the coordinator left generated but not ready."""
+        """Continue a group that an earlier coordinator left generated but not ready."""
         assert group.payload is not None
         await self._annotate(group, await self._ledger.bytes_of(group.payload))
 
@@ -227,7 +228,7 @@ class GroupStage:
             if self._dynamic_sampling is None:
                 jobs.append(scoring)
             else:
-                # The other marks cost a forward pass each, and most groups may be dropped: they do not overlap the reward here.
+                # Wait for the score first: the other marks cost a forward pass each, and most groups may be dropped.
                 await scoring
                 if group.group_id not in self._buffer:
                     return
@@ -249,12 +250,12 @@ class GroupStage:
             messages=problem.messages,
             extra=problem.extra,
         )
-        # Replicas take turns by group: whoever takes over asks the one that has the answer.
+        # Replicas take turns by group, so a new coordinator asks the replica that has the answer.
         answered: list[Callable[[], None]] = []
         given = group.generated.rewards if group.generated is not None else []
         self._buffer.scored(await self._scoring.score(request, given, group.group_id, group.asked, answered))
         self._ledger.then(*answered)
-        # Nothing is awaited in between: neither a step nor the ledger sees a group without signal as one that is ready.
+        # No await before the judgement, so neither a step nor the ledger sees a group without signal as ready.
         if self._dynamic_sampling is not None:
             self._dynamic_sampling.judge(group)
 
@@ -280,16 +281,17 @@ class GroupStage:
             with self._spans.span("critic_model"):
                 values = await self._roles.critic.call(request)
         except Unreachable:
-            return  # the run goes back to its checkpoint, with another critic, which is asked for what is missing
+            return  # the run goes back to its checkpoint with another critic, which is asked again
         self._buffer.valued(group.group_id, values)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a step trains only on groups whose rewards differ. No I/O.
+# ---- Dynamic sampling
 #
-# The advantages of a group whose valid rewards are all equal are 0: it costs a place in the batch and moves nothing. It is
-# dropped as soon as it is scored. Its prompt is spent, since the policy solves it always or never; as the group no longer
+# DAPO, arXiv:2503.14476, section 3.2: a step trains only on groups whose rewards differ. No I/O.
+#
+# The advantages of a group with equal valid rewards are all 0: it costs a place in the batch and changes nothing. It is
+# dropped as soon as it is scored. Its prompt is used up, since the policy solves it always or never. As the group no longer
 # holds a place, admission draws another prompt.
 #
-# What is judged are the rewards as the rules gave them. Penalties for length, which the trainer adds, and a KL in the reward
-# would tell apart replies that are all right, or all wrong.
+# The rewards are judged as the rules gave them. Length penalties, which the trainer adds, and a KL in the reward would make a
+# difference between replies that are all right, or all wrong.

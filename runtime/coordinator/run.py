@@ -1,11 +1,11 @@
 """A run from its first evaluation to its last check, through all its attempts: the coordinator's logic, above the ports.
 
-One attempt of a run: from its beginning or a checkpoint to its last step, or until trainer or critic is lost.
+An attempt goes from the beginning or a checkpoint to the last step, or until trainer or critic is lost.
 
 ::
 
     begin → [evaluate] → train → [evaluate] → save                                the run is over
-        |__________________|________|__________|   lost(trainer or critic)  →  wait for others  →  the next attempt
+        |__________________|________|__________|   lost(trainer or critic)  →  wait for restarts  →  the next attempt
 
     TrainingRun owns   RolloutPool, RunHistory, and one Attempt after the other
     Attempt owns       everything below; a task for each line that waits
@@ -15,12 +15,12 @@ One attempt of a run: from its beginning or a checkpoint to its last step, or un
     TrainLoop          waits for a batch → trainer and critic: accumulate, apply → WeightPublisher: new weights to the rollouts
        ↓ finished()    MetricsRecorder; an Evaluator beside training, in a task; Checkpoints
     Devices            TrainLoop, evaluations and references wait for the devices that they share
-    WeightPublisher.run      waits for rollouts that come or are lost, and gives newcomers the committed version
+    WeightPublisher.run      waits for changes of the living rollouts, and gives newcomers the committed version
     RolloutPool.guard  waits until no rollout has served for too long: that ends the run
-    Recovery           waits for the loss of trainer or critic, as the register tells it
+    Recovery           waits until the register reports the loss of trainer or critic
 
-When trainer or critic is lost, `_until_saved`, which needs both, is cut short. Admission, generation, scores and the
-journal go on until both are started again. Then the next attempt goes on from the newest checkpoint.
+When trainer or critic is lost, `_until_saved`, which needs both, is cancelled. Admission, generation, scores and the journal go
+on until both are started again. Then the next attempt goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ from runtime.types import PolicyVersion
 
 
 def depth_of(config: Config) -> PipelineDepth:
-    """The bound says how many where it is to, and where rollouts and trainer have the devices in turn, as all that it allows is
-    generated before the trainer has them."""
+    """Return the depth of the pipeline. It is the staleness bound if configured, or if rollouts and trainer share devices: then
+    all that the bound allows is generated before the trainer gets the devices."""
     training = config.training
     measured = training.depth == "auto" and not takes_turns(config)
     bound = most_live(training.staleness, training.groups_per_step)
@@ -88,8 +88,8 @@ class Attempt:
     def __init__(
         self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory, taken_up: FailoverState | None = None
     ):
-        """`pool` and `history` belong to the run, and outlive the attempt. `taken_up`: it goes on where an earlier coordinator
-        was cut off."""
+        """Create an attempt. `pool` and `history` belong to the run, and outlive the attempt. `taken_up`: go on where an
+        earlier coordinator was lost."""
         config = context.config
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
         train, data = context.train, config.data
@@ -136,10 +136,10 @@ class Attempt:
         self.vacated = False  # after a loss: the devices are free for another trainer
         self._interrupted = False
 
-    # ------------------------------------------------------------------------------------------ from outside
+    # ------------------------------------------------------------------------------------------ public
 
     def stop(self, reason: str) -> None:
-        """End after the step under way, and save. `INTERRUPTED` also ends the evaluation under way, and no other begins."""
+        """End after the step under way, and save. `INTERRUPTED` also ends the evaluation under way and prevents later ones."""
         self.buffer.stop(reason)
         self._interrupted = self._interrupted or reason == INTERRUPTED
         if self._interrupted:
@@ -148,26 +148,27 @@ class Attempt:
                 self._evaluating.cancel()
 
     async def execute(self) -> bool:
-        """Run the attempt. False: the run is over. True: a model was lost, and the models of the next attempt serve.
+        """Run the attempt. Return False if the run is over, True if a model was lost and the models of the next attempt serve.
 
         Raises ServiceFault, UserError (a full disk), InvariantViolated.
         """
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
+            # Wait until the work is saved, or trainer or critic is lost.
             if (loss := await self._recovery.run_until_lost(self._until_saved())) is not None:
-                # Rollouts go on beside this, as far as the staleness bound allows.
+                # Rollouts go on meanwhile, unless they share devices. Wait for the registration of trainer and critic.
                 self._recovery.check_progress(loss, self.buffer.committed)
                 self._report("recovering", detail=str(loss))
                 await self._vacate()
                 await self._recovery.wait_restarted(loss)
-            await self._close()  # before the last records are written
+            await self._close()  # ends the tasks before the last records are written
         await self._context.ledger.flush()
         return loss is not None
 
     async def _close(self) -> None:
-        """End everything that still runs. A group under way would have tokens of two attempts' weights, so the next attempt
-        generates it again from the same seed."""
+        """End all remaining tasks. A group under way would mix the weights of two attempts, so the next attempt generates it
+        again from the same seed."""
         for task in (*self._beside, self._admission, self._evaluating):
             if task is not None:
                 task.cancel()
@@ -177,7 +178,7 @@ class Attempt:
         self.publisher.close()
 
     async def _vacate(self) -> None:
-        """Before another trainer begins on devices that it shares: nothing is generated any more, and the rollouts sleep."""
+        """Free shared devices for another trainer: stop all generation and put the rollouts to sleep."""
         if takes_turns(self._config):
             await self._close()
             await self._devices.vacate()
@@ -201,20 +202,20 @@ class Attempt:
             observer=self,
         )
 
-    # ------------------------------------------------------------------------------------------ from the beginning to the end
+    # ------------------------------------------------------------------------------------------ from begin to save
 
     async def _until_saved(self) -> None:
-        """Everything that needs trainer and critic, from the first version to the last checkpoint."""
+        """Do all that needs trainer and critic, from the first version to the last checkpoint."""
         history, config = self._history, self._config
         async with asyncio.TaskGroup() as tasks:
-            # Every rollout gets the first version; from then on the keeper brings newcomers the committed one.
+            # `_begin` waits until every rollout has the first version. From then on the keeper syncs newcomers.
             await self._begin()
             keeper = tasks.create_task(self.publisher.run())
             if not history.evaluated_before:
                 history.accuracy_before = await self._evaluate_before()
                 history.evaluated_before = True
                 self._write_course()
-            # All steps; then the groups that no step has taken are given up, and the result is evaluated and saved.
+            # Wait for all steps. Then drop the groups that no step has taken, and evaluate and save the result.
             await self._train(tasks)
             await self._end_groups()
             self.accuracy_after = await self._evaluate_alone(config.evaluation.after)
@@ -222,14 +223,16 @@ class Attempt:
             keeper.cancel()
 
     async def _begin(self) -> None:
-        """Restore, connect the publication group, and bring the first version to every rollout."""
+        """Restore, connect the sync group, and bring the first version to every rollout."""
         self._report("recovering" if self._history.attempts or self._taken_up else "starting")
+        # Restore or take over first: this sets the incarnation and step of the first version.
         if self._position is not None:
             await self._restore(self._position)
         if self._taken_up is not None:
             await self._take_up(self._taken_up)
         before, version = now(), PolicyVersion(self._incarnation, self.buffer.committed)
         if self._pool.membership.committed != version and not self.publisher.waits_for_next:
+            # Wait for the rollouts to have the version; with shared devices the lease's end publishes it.
             async with self._devices.lease("trainer") as lease:
                 await lease.sync(version)
             self._context.startup.phases.setdefault("first publication", now() - before)
@@ -245,7 +248,7 @@ class Attempt:
         return accuracy
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        """Admission and training until the last step."""
+        """Admit and train until the last step."""
         history = self._history
         history.rl_began = history.rl_began or now()
         self._spans.close_step()
@@ -253,7 +256,7 @@ class Attempt:
         if self.buffer.stop_reason:
             return
         self._admission = self._tasks.create_task(self._groups.run(self._tasks, self._taken_up))
-        if history.evaluating is not None:  # as the coordinator was lost: from its beginning, with the weights as they are
+        if history.evaluating is not None:  # interrupted with the coordinator: begin it again, with the current weights
             self._evaluating = self._tasks.create_task(self._evaluate_beside(history.evaluating))
         await self._training.run(tasks)
         self._admission.cancel()
@@ -262,7 +265,7 @@ class Attempt:
         history.rl_seconds = now() - history.rl_began
 
     async def _end_groups(self) -> None:
-        """Give up the groups that are still under way; a resumed run begins with their prompts."""
+        """Drop the groups that are still under way; a resumed run begins with their prompts."""
         self._probes.close()
         await self._groups.close()
         for group in sorted(self.buffer, key=lambda group: group.group_id):
@@ -270,7 +273,7 @@ class Attempt:
         self._context.ledger.record(Note(key=STREAM, value=types.encode(self._stream.state())))
 
     async def finished(self, trained: TrainedStep) -> None:
-        """After each step: its metrics, an evaluation if one is due, and the conditions to stop."""
+        """Record a step: its metrics, an evaluation if one is due, and the stop conditions."""
         config, step, history = self._config, trained.step + 1, self._history
         history.version = PolicyVersion(self._incarnation, step)
         alarms = history.alarms
@@ -283,21 +286,21 @@ class Attempt:
             self.stop(f"mismatch.action is stop: {history.alarm}")
         if self.evaluates(step):
             if self._evaluating is not None and not self._evaluating.done():
-                history.skipped_evaluations += 1  # training waits for none
+                history.skipped_evaluations += 1  # training waits for no evaluation
             else:
                 history.evaluating = step
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
-                await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer can take its own
+                await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer takes its own
         self._write_course()
         self._report("training")
 
     def evaluates(self, step: int) -> bool:
-        """Whether version `step` is to be evaluated beside training."""
+        """Return True if version `step` is to be evaluated beside training."""
         every = self._config.evaluation.every
         return self._evaluator is not None and every > 0 and step % every == 0 and step < self.buffer.last_step
 
     async def _started_up(self) -> None:
-        """The first step is done: start-up ended when the trainer had the whole batch of it."""
+        """Record the start-up time after the first step: start-up ended when the trainer had this step's whole batch."""
         figures, submitted = self._context.startup, self._training.first_applied
         figures.phases["first step"] = submitted - self._history.rl_began
         figures.phases[startup.TOTAL] = submitted - self._context.launched - figures.phases.get(startup.NOT_COUNTED, 0.0)
@@ -313,12 +316,12 @@ class Attempt:
             self.stop(f"accuracy {found.accuracy:.1%} reached {goal:.1%}")
 
     async def _evaluation_over(self) -> None:
-        """Wait for the evaluation under way, if there is one; it may have been cut short."""
+        """Wait for the evaluation under way, if there is one; it may have been cancelled."""
         if self._evaluating is not None:
             await asyncio.wait([self._evaluating])
 
     async def _evaluate_alone(self, wanted: bool) -> float | None:
-        """Before or after training. None when it is not wanted, or was cut short."""
+        """Evaluate before or after training. Return None if not wanted or cancelled."""
         if self._evaluator is None or not wanted or self._interrupted:
             return None
         step = self.buffer.committed
@@ -341,19 +344,20 @@ class Attempt:
             step, {**evaluation.metrics(found), "eval/skipped": float(self._history.skipped_evaluations)}
         )
 
-    # ------------------------------------------------------------------------------------------ the end, and a new start
+    # ------------------------------------------------------------------------------------------ save and restore
 
     async def _save_end(self) -> None:
         self._report("saving")
-        await self._training.saved()  # the checkpoint that was ordered before may be of the same step
+        # Wait for the checkpoint ordered before: it may be of the same step.
+        await self._training.saved()
         async with self._devices.lease("trainer", last=True):
-            # A checkpoint to resume from, and the model for others to load.
+            # Both calls wait for room on the disk: a checkpoint to resume from, and the model for other programs.
             await self._checkpoints.save_end(self.buffer.committed)
             folder = str((self._context.folder / run_files.MODEL).absolute())
             await self._checkpoints.until_room(lambda: self._roles.trainer.call(Export(folder)))
 
     def _first_position(self) -> Position | None:
-        """Where the attempt begins; None for a run that begins anew."""
+        """Return the position at which the attempt begins, or None for a new run."""
         if self._history.folder:
             position = checkpoint.read_position(Path(self._history.folder))
             self._stream.restore(position.stream)
@@ -363,19 +367,19 @@ class Attempt:
         return None
 
     async def _take_up(self, found: FailoverState) -> None:
-        """Go on with the groups as they are, in the same incarnation, after the step that was over last."""
+        """Take over the groups as they are, in the same incarnation, after the step that was over last."""
         if (newest := await self._context.ledger.note(STREAM)) is not None:
             self._stream.restore(types.decode(StreamState, newest))
         self.buffer.take_up(await self._context.ledger.take_up(found.version.step))
         self._set_incarnation(found.version.incarnation)
         self._checkpoints.take_up(self._incarnation)
         if takes_turns(self._config):
-            # The rollouts were put to sleep, with what they generated: it is generated again, from the same seeds.
+            # The rollouts were put to sleep, so the groups in generation are generated again, from the same seeds.
             for group in [one for one in self.buffer if one.state.phase == Phase.GENERATING]:
                 self.buffer.lose(group.group_id)
         else:
             self._pool.take_up(found.version, found.having)
-            self.publisher.kept = found.version  # the trainer's buckets have it from the coordinator before
+            self.publisher.kept = found.version  # an earlier coordinator had the trainer gather it into its buckets
         self.publisher.waits_for_next = self._probes.given_before = found.ahead
 
     def _set_incarnation(self, incarnation: int) -> None:
@@ -386,7 +390,7 @@ class Attempt:
 
     async def _restore(self, position: Position) -> None:
         """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
-        # Groups come back with all that they have; evaluations of later steps are forgotten.
+        # Groups are restored with all their data; evaluations of later steps are forgotten.
         ledger, folder = self._context.ledger, self._history.folder
         newest = types.decode(StreamState, note) if (note := await ledger.note(STREAM)) is not None else None
         own = bool(folder) and checkpoint.is_of(self._context.folder, Path(folder))
@@ -394,7 +398,7 @@ class Attempt:
         restored = await ledger.restore(position.version.step, position.trained, self._needs, own, behind)
         if newest is not None and not restored.damaged:
             self._stream.restore(newest)
-        else:  # as the checkpoint says: the ledger of another folder has the groups that were under way, or they are lost
+        else:  # use the checkpoint: the groups under way are in the ledger of another folder, or lost
             self._stream.lose(position.pending, restored.following)
         self.buffer.load(restored.groups)
         evaluation.forget_after(self._context.folder, position.version.step)
@@ -406,7 +410,7 @@ class Attempt:
             command = Restore(folder, types.encode(position), self._incarnation)
             await asyncio.gather(*(model.post(command) for model in self._recovery.models))
 
-    # ------------------------------------------------------------------------------------------ what is said of it
+    # ------------------------------------------------------------------------------------------ status
 
     def _report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
         figures = self.recorder.figures
@@ -423,11 +427,11 @@ class Attempt:
 
 # ---- Run figures
 #
-# The run as the coordinator knows it now, in plain values.
+# The current state of the run, in plain values.
 
 
 def run_figures(config: Config, register: Register, progress: Progress, run: TrainingRun | None) -> RunFigures:
-    """`run`: None before it begins, and of an evaluation alone."""
+    """Collect the figures. `run`: None before it begins, and for an evaluation alone."""
     units = register.units()
     states = Counter({state.value: 0 for state in UnitState})
     states.update(unit.state.value for unit in units if unit.role == ROLLOUT)
@@ -452,12 +456,13 @@ log = logging.getLogger("sluice")
 
 
 class TrainingRun:
-    """One run. `stop` ends it in order; everything else happens in `execute`."""
+    """One run. `stop` ends it in order; `execute` does the work."""
 
     def __init__(
         self, context: RunContext, register: Register, history: RunHistory | None = None, taken_up: FailoverState | None = None
     ):
-        """`history`, `taken_up`: as an earlier coordinator has left it. Raises Unreachable when trainer or critic is lost."""
+        """Create the run. `history`, `taken_up`: left by an earlier coordinator. Raises Unreachable if trainer or critic is
+        lost."""
         config = context.config
         self._context, self._config, self._register = context, config, register
         self._started = now()
@@ -470,8 +475,8 @@ class TrainingRun:
 
     @classmethod
     async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
-        """Go on after `course`; from the newest checkpoint where its trainer or critic is not there. Raises DeadlineExceeded
-        when no other comes either."""
+        """Go on after `course`, or from the newest checkpoint if its trainer or critic is gone. Raises DeadlineExceeded if none
+        comes back."""
         config, history = context.config, course.history
         history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
         try:
@@ -491,7 +496,7 @@ class TrainingRun:
         return Attempt(self._context, roles, self.pool, self._history, taken_up)
 
     def stop(self, reason: str) -> None:
-        """End after the step under way and save; with INTERRUPTED, without another evaluation."""
+        """End after the step under way and save. INTERRUPTED also skips later evaluations."""
         self._interrupted = self._interrupted or reason == INTERRUPTED
         self._attempt.stop(reason)
 
@@ -501,17 +506,17 @@ class TrainingRun:
 
     @property
     def vacated(self) -> bool:
-        """Whether the devices of a trainer that is lost are free for another."""
+        """Whether the devices of a lost trainer are free for another one."""
         return self._attempt.vacated
 
     def gauges(self) -> dict[str, float]:
-        """Figures for the status call."""
+        """Return figures for the status call."""
         membership = self.pool.membership
         counts = {name: float(number) for name, number in self.buffer.counts().items()}
         return counts | {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
 
     def figures(self) -> dict[str, Any]:
-        """Fields of `RunFigures`."""
+        """Return fields of `RunFigures`."""
         recorder = self._attempt.recorder
         return {
             "groups": self.buffer.counts(),
@@ -520,8 +525,8 @@ class TrainingRun:
             "alarms": self._history.alarms,
         }
 
-    def told(self) -> Iterator[str]:
-        """What there is to say of it now: what it waits for, who is there, how weights travel, and what is wrong."""
+    def status_lines(self) -> Iterator[str]:
+        """Yield the status lines: the oldest wait, the rollouts, the transport of weights, and problems."""
         if (wait := self.buffer.oldest_wait()) is not None:
             yield f"waits for group {wait.group_id} ({wait.phase}, {wait.service}, {wait.seconds:.1f} s)"
         yield str(self.pool)
@@ -536,7 +541,7 @@ class TrainingRun:
             yield f"last abort: {publisher.abort}"
 
     async def execute(self) -> Summary:
-        """The whole run. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
+        """Run all attempts. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
         while await self._attempt.execute():
             await _require_whole(self._history)
             self._attempt = self._begin()
@@ -568,6 +573,6 @@ class TrainingRun:
 
 
 async def _require_whole(history: RunHistory) -> None:
-    """Raises UserError where the checkpoint that the next attempt begins with has changed since it was written."""
+    """Raise UserError if the checkpoint of the next attempt has changed since it was written."""
     if history.folder and (why := await asyncio.to_thread(checkpoint.fault, Path(history.folder))):
-        raise UserError(f"the run cannot go back to {history.folder}: {why}; run.resume=auto goes on from one before it")
+        raise UserError(f"the run cannot go back to {history.folder}: {why}; run.resume=auto takes an earlier checkpoint")

@@ -1,4 +1,4 @@
-"""What a run is given, besides its roles; and what follows from its configuration alone."""
+"""The inputs of a run besides its roles, and values that follow from its configuration alone."""
 
 from __future__ import annotations
 
@@ -32,69 +32,71 @@ from runtime.types import PolicyVersion
 
 # ---- History
 #
-# How far a run is, and what it has come to: in memory, and as a note in the ledger for a coordinator that takes over.
+# The progress and results of a run: in memory, and as a note in the ledger for a coordinator that takes over.
 
-COURSE = "course"  # the note
+COURSE = "course"  # the key of the note
 
 log = logging.getLogger("sluice")
 
 
 class RunHistory(Struct):
-    """`folder` is the checkpoint with which the next attempt begins: the newest one of this run, else the one that the run
+    """The progress of a run over all attempts.
+
+    `folder` is the checkpoint with which the next attempt begins: the newest one of this run, else the one that the run
     resumes, else "", the beginning. Checkpoints that a former run left in the same folder do not count.
     """
 
     folder: str
     version: PolicyVersion = PolicyVersion()
-    """As many steps of its incarnation are over: applied, published and told of."""
+    """All steps up to this version are over: applied, published and recorded."""
     attempts: int = 0  # attempts that have ended
     totals: Totals = msgspec.field(default_factory=Totals)
     accuracy: dict[int, float] = {}
-    """What evaluations found, by step."""
-    evaluating: int | None = None  # the step whose evaluation goes on beside training
+    """The results of evaluations, by step."""
+    evaluating: int | None = None  # the step whose evaluation runs beside training
     evaluated_before: bool = False  # the evaluation before training is done, or not wanted
     accuracy_before: float | None = None
     skipped_evaluations: int = 0
     rl_began: float = 0.0  # when the first prompt was admitted, on the loop's clock
-    rl_seconds: float = 0.0  # from then to the last step
+    rl_seconds: float = 0.0  # from `rl_began` to the end of the last step
     best_step: int = 0  # the last step of any attempt
     attempts_without_progress: int = 0  # in a row
     alarm: str = ""
-    """The newest rollout whose log-probabilities were too far from the trainer's, and how far."""
+    """The newest alarm: a rollout whose log-probabilities are too far from the trainer's, or a checkpoint without room."""
     alarms: int = 0  # probes over the limit
     at_folder: Totals = msgspec.field(default_factory=Totals)
 
     def saved(self, folder: Path, totals: Totals) -> None:
-        """A checkpoint is complete; `totals` are those of its steps."""
+        """Record a complete checkpoint; `totals` are those of its steps."""
         self.folder, self.at_folder = str(folder.absolute()), totals
 
     def is_at(self, folder: Path) -> bool:
-        """Whether the next attempt would begin with the checkpoint `folder`."""
+        """Return True if the next attempt would begin with the checkpoint `folder`."""
         return bool(self.folder) and Path(self.folder).resolve() == folder.resolve()
 
     def lost(self, step: int) -> None:
-        """The attempt ended at `step`: what came after the checkpoint will be done again."""
+        """Record that the attempt ended at `step`: the steps after the checkpoint will be done again."""
         self.attempts += 1
         self.totals, self.evaluating = self.at_folder.copy(), None
         self.attempts_without_progress = 0 if step > self.best_step else self.attempts_without_progress + 1
         self.best_step = max(self.best_step, step)
 
     def off(self, alarm: str) -> None:
-        """A probe is over `mismatch.limit`. `alarm` says so; "" if the same rollout's last probe was over it too."""
+        """Count a probe over `mismatch.limit`. `alarm` describes it; "" if the same rollout's last probe was over it too."""
         self.alarms += 1
         if alarm:
             self.alarm = alarm
             log.warning("%s", alarm)
 
     def resumes_at(self, step: int) -> None:
-        """Another attempt begins at `step`."""
+        """Begin another attempt at `step`: forget the evaluations of later steps."""
         for later in [known for known in self.accuracy if known > step]:
             del self.accuracy[later]
 
 
 class RunState(Struct, kw_only=True):
-    """How far the `run` is, with the `models` that its newest step was made by. `rl_seconds`: since the first prompt was
-    admitted, 0 before that; not the time of day, which a machine may correct."""
+    """The progress of the `run`, and the `models` that made its newest step. `rl_seconds`: since the first prompt was admitted,
+    0 before that. It is a duration because a machine may correct its time of day."""
 
     run: str
     models: list[Member]
@@ -110,20 +112,20 @@ def save_run_state(context: RunContext, roles: Roles, history: RunHistory) -> No
 
 
 class RunSupervisor(Protocol):
-    """Who runs the coordinator's logic in a process: is told how far the run is, and has lost processes started again."""
+    """Runs the coordinator's logic in a process. Gets its progress, and starts lost processes again."""
 
     restarts: bool
-    """Whether trainer and critic are started again after a loss; where they are not, a loss ends the run."""
+    """Whether trainer and critic are started again after a loss; if not, a loss ends the run."""
 
     def report(self, progress: Progress) -> None: ...
 
     def vacated(self) -> None:
-        """Trainer or critic is lost, and nobody else has its devices now: another may begin there."""
+        """Note that trainer or critic is lost and its devices are free: another may begin there."""
 
 
 @dataclass(kw_only=True)
 class EvaluationContext:
-    """What an evaluation is made of, besides its roles."""
+    """The inputs of an evaluation besides its roles."""
 
     config: Config
     trackers: Trackers
@@ -135,25 +137,25 @@ class EvaluationContext:
 
     @property
     def folder(self) -> Path:
-        """The run's."""
+        """The run's folder."""
         return Path(self.config.run.dir)
 
 
 @dataclass(kw_only=True)
 class RunContext(EvaluationContext):
-    """What a run that trains is made of, besides its roles."""
+    """The inputs of a training run besides its roles."""
 
     ledger: LedgerWriter
     train: Prompts
-    epoch: float  # what the loop's clock showing 0 is in seconds since the epoch: the ledger's times do not jump
-    launched: float  # when the run was asked for, on the loop's clock
-    run: str = ""  # another for each start of the run by its user
+    epoch: float  # the seconds since the epoch when the loop's clock shows 0: the ledger's times do not jump
+    launched: float  # when the user started the run, on the loop's clock
+    run: str = ""  # the id of this start of the run by its user
     term: int = 1  # one more with each coordinator of the ledger
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
 
 def needs(config: Config) -> Mark:
-    """What a group must have before it is trained on. Raises UserError for an advantage whose critic is missing."""
+    """Return the marks that a group must have before training. Raises UserError if the advantage needs a missing critic."""
     wanted = Mark.SCORED
     if uses_reference(config):
         wanted |= Mark.REFERENCED
@@ -165,8 +167,8 @@ def needs(config: Config) -> Mark:
 
 
 def accelerators(config: Config) -> int:
-    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes.
-    What lies on another role's devices has none of its own."""
+    """Count the devices of the run: a rollout's tensor-parallel size, and one for each other computing process. A process on
+    another role's devices counts none."""
     roles = [settings_of(config, instance) for instance in instances(config)]
     own = [role for role in roles if isinstance(role, Computing) and not role.colocate]
     return sum(role.tensor_parallel if isinstance(role, Rollout) else 1 for role in own)

@@ -103,7 +103,7 @@ def test_figures_and_the_last_checkpoint_wait_for_room_and_another_is_left_out(
         log = folder / "logs" / "coordinator.log"
         run.comes(lambda: f"waiting for room in {folder}" in log.read_text(), PATIENCE, "that it waits")
         assert f"no checkpoint of step 2: no room in {folder}/checkpoints\n" in log.read_text()
-        assert "ALARM: waits for room" in sluice("status", str(folder)).stdout
+        assert "ALARM: waiting for room" in sluice("status", str(folder)).stdout
         make_room(small_disk)
         assert run.wait(STOP) == 0, run.output + run.errors
     assert (folder / "startup.json").stat().st_size
