@@ -1,17 +1,17 @@
-"""Checkpoint folders: `RUN/checkpoints/step-00000050`, whole or not there at all.
+"""Checkpoint folders: `RUN/checkpoints/step-00000050`, complete or absent.
 
-The trainer writes its state there, the critic its own into the folder `critic`; the coordinator, which has them do so, puts its
-position beside both, so that a checkpoint is one thing. The position comes last, and names every other file with its size and
-checksum: a folder that holds what it names is whole, whatever it is called.
+The trainer writes its state there, the critic its own into the folder `critic`. The coordinator orders both and adds its
+position, so that a checkpoint is one unit. The position comes last, and names every other file with its size and checksum. So
+a folder that holds the named files is complete, whatever its name is.
 
-A folder NAME changes by renames alone, so that a crash at any point leaves one that counts::
+A folder NAME changes by renames alone, so that a crash at any point leaves a complete one::
 
     .NAME.partial      being written
-    .NAME.replaced     the former NAME, until the new one has taken its place; put back where it never did
+    .NAME.replaced     the former NAME, until the new one has taken its place; otherwise it is put back
     .NAME.discarded    being deleted
 
-`sweep` ends what a crash has interrupted. Whatever lists a run's checkpoints asks `steps`: those of the branch that the run is
-on. `set_aside` moves the others to `RUN/checkpoints/dead-INCARNATION` when the run goes back behind them.
+`sweep` finishes work that a crash interrupted. `steps` lists a run's checkpoints: only those of the current branch. `set_aside`
+moves later ones to `RUN/checkpoints/dead-INCARNATION` when the run goes back to an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -39,41 +39,43 @@ from runtime.types import PolicyVersion
 
 # ---- Position
 #
-# The coordinator's part of a checkpoint: where the run is, beside the weights that it has got to.
+# The coordinator's part of a checkpoint: the run's state beside the saved weights.
 
 
 class Position(Struct, kw_only=True):
-    """`version` is that of the saved weights: the next step is `version.step`. `trained` are inclusive ranges of group ids,
-    `pending` the problems of the groups that were on their way. `files` are the other files in this folder: bytes by path.
-    `sums` are their xxh3-128 as hexadecimal digits, and `own_sum` is that of the position itself. `run` names the run through
-    all its starts. `parts`: where nodes share no folder, who has the checkpoint: `ROLE/NODE`."""
+    """The run's state at a checkpoint.
+
+    `version` is that of the saved weights: the next step is `version.step`. `trained` are inclusive ranges of group ids,
+    `pending` the problems of the groups under way. `files` has the sizes in bytes of the folder's other files, by path. `sums`
+    are their xxh3-128 as hexadecimal digits; `own_sum` is the position's own. `run` names the run through all its starts. If
+    nodes share no folder, `parts` has the holders of the checkpoint, `ROLE/NODE`."""
 
     version: PolicyVersion
     stream: StreamState
     trained: list[tuple[int, int]]
     pending: list[int] = []
-    accuracy: float | None = None  # the newest evaluation's
+    accuracy: float | None = None  # of the newest evaluation
     best_accuracy: float | None = None
-    best_step: int | None = None  # the checkpoint that had it
-    files: dict[str, int] = {}  # put in as the checkpoint is completed; version 0.1.0 named none
-    sums: dict[str, str] = {}  # as these are; before version 0.3 there were none
+    best_step: int | None = None  # the step with the best accuracy
+    files: dict[str, int] = {}  # set when the checkpoint is completed; empty in version 0.1.0
+    sums: dict[str, str] = {}  # set at the same time; empty before version 0.3
     own_sum: str = ""
     run: str = ""
     parts: list[str] = []
 
 
 POSITION = "position.msgpack"
-TRAINER = "trainer.json"  # what the trainer says of its part
+TRAINER = "trainer.json"  # the trainer's description of its part
 CRITIC = "critic"  # folder of the critic's state within a checkpoint
 _PARTIAL, _REPLACED, _DISCARDED = ".partial", ".replaced", ".discarded"
 _NAME = re.compile(r"step-(\d{8})")
 _DEAD = "dead-"
-_SUMS = ".sums-"  # what a rank says of its files, until `complete` has put it into the position
-_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")  # what each rank writes for itself; rank 0 writes the other files
-_UNSUMMED = b"0" * 32  # in the place of the position's own sum, as that is taken
+_SUMS = ".sums-"  # the checksums of a rank's files, until `complete` has put them into the position
+_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")  # the files that each rank writes; rank 0 writes the other files
+_UNSUMMED = b"0" * 32  # placeholder for the position's own sum while that is computed
 _READ = 1 << 20  # bytes
-_READERS = 4  # files at once
-_CHANGED = "is not what was written: its checksum is another"
+_READERS = 4  # files read at once
+_CHANGED = "was changed after it was written: its checksum differs"
 
 
 def folder_for(run_dir: Path, step: int) -> Path:
@@ -84,7 +86,7 @@ def folder_for(run_dir: Path, step: int) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """An empty temporary folder beside `folder`, for `complete` or `discard`."""
+    """Create an empty temporary folder beside `folder`, for `complete` or `discard`."""
     partial = partial_of(folder)
     discard(partial)
     put_back(folder)
@@ -93,15 +95,15 @@ def begin(folder: Path) -> Path:
 
 
 def partial_of(folder: Path) -> Path:
-    """What `begin` makes."""
+    """Return the path of the folder that `begin` creates."""
     return _beside(folder, _PARTIAL)
 
 
 def complete(partial: Path, folder: Path, position: Position | None = None) -> None:
-    """Give `partial` the name `folder`: it survives a power cut, and replaces what lay there. `position`: of a checkpoint; with
-    it goes the list of its files, with their checksums.
+    """Rename `partial` to `folder`, which then survives a power cut, and replace a former folder. `position`: of a checkpoint;
+    it is written with the list of the files and their checksums.
 
-    When that fails `partial` is discarded, and what lay there stays.
+    On failure `partial` is discarded, and a former folder stays.
     """
     try:
         sums = _noted_sums(partial)
@@ -118,8 +120,7 @@ def complete(partial: Path, folder: Path, position: Position | None = None) -> N
 
 
 def put_back(folder: Path) -> None:
-    """End what `complete` was killed at: what it was to replace is there again where nothing has come in its place, and gone
-    where something has."""
+    """Finish an interrupted `complete`: restore the replaced folder if no new one took its place, else delete it."""
     former = _beside(folder, _REPLACED)
     if folder.exists():
         discard(former)
@@ -129,8 +130,8 @@ def put_back(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove it, if it is there. Under another name first: whoever still writes into it can add nothing any more, and what is
-    half deleted has not the name of something whole."""
+    """Remove the folder if it exists. Rename it first: then no process can add files to it any more, and a half deleted folder
+    does not have the name of a complete one."""
     doomed = folder.with_suffix(_DISCARDED) if folder.name.startswith(".") else _beside(folder, _DISCARDED)
     shutil.rmtree(doomed, ignore_errors=True)
     with suppress(FileNotFoundError):
@@ -141,9 +142,9 @@ def discard(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name once the block ends well; what lay there before is replaced.
+    """Yield a temporary folder beside `folder`. It takes that name if the block succeeds, and replaces a former folder.
 
-    Raises StorageFull when there is no room, whatever library it was that met it.
+    Raises StorageFull if there is no room, whichever library noticed.
     """
     with as_storage_full(folder):
         partial = begin(folder)
@@ -157,7 +158,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def as_storage_full(folder: Path) -> Iterator[None]:
-    """Raises StorageFull, naming `folder`, for whatever any library raises in the block when there is no room."""
+    """Raise StorageFull with `folder` for any exception in the block that reports a full disk."""
     try:
         yield
     except Exception as error:
@@ -167,7 +168,7 @@ def as_storage_full(folder: Path) -> Iterator[None]:
 
 
 def sync_tree(folder: Path) -> dict[str, int]:
-    """Everything under `folder` survives a power cut. Returns the bytes of its files, by their path within it."""
+    """Make everything under `folder` survive a power cut. Return the sizes of its files in bytes, by relative path."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.rglob("*")):
         size = disk.sync(path)
@@ -178,12 +179,12 @@ def sync_tree(folder: Path) -> dict[str, int]:
 
 
 def note_sums(folder: Path, rank: int) -> None:
-    """Have `complete` find the checksums of what this rank has written into `folder`: this node has it in memory, and another
-    would read it from the disk. To be called once all ranks have written."""
+    """Leave the checksums of this rank's files in `folder` for `complete`: this node has the files in memory, another node
+    would read them from the disk. Call this once all ranks have written."""
     own = []
     for path in folder.rglob("*"):
         name, by = path.relative_to(folder).as_posix(), _OF_RANK.fullmatch(path.name)
-        elsewhere = path.name.startswith(_SUMS) or name.startswith(f"{CRITIC}/")  # which the critic may still be writing
+        elsewhere = path.name.startswith(_SUMS) or name.startswith(f"{CRITIC}/")  # the critic may still be writing
         if path.is_file() and not elsewhere and (int(by[1]) if by else 0) == rank:
             own.append(name)
     if own:
@@ -191,7 +192,7 @@ def note_sums(folder: Path, rank: int) -> None:
 
 
 def _noted_sums(folder: Path) -> dict[str, str]:
-    """What `note_sums` has left there, which goes."""
+    """Read and delete the files that `note_sums` has left."""
     noted: dict[str, str] = {}
     for path in list(folder.rglob(f"{_SUMS}*")):
         sums = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
@@ -201,8 +202,8 @@ def _noted_sums(folder: Path) -> dict[str, str]:
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The checksum of each file, by its path in `folder`. From memory 1.4 to 2.4 GB/s on one core of a small machine under
-    load: more than most disks give."""
+    """Compute the checksum of each file, by its path in `folder`. In memory this runs at 1.4 to 2.4 GB/s on one core of a small
+    loaded machine: faster than most disks."""
     ordered = sorted(names)
     with ThreadPoolExecutor(_READERS) as pool:
         return dict(zip(ordered, pool.map(lambda name: _sum(folder / name), ordered), strict=True))
@@ -221,7 +222,7 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 
 def _take_name(partial: Path, folder: Path) -> None:
-    """The caller discards what lay there: until then `put_back` finds it."""
+    """Rename `partial` to `folder`. The caller discards the former folder; until then `put_back` finds it."""
     if folder.exists():
         former = _beside(folder, _REPLACED)
         discard(former)
@@ -234,15 +235,15 @@ def _take_name(partial: Path, folder: Path) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """The steps of the checkpoints of the branch that the run is on, ascending."""
+    """Return the steps of the checkpoints of the run's current branch, ascending."""
     root = run_dir / run_files.CHECKPOINTS
     found = (_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
     return sorted(int(match[1]) for match in found if match and (root / match[0] / POSITION).exists())
 
 
 def is_of(run_dir: Path, folder: Path) -> bool:
-    """Whether the checkpoint `folder` lies where those of `run_dir` do. Raises UserError for one of a branch that the run has
-    left: those between are none of its past."""
+    """Return True if the checkpoint `folder` is one of `run_dir`. Raises UserError if it is of a branch that the run has left,
+    as the groups in between are not of that branch."""
     place, root = folder.resolve().parent, (run_dir / run_files.CHECKPOINTS).resolve()
     if place.parent == root and place.name.startswith(_DEAD):
         raise UserError(
@@ -260,7 +261,7 @@ def prune(run_dir: Path, keep: int, spared: Container[int | None]) -> None:
 
 
 def sweep(run_dir: Path) -> None:
-    """End what a coordinator that was killed has begun: a checkpoint that it had written whole counts, what it had not is
+    """Finish the work of a coordinator that was killed: a checkpoint that it had written completely counts, other files are
     removed. No save may be under way."""
     root = run_dir / run_files.CHECKPOINTS
     for partial in root.glob(f".*{_PARTIAL}"):
@@ -275,8 +276,8 @@ def sweep(run_dir: Path) -> None:
 
 
 def set_aside(run_dir: Path, step: int, incarnation: int) -> list[int]:
-    """The run goes on from `step` as `incarnation`: move the checkpoints after it out of the way, as they are none of its past.
-    Returns their steps. They stay in `checkpoints/dead-INCARNATION` until somebody deletes them."""
+    """Move the checkpoints after `step` out of the way, when the run goes on from `step` as `incarnation`. Return their steps.
+    They stay in `checkpoints/dead-INCARNATION` until the user deletes them."""
     later = [each for each in steps(run_dir) if each > step]
     if later:
         root = run_dir / run_files.CHECKPOINTS
@@ -291,7 +292,7 @@ def set_aside(run_dir: Path, step: int, incarnation: int) -> list[int]:
 
 
 def reposition(folder: Path, position: Position) -> None:
-    """Give a checkpoint another position of the same version, at once or not at all."""
+    """Replace a checkpoint's position by another one of the same version, atomically."""
     former = read_position(folder)
     _write_position(folder, replace(position, files=former.files, sums=former.sums, parts=former.parts))
 
@@ -312,10 +313,10 @@ def resolve(
     lacks: Callable[[Position], str] = lambda _: "",
     sums: bool = True,
 ) -> str:
-    """The folder that `run.resume` means, "" for none; `say` is told of each that is left out as it is not whole. `lacks`: what
-    is missing of one elsewhere. `sums`: as of `fault`.
+    """Return the folder for `run.resume`, "" for none. `say` gets a message for each incomplete checkpoint that is skipped.
+    `lacks`: reports what other nodes lack of a checkpoint. `sums`: as of `fault`.
 
-    Raises UserError when it is not a whole checkpoint, and when there are checkpoints and none is whole.
+    Raises UserError if the named checkpoint is incomplete, or if there are checkpoints and none is complete.
     """
     if resume in ("never", ""):
         return ""
@@ -338,8 +339,8 @@ def resolve(
 
 
 def fault(folder: Path, sums: bool = True) -> str:
-    """What shows, without loading it, that a checkpoint is not whole; "" where nothing does. `sums`: all of its files are read,
-    and compared with their checksums."""
+    """Check a checkpoint without loading it. Return a description of the first fault, or "". `sums`: also read all files and
+    compare their checksums."""
     try:
         position = _decoded(folder)
         if position.files or position.parts:
@@ -356,13 +357,13 @@ def fault(folder: Path, sums: bool = True) -> str:
 
 def _fault_of(folder: Path, name: str, size: int) -> str:
     found = (folder / name).stat()
-    if not stat.S_ISREG(found.st_mode):  # such as a device, which has no end
+    if not stat.S_ISREG(found.st_mode):  # such as a device, whose end a reader never reaches
         return f"{name} is no file"
     return "" if found.st_size == size else f"{name} has {found.st_size:,} bytes instead of {size:,}"
 
 
 def _decoded(folder: Path) -> Position:
-    """Raises OSError, InvalidMessage."""
+    """Read and verify the position. Raises OSError, InvalidMessage."""
     data = (folder / POSITION).read_bytes()
     position = types.decode(Position, data)
     own = position.own_sum.encode()
@@ -372,7 +373,7 @@ def _decoded(folder: Path) -> Position:
 
 
 def _names_its_files(folder: Path) -> bool:
-    """Whether its position was written last, with all files safe: as no version did before there was a list of files."""
+    """Return True if the position was written last, with all files safe: not so in versions without a list of files."""
     try:
         position = _decoded(folder)
         return bool(position.files or position.parts)
@@ -381,13 +382,13 @@ def _names_its_files(folder: Path) -> bool:
 
 
 class _Tensor(Struct):
-    """An entry of a safetensors file's header; the one of metadata has no offsets."""
+    """An entry of a safetensors file's header; the metadata entry has no offsets."""
 
     data_offsets: tuple[int, int] = (0, 0)
 
 
 def _cut_short(path: Path) -> bool:
-    """Raises DecodeError for a header that is none."""
+    """Return True if the file is shorter or longer than its header says. Raises DecodeError if the header is invalid."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
@@ -398,14 +399,14 @@ def _cut_short(path: Path) -> bool:
 
 
 def critic_state(folder: Path) -> Path:
-    """The critic's part of the checkpoint `folder`. Raises UserError when it was saved by a run without one."""
+    """Return the critic's part of the checkpoint `folder`. Raises UserError if a run without a critic saved it."""
     if not (folder / CRITIC).is_dir():
         raise UserError(f"run.resume: {folder} has no folder {CRITIC}: it was saved by a run without a critic")
     return folder / CRITIC
 
 
 def read_position(folder: Path) -> Position:
-    """Raises UserError when it is not whole."""
+    """Read the position. Raises UserError if it is damaged."""
     try:
         return _decoded(folder)
     except (OSError, InvalidMessage) as error:

@@ -1,11 +1,11 @@
 """The ledger: the journal of every group, in SQLite (WAL), with the payloads in segment files beside it.
 
-`record` only appends to a list. A flush hands the list to the ledger's one thread, which writes the payloads first and
-then everything else in one transaction, so that a row never points at nothing. A record whose write failed stays in the
-list for the next flush: nothing is lost, nothing is written twice.
+`record` only appends to a list. A flush hands the list to the ledger's one thread. This thread writes the payloads first and
+then everything else in one transaction, so that no row points to a missing payload. A record whose write failed stays in the
+list for the next flush: no record is lost or written twice.
 
-Durability: what a flush wrote survives the death of the process. A power cut may undo the last transactions (synchronous =
-NORMAL) or tear their payloads; `trained`, called for every checkpoint, makes everything before it durable (fsync).
+Durability: flushed data survives the death of the process. A power cut may undo the last transactions (synchronous = NORMAL)
+or tear their payloads; `trained`, called for every checkpoint, makes everything before it durable (fsync).
 
 The schema and the reading side are in `runtime.ledger.reader`.
 """
@@ -59,15 +59,15 @@ from runtime.ledger.states import GroupState, Mark
 
 # ---- Damage
 #
-# A ledger that has lost what it knew, as the checkpoint tells with which a run goes on. The coordinator then goes on from
-# the checkpoint alone (`Attempt._restore`).
+# A ledger that lacks groups which the run's checkpoint names. The coordinator then goes on from the checkpoint alone
+# (`Attempt._restore`).
 
 ASIDE = "ledger.broken-"
 
 
 def examine(run_dir: Path, resume: Path, say: Callable[[str], None]) -> None:
-    """Before the run goes on from its own checkpoint `resume`. A ledger that cannot be read is set aside, and `say` is told of
-    it and of what is missing. Raises UserError for a ledger of another format."""
+    """Check the ledger before the run goes on from its own checkpoint `resume`. An unreadable ledger is set aside; `say` gets a
+    message about that and about missing groups. Raises UserError for a ledger of another format."""
     folder, position = run_dir / run_files.LEDGER, checkpoint.read_position(resume)
     known, missing = groups_within(position.trained), 0
     try:
@@ -83,8 +83,8 @@ def examine(run_dir: Path, resume: Path, say: Callable[[str], None]) -> None:
         say(f"{error}; it is set aside as {aside.name}, and another begun")
         missing = known
     if missing:
-        told = f"{missing} of the {known} groups that {resume.name} has trained are missing"
-        say(f"{folder}: {told}: they are not trained again, and nothing is known of them but their number")
+        found = f"{missing} of the {known} groups that {resume.name} has trained are missing"
+        say(f"{folder}: {found}: they are not trained again, and only their ids are known")
 
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ log = logging.getLogger("sluice")
 
 
 class LedgerWriter:
-    """The writing side; one per folder at a time. Used from one event loop."""
+    """The writing side; one per folder at a time. Use it from one event loop."""
 
     def __init__(self, folder: Path, thread: ThreadPoolExecutor, writer: _Writer):
         self.folder = folder
@@ -103,13 +103,13 @@ class LedgerWriter:
         self._written = 0
         self._writing: asyncio.Task[None] | None = None
         self.waits = ""
-        """Why nothing can be written now: the run waits until it can. "" while all is well."""
+        """Why writing is impossible now: the run waits until it is possible. "" if all is well."""
         self._dirty = asyncio.Event()
-        self._afterwards: deque[tuple[int, Callable[[], None]]] = deque()  # how much has to be written first
+        self._afterwards: deque[tuple[int, Callable[[], None]]] = deque()  # (records to write first, callback)
 
     @classmethod
     async def open(cls, folder: Path | str, segment_bytes: int) -> LedgerWriter:
-        """Open or create. Raises InUse when another process has it open, UserError, StorageFull, ServiceFault."""
+        """Open or create the ledger. Raises InUse if another process has it open, UserError, StorageFull, ServiceFault."""
         thread = ThreadPoolExecutor(1, "ledger")
         try:
             writer = await asyncio.get_running_loop().run_in_executor(
@@ -121,28 +121,28 @@ class LedgerWriter:
         return cls(Path(folder), thread, writer)
 
     def record(self, record: Record) -> None:
-        """Write at the next flush. Never blocks."""
+        """Write `record` at the next flush. Never blocks."""
         self._pending.append(record)
         self._recorded += 1
         self._dirty.set()
 
     def then(self, *callbacks: Callable[[], None]) -> None:
-        """Call each once everything recorded so far is written."""
+        """Call each callback once everything recorded so far is written."""
         self._afterwards += ((self._recorded, callback) for callback in callbacks)
         self._call_back()
 
     async def flush(self) -> None:
-        """Returns when everything recorded before the call is written. Where there is no room, or the file system fails, it
-        waits until that is over, as `waits` says: nothing is lost meanwhile."""
+        """Wait until everything recorded before the call is written. While there is no room, or the file system fails, wait;
+        `waits` has the reason, and no record is lost."""
         target = self._recorded
         while self._written < target:
             if self._writing is None:
                 self._writing = asyncio.create_task(self._write_pending())
-                self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())  # every caller may be gone
-            await asyncio.shield(self._writing)  # a cancelled caller must not leave the batch in doubt
+                self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())  # all callers may be gone
+                await asyncio.shield(self._writing)  # cancelling a caller must not interrupt the write
 
     async def run(self, tick: float) -> None:
-        """Flush what is recorded, at most every `tick` seconds, until cancelled. Raises what `flush` raises."""
+        """Flush new records, at most every `tick` seconds, until cancelled. Raises what `flush` raises."""
         while True:
             await self._dirty.wait()
             await asyncio.sleep(tick)
@@ -154,52 +154,52 @@ class LedgerWriter:
                 raise
 
     async def bytes_of(self, part: bytes | Handle) -> bytes:
-        """A payload, in memory or on disk. Raises PayloadLost."""
+        """Return a payload from memory or disk. Raises PayloadLost."""
         return part if isinstance(part, bytes) else await self._call("read", lambda writer: writer.store.read(part))
 
     async def trained(self, step: int) -> Ranges:
-        """What the checkpoint of `step` names as trained: the batches of all steps before it, whether their `consumed` is
-        recorded yet or not. Everything recorded before the call is durable when this returns."""
+        """Return the groups that the checkpoint of `step` names as trained: the batches of all steps before it, whether their
+        `consumed` is recorded yet or not. Everything recorded before the call is durable when this returns."""
         await self.flush()
         return await self._call("trained", lambda writer: writer.trained(step))
 
     async def restore(self, step: int, trained: Ranges, needs: Mark, own: bool = False, behind: bool = False) -> Restored:
-        """Go back to the checkpoint of `step`, which names `trained`: the truth over what is recorded.
+        """Go back to the checkpoint of `step`. Its list `trained` counts more than the records.
 
-        Returns every group that is live again: `ready` or `generated` where what was made is still there, also what the
-        dead branch consumed; `admitted` otherwise, with its ordinal and seed. A checkpoint that names groups of another
-        ledger is no fault: those are none of this ledger's, and stay unknown to it.
+        Return every group that is live again. A group is `ready` or `generated` if its data is intact, even if the dead branch
+        consumed it; otherwise it is `admitted`, with its ordinal and seed. A checkpoint may name groups of another ledger: they
+        are no fault, and stay unknown to this ledger.
 
-        The ledger is damaged where the checkpoint is of its `own` and names groups that it has not, or where it is `behind` in
-        another way. Then no group is live, and those that are missing are entered as trained.
+        The ledger is damaged if the checkpoint is its `own` and names missing groups, or if the ledger is `behind` in another
+        way. Then no group is live, and the missing groups are entered as trained.
         """
         await self.flush()
         return await self._until_possible("restore", lambda writer: writer.restore(step, trained, needs, own, behind))
 
     async def take_up(self, step: int) -> list[GroupRow]:
-        """What an earlier coordinator left that had finished `step` steps, and whose processes live: every group that is live,
-        and those of later batches, whatever has become of them. Changes nothing."""
+        """Return the groups that an earlier coordinator left after `step` finished steps, when its processes live: every live
+        group, and the groups of later batches in any state. Changes nothing."""
         return await self._until_possible("take up", lambda writer: writer.from_step(step))
 
     async def begin_term(self) -> int:
-        """One more than any coordinator of this ledger had before; durable."""
+        """Begin a term: return one more than the last coordinator's term, durably."""
         return await self._until_possible("begin", lambda writer: writer.begin_term())
 
     async def trim(self, step: int, retain_bytes: int) -> list[int]:
-        """Delete the oldest segments, beyond `retain_bytes`, that no restart can need; returns their numbers.
+        """Delete the oldest segments, beyond `retain_bytes`, that no restart can need. Return their numbers.
 
-        `step`: the oldest step that a restart may go back to (its oldest checkpoint's).
+        `step`: the step of the oldest checkpoint, to which a restart may go back.
         """
         await self.flush()
         return await self._call("trim", lambda writer: writer.trim(step, retain_bytes))
 
     async def note(self, key: str) -> bytes | None:
-        """The newest value recorded under `key`."""
+        """Return the newest value recorded under `key`."""
         await self.flush()
         return await self._call("read", lambda writer: writer.note(key))
 
     async def close(self) -> None:
-        """Write what is recorded and let go of the folder, also when the writing fails."""
+        """Write all records and release the folder, also if writing fails."""
         try:
             await self.flush()
         finally:
@@ -222,7 +222,7 @@ class LedgerWriter:
             self._writing = None
 
     async def _until_possible(self, phase: str, function: Callable[[_Writer], T], size: int = 0) -> T:
-        """As `_call`, until there is room and the file system does not fail: `waits` says so. `size`: bytes to be written."""
+        """Run `_call` until there is room and the file system works; meanwhile set `waits`. `size`: bytes to be written."""
         while True:
             try:
                 result = await self._call(phase, function)
@@ -243,7 +243,7 @@ class LedgerWriter:
             self._afterwards.popleft()[1]()
 
     async def _call(self, phase: str, function: Callable[[_Writer], T]) -> T:
-        """Work of the thread. While a file system does not answer, the run waits, and `waits` says so."""
+        """Run `function` on the ledger's thread. While the file system does not answer, set `waits`."""
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._thread, _guarded, phase, self.folder, lambda: function(self._writer))
         await asyncio.wait({work}, timeout=timeouts.DISK_SLOW)
@@ -260,7 +260,7 @@ class LedgerWriter:
 
 
 def _guarded(phase: str, folder: Path, function: Callable[[], T]) -> T:
-    """Call `function`; its operating-system and database errors become StorageFull or ServiceFault."""
+    """Call `function`. Turn its operating-system and database errors into StorageFull or ServiceFault."""
     try:
         return function()
     except OSError as error:
@@ -279,7 +279,7 @@ _PART_OF = {Mark.REFERENCED: "reference", Mark.VALUED: "values"}
 
 
 class _Writer:
-    """What the ledger's thread owns: the folder's lock, the database, the segment files."""
+    """The state of the ledger's thread: the folder's lock, the database, the segment files."""
 
     def __init__(self, folder: Path, segment_bytes: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -343,7 +343,7 @@ class _Writer:
             after = states.restore(before, last, covered, not covered and not damaged and self._intact(row))
             if damaged and not after.phase.final:
                 changed[row.group_id] = forgotten(after.phase) | state_columns(states.apply(after, states.Dropped(LOST)))
-            elif covered:  # `taken` too: the next checkpoint has to name it again
+            elif covered:  # set `taken` too, since the next checkpoint must name the group again
                 changed[row.group_id] = state_columns(after) | {"taken": after.step}
             elif after != before or row.taken is not None:
                 changed[row.group_id] = state_columns(after) | forgotten(after.phase)
@@ -376,7 +376,7 @@ class _Writer:
         return self.store.retain(segments(self.store.folder).keys() - held, retain_bytes)
 
     def _not_settled(self, trained: Ranges) -> list[tuple[bool, GroupRow]]:
-        """Every group that is neither dropped nor both trained and retired; whether it is trained."""
+        """Return every group that is neither dropped nor both trained and retired, each with True if it is trained."""
         self._database.execute("CREATE TEMP TABLE IF NOT EXISTS trained (low INTEGER PRIMARY KEY, high INTEGER NOT NULL)")
         with self._transaction():
             self._database.execute("DELETE FROM trained")
@@ -388,7 +388,7 @@ class _Writer:
         return [(bool(row["covered"]), group_row(row)) for row in rows]
 
     def _intact(self, row: GroupRow) -> bool:
-        """Whether the payload, and what the group's marks stand for, can be read."""
+        """Return True if the payload, and the data of the group's marks, can be read."""
         wanted = {"payload", *(part for mark, part in _PART_OF.items() if mark & row.marks)}
         if not row.handles.keys() >= wanted or (Mark.SCORED & row.marks and row.scores is None):
             return False
@@ -429,13 +429,13 @@ class _Writer:
 
     @contextmanager
     def _transaction(self, durable: bool = False) -> Iterator[None]:
-        """One transaction; `durable`: it and all before it are on the device when it ends."""
+        """Run the block in one transaction. `durable`: it and all before are on the device at the end."""
         self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._database.execute("COMMIT")
         except BaseException:
-            if self._database.in_transaction:  # SQLite has rolled back by itself when the device is full
+            if self._database.in_transaction:  # SQLite rolls back by itself when the device is full
                 self._database.execute("ROLLBACK")
             raise

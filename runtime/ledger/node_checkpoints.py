@@ -1,7 +1,7 @@
-"""The checkpoints of nodes that share no folder. Each has a part, `RUN/parts/NODE/ROLE/checkpoints/step-00000050`, which is
-whole or not there at all, as any checkpoint's folder. Its ranks answer once it is safe; the coordinator's folder, which names
-all parts, comes last, and it alone counts: a part of a checkpoint that never came to that is removed at the next save, or set
-aside as the run goes back.
+"""The checkpoints of nodes that share no folder. Each node has a part, `RUN/parts/NODE/ROLE/checkpoints/step-00000050`,
+complete or absent as any checkpoint's folder. Its ranks answer once the part is safe. The coordinator's folder names all parts
+and comes last; only this folder makes the checkpoint count. A part of an unfinished checkpoint is removed at the next save, or
+set aside when the run goes back.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from runtime.ledger.checkpoint import Position
 
 
 def root(run_dir: Path, node: str, role: str) -> Path:
-    """In whose folder `checkpoints` a node has the parts of `role`."""
+    """Return the folder on a node whose `checkpoints` has the parts of `role`."""
     return run_dir / run_files.PARTS / node / role
 
 
 def identity(position: Position) -> str:
-    """No other checkpoint of any run has it."""
+    """Return an id that no other checkpoint of any run has."""
     return f"{position.run}/{position.version}"
 
 
 def lineage(config: Config) -> str:
-    """`Position.run` of the run's checkpoints: of those that it goes on from, or has; else that of its start."""
+    """Return `Position.run` for the run's checkpoints: that of the checkpoint to resume, else of its own, else a new one."""
     run_dir = Path(config.run.dir)
     own = [checkpoint.folder_for(run_dir, step) for step in checkpoint.steps(run_dir)]
     for folder in (Path(config.run.resume or "never"), *own):
@@ -39,13 +39,13 @@ def lineage(config: Config) -> str:
 
 
 def missing(part: str) -> str:
-    """That a part `ROLE/NODE` is not there."""
+    """Describe the missing part `ROLE/NODE`."""
     role, _, node = part.partition("/")
-    return f"node {node} has not the {role}'s part of it whole, or takes no part in it"
+    return f"node {node} has no complete part of the {role}, or is not in this run"
 
 
 def whole(run_dir: Path, node: str, sums: bool = True) -> list[str]:
-    """Of which checkpoints a node has its part whole: `ROLE/NODE/RUN/VERSION`. `sums`: as of `checkpoint.fault`."""
+    """List the checkpoints whose part on this node is complete: `ROLE/NODE/RUN/VERSION`. `sums`: as of `checkpoint.fault`."""
     places = [root(run_dir, node, role) for role in ("trainer", "critic")]
     folders = [(place.name, checkpoint.folder_for(place, step)) for place in places for step in checkpoint.steps(place)]
     found = [(role, one) for role, one in folders if not checkpoint.fault(one, sums)]
@@ -53,7 +53,7 @@ def whole(run_dir: Path, node: str, sums: bool = True) -> list[str]:
 
 
 def begin(place: Path, step: int, keep: Container[int]) -> Path:
-    """What `checkpoint.begin` makes; parts of steps that are not to be kept are removed."""
+    """Begin a part as `checkpoint.begin` does, and remove the parts of steps not in `keep`."""
     checkpoint.sweep(place)
     for former in checkpoint.steps(place):
         if former not in keep:
@@ -62,6 +62,6 @@ def begin(place: Path, step: int, keep: Container[int]) -> Path:
 
 
 def files(folder: Path) -> dict[str, int]:
-    """Of a role's state: bytes, by their path in its folder."""
+    """Return the sizes in bytes of a role's files, by path in its folder."""
     found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     return {name: size for name, size in found.items() if name != checkpoint.POSITION}

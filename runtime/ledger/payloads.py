@@ -1,12 +1,11 @@
 """Payloads on disk: append-only segment files, each record with its length and checksum.
 
-A segment `segment-00000.bin` is a row of records: length (uint64) and xxh3-64 of the bytes (uint64), little-endian, then the
-bytes. A record is never changed; whole segments are deleted once nothing in them is needed. A new store starts a segment of
-its own, so that nothing is ever written behind a tail that a crash may have torn.
+A segment `segment-00000.bin` is a sequence of records: length (uint64) and xxh3-64 of the bytes (uint64), little-endian, then
+the bytes. A record is never changed; whole segments are deleted once none of their records is needed. A new store starts a new
+segment, so it never writes behind a tail that a crash may have torn.
 
 Durability: a write is in the operating system's cache when `append` returns, so killing the process loses nothing. `sync`,
-rotation and `close` call fsync. A power cut may tear what came after the last of these; the checksum finds it, and `read`
-raises PayloadLost.
+rotation and `close` call fsync. A power cut may tear later records; the checksum finds this, and `read` raises PayloadLost.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _NAME = re.compile(r"segment-(\d{5,})\.bin")
 
 
 class PayloadLost(SluiceError):
-    """A record is missing, torn or altered: what it held has to be made again."""
+    """A record is missing, torn or altered: its content has to be made again."""
 
 
 class Handle(Struct, frozen=True, array_like=True):
-    """Where a record is: `offset` of its header, `length` of its bytes."""
+    """The position of a record: `offset` of its header, `length` of its bytes."""
 
     segment: int
     offset: int
@@ -45,17 +44,17 @@ def segment_path(folder: Path, segment: int) -> Path:
 
 
 def segments(folder: Path) -> dict[int, int]:
-    """The segments in `folder` and their sizes in bytes, oldest first."""
+    """Return the segments in `folder` and their sizes in bytes, oldest first."""
     found = ((match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
     return dict(sorted((int(match[1]), path.stat().st_size) for match, path in found))
 
 
 def read(folder: Path, handle: Handle) -> bytes:
-    """The bytes of one record. Raises PayloadLost. Any thread or process may read while a store appends."""
+    """Read one record. Raises PayloadLost. Any thread or process may read while a store appends."""
     path = segment_path(folder, handle.segment)
     try:
         with regular(path, None).open("rb", buffering=0) as file:
-            whole = 0 <= handle.length <= os.fstat(file.fileno()).st_size and handle.offset >= 0  # else a damaged row's
+            whole = 0 <= handle.length <= os.fstat(file.fileno()).st_size and handle.offset >= 0  # False for a damaged row
             record = os.pread(file.fileno(), _HEADER.size + handle.length, handle.offset) if whole else b""
     except FileNotFoundError:
         raise PayloadLost(f"{path.name} is gone") from None
@@ -76,11 +75,11 @@ class PayloadStore:
         self.segment_bytes = segment_bytes
         newest = max(segments(folder), default=-1)
         if newest >= 0:
-            disk.sync(segment_path(folder, newest))  # a store that was killed has not
+            disk.sync(segment_path(folder, newest))  # a killed store did not do this
         self._open(newest + 1)
 
     def append(self, data: bytes) -> Handle:
-        """Write one record. Raises StorageFull, leaving the store as it was."""
+        """Write one record. Raises StorageFull, leaving the store unchanged."""
         record = _HEADER.pack(len(data), xxhash.xxh3_64_intdigest(data)) + data
         if self._size and self._size + len(record) > self.segment_bytes:
             self._rotate()
@@ -99,11 +98,11 @@ class PayloadStore:
         return read(self.folder, handle)
 
     def sync(self) -> None:
-        """Everything appended so far survives a power cut."""
+        """Make everything appended so far survive a power cut."""
         os.fsync(self._fd)
 
     def retain(self, retired: Iterable[int], retain_bytes: int) -> list[int]:
-        """Delete the oldest of the `retired` segments until the others are within `retain_bytes`; returns the deleted.
+        """Delete the oldest of the `retired` segments until the rest of them fit into `retain_bytes`. Return the deleted ones.
 
         The current segment stays, so that no number is used twice.
         """

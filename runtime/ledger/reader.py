@@ -1,4 +1,4 @@
-"""What the ledger's database looks like, and reading it: while a run goes on, and after it."""
+"""The schema of the ledger's database, and its reader: for a running or a finished run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Ranges = list[tuple[int, int]]
 """Group ids, as disjoint ranges in order, both ends included."""
 
 DATABASE = "ledger.sqlite"
-FORMAT = 5  # kept as the user_version: another one whenever the columns or the payloads change
-PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
+FORMAT = 5  # kept as the user_version; changes with the columns or the payloads
+PARTS = ("payload", "reference", "values")  # the data of a group in the segment files
 MARKS = ("scored", "referenced", "valued")
 
 _HANDLES = {part: f"{part}_segment INTEGER, {part}_offset INTEGER, {part}_length INTEGER" for part in PARTS}
 
-# In one transaction: nobody, and no crash, finds tables without their format.
+# In one transaction, so no reader or crash leaves tables without their format.
 SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS groups (
@@ -55,7 +55,7 @@ COMMIT;
 
 
 class GroupRow(Struct, kw_only=True):
-    """One group as the ledger knows it. `group_id` is its ordinal, `problem` the index of its prompt in the data."""
+    """A row of the ledger for one group. `group_id` is its ordinal, `problem` the index of its prompt in the data."""
 
     group_id: int
     problem: int
@@ -66,17 +66,17 @@ class GroupRow(Struct, kw_only=True):
     marks: Mark
     why: str | None
     step: int | None
-    taken: int | None  # the step whose batch it is in, from before it is consumed
-    place: int | None  # in that batch
+    taken: int | None  # the step of its batch, set before it is consumed
+    place: int | None  # the index in this batch
     replica: str | None
-    attempt: int  # how often it was dispatched
-    due: int | None  # the last step that may take it, as far as that was known when it was dispatched
+    attempt: int  # the number of dispatches
+    due: int | None  # the last step that may take it, as known at the dispatch
     oldest: PolicyVersion | None
     newest: PolicyVersion | None
     prompt_tokens: int | None
     response_tokens: list[int] | None  # [rows]
     truncated: int | None
-    rewards: list[float] | None  # [n], as of GeneratedGroup
+    rewards: list[float] | None  # [n], see GeneratedGroup
     outcomes: Outcomes | None
     reward: float | None  # mean of the valid episodes
     scores: Scores | None
@@ -92,7 +92,7 @@ class CheckpointRow(Struct, kw_only=True):
 
 
 def check_format(database: sqlite3.Connection, folder: Path) -> None:
-    """Raises UserError when the database holds a ledger of another format than ours. An empty one will do."""
+    """Raise UserError if the database has a ledger of another format. An empty database is allowed."""
     (found,) = database.execute("PRAGMA user_version").fetchone()
     if found != FORMAT and database.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise UserError(f"{folder}: the ledger is of format {found}, and this version of Sluice reads format {FORMAT} only")
@@ -143,7 +143,7 @@ def groups_within(trained: Ranges) -> int:
 
 
 def missing(database: sqlite3.Connection, trained: Ranges) -> list[int]:
-    """The ids of these groups that have no row."""
+    """Return the ids of the groups in `trained` that have no row."""
     found: list[int] = []
     for low, high in trained:
         within = (low, high)
@@ -155,12 +155,12 @@ def missing(database: sqlite3.Connection, trained: Ranges) -> list[int]:
 
 
 class LedgerDamaged(UserError):
-    """The file is no database, or not a whole one."""
+    """The file is no database, or is incomplete."""
 
 
 class LedgerReader:
-    """Read-only view of the ledger in `folder`. Raises UserError when there is none, and, at the end of a `with`, for what
-    SQLite could not read: a run has no tables before it has begun."""
+    """Read-only view of the ledger in `folder`. Raises UserError if there is none, and at the end of a `with` if SQLite could
+    not read: a run has no tables before it has begun."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -169,7 +169,8 @@ class LedgerReader:
             raise UserError(f"{self.folder}: no ledger here; a run's ledger is {DATABASE}")
         for file in filter(Path.exists, (path, *(path.with_name(f"{DATABASE}-{kind}") for kind in ("wal", "shm")))):
             regular(file, None)
-        # SQLite wants to write beside a database in WAL mode even to read it; a closed one has no WAL and needs no such files.
+        # SQLite writes files beside a database in WAL mode even to read it. A closed database has no WAL and needs no such
+        # files.
         frozen = not os.access(self.folder, os.W_OK) and not path.with_name(f"{DATABASE}-wal").exists()
         uri = f"{path.absolute().as_uri()}?{'immutable=1' if frozen else 'mode=ro'}"
         try:
@@ -209,8 +210,8 @@ class LedgerReader:
         states: Sequence[Phase] = (),
         reward: tuple[float, float] | None = None,
     ) -> Iterator[GroupRow]:
-        """Groups that meet every filter, by id. Ranges include both ends; `reward` is the group's mean."""
-        filters: dict[str, Sequence[Any]] = {  # one without values admits everything
+        """Return the groups that meet every filter, by id. Ranges include both ends; `reward` is the group's mean."""
+        filters: dict[str, Sequence[Any]] = {  # a filter without values is not applied
             "id = ?": () if group_id is None else (group_id,),
             "step BETWEEN ? AND ?": steps or (),
             f"state IN ({', '.join('?' * len(states))})": [state.value for state in states],
@@ -221,8 +222,8 @@ class LedgerReader:
         return map(group_row, found)
 
     def times(self) -> dict[str, np.ndarray]:
-        """When each group came to each phase: float64 [groups], seconds since the epoch, NaN for never. By phase, in order of
-        id."""
+        """Return the times at which groups entered each phase: by phase, float64 [groups] in order of id, seconds since the
+        epoch, NaN for never."""
         rows = self._connection.execute(f"SELECT {', '.join(f'{phase.value}_at' for phase in Phase)} FROM groups ORDER BY id")
         table = np.array([tuple(row) for row in rows], np.float64).reshape(-1, len(Phase))
         return {phase.value: table[:, at] for at, phase in enumerate(Phase)}
@@ -232,7 +233,7 @@ class LedgerReader:
         return [CheckpointRow(**dict(row)) for row in rows]
 
     def check_whole(self) -> None:
-        """Raises LedgerDamaged for pages that SQLite cannot follow, and for a state that there is not."""
+        """Raise LedgerDamaged if SQLite finds broken pages, or if a state is unknown."""
         (why,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
         if why == "ok" and self._has_tables:
             known = ", ".join(f"'{phase.value}'" for phase in Phase)
@@ -242,16 +243,16 @@ class LedgerReader:
             raise LedgerDamaged(f"{self.folder}: the ledger cannot be read: {why}")
 
     def missing(self, trained: Ranges) -> int:
-        """How many of these groups it has not."""
+        """Return how many of these groups are missing."""
         return len(missing(self._connection, trained)) if self._has_tables else groups_within(trained)
 
     @property
     def _has_tables(self) -> bool:
-        """Not where the run has not got as far."""
+        """Whether the tables exist: they do not before the run has begun."""
         return self._connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
 
     def trained(self) -> bool:
-        """Whether a step was ever trained, or a checkpoint saved."""
+        """Return True if a step was ever trained, or a checkpoint saved."""
         if not self._has_tables:
             return False
         (found,) = self._connection.execute(
@@ -260,33 +261,33 @@ class LedgerReader:
         return bool(found)
 
     def newest_step(self) -> int | None:
-        """The last step whose groups retired; None: no such."""
+        """Return the last step whose groups retired, or None."""
         query = "SELECT max(step) FROM groups WHERE state = 'retired'"
         found: int | None = self._connection.execute(query).fetchone()[0]
         return found
 
     def counts(self) -> dict[str, int]:
-        """The number of groups in each phase, 0 included."""
+        """Count the groups in each phase, 0 included."""
         found = dict(self._connection.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
         return {phase.value: found.get(phase.value, 0) for phase in Phase}
 
     def dropped(self) -> dict[str, int]:
-        """The number of dropped groups by reason."""
+        """Count the dropped groups by reason."""
         query = "SELECT why, count(*) FROM groups WHERE state = 'dropped' GROUP BY why ORDER BY why"
         return dict(self._connection.execute(query).fetchall())
 
     def note(self, key: str) -> bytes | None:
-        """The newest value recorded under `key`."""
+        """Return the newest value recorded under `key`."""
         row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if row is None else bytes(row["value"])
 
     def read(self, handle: Handle) -> bytes:
-        """A payload. Raises PayloadLost when it is no longer kept."""
+        """Read a payload. Raises PayloadLost if it is no longer kept."""
         return payloads.read(self.folder, handle)
 
     def check_final(self, groups_per_step: int | None = None) -> dict[str, int]:
-        """The counts of a finished run. Raises InvariantViolated, naming groups, unless every admitted group ended in exactly
-        one final state and, given `groups_per_step`, every step trained that many, on steps without a gap."""
+        """Return the counts of a finished run. Raises InvariantViolated with group ids unless every admitted group has exactly
+        one final state. With `groups_per_step`, every step must have trained that many, without a gap between steps."""
         self._refuse(
             "SELECT id FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id",
             "groups that did not end in a final state",

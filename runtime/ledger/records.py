@@ -1,4 +1,4 @@
-"""What is recorded in the ledger, and the columns that it becomes. Pure."""
+"""The records of the ledger, and their columns. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.types import GeneratedGroup, Scores
 
 
 class Ticket(Struct, frozen=True, kw_only=True):
-    """What a group is from its admission on, whatever happens to it. `group_id` is its ordinal in the prompt stream."""
+    """The constant data of a group, from its admission on. `group_id` is its ordinal in the prompt stream."""
 
     group_id: int
     problem: int  # index of its prompt in the data
@@ -25,14 +25,14 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
 
 class Record(Struct, kw_only=True):
-    """Something to write. `handles`: where the ledger's thread has put its parts, by name."""
+    """A record to write. `handles`: where the ledger's thread has put the record's parts, by name."""
 
     handles: dict[str, Handle] = field(default_factory=dict)
 
 
 class Change(Record, kw_only=True):
-    """A group entered `state` at `at` (seconds since the epoch), and what came with it. `stamp`: which time `at` is,
-    or nothing."""
+    """A group entered `state` at `at` (seconds since the epoch), with the data that arrived. `stamp` names the time column for
+    `at`; "" for none."""
 
     group_id: int
     state: GroupState
@@ -41,9 +41,9 @@ class Change(Record, kw_only=True):
     ticket: Ticket | None = None
     replica: str | None = None
     attempt: int | None = None
-    due: int | None = None  # the last step that may take it, when it is dispatched
-    taken: int | None = None  # the step whose batch it is in
-    place: int | None = None  # in that batch
+    due: int | None = None  # the last step that may take it, as known at the dispatch
+    taken: int | None = None  # the step of its batch
+    place: int | None = None  # the index in this batch
     generated: GeneratedGroup | None = None
     scores: Scores | None = None
     reference: bytes | None = None
@@ -58,15 +58,15 @@ class CheckpointSaved(Record, kw_only=True):
 
 
 class Note(Record, kw_only=True):
-    """The newest value of a key. Written in one transaction with what was recorded beside it."""
+    """The newest value of a key. Written in one transaction with the records around it."""
 
     key: str
     value: bytes
 
 
 class Restored(Struct, kw_only=True):
-    """What goes on after going back to a checkpoint. `incarnation` is new, and durable before it is returned. `damaged`: see
-    `LedgerWriter.restore`. `following`: no group has this id, or a higher one."""
+    """The state after going back to a checkpoint. `incarnation` is new, and durable before it is returned. `damaged`: see
+    `LedgerWriter.restore`. `following`: the lowest unused group id."""
 
     groups: list[GroupRow]
     incarnation: int
@@ -79,17 +79,17 @@ _GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated
 _LATER = ("reward", "scores", "replica", "due")
 
 
-LOST = "lost with a part of the ledger"  # why such a group is dropped
+LOST = "lost with a part of the ledger"  # the reason for dropping such groups
 
 
 def unknown_columns(group_id: int, step: int) -> dict[str, Any]:
-    """Of a group of which a checkpoint says that it was trained before `step`, and nothing else is known."""
+    """Return the columns of a missing group that a checkpoint names as trained before `step`."""
     known = {"id": group_id, "state": Phase.RETIRED.value, "step": step - 1, "taken": step - 1}
     return known | {"problem": -1, "source": "", "label": "", "seed": 0, "marks": 0}
 
 
 def parts(record: Record) -> dict[str, bytes]:
-    """What of a record goes into the segment files."""
+    """Return the parts of a record that go into the segment files."""
     if not isinstance(record, Change):
         return {}
     payload = None if record.generated is None else record.generated.payload
@@ -124,7 +124,7 @@ def state_columns(state: GroupState) -> dict[str, Any]:
 
 
 def forgotten(phase: Phase) -> dict[str, Any]:
-    """What a group that went back to `phase` has no longer."""
+    """Return the columns to clear for a group that went back to `phase`."""
     names = ["taken", "place"]
     names += [f"{later}_at" for later in _TIMES[_TIMES.index(phase.value) + 1 :]]
     if phase == Phase.ADMITTED:

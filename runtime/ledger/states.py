@@ -1,4 +1,4 @@
-"""The life of a group, as one table. Pure: no I/O, no clock, no configuration.
+"""The states of a group, as one table. Pure: no I/O, no clock, no configuration.
 
 ::
 
@@ -6,9 +6,9 @@
         ↑__________|____________|_____________________________________|                |           |
                   Lost (replica or payload)                 ↑___________Rewound________|___________|
 
-A group is `ready` exactly when it has every mark that the run needs; the marks are independent and come in any order.
-`dropped(why)` ends a group that was not consumed. `retired` and `dropped` are final: within one lineage nothing leaves
-them. Going back to a checkpoint begins a new lineage, and only that rewinds what the dead branch consumed or retired.
+A group is `ready` exactly when it has every mark that the run needs; marks are independent and come in any order.
+`dropped(why)` ends a group that was not consumed. `retired` and `dropped` are final within one lineage. Going back to a
+checkpoint begins a new lineage, and only this rewinds groups that the dead branch consumed or retired.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Phase(StrEnum):
 
 
 class Mark(IntFlag):
-    """What a generated group has, or needs, before it can be trained on."""
+    """The data that a generated group has, or needs, before a step can train on it."""
 
     NONE = 0
     SCORED = 1
@@ -45,7 +45,7 @@ class Mark(IntFlag):
 
 
 class GroupState(Struct, frozen=True):
-    """`needs` is the run's; `step` is set from `consumed` on, `why` when dropped."""
+    """The state of one group. `needs` is the run's; `step` is set from `consumed` on, `why` when dropped."""
 
     needs: Mark
     phase: Phase = Phase.ADMITTED
@@ -59,15 +59,15 @@ class GroupState(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """What happens to a group."""
+    """An event of a group."""
 
 
 class Dispatched(Event, frozen=True):
-    """A replica was asked to generate it."""
+    """A replica was asked to generate the group."""
 
 
 class Generated(Event, frozen=True):
-    """Its payload arrived."""
+    """The group's payload arrived."""
 
 
 class Marked(Event, frozen=True):
@@ -77,31 +77,31 @@ class Marked(Event, frozen=True):
 
 
 class Consumed(Event, frozen=True):
-    """The optimizer step `step` that it was part of has been applied."""
+    """The optimizer step `step` has been applied to a batch with this group."""
 
     step: int
 
 
 class Retired(Event, frozen=True):
-    """The version that it trained was committed."""
+    """The version that trained on the group was committed."""
 
 
 class Dropped(Event, frozen=True):
-    """It will not be trained on."""
+    """No step will train on the group."""
 
     why: str
 
 
 class Lost(Event, frozen=True):
-    """Its replica or its payload is gone: it is generated again, with the same ordinal and seed."""
+    """The replica or the payload is gone: the group is generated again, with the same ordinal and seed."""
 
 
 class Rewound(Event, frozen=True):
-    """The step that consumed it is after the checkpoint that the run went back to."""
+    """The group was consumed by a step after the checkpoint to which the run went back."""
 
 
 class Covered(Event, frozen=True):
-    """A checkpoint names it as trained by `step`: the truth over a journal that lags behind."""
+    """A checkpoint names the group as trained by `step`. This counts more than a journal that lags behind."""
 
     step: int
 
@@ -120,7 +120,7 @@ _TABLE: dict[type[Event], dict[Phase, Phase]] = {
 
 
 def apply(state: GroupState, event: Event) -> GroupState:
-    """The state after `event`. Raises InvariantViolated when the table has no such transition."""
+    """Return the state after `event`. Raises InvariantViolated if the table has no such transition."""
     phase = _TABLE[type(event)].get(state.phase)
     if phase is None:
         raise InvariantViolated(f"a group that is {state} cannot take {event!r}")
@@ -138,16 +138,16 @@ def apply(state: GroupState, event: Event) -> GroupState:
 
 
 def settle(state: GroupState) -> GroupState:
-    """`generated` or `ready`, whichever the marks say."""
+    """Set the phase to `generated` or `ready`, according to the marks."""
     return replace(state, phase=Phase.GENERATED if state.needs & ~state.marks else Phase.READY)
 
 
 def restore(state: GroupState, last: int, trained: bool, intact: bool) -> GroupState:
-    """What a group is once the run has gone back to a checkpoint.
+    """Return the state of a group after the run has gone back to a checkpoint.
 
-    `trained`: the checkpoint names the group; then `last` is the step that trained it, should the journal not say.
-    `intact`: its payload, and what its marks stand for, can still be read.
-    Nothing that was being generated survives; what is generated and intact is kept, also from the dead branch.
+    `trained`: the checkpoint names the group; then `last` is the step that trained it, unless the journal has the step.
+    `intact`: the payload, and the data of the marks, can still be read.
+    Groups in generation are lost. Intact generated groups are kept, also from the dead branch.
     """
     if trained and state.phase != Phase.RETIRED:
         return apply(state, Covered(last))

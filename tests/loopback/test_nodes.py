@@ -599,7 +599,7 @@ def refuses(rank: int, folder: Path) -> None:
     engine: Any = Engine(rank)
 
     def lacks(node: str, named: list[str], **values: Any) -> None:
-        told = rf"^run.resume: /r/step-2: node {node} has not the trainer's part of it whole, or takes no part in it$"
+        told = rf"^run.resume: /r/step-2: node {node} has no complete part of the trainer, or is not in this run$"
         position = msgspec.structs.replace(place(2, parts=named), **values)
         with pytest.raises(UserError, match=told):
             part.load(Restore("/r/step-2", types.encode(position)), engine)

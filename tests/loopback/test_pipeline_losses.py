@@ -402,7 +402,7 @@ def test_a_run_does_not_go_back_to_a_checkpoint_that_has_changed_since(tmp_path:
 
     cast.regroup = changed
     with pytest.raises(
-        UserError, match=r"^the run cannot go back to .*step-00000006: .* its checksum is another; run.resume=auto"
+        UserError, match=r"^the run cannot go back to .*step-00000006: .* its checksum differs; run.resume=auto"
     ):
         folder.run(cast)
     assert [trainer.restored for trainer in troupe.trainers[1:]] == [""]

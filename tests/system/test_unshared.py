@@ -94,7 +94,7 @@ def test_all_are_killed_and_it_goes_on_from_the_newest_step_that_is_whole_on_eve
         made, *engine, f"training.steps={newest + 2}", "run.resume=auto", "checkpoint.gather=true", folder=own[0], own=own
     ) as run:
         assert [run.agents[name].wait(2 * START) for name in NAMES] == [0, 0, 0], run.said()
-    said = f"step-{newest:08d} is left out: node {SECOND} has not the trainer's part of it whole"
+    said = f"step-{newest:08d} is left out: node {SECOND} has no complete part of the trainer"
     assert said in run.log("coordinator")
     assert torn.read_bytes() != b"{"  # it was set aside on both, and written anew
     for kept in (checkpoint.folder_for(run.folder, newest), torn.parent):

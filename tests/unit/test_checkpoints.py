@@ -396,7 +396,7 @@ def test_it_goes_on_from_the_newest_step_that_is_whole_on_every_node(tmp_path: P
         assert nodes.resume() == str(folders[newest])
         return
     with pytest.raises(
-        UserError, match=rf"^run.resume: no checkpoint of {tmp_path} is whole; step-00000004: node b has not the "
+        UserError, match=rf"^run.resume: no checkpoint of {tmp_path} is whole; step-00000004: node b has no complete "
     ):
         nodes.resume()
 
@@ -404,9 +404,7 @@ def test_it_goes_on_from_the_newest_step_that_is_whole_on_every_node(tmp_path: P
 def test_one_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
     folders = {step: write(tmp_path, position(step, parts=["trainer/b", "trainer/c"])) for step in (2, 4)}
     nodes = told(tmp_path, ["trainer/b/5f/0.2"], run={"resume": str(folders[2])})
-    with pytest.raises(
-        UserError, match=r"is not whole: node c has not the trainer's part of it whole, or takes no part in it$"
-    ):
+    with pytest.raises(UserError, match=r"is not whole: node c has no complete part of the trainer, or is not in this run$"):
         nodes.resume()
 
 
