@@ -1,4 +1,4 @@
-"""What agents of nodes and the coordinator tell each other, and whom the coordinator admits. No I/O."""
+"""Messages between node agents and the coordinator, and the admission of nodes. No I/O."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from runtime.cluster.topology import is_group
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
 
-SPANNING_ROLES = ("trainer", "critic", "reference")  # that may span nodes
-PORTS_PER_ROLE = 4  # ports of each, one for each incarnation in turn: another process may have taken one meanwhile
+SPANNING_ROLES = ("trainer", "critic", "reference")  # the roles that may span nodes
+PORTS_PER_ROLE = 4  # ports of each role, used by its incarnations in turn: another process may have taken one meanwhile
 
 
 class NodeRegistration(Struct, kw_only=True, frozen=True):
-    """A node's agent announces itself. `address` is the node's, for the others; `machine` as in `status.Registration`.
+    """The registration of a node's agent. `address` is how others reach the node; `machine` as in `status.Registration`.
 
-    `config` is a hash of the configuration that it was started with, `version` that of Sluice. `ports` are free ones, at which
-    SPMD groups that span nodes may meet. `running`: the incarnations of what it was told to run before, by the launches' names.
+    `config` is a hash of the agent's configuration, `version` the version of Sluice. `ports` are free ones, at which SPMD
+    groups that span nodes may meet. `running`: by the launches' names, the incarnations that an earlier coordinator had it run.
     """
 
     name: str
@@ -37,8 +37,8 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
 
 
 class NodePaths(Struct, kw_only=True, frozen=True):
-    """What `node` has at the paths that the configuration names: by its key, a hash, or "" where there is nothing. `parts`:
-    of checkpoints, where nodes share no folder (`ledger.node_checkpoints.whole`)."""
+    """The files of `node` at the configuration's paths: by key, a hash, or "" if there is none. `parts`: the node's parts of
+    checkpoints, if nodes share no folder (`ledger.node_checkpoints.whole`)."""
 
     node: str
     found: dict[str, str] = {}
@@ -46,21 +46,21 @@ class NodePaths(Struct, kw_only=True, frozen=True):
 
 
 class Rendezvous(Struct, kw_only=True, frozen=True):
-    """Where the ranks of an SPMD group that spans nodes meet: on the node of rank 0."""
+    """The address at which the ranks of an SPMD group that spans nodes meet: on the node of rank 0."""
 
     host: str
     port: int
     key: bytes  # of the group
 
     def __repr__(self) -> str:
-        """Without the key, which no log is to hold."""
+        """Format without the key, which must not be logged."""
         return f"Rendezvous({self.host}, {self.port})"
 
 
 class Launch(Struct, kw_only=True, frozen=True):
-    """One process, or the ranks of a group that are on this node. `devices` count from 0 among the node's.
+    """One process, or the ranks of a group that are on this node. `devices` count from 0 on the node.
 
-    `incarnation`: what runs with a lower one is to be ended first. Without `rendezvous` the whole group is on this node.
+    `incarnation`: end processes of a lower one first. Without `rendezvous` the whole group is on this node.
     """
 
     role: str
@@ -72,9 +72,9 @@ class Launch(Struct, kw_only=True, frozen=True):
 
 
 class Assignment(Struct, kw_only=True, frozen=True):
-    """All that is to run on a node: what is not named there any more is to end. `config` is YAML.
+    """All processes of a node. Processes that are no longer named end. `config` is YAML.
 
-    `run` is another whenever all begin anew: what was started before is to end.
+    `run` changes whenever all processes begin anew: those of an earlier `run` end.
     """
 
     run: str = ""
@@ -83,7 +83,7 @@ class Assignment(Struct, kw_only=True, frozen=True):
 
 
 class Death(Struct, kw_only=True, frozen=True):
-    """A process ended, and its node does not start it again. `mistake`: the user's."""
+    """A process ended, and its node does not start it again. `mistake`: the cause is a mistake of the user."""
 
     node: str
     name: str
@@ -98,20 +98,20 @@ class Scale(Struct, kw_only=True, frozen=True):
 
 
 class Scaled(Struct, kw_only=True, frozen=True):
-    """`pending`: no node has room for them."""
+    """The result of Scale. `pending`: replicas for which no node has room."""
 
     started: list[str] = []
     stopped: list[str] = []
     pending: list[str] = []
 
 
-_CODE = ("python", "env", "jemalloc", "engine_args")  # keys that say what is executed, wherever they stand
-_FILE = re.compile(r"\.py(:|$)")  # what names a file of Python, or FILE.py:NAME
+_CODE = ("python", "env", "jemalloc", "engine_args")  # keys, at any depth, whose values are executed
+_FILE = re.compile(r"\.py(:|$)")  # the name of a Python file, or FILE.py:NAME
 
 
 def code(config: Config) -> dict[str, object]:
-    """What a node executes by this configuration, by key: interpreters, their environment, libraries, engines' arguments, and
-    files of Python. A node takes it from the file that it was started with alone."""
+    """Return what a node executes by this configuration, by key: interpreters, their environment, libraries, engines'
+    arguments, and Python files. A node takes these values only from the file that it was started with."""
     return dict(_code(msgspec.to_builtins(config), ""))
 
 
@@ -125,20 +125,20 @@ def _code(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 class Roster:
-    """The nodes that are there. Whoever comes first is the one that the others have to agree with. A node counts once it has
-    said what it has at the configuration's paths."""
+    """The present nodes. The others have to agree with the first one. A node counts once it has reported its files at the
+    configuration's paths."""
 
     def __init__(self, config: Config):
         self._cluster = config.cluster
         self.there: dict[str, NodeRegistration] = {}
-        """All that were admitted."""
+        """All admitted nodes."""
         self.nodes: dict[str, NodeRegistration] = {}
-        """Those that count."""
+        """The nodes that count."""
         self._first: NodeRegistration | None = None
 
     @property
     def missing(self) -> list[str]:
-        """Who has to come before the run can start: names, or how many."""
+        """The nodes that must register before the run can start: their names, or their number."""
         nodes, least = self._cluster.nodes, self._cluster.min_nodes
         if nodes == "auto":
             short = max(1, least) - len(self.nodes)
@@ -148,7 +148,7 @@ class Roster:
 
     @property
     def offers(self) -> list[NodeResources]:
-        """Those that count, in the order in which they are filled: as the configuration names them, or as they came."""
+        """The nodes that count, in the order in which they are filled: that of the configuration, or of registration."""
         if self._cluster.nodes == "auto":
             return [NodeResources(each.name, each.devices) for each in self.nodes.values()]
         return [
@@ -158,7 +158,7 @@ class Roster:
         ]
 
     def admit(self, node: NodeRegistration) -> None:
-        """Raises UserError with one line for each thing in which the node does not fit the others."""
+        """Admit a node. Raises UserError with one line for each conflict with the other nodes."""
         if faults := list(self._faults(node)):
             raise UserError("\n".join(faults))
         self._first = self._first or node
@@ -192,14 +192,14 @@ class Roster:
 
 
 def name_fault(cluster: Cluster, name: str) -> str:
-    """Why a node of this name may not come; "" when it may."""
+    """Check whether a node may have this name. Return the fault, or ""."""
     if cluster.nodes == "auto" or name in (names := [node.name for node in cluster.nodes]):
         return ""
     return f"node {name}: not in cluster.nodes, {', '.join(names)}; must be one of these (--name)"
 
 
 def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]) -> Iterator[str]:
-    """What two nodes do not have alike. `paths`: by key, what the configuration names; of keys for one path, the first."""
+    """Yield the differences between two nodes' files. `paths`: the configured path by key; of keys with one path, the first."""
     for key, path in paths.items():
         ours, theirs = reference.found.get(key, ""), other.found.get(key, "")
         if ours == theirs or key != next(one for one in paths if paths[one] == path):
@@ -218,7 +218,7 @@ def launches(
     incarnations: Mapping[str, int],
     secret: bytes,
 ) -> dict[str, list[Launch]]:
-    """By node, what it is to run; a group only while all its nodes are there.
+    """Return the launches of each node; a group only while all of its nodes are there.
 
     `incarnations`: the lowest allowed, by the name of a replica or of a group's first rank. `secret`, at most 64 bytes: each
     incarnation of a group has a key that is derived from it.
@@ -253,7 +253,8 @@ def _group(
     incarnation: int,
     secret: bytes,
 ) -> Iterator[tuple[str, Launch]]:
-    """The launches of one group, whose nodes are in the order of its ranks. They meet at the first, at port number `place`."""
+    """Yield the launches of one group; `parts` is in the order of its ranks. They meet on the first node, at port number
+    `place`."""
     first = roster[next(iter(parts))]
     key = hashlib.blake2b(f"{role}/{incarnation}".encode(), key=secret, digest_size=32).digest()
     meeting = Rendezvous(host=first.address, port=first.ports[place], key=key) if len(parts) > 1 else None

@@ -1,9 +1,9 @@
-"""Which process runs on which node, and on which of its devices. No I/O.
+"""The placement of processes on nodes and devices. No I/O.
 
-A role's processes come in units that have to be on one node: a replica with all its devices, or the ranks of an SPMD group
-that share every layer. SPMD groups are placed first, then replicas, those with the most devices first, so that what has the
-least choice chooses first; whoever is colocated comes after its host. Where no node has accelerators no process gets a device,
-and `placement` alone says where it runs.
+Some processes must be on one node: those of a replica with all its devices, and the ranks of an SPMD group that share every
+layer. SPMD groups are placed first, then replicas, those with the most devices first, so that units with the fewest choices
+come first. A colocated role comes after its host. If no node has accelerators, no process gets a device, and only `placement`
+decides the node.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from runtime.errors import ConfigError
 
 # ---- Restarts
 #
-# How often a process may be started again. No I/O; the caller gives the time.
+# Limits on the restarts of a process. No I/O; the caller gives the time.
 
 
 def backoff(settings: Restarts, before: int) -> float:
-    """Seconds until a process is started again that has been, `before` times within the window."""
+    """Return the seconds until the next restart of a process that had `before` restarts within the window."""
     return min(settings.backoff * 2.0 ** min(before, 30), max(settings.backoff, timeouts.LONGEST_BACKOFF))
 
 
 class RestartBackoff:
-    """Of one process, by its role's settings."""
+    """The restarts of one process, limited by its role's settings."""
 
     def __init__(self, settings: Restarts):
         self._settings = settings
         self._granted: list[float] = []
 
     def delay(self, now: float) -> float | None:
-        """Seconds until the process that died at `now` may be started again; None when it may not be."""
+        """Return the seconds until the process that died at `now` may be started again, or None if it may not be."""
         settings = self._settings
         self._granted = [then for then in self._granted if now - then < settings.window]
         if len(self._granted) >= settings.attempts:
@@ -51,7 +51,7 @@ Hosted = TypeVar("Hosted", bound=Computing)
 
 
 class NodeResources(Struct, frozen=True):
-    """A node that is there, and how many accelerators it has."""
+    """A node of the cluster, and its number of accelerators."""
 
     name: str
     devices: int = 0
@@ -59,7 +59,7 @@ class NodeResources(Struct, frozen=True):
 
 
 class Binding(Struct, frozen=True):
-    """Where a process runs. `devices` count from 0 among those of its node."""
+    """The node and devices of a process. `devices` count from 0 on the node."""
 
     instance: Instance
     node: str
@@ -67,7 +67,7 @@ class Binding(Struct, frozen=True):
 
 
 class Placement(Struct, frozen=True):
-    """`pending`: replicas for which no node has room."""
+    """The bindings of all placed processes. `pending`: replicas for which no node has room."""
 
     seats: tuple[Binding, ...]
     pending: tuple[Instance, ...] = ()
@@ -77,11 +77,11 @@ class Placement(Struct, frozen=True):
 
 
 class _NoRoom(Exception):
-    """Why something cannot be placed. The message goes on after the role's path."""
+    """The reason why a process cannot be placed. The message continues the role's path."""
 
 
 def offers(config: Config, here: NodeResources) -> list[NodeResources]:
-    """The nodes that the configuration speaks of, before any has come. What it does not say of them is as `here`."""
+    """Return the nodes that the configuration describes, before any has registered. Defaults are taken from `here`."""
     nodes = config.cluster.nodes
     if nodes == "auto":
         count = max(1, config.cluster.min_nodes)
@@ -92,10 +92,10 @@ def offers(config: Config, here: NodeResources) -> list[NodeResources]:
 def place(
     config: Config, nodes: Sequence[NodeResources], kept: Sequence[Binding] = (), *, trains: bool = True, waits: bool = False
 ) -> Placement:
-    """A seat for every process that registers. `kept` stay where they are; `nodes` in the order in which they are filled.
+    """Place every process that registers. `kept` stay where they are; `nodes` are filled in their order.
 
-    `waits`: a replica without room is pending, as long as another of its role, or fleet, is placed. Raises ConfigError with a
-    line for each role that cannot be placed.
+    `waits`: a replica without room is pending, if another of its role or fleet is placed. Raises ConfigError with a line for
+    each role that cannot be placed.
     """
     if not trains:
         config = _without_hosts(config)
@@ -119,7 +119,7 @@ def place(
 
 
 def _without_hosts(config: Config) -> Config:
-    """For an evaluation: with nobody on the devices of a role that it does without."""
+    """Remove colocation with roles that an evaluation does not have."""
     there = {instance.role for instance in instances(config, trains=False)}
 
     def own(role: Hosted) -> Hosted:
@@ -131,7 +131,7 @@ def _without_hosts(config: Config) -> Config:
 
 
 def _turn(config: Config, instance: Instance) -> tuple[bool, bool, bool, int]:
-    """When a role is placed: who names its devices first, then groups, then the largest replicas; a guest after its host."""
+    """Return the sort key of a role: named devices first, then groups, then the largest replicas; a colocated role last."""
     settings = settings_of(config, instance)
     guest = isinstance(settings, Computing) and bool(settings.colocate)
     named = isinstance(settings, Computing) and bool(settings.devices)
@@ -139,7 +139,7 @@ def _turn(config: Config, instance: Instance) -> tuple[bool, bool, bool, int]:
 
 
 def _devices_each(config: Config, instance: Instance) -> int:
-    """The accelerators of one process."""
+    """Return the number of accelerators of one process."""
     settings = settings_of(config, instance)
     if isinstance(settings, Rollout):
         return settings.tensor_parallel
@@ -147,7 +147,7 @@ def _devices_each(config: Config, instance: Instance) -> int:
 
 
 class _Table:
-    """Who has what so far."""
+    """The bindings so far, and the owner of each device."""
 
     def __init__(self, config: Config, nodes: Sequence[NodeResources], kept: Sequence[Binding], waits: bool):
         self.seats = list(kept)
@@ -163,7 +163,7 @@ class _Table:
     # ------------------------------------------------------------------------------------------ whole roles
 
     def seat_replicas(self, path: str, replicas: Sequence[Instance]) -> list[Instance]:
-        """Each where `placement` puts it; returns those for which there is no room."""
+        """Place each replica as `placement` says. Return the replicas without room."""
         wanted = len(self._seats_of[path]) + len(replicas)
         for index, instance in enumerate(replicas):
             try:
@@ -175,7 +175,7 @@ class _Table:
         return []
 
     def seat_group(self, path: str, ranks: Sequence[Instance]) -> None:
-        """Ranks in order over the nodes, so that those that share every layer are on one."""
+        """Place ranks in order over the nodes, so that ranks that share every layer are on one node."""
         settings = settings_of(self._config, ranks[0])
         assert isinstance(settings, Computing)
         if settings.colocate:
@@ -191,10 +191,10 @@ class _Table:
             del ahead[:count]
 
     def _shares(self, path: str, settings: Computing, ranks: int, block: int) -> Iterator[tuple[str, int]]:
-        """(node, how many of the ranks that are left it takes at most) for a group. Raises _NoRoom."""
+        """Yield (node, the most of the remaining ranks that it takes) for a group. Raises _NoRoom."""
         allowed = self._allowed(settings)
         if isinstance(settings.placement, list) and (absent := [name for name in settings.placement if name not in allowed]):
-            raise _NoRoom(f".placement: node '{absent[0]}' is not there, which a group cannot do without")
+            raise _NoRoom(f".placement: node '{absent[0]}' is not there, and a group needs all of its nodes")
         if settings.devices:
             yield self._node_of_named(path, settings, allowed), ranks
             return
@@ -202,19 +202,19 @@ class _Table:
         if settings.placement == "pack":
             near = next((nodes for nodes in self._neighbourhoods(allowed) if sum(room[node] for node in nodes) >= ranks), None)
             if near is None:
-                raise _NoRoom(f": {ranks} processes do not fit{_of_blocks(block)}; {self._told(allowed)}")
+                raise _NoRoom(f": {ranks} processes do not fit{_of_blocks(block)}; {self._free_devices(allowed)}")
             yield from ((node, room[node]) for node in near)
             return
         each = ranks // len(allowed)
         if ranks % (len(allowed) * block):
             raise _NoRoom(f".placement: {ranks} processes cannot be spread evenly over {', '.join(allowed)}{_of_blocks(block)}")
         if short := [node for node in allowed if room[node] < each]:
-            raise _NoRoom(f".placement: {each} of {ranks} processes do not fit on {short[0]}; {self._told(short)}")
+            raise _NoRoom(f".placement: {each} of {ranks} processes do not fit on {short[0]}; {self._free_devices(short)}")
         for node in allowed:
             yield node, each
 
     def _neighbourhoods(self, allowed: Sequence[str]) -> Iterator[list[str]]:
-        """Where to look for room for a group: each node, each supernode, all nodes."""
+        """Yield the sets of nodes in which to look for room for a group: each node, each supernode, all nodes."""
         yield from ([node] for node in allowed)
         supernodes = dict.fromkeys(self._nodes[node].supernode for node in allowed)
         for supernode in filter(None, supernodes):
@@ -222,14 +222,14 @@ class _Table:
         yield sorted(allowed, key=lambda node: list(supernodes).index(self._nodes[node].supernode))
 
     def _room_for(self, path: str, instance: Instance, index: int, wanted: int) -> tuple[str, tuple[int, ...]]:
-        """Node and devices of one replica, number `index` of all the `wanted`. Raises _NoRoom."""
+        """Return node and devices of one replica, with index `index` of all the `wanted`. Raises _NoRoom."""
         settings, each = settings_of(self._config, instance), _devices_each(self._config, instance)
         assert isinstance(settings, Placed)
         allowed = self._allowed(settings)
         if isinstance(settings, Computing) and settings.colocate:
             place = self._host_devices(settings.colocate, (index + 1) * each)[index * each :]
             if len({node for node, _ in place}) > 1:
-                raise _NoRoom(f".colocate: {instance.name} would have devices of two nodes of {settings.colocate}'s")
+                raise _NoRoom(f".colocate: {instance.name} would have devices of two nodes of {settings.colocate}")
             return place[0][0], tuple(device for _, device in place if device is not None)
         if isinstance(settings, Computing) and settings.devices and self._accelerated:
             node = self._node_of_named(path, settings, allowed)
@@ -238,7 +238,7 @@ class _Table:
         mine, share = Counter(seat.node for seat in self._seats_of[path]), self._share(settings, wanted)
         fitting = [node for node in allowed if len(self._free(node)) >= needed and mine[node] < share]
         if not fitting:
-            raise _NoRoom(f": no node has {each} free devices for {instance.name}; {self._told(allowed)}")
+            raise _NoRoom(f": no node has {each} free devices for {instance.name}; {self._free_devices(allowed)}")
         if settings.placement != "pack":
             fitting.sort(key=mine.__getitem__)
         return fitting[0], tuple(self._free(fitting[0])[:needed])
@@ -252,7 +252,7 @@ class _Table:
         self._seats_of[path].append(seat)
 
     def _take(self, seat: Binding) -> None:
-        """Its devices are its own, unless they are its host's."""
+        """Make the process the owner of its devices, unless its host owns them."""
         for device in seat.devices:
             self._owner.setdefault((seat.node, device), seat.instance.name)
 
@@ -260,7 +260,7 @@ class _Table:
         return [device for device in range(self._nodes[node].devices) if (node, device) not in self._owner]
 
     def _allowed(self, settings: Placed) -> list[str]:
-        """The nodes that a role may be on. Raises _NoRoom for one that is unknown."""
+        """Return the nodes that a role may be on. Raises _NoRoom for an unknown node."""
         if isinstance(settings.placement, str):
             return list(self._nodes)
         named = self._config.cluster.nodes
@@ -272,20 +272,20 @@ class _Table:
         raise _NoRoom(f".placement: none of {', '.join(settings.placement)} has come; nodes are {', '.join(self._nodes)}")
 
     def _share(self, settings: Placed, wanted: int) -> int:
-        """How many of `wanted` replicas one node takes at most, where they are to be even also with those that come later."""
+        """Return the most of `wanted` replicas on one node, so that they are even also over nodes that come later."""
         if isinstance(settings.placement, list):
             return -(-wanted // len(settings.placement))
         named = self._config.cluster.nodes
         return wanted if settings.placement == "pack" or named == "auto" else -(-wanted // len(named))
 
     def _node_of_named(self, path: str, settings: Computing, allowed: Sequence[str]) -> str:
-        """The first node that has the devices which the role names. Raises _NoRoom when that is none, or they are taken."""
+        """Return the first node with the devices that the role names, and with all of them free. Raises _NoRoom."""
         if not self._accelerated:
             return allowed[0]
         highest = max(settings.devices)
         having = [node for node in allowed if highest < self._nodes[node].devices]
         if not having:
-            raise _NoRoom(f".devices: there is no device {highest}; {self._told(allowed)}")
+            raise _NoRoom(f".devices: there is no device {highest}; {self._free_devices(allowed)}")
         mine = {seat.instance.name for seat in self._seats_of[path]}
         taken = {}
         for node in having:
@@ -296,11 +296,11 @@ class _Table:
         device, owner = next(iter(taken.items()))
         host = owner.rpartition("-")[0]
         raise _NoRoom(
-            f".devices: {device} of node {having[-1]} is that of {owner}; must be another, or {path}.colocate has to be {host}"
+            f".devices: {device} of node {having[-1]} is used by {owner}; must be another, or {path}.colocate has to be {host}"
         )
 
     def _host_devices(self, host: str, count: int) -> list[tuple[str, int | None]]:
-        """The first `count` devices of the role `host`, as (node, device); device None without accelerators."""
+        """Return the first `count` devices of the role `host`, as (node, device); device None without accelerators."""
         seats = [seat for seat in self.seats if seat.instance.role == host]
         if not seats:
             raise _NoRoom(f".colocate: no process of {host} is placed; must be a role of the run that is not colocated itself")
@@ -311,15 +311,15 @@ class _Table:
             raise _NoRoom(f".colocate: needs {count} devices, but {host} has {len(found)}")
         return found[:count]  # type: ignore[return-value]
 
-    def _told(self, nodes: Sequence[str]) -> str:
-        """What of the nodes is free, and who has the rest."""
+    def _free_devices(self, nodes: Sequence[str]) -> str:
+        """Describe the free devices of the nodes, and the owners of the others."""
         if not self._accelerated:
             return f"nodes are {', '.join(nodes)}"
         return "; ".join(self._line(node) for node in nodes)
 
     def _line(self, node: str) -> str:
         owners = dict.fromkeys(owner for (where, _), owner in self._owner.items() if where == node)
-        whose = f" (others are those of {', '.join(owners)})" if owners else ""
+        whose = f" (others are used by {', '.join(owners)})" if owners else ""
         return f"node {node} has {len(self._free(node))} of {self._nodes[node].devices} devices free{whose}"
 
 
@@ -328,7 +328,7 @@ def _of_blocks(block: int) -> str:
 
 
 def table(placement: Placement, nodes: Sequence[NodeResources]) -> list[tuple[str, str, str]]:
-    """Rows (node, device, processes) for people: each device of each node, then what runs on none."""
+    """Return rows (node, device, processes) for the user: each device of each node, then the processes without a device."""
     rows: list[tuple[str, str, str]] = []
     for node in nodes:
         here = placement.on(node.name)

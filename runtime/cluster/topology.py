@@ -1,4 +1,4 @@
-"""Which processes a run is made of. No I/O."""
+"""The processes of a run, as the configuration defines them. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENVIRONMENT = "environment"  # the role whose processes play episodes
 
 
 class Instance(Struct, frozen=True):
-    """One process of a role by its name, over all its incarnations; `rank` is 0 for one that stands alone."""
+    """One process of a role by its name, over all its incarnations; `rank` is 0 for a process that stands alone."""
 
     role: str
     name: str
@@ -21,8 +21,8 @@ class Instance(Struct, frozen=True):
 
 
 def instances(config: Config, trains: bool = True) -> list[Instance]:
-    """Every process that registers, in the order of the roles' sections. `trains`: False for an evaluation alone, which needs
-    no more than rollouts and rewards."""
+    """List every process that registers, in the order of the roles' sections. `trains`: False for an evaluation alone, which
+    needs only rollouts and rewards."""
     out: list[Instance] = []
     for role in config.services.__struct_fields__:
         if _has(config, role, trains):
@@ -33,15 +33,15 @@ def instances(config: Config, trains: bool = True) -> list[Instance]:
 
 
 def _count(config: Config, role: str, settings: Process) -> int:
-    """The processes of one section."""
+    """Return the number of processes of one section."""
     count: int = getattr(settings, "processes" if is_group(config, role) else "replicas")
     return count
 
 
 def _has(config: Config, role: str, trains: bool) -> bool:
-    """Whether a run has processes of `role`; any that is not named here, where its section is there."""
+    """Return True if a run has processes of `role`. A role that is not listed here needs only its section."""
     needed = {
-        "coordinator": False,  # it is what the others register with
+        "coordinator": False,  # the other processes register with it
         "gateway": config.gateway is not None,
         "reward": bool(config.rewards.rules or config.rewards.remote),
         "reward_model": config.rewards.model is not None,
@@ -53,8 +53,8 @@ def _has(config: Config, role: str, trains: bool) -> bool:
 
 
 def sections(config: Config, role: str) -> dict[str, Any]:
-    """By YAML path the settings of the processes of `role` that the run starts: services.ROLE, or below it one for each item of
-    a list, or for each name of a mapping. None where there is no such section, or its processes are the user's to start."""
+    """Return the settings of the processes of `role` that the run starts, by YAML path: services.ROLE, or below it one for each
+    item of a list or name of a mapping. Empty without such a section, or if the user starts these processes."""
     path, found = f"services.{role}", getattr(config.services, role)
     if isinstance(found, list | dict):
         items = found.items() if isinstance(found, dict) else enumerate(found)
@@ -65,40 +65,40 @@ def sections(config: Config, role: str) -> dict[str, Any]:
 
 
 def fleets(config: Config) -> dict[str, Rollout]:
-    """The fleets of rollouts by their YAML paths: services.rollout, or services.rollout.0 and on where there is a list."""
+    """Return the fleets of rollouts by YAML path: services.rollout, or services.rollout.0 and on for a list."""
     return sections(config, "rollout")
 
 
 def players(config: Config) -> dict[str, str]:
-    """Every process of an environment by its name, environment-0 and on, with the path of its settings."""
+    """Return the path of the settings for every environment process, by its name: environment-0 and on."""
     each = [path for path, settings in sections(config, ENVIRONMENT).items() for _ in range(settings.replicas)]
     return {f"{ENVIRONMENT}-{index}": path for index, path in enumerate(each)}
 
 
 def processes(config: Config) -> dict[str, Process]:
-    """By its YAML path, what each role's processes have in common; of rollouts, each fleet's."""
+    """Return the common settings of each role's processes by YAML path; for rollouts, of each fleet."""
     return {path: settings for role in config.services.__struct_fields__ for path, settings in sections(config, role).items()}
 
 
 def replicas(config: Config) -> dict[str, Rollout]:
-    """Every rollout by its name, with the settings of its fleet. Names count over all fleets: rollout-0 and on."""
+    """Return the settings of every rollout's fleet by the rollout's name. Names count over all fleets: rollout-0 and on."""
     each = [fleet for fleet in fleets(config).values() for _ in range(fleet.replicas)]
     return {f"rollout-{index}": fleet for index, fleet in enumerate(each)}
 
 
 def slots(config: Config) -> dict[str, int]:
-    """How many sequences each rollout generates at once, by its name."""
+    """Return how many sequences each rollout generates at once, by its name."""
     return {name: fleet.slots for name, fleet in replicas(config).items()}
 
 
 def place_in_fleet(config: Config, instance: Instance) -> int:
-    """Which of its fleet's replicas, or of its role's, an instance is."""
+    """Return the index of an instance among the replicas of its fleet or role."""
     return _fleet_of(config, instance)[2]
 
 
 def _fleet_of(config: Config, instance: Instance) -> tuple[str, Process, int]:
-    """The YAML path of its settings – of a rollout its fleet's, of an environment's process that environment's –, the settings,
-    and which of the processes there it is. Raises KeyError."""
+    """Return the YAML path of an instance's settings, the settings, and its index among their processes. The settings are those
+    of a rollout's fleet, or of a process's environment. Raises KeyError."""
     place = int(instance.name.rpartition("-")[2])
     for path, settings in sections(config, instance.role).items():
         count = _count(config, instance.role, settings)
@@ -109,43 +109,44 @@ def _fleet_of(config: Config, instance: Instance) -> tuple[str, Process, int]:
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether the run needs a reference service: log-probabilities of the frozen model that come from nowhere else."""
+    """Return True if the run needs a reference service: only this gives the frozen model's log-probabilities."""
     return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
 
 
 def group_of(config: Config, instance: Instance) -> list[Instance]:
-    """Who lives and dies with `instance`, itself included: the ranks of its group in order, or itself alone."""
+    """Return the instances that live and die together with `instance`: the ranks of its group in order, or itself alone."""
     return [one for one in instances(config) if one.role == instance.role] if is_group(config, instance.role) else [instance]
 
 
 def takes_turns(config: Config) -> bool:
-    """Whether rollouts and trainer have the same devices, one after the other."""
+    """Return True if rollouts and trainer share devices and take turns."""
     return any(fleet.colocate == "trainer" for fleet in fleets(config).values())
 
 
 def shares_devices(config: Config, role: str) -> bool:
-    """Whether rollouts may have the devices of `role`, which another in its place finds free only once they sleep."""
+    """Return True if rollouts may share the devices of `role`: then its replacement finds them free only once rollouts
+    sleep."""
     return takes_turns(config) and role in ("trainer", "critic")
 
 
 def reference_takes_part(config: Config) -> bool:
-    """Whether the reference has a turn of its own between them."""
+    """Return True if the reference has a turn of its own between rollouts and trainer."""
     return takes_turns(config) and uses_reference(config) and config.services.reference.colocate == "trainer"
 
 
 def alternates(config: Config) -> bool:
-    """Whether trainer and critic have the same devices, and one's state is off them while the other updates."""
+    """Return True if trainer and critic share devices, and the state of each is off them while the other updates."""
     trainer, critic = config.services.trainer, config.services.critic
     return config.critic is not None and critic.colocate == "trainer" and bool(trainer.offloaded or critic.offloaded)
 
 
 def block_size(parallel: Parallel) -> int:
-    """The processes that hold one model between them."""
+    """Return the number of processes that share one model."""
     return parallel.tensor * parallel.context * parallel.pipeline
 
 
 def data_leaders(settings: Spread) -> range:
-    """The ranks of a group that are given data: the first one of each block that holds the model.
+    """Return the ranks of a group that are given data: the first of each block that holds the model.
 
     Ranks count tensor-parallel first, then context-parallel, then blocks, pipeline stages last, as megatron-core has it.
     """
@@ -154,33 +155,33 @@ def data_leaders(settings: Spread) -> range:
 
 
 def path_of(config: Config, instance: Instance) -> str:
-    """The YAML path of an instance's settings: of a rollout, its fleet's."""
+    """Return the YAML path of an instance's settings: of a rollout, its fleet's."""
     return _fleet_of(config, instance)[0]
 
 
 def settings_of(config: Config, instance: Instance) -> Process:
-    """What stands at `path_of`."""
+    """Return the settings at `path_of`."""
     return _fleet_of(config, instance)[1]
 
 
 def is_group(config: Config, role: str) -> bool:
-    """Whether a role's instances are the ranks of one SPMD group, which live and die together."""
+    """Return True if a role's instances are the ranks of one SPMD group, which live and die together."""
     return role in ("trainer", "critic") or (role == "reference" and config.services.reference.engine == "megatron")
 
 
 def local_ranks(settings: Spread) -> int:
-    """The ranks of a group that have to be on one machine, as they share every layer."""
+    """Return how many ranks of a group have to be on one machine, as they share every layer."""
     return settings.parallel.tensor * settings.parallel.context
 
 
 def with_rollouts(config: Config, replicas: int) -> Config:
-    """The configuration with another number of rollouts, of which there is one fleet."""
+    """Return the configuration with another number of rollouts. Requires one fleet."""
     assert isinstance(config.services.rollout, Rollout)
     return replace(config, services=replace(config.services, rollout=replace(config.services.rollout, replicas=replicas)))
 
 
 def named_paths(config: Config) -> dict[str, str]:
-    """By key, the folders that every node has to have alike."""
+    """Return, by key, the folders that must be the same on every node."""
     named = {
         "run.dir": config.run.dir,
         "model.path": config.model.path,
@@ -192,24 +193,24 @@ def named_paths(config: Config) -> dict[str, str]:
 
 
 def teachers(config: Config) -> dict[str, str]:
-    """By key, the references of single sources of the data, each in the place of `model.reference` for its prompts."""
+    """Return, by key, the references of single data sources, which replace `model.reference` for their prompts."""
     train = [] if isinstance(config.data.train, str) else config.data.train
     return {f"data.train.{at}.reference": source.reference for at, source in enumerate(train) if source.reference}
 
 
 def model_key(config: Config, role: str) -> str:
-    """The key that names the folder of the model of trainer, critic or reference: the policy's where there is no other."""
+    """Return the key that names the model folder of trainer, critic or reference: the policy's key if there is no other."""
     key = {"reference": "model.reference", "critic": "critic.path"}.get(role, "model.path")
     return key if named_paths(config).get(key, config.model.path) != config.model.path else "model.path"
 
 
 def warm_up_seconds(config: Config) -> float:
-    """The most that is spent on a model and data of our own, before the coordinator serves."""
+    """Return the longest time for making Sluice's own model and data, before the coordinator serves."""
     if config.warmup is None or (config.model.path and config.data.train):
         return 0.0
     return config.warmup.max_seconds
 
 
 def has_several_nodes(cluster: Cluster) -> bool:
-    """Whether the run cannot be on one machine."""
+    """Return True if the run needs more than one machine."""
     return cluster.min_nodes > 1 or (cluster.nodes != "auto" and len(cluster.nodes) > 1)

@@ -164,8 +164,8 @@ VLLM_2 = {"engine": "vllm", "tensor_parallel": 2, "colocate": "trainer"}
 UNEVEN = "trainer.placement: {} processes cannot be spread evenly over n0, n1"
 FREE = "node n{} has {} of 2 devices free"
 NO_DEVICE = f"rollout.devices: there is no device 2; {FREE.format(0, 2)}; {FREE.format(1, 2)}"
-THEIRS = "others are those of trainer-0, rollout-0"
-OF_TRAINER = "{0}.devices: 0 of node n0 is that of trainer-0; must be another, or services.{0}.colocate has to be trainer"
+THEIRS = "others are used by trainer-0, rollout-0"
+OF_TRAINER = "{0}.devices: 0 of node n0 is used by trainer-0; must be another, or services.{0}.colocate has to be trainer"
 NO_HOST = "no process of critic is placed; must be a role of the run that is not colocated itself"
 
 
@@ -179,7 +179,7 @@ def spread(processes: int) -> dict[str, Any]:
         ({"trainer": TENSOR_2}, (4, 4), f"{UNEVEN.format(2)} by 2 that have to be on one node"),
         (spread(3), (4, 4), UNEVEN.format(3)),
         (spread(4), (8, 1), "trainer.placement: 2 of 4 processes do not fit on n1; node n1 has 1 of 1 devices free"),
-        (spread(2) | {"rollout": VLLM_2}, (1, 1), "rollout.colocate: rollout-0 would have devices of two nodes of trainer's"),
+        (spread(2) | {"rollout": VLLM_2}, (1, 1), "rollout.colocate: rollout-0 would have devices of two nodes of trainer"),
         ({"trainer": {"devices": [0]}, "critic": {"devices": [0]}}, (4,), OF_TRAINER.format("critic")),
         ({"trainer": {"devices": [0]}, "rollout": {"devices": [0]}}, (2,), OF_TRAINER.format("rollout")),
         (
@@ -250,7 +250,7 @@ def test_what_is_to_be_even_leaves_room_for_nodes_that_have_not_come() -> None:
     nobody = "services.rollout.placement: there is no node 'n9'; nodes are n0, n1, n2"
     assert refused(unknown, nodes(0, 0), waits=True) == [nobody]
     group = make(cluster=cluster, services={"trainer": {"processes": 2, "placement": ["n1", "n2"]}})
-    missing = "services.trainer.placement: node 'n2' is not there, which a group cannot do without"
+    missing = "services.trainer.placement: node 'n2' is not there, and a group needs all of its nodes"
     assert refused(group, nodes(0, 0), waits=True) == [missing]
 
 
