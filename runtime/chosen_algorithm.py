@@ -1,4 +1,4 @@
-"""The configured algorithm: its functions by name, and what each is called with. Loads no torch unless a user's file does."""
+"""The configured algorithm: its functions by name, with their options. Loads no torch unless a user's file does."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ NO_CORRECTION = "none"
 
 @dataclass(frozen=True)
 class ChosenAlgorithm:
-    """What the configuration chose, each with those of its settings that the schema names. The options of a user's own
-    function, the mappings `algorithm.loss_options` and `algorithm.advantage_options`, are bound in it.
+    """The configured functions, each with its options from the schema. The options of a user's own function, the mappings
+    `algorithm.loss_options` and `algorithm.advantage_options`, are bound in it.
 
-    `correction` is None where the loss is taken against the policy that sampled. `masked_sample`: as of the aggregation."""
+    `correction` is None if the loss is taken against the policy that sampled. `masked_sample`: see the aggregation."""
 
     advantage: AdvantageEstimator
     advantage_options: AdvantageOptions
@@ -53,8 +53,8 @@ class ChosenAlgorithm:
 
 
 def choose(config: Config) -> ChosenAlgorithm:
-    """Raises UserError for a name that is not registered, a file of the user's that cannot be imported, or options that its
-    function does not take."""
+    """Look up the configured algorithm. Raises UserError for an unregistered name, a user's file that cannot be imported, or
+    options that its function does not take."""
     algorithm = config.algorithm
     aggregation_options = AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens)
     advantage, loss = ADVANTAGES.find(algorithm.advantage), POLICY_LOSSES.find(algorithm.loss)
@@ -98,7 +98,7 @@ def choose(config: Config) -> ChosenAlgorithm:
 
 
 def groups_per_update(config: Config) -> int:
-    """A mini-batch; `TrainGroup.mini_batch` counts them from 0."""
+    """Return the size of a mini-batch; `TrainGroup.mini_batch` counts these from 0."""
     return config.training.mini_batch_size or config.training.groups_per_step
 
 
@@ -107,18 +107,18 @@ def updates_per_epoch(config: Config) -> int:
 
 
 def updates_per_step(config: Config) -> int:
-    """Optimizer updates that make one version."""
+    """Return the number of optimizer updates that make one version."""
     return config.training.epochs * updates_per_epoch(config)
 
 
 def streams(config: Config) -> bool:
-    """Whether a step may be accumulated group by group. Its whole batch comes first where the advantages or the loss need
-    it, and where the step makes several updates."""
+    """Return True if a step may be accumulated group by group. Its whole batch comes first if the advantages or the loss need
+    it, or if the step makes several updates."""
     return choose(config).streamable and updates_per_step(config) == 1
 
 
 def kl_control(algorithm: Algorithm, reached: float | None = None) -> FixedKl | AdaptiveKl:
-    """How β moves, from the configured value or, where it adapts, from the one `reached` before a resume."""
+    """Return the control of β, from the configured value or, if it adapts, from the value `reached` before a resume."""
     if not algorithm.kl_target:
         return FixedKl(algorithm.kl_coefficient)
     start = algorithm.kl_coefficient if reached is None else reached

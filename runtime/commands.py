@@ -14,86 +14,86 @@ from runtime.weights.plan import GroupAddress, Manifest
 
 # ---- Ports
 #
-# What the coordinator sees of a role. `services.rpc.client` implements it over gRPC; tests implement it in memory.
+# A role as the coordinator sees it. `services.rpc.client` implements it over gRPC; tests implement it in memory.
 
 R = TypeVar("R")
 
 
 class RolePort(Protocol):
-    """A process, or a group of ranks that live and die together: when it is lost another may come in its place, of the next
-    incarnation. Nobody but the register calls these methods."""
+    """A process, or a group of ranks that live and die together. After a loss a replacement may come, with the next
+    incarnation. Only the register calls `when_lost` and `give_up`."""
 
     name: str
     incarnation: int
     machine: str
-    """Where it, or its first rank, runs: `os_process.machine()`."""
+    """The machine of the process, or of the first rank: `os_process.machine()`."""
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
-        """Put a command on its way now; what is returned waits for the answer. Commands of data are carried out in the order of
-        these calls, those of control before them.
+        """Send a command now; the returned coroutine waits for the answer. The process carries out data commands in the order
+        of these calls, and control commands before them.
 
-        Awaiting raises DeadlineExceeded when the command's deadline passes, and ServiceFault when the process failed or is
-        gone. It may be cancelled.
+        Awaiting raises DeadlineExceeded after the command's deadline, and ServiceFault if the process failed or is gone. It may
+        be cancelled.
         """
 
     async def call(self, command: Command[R]) -> R:
-        """`post`, once this is awaited."""
+        """Send a command when awaited, and wait for the answer."""
 
     def acknowledge(self, command: Command[Any]) -> None:
-        """What was answered to `command` is in the ledger. Until then the process keeps its answers about groups under
+        """Confirm that the answer to `command` is in the ledger. Until then the process keeps its answers about groups under
         training, and to Apply, for a coordinator that asks again."""
 
     async def status(self) -> Status:
-        """What the process says of itself. It answers while it computes."""
+        """Return the process's status. The process answers while it computes."""
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        """Call `tell(why)` once the connection is lost, at once if it is lost already."""
+    def when_lost(self, notify: Callable[[str], None]) -> None:
+        """Call `notify(reason)` once the connection is lost, at once if it is lost already."""
 
     def give_up(self, reason: str) -> None:
-        """Ask nothing of it any more: every call under way, and every later one, raises Unreachable. Idempotent."""
+        """Stop calling the process: every current and later call raises Unreachable. Idempotent."""
 
 
 class TrainerPort(RolePort, Protocol):
     machines: Mapping[str, str]
-    """Where those of its processes run that send weights, by name."""
+    """The machines of the processes that send weights, by process name."""
 
 
 class Priority(enum.IntEnum):
-    """Of a command: those of control are carried out before those of data."""
+    """The priority of a command: control commands are carried out before data commands."""
 
     CONTROL = 0
     DATA = 1
 
 
 class Level(enum.IntEnum):
-    """What of its memory a rollout has."""
+    """The memory that a rollout has allocated."""
 
     ASLEEP = 0
     WEIGHTS = 1
-    AWAKE = 2  # and keys and values
+    AWAKE = 2  # weights, keys and values
 
 
 class Move(Command[None], frozen=True):
-    """Take memory, or give it back, to come to a `Level`; answered when that is done. What is being generated ends as the
-    rollout goes to sleep, or, with `keeps`, goes on once it is awake."""
+    """Allocate or free memory to reach a `Level`; answered when done. If the rollout goes to sleep, generation ends; with
+    `keeps` it goes on after the wake-up."""
 
     level: int
     keeps: bool = False
 
 
 class Onload(Command[None], frozen=True):
-    """Bring back to the device what Offload took off it. Nothing is done where nothing was taken."""
+    """Bring back to the device what Offload took off it. Without Offload this does nothing."""
 
 
 class Offload(Command[None], frozen=True):
-    """Give the device up for a while, as far as the configuration says: what is taken off it comes back with Onload."""
+    """Take state off the device, as far as the configuration says. Onload brings it back."""
 
 
 # ------------------------------------------------------------------------------------------------------- gateways
 
 
 class PeerAddress(Struct, frozen=True):
-    """A process that serves, and how one gateway calls it: `token` is what its calls carry. `slots`: what it does at once."""
+    """A serving process, and how one gateway calls it with `token`. `slots`: how many requests it serves at once."""
 
     name: str
     incarnation: int
@@ -104,8 +104,8 @@ class PeerAddress(Struct, frozen=True):
 
 
 class UsePeers(Command[None], frozen=True):
-    """From now on have calls answered by these rollouts, and episodes played by these processes of environments. `key`: by
-    which programs ask for tasks; empty: they need none."""
+    """Send calls to these rollouts, and episodes to these environment processes, from now on. `key`: the key with which
+    programs ask for tasks; empty: no key is needed."""
 
     rollouts: tuple[PeerAddress, ...]
     environments: tuple[PeerAddress, ...] = ()
@@ -113,7 +113,7 @@ class UsePeers(Command[None], frozen=True):
 
 
 class Hurry(Command[None], frozen=True):
-    """The trainer waits for this group alone: its episodes are dealt with as `services.environment.NAME.slow` says."""
+    """The trainer waits for this group alone: treat its episodes as `services.environment.NAME.slow` says."""
 
     group_id: int
 
@@ -128,34 +128,34 @@ class WeightsHosted(Struct, frozen=True):
 
 class HostWeights(Command[WeightsHosted], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer as one, the first, however many of its
-    ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`. A rollout gets it that is to bring others the
-    version which it has."""
+    ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`. A rollout gets this command to send its version to
+    other rollouts."""
 
     epoch: int
     world_size: int
     transport: str
-    names: tuple[str, ...] = ()  # of those that are counted, in their order
+    names: tuple[str, ...] = ()  # of the counted members, in order
 
 
 class JoinWeights(Command[None], frozen=True):
-    """Join the group of `address.epoch`; answered when it is connected. Rollouts get it, and the trainer's ranks except
-    rank 0: those of them that send weights replace `address.rank` by their own."""
+    """Join the group of `address.epoch`; answered when it is connected. Rollouts get it, and the trainer's ranks except rank 0;
+    sending ranks replace `address.rank` by their own."""
 
     address: GroupAddress
     manifest: Manifest
 
 
 class WeightsReceived(Struct, frozen=True):
-    """Where the time of a reception went, from the sender's announcement on: seconds, one after the other."""
+    """The phases of a reception, from the sender's announcement on, as consecutive seconds."""
 
-    wait_seconds: float = 0.0  # for buckets: as they are gathered, or as the network brings them
-    copy_seconds: float = 0.0  # of buckets out of another process's memory
-    hash_seconds: float = 0.0  # of their checksums
-    stage_seconds: float = 0.0  # of what the engine makes of them
+    wait_seconds: float = 0.0  # for buckets: until gathered, or until the network brings them
+    copy_seconds: float = 0.0  # to copy buckets out of another process's memory
+    hash_seconds: float = 0.0  # for the buckets' checksums
+    stage_seconds: float = 0.0  # for the engine to stage them
 
 
 class ReceiveWeights(Command[WeightsReceived], frozen=True):
-    """Receive `version` beside the weights in use; answered when it is there whole and its checksums hold."""
+    """Receive `version` beside the weights in use; answered when it is complete and its checksums match."""
 
     version: PolicyVersion
     epoch: int
@@ -173,7 +173,7 @@ class CommitWeights(Command[WeightsCommitted], frozen=True):
 
 
 class AbortWeights(Command[None], frozen=True):
-    """Forget what is on its way of `version`, leaving the epoch's group."""
+    """Drop the unfinished `version` and leave the epoch's group."""
 
     version: PolicyVersion
     epoch: int
@@ -186,15 +186,15 @@ class WeightsSent(Struct, frozen=True):
 
 
 class SendWeights(Command[WeightsSent], frozen=True):
-    """Gather the weights after the commands before, and send them, while later commands run."""
+    """Gather the weights after the commands before, and send them while later commands run."""
 
     version: PolicyVersion
     epoch: int
 
 
 class ResendWeights(Command[WeightsSent], frozen=True):
-    """Send what was gathered, or received, of `version` once more, whatever the engine does meanwhile: it is kept until the
-    next version is. ServiceFault, phase "snapshot", when it is not."""
+    """Send the gathered or received buckets of `version` again, whatever the engine does. They are kept until the next version.
+    Raises ServiceFault, phase "snapshot", if they are gone."""
 
     version: PolicyVersion
     epoch: int
@@ -204,8 +204,8 @@ class ResendWeights(Command[WeightsSent], frozen=True):
 
 
 class Restore(Command[None], frozen=True):
-    """Go on from the checkpoint `folder`, whose encoded Position is `place`, as `incarnation`: the first command to a group
-    that does not begin with the model as it is given."""
+    """Go on from the checkpoint `folder`, whose encoded Position is `place`, as `incarnation`. The first command to a group
+    that does not begin with the given model."""
 
     folder: str
     place: bytes = b""
@@ -217,7 +217,7 @@ class BeginStep(Command[None], frozen=True):
 
 
 class Accumulate(Command[None], frozen=True):
-    """Add the gradient of `groups`, of which each data-parallel leader gets its share. `last`: they complete the batch."""
+    """Add the gradient of `groups`; each data-parallel leader gets a share of them. `last`: they complete the batch."""
 
     step: int
     groups: list[TrainGroup]
@@ -225,10 +225,10 @@ class Accumulate(Command[None], frozen=True):
 
 
 class Apply(Command[StepResult], frozen=True):
-    """Normalise over everything accumulated, clip, and step the optimizer: the weights become those of step + 1.
+    """Normalise over all accumulated groups, clip, and step the optimizer: the weights become those of step + 1.
 
-    `probes`, to the trainer: encoded groups that the rollouts sampled with the weights as they are before the update. The
-    result's `probes` are of these, in their order.
+    `probes`, to the trainer: encoded groups that the rollouts sampled with the weights before the update. The result's
+    `probes` are for these, in order.
     """
 
     step: int
@@ -236,8 +236,8 @@ class Apply(Command[StepResult], frozen=True):
 
 
 class Save(Command[list[str]], frozen=True):
-    """Write the state after the commands before into `folder`, which exists and is empty. Where nodes share none, ranks write
-    parts for the Position `place`, encoded, and answer with their names; of others those of the steps `keep` count."""
+    """Write the state after the commands before into the empty folder `folder`. If nodes share no folder, ranks write parts for
+    the encoded Position `place`, answer with the parts' names, and keep only older parts of the steps in `keep`."""
 
     folder: str
     place: bytes = b""
@@ -251,12 +251,13 @@ class Export(Command[None], frozen=True):
 
 
 class ComputeValues(Command[list[bytes]], frozen=True):
-    """What a critic makes of all `ValueRequest`s that are asked together: an answer each, in their order."""
+    """Compute the critic's values for a batch of `ValueRequest`s: one answer each, in order."""
 
     groups: list[ValueRequest]
 
 
 class ComputeLogprobs(Command[list[bytes]], frozen=True):
-    """What a reference of several ranks makes of all `LogprobRequest`s that are asked together: an answer each, in order."""
+    """Compute the log-probabilities of a reference of several ranks for a batch of `LogprobRequest`s: one answer each, in
+    order."""
 
     groups: list[LogprobRequest]

@@ -1,17 +1,17 @@
 """The exception tree::
 
 SluiceError
-├── UserError                 the user can mend it: one line, exit code 2
+├── UserError                 the user can correct it: one line, exit code 2
 │   ├── ConfigError           one line per fault, each with its YAML path
 │   └── StorageFull           no room on the device
-├── Forbidden                   the caller is not of the run, or may not call this
-├── Fenced                    another coordinator has come in the speaker's place
+├── Forbidden                 the caller is not of the run, or may not call this
+├── Fenced                    another coordinator has replaced the caller
 ├── InvalidMessage            a message of an unknown version, a wrong dtype or shape
 ├── Cancelled                 the caller withdrew the request
 ├── ServiceFault              a service failed; names service, phase and deadline
-│   ├── Unreachable           ... whose connection is lost
-│   └── DeadlineExceeded      ... by not being done in time
-│       └── Unanswered        ... as far as the caller can tell: it did not answer
+│   ├── Unreachable           its connection is lost
+│   └── DeadlineExceeded      a task was not done in time
+│       └── Unanswered        the service did not answer the caller in time
 └── InvariantViolated         Sluice broke one of its own guarantees
 """
 
@@ -27,11 +27,11 @@ class SluiceError(Exception):
 
 
 class UserError(SluiceError):
-    """A mistake the user can mend. `str(error)` is one line that names the key, the value and what is allowed."""
+    """A mistake that the user can correct. `str(error)` is one line with the key, the value and what is allowed."""
 
 
 class InUse(UserError):
-    """What one process alone may use, and another uses."""
+    """Another process uses what only one process may use."""
 
 
 class ConfigError(UserError):
@@ -43,7 +43,7 @@ class ConfigError(UserError):
 
 
 class StorageFull(UserError):
-    """No room on the device. Nothing half written is ever read, and the write can be repeated once there is room."""
+    """No room on the device. Half written files are never read, and the write can be repeated once there is room."""
 
     def __init__(self, path: Path | str):
         self.path = str(path)
@@ -51,7 +51,7 @@ class StorageFull(UserError):
 
 
 def is_full(error: OSError) -> bool:
-    """Whether it says that there is no room: a StorageFull to be."""
+    """Return True if the error reports a full device, which becomes StorageFull."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -60,11 +60,11 @@ class Forbidden(SluiceError):
 
 
 class Fenced(SluiceError):
-    """The speaker is a coordinator in whose place another has come: what it says is void."""
+    """The caller is a coordinator that another one has replaced: its calls have no effect."""
 
 
 class InvalidMessage(SluiceError):
-    """A message that does not meet its schema. Nothing was changed by it."""
+    """A message that does not meet its schema. It changed nothing."""
 
 
 class Cancelled(SluiceError):
@@ -72,7 +72,7 @@ class Cancelled(SluiceError):
 
 
 class ServiceFault(SluiceError):
-    """A service failed in a phase. `service` is its name ("rollout-0"), `deadline` in seconds when one applied."""
+    """A service failed in a phase. `service` is its name ("rollout-0"), `deadline` in seconds if one applied."""
 
     def __init__(self, service: str, phase: str, message: str, deadline: float | None = None):
         within = f" (deadline {deadline:g} s)" if deadline is not None else ""
@@ -88,7 +88,7 @@ class Unreachable(ServiceFault):
 
 
 class DeadlineExceeded(ServiceFault):
-    """Something was not done within its deadline."""
+    """A task was not done within its deadline."""
 
 
 class Unanswered(DeadlineExceeded):

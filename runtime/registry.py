@@ -1,4 +1,4 @@
-"""Named implementations: a decorator adds one, a lookup that fails tells the user which names there are.
+"""Named implementations: a decorator adds one; a failed lookup lists the known names.
 
 A name of the form `FILE.py:NAME` is one that the user's own file registers, or has as a plain function.
 """
@@ -18,13 +18,13 @@ from runtime.errors import UserError
 
 T = TypeVar("T")
 
-OWN = ".py:"  # what the name of a user's own entry has between file and name
+OWN = ".py:"  # separates file and name in the name of a user's own entry
 
 
 class Registry(Generic[T]):
     """Maps names that users write to implementations of one signature.
 
-    `label` is what messages call it: the configuration key that holds such a name, or the kind ("reward rule").
+    `label` is the subject of error messages: the configuration key with such a name, or the kind ("reward rule").
     """
 
     absent = "no decorator in {path} registers it"
@@ -32,10 +32,10 @@ class Registry(Generic[T]):
     def __init__(self, label: str):
         self.label = label
         self._entries: dict[str, T] = {}
-        self._files: dict[str, Path | None] = {}  # which of the user's files registered an entry
+        self._files: dict[str, Path | None] = {}  # the user's file that registered an entry
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds its target under `name`. Raises ValueError when the name is taken by another target."""
+        """Return a decorator that adds its target under `name`. Raises ValueError if another target has the name."""
 
         def add(entry: T) -> T:
             if self._entries.setdefault(name, entry) is not entry:
@@ -46,7 +46,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str, key: str = "") -> T:
-        """The entry called `name`. Raises UserError, naming `key` (the label), the nearest name and all that are known."""
+        """Return the entry called `name`. Raises UserError with `key` (or the label), the nearest name and all known names."""
         try:
             return self._entries[name]
         except KeyError:
@@ -54,9 +54,9 @@ class Registry(Generic[T]):
             raise UserError(f"{key or self.label}: unknown name {name!r}; {self._hint(name)}allowed: {allowed}") from None
 
     def find(self, name: str, key: str = "") -> T:
-        """The entry called `name`, or the one that `FILE.py:NAME` registers or, of rules, defines.
+        """Return the entry called `name`, or the one that `FILE.py:NAME` registers or, for rules, defines.
 
-        Raises UserError, naming `key` (the label), for an unknown name, and for a file that is missing or cannot be imported.
+        Raises UserError with `key` (or the label) for an unknown name, and for a file that is missing or cannot be imported.
         """
         file, own, entry = name.rpartition(OWN)
         if not own:
@@ -77,7 +77,7 @@ class Registry(Generic[T]):
         return self._entries[entry]
 
     def undecorated(self, name: str, value: object) -> T | None:
-        """Make an entry of a value that a user's file has under `name`; None where that is no entry. Raises TypeError."""
+        """Make an entry of a value that a user's file has under `name`, or None if that is no entry. Raises TypeError."""
         return None
 
     def _hint(self, name: str) -> str:
@@ -91,13 +91,13 @@ class Registry(Generic[T]):
         return iter(sorted(self._entries))
 
 
-_executed: list[Path] = []  # the files that are being executed, the innermost last
+_executed: list[Path] = []  # the files under execution, the innermost last
 
 
 @cache
 def _execute(path: Path) -> ModuleType:
-    """Run the file once per process; its decorators register what it has. It may import what lies beside it, or in the folder
-    in which `sluice` was called; nothing there hides a module that is found elsewhere."""
+    """Run the file once per process; its decorators register entries. It may import files beside it, or in the folder in which
+    `sluice` was called; these never hide a module that is found elsewhere."""
     sys.path += [folder for folder in dict.fromkeys((str(path.parent), str(Path.cwd()))) if folder not in sys.path]
     spec = importlib.util.spec_from_file_location(f"sluice_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path

@@ -1,5 +1,4 @@
-"""The names of what lies in a run's folder, and who may read it, its locks, and how files are
-written whole: private ones, and JSON."""
+"""The names of the files in a run's folder, its permissions and locks, and atomic writes of private files and of JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from runtime.errors import UserError
 
 # ---- Json file
 #
-# JSON files of strangers: models, tokenizers and checkpoints have them.
+# JSON files from other programs: models, tokenizers and checkpoints have them.
 
 
 def read_object(path: Path, where: str) -> dict[str, Any]:
-    """The object in a file; `where` begins the errors. Raises UserError when the file cannot be read, and when it is none."""
+    """Read the object in a file; `where` begins the errors. Raises UserError if the file cannot be read or has no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -40,10 +39,10 @@ LOCK = ".lock"  # held while a run is under way; its content names the run
 LEDGER = "ledger"
 LOGS = "logs"
 NODES = "nodes"
-GATEWAYS = "gateways"  # a file for each, with its URL
-GATEWAYS_CA = "gateways-ca.pem"  # where they have certificates: whose these are
+GATEWAYS = "gateways"  # a file for each gateway, with its URL
+GATEWAYS_CA = "gateways-ca.pem"  # the authority of the gateways' certificates, if they have any
 CHECKPOINTS = "checkpoints"
-PARTS = "parts"  # of checkpoints, where nodes share no folder
+PARTS = "parts"  # of checkpoints, if nodes share no folder
 MODEL = "model"
 EVALUATIONS = "evaluations"
 NONFINITE = "nonfinite"
@@ -52,7 +51,7 @@ SPANS = "spans"
 TRAINED = "trained"
 PROFILES = "profiles"
 TENSORBOARD = "tensorboard"
-MLFLOW = "mlflow.run"  # the id of the run there
+MLFLOW = "mlflow.run"  # the id of the MLflow run
 SUMMARY = "summary.json"
 STARTUP = "startup.json"
 
@@ -60,16 +59,15 @@ OF_ONE_RUN = (
     *(LEDGER, CHECKPOINTS, PARTS, MODEL, EVALUATIONS, NONFINITE, METRICS, SPANS, TRAINED, PROFILES, TENSORBOARD, MLFLOW),
     *(SUMMARY, STARTUP, GATEWAYS, GATEWAYS_CA),
 )
-"""What a new run must not find."""
+"""The names that must not exist before a new run."""
 
-NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises of JSON that is none
-LARGEST = 1 << 30  # bytes of a file that is read whole
+NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for invalid JSON
+LARGEST = 1 << 30  # bytes of a file that is read as a whole
 
 
 def regular(path: Path, largest: int | None = LARGEST) -> Path:
-    """`path`, of a file that can be read to its end: a folder of others may have devices and pipes in the place of its files.
-    Raises UserError for these, and for one of more than `largest` bytes (None: it is not read whole); OSError where there is
-    none."""
+    """Return `path` if it is a regular file: a folder from another user may have devices and pipes instead. Raises UserError
+    for these, and for a file of more than `largest` bytes (None: no limit). Raises OSError if there is no file."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path}: is a directory" if stat.S_ISDIR(found.st_mode) else f"{path}: is no regular file")
@@ -79,21 +77,21 @@ def regular(path: Path, largest: int | None = LARGEST) -> Path:
 
 
 def make(folder: Path) -> None:
-    """Make a run's folder, for its user alone; one that is there keeps its mode. Raises OSError."""
+    """Make a run's folder, private to its user; an existing one keeps its mode. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open a file for its lock, which nobody else can hold: whoever can read a file can lock it. Raises OSError."""
+    """Open a lock file as private to its user, since any process that can read a file can lock it. Raises OSError."""
     lock = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
     os.fchmod(lock.fileno(), 0o600)
     return lock
 
 
 def holder(lock: IO[bytes]) -> str:
-    """Who holds the lock of an open file, in words."""
+    """Describe the process that holds the lock of an open file."""
     inode = os.fstat(lock.fileno()).st_ino
     with suppress(OSError):
         for fields in map(str.split, Path("/proc/locks").read_text().splitlines()):
@@ -104,23 +102,23 @@ def holder(lock: IO[bytes]) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone can read, in place of one that is there. Raises OSError."""
+    """Write a file that only its owner can read, and replace an existing one. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)  # a link would be followed, and who made it may hold it open
+    partial.unlink(missing_ok=True)  # a link would be followed, and its creator may hold it open
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
     partial.replace(path)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file for people to read too, whole or not at all. Raises OSError."""
+    """Write indented JSON atomically. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     partial.replace(path)
 
 
 def run_id(folder: Path) -> str:
-    """Names the start of the run by its user; "" where nobody has started one."""
+    """Return the id of this start of the run by its user; "" if it was not started."""
     with suppress(FileNotFoundError):
         return (folder / LOCK).read_bytes().hex()
     return ""

@@ -1,4 +1,4 @@
-"""What a process says of itself, and what the coordinator says of the run."""
+"""The status of a process, and of the run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ RunPhase = Literal["starting", "evaluating", "training", "recovering", "saving",
 
 
 class CallStats(Struct, kw_only=True):
-    """A process's calls since its start: those that are `open` now, and how the others ended. `seconds`: from a call to its
-    answer, the mean over the recent ones."""
+    """A process's calls since its start: the `open` ones, and the results of the others. `seconds`: from a call to its answer,
+    the mean over recent calls."""
 
     open: int = 0
     answered: int = 0
@@ -24,8 +24,8 @@ class CallStats(Struct, kw_only=True):
 
 
 class Status(Struct, kw_only=True):
-    """One process, now. `rates` are per second over the last seconds. `metrics`: HOST:PORT of what it serves for Prometheus, or
-    ""."""
+    """The current status of one process. `rates` are per second over the last seconds. `metrics`: HOST:PORT of its Prometheus
+    endpoint, or ""."""
 
     role: str
     name: str
@@ -42,8 +42,8 @@ class Status(Struct, kw_only=True):
 
 
 class Registration(Struct, kw_only=True):
-    """A process announces itself to the coordinator. `seconds` are its start-up times by phase, `incarnation` counts the
-    processes that were started under its name before. `machine` is `os_process.machine()`. `metrics`: as of `Status`."""
+    """The registration of a process with the coordinator. `seconds` are its start-up times by phase, `incarnation` counts the
+    earlier starts under its name. `machine` is `os_process.machine()`. `metrics`: see `Status`."""
 
     role: str
     name: str
@@ -58,7 +58,7 @@ class Registration(Struct, kw_only=True):
 
 
 class Loss(Struct, kw_only=True, frozen=True):
-    """A process that the run does without: whoever started it ends it, and may start another in its place."""
+    """A process that the run goes on without. Its starter ends it, and may start a replacement."""
 
     name: str
     incarnation: int = 0
@@ -66,11 +66,11 @@ class Loss(Struct, kw_only=True, frozen=True):
 
 
 class Progress(Struct, kw_only=True):
-    """Where the run is: `step` of `steps`, and `done` of `total` within the phase (0 = not known).
+    """The progress of the run: `step` of `steps`, and `done` of `total` within the phase (0 = not known).
 
     `phase`: starting, evaluating, training, recovering, saving, finished or failed. `lost`: the newest loss of each name, until
-    another process has come in its place. `alarm`: the newest rollout that may have other weights than the trainer.
-    `stopping`: the run was told to end, and does so in order.
+    its replacement has come. `alarm`: the newest rollout that may have other weights than the trainer.
+    `stopping`: the run was asked to end, and ends in order.
     """
 
     phase: str = "starting"
@@ -85,9 +85,9 @@ class Progress(Struct, kw_only=True):
 
 
 class RunFigures(Struct, kw_only=True):
-    """The run at the coordinator, now. `staleness`: the bound, in versions. `rollouts` and `groups` are counted by state; units
-    that are lost, and incarnations beyond the first (`restarts`), by role. `newest`: the metrics of the newest step and of the
-    newest evaluation; `stepped`: when that step ended, in seconds since the epoch, 0 before the first. `alarms`: probes over
+    """The current state of the run at the coordinator. `staleness`: the bound, in versions. `rollouts` and `groups` are counted
+    by state, lost units and incarnations beyond the first (`restarts`) by role. `newest`: the metrics of the newest step and
+    evaluation. `stepped`: the end of that step, in seconds since the epoch, 0 before the first. `alarms`: probes over
     `mismatch.limit`."""
 
     progress: Progress
@@ -104,7 +104,7 @@ class RunFigures(Struct, kw_only=True):
 
 
 class Topology(Struct, kw_only=True):
-    """Every process that registered."""
+    """Every registered process."""
 
     processes: list[Registration] = []
 
@@ -113,12 +113,12 @@ class Stop(Struct, kw_only=True):
     """Ask a process to end, letting it finish for `drain_seconds`."""
 
     drain_seconds: float = 0.0
-    term: int = 0  # of the coordinator that asks, 0 for anybody else: a process that has heard a higher one does not heed it
+    term: int = 0  # of the coordinator that asks, 0 for other callers: a process refuses a lower term than it has seen
 
 
 class Profile(Struct, kw_only=True):
-    """Ask a process to record what it does while it goes on: a trainer or a critic for `steps` after the one that is under way,
-    any other for `seconds`. `step`: of the run, now. `memory`: what CUDA's allocator did as well."""
+    """Ask a process to profile its work: a trainer or a critic for the next `steps` steps, any other for `seconds`. `step`: the
+    run's current step. `memory`: also record CUDA's allocator."""
 
     step: int = 0
     steps: int = 0
@@ -127,6 +127,6 @@ class Profile(Struct, kw_only=True):
 
 
 class Profiled(Struct, kw_only=True):
-    """What was written, on the machine of the process: files, or of an NPU a folder."""
+    """The written files on the process's machine; for an NPU a folder."""
 
     files: list[str] = []

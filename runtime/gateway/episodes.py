@@ -85,7 +85,7 @@ class Episodes:
         self._came.set()
         if not self._warns:
             self._warns = True
-            loop.call_later(timeouts.NOBODY_ASKS, self._tell_of_nobody)
+            loop.call_later(timeouts.NO_PROGRAM_ASKS, self._tell_of_nobody)
         try:
             return await group.done
         finally:  # also where the coordinator withdraws it
