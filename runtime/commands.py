@@ -32,8 +32,8 @@ class RolePort(Protocol):
         """Send a command now; the returned coroutine waits for the answer. The process carries out data commands in the order
         of these calls, and control commands before them.
 
-        Awaiting raises DeadlineExceeded after the command's deadline, and ServiceFault if the process failed or is gone. It may
-        be cancelled.
+        Awaiting raises DeadlineExceeded after the command's deadline, and ServiceFault if the process failed. It may be
+        cancelled.
         """
 
     async def call(self, command: Command[R]) -> R:
@@ -127,9 +127,9 @@ class WeightsHosted(Struct, frozen=True):
 
 
 class HostWeights(Command[WeightsHosted], frozen=True):
-    """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer as one, the first, however many of its
-    ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`. A rollout gets this command to send its version to
-    other rollouts."""
+    """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer once, as the first, however many of
+    its ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`. Rollouts get it to send their version to
+    others."""
 
     epoch: int
     world_size: int
@@ -227,8 +227,8 @@ class Accumulate(Command[None], frozen=True):
 class Apply(Command[StepResult], frozen=True):
     """Normalise over all accumulated groups, clip, and step the optimizer: the weights become those of step + 1.
 
-    `probes`, to the trainer: encoded groups that the rollouts sampled with the weights before the update. The result's
-    `probes` are for these, in order.
+    `probes`, to the trainer: encoded groups, sampled with the weights before the update. The result's `probes` are in their
+    order.
     """
 
     step: int
@@ -257,7 +257,6 @@ class ComputeValues(Command[list[bytes]], frozen=True):
 
 
 class ComputeLogprobs(Command[list[bytes]], frozen=True):
-    """Compute the log-probabilities of a reference of several ranks for a batch of `LogprobRequest`s: one answer each, in
-    order."""
+    """Compute a reference group's log-probabilities for a batch of `LogprobRequest`s: one answer each, in order."""
 
     groups: list[LogprobRequest]

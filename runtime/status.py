@@ -13,8 +13,8 @@ RunPhase = Literal["starting", "evaluating", "training", "recovering", "saving",
 
 
 class CallStats(Struct, kw_only=True):
-    """A process's calls since its start: the `open` ones, and the results of the others. `seconds`: from a call to its answer,
-    the mean over recent calls."""
+    """A process's calls since its start: `open` ones, and results. `seconds`: from call to answer, the mean over recent
+    calls."""
 
     open: int = 0
     answered: int = 0
@@ -24,8 +24,8 @@ class CallStats(Struct, kw_only=True):
 
 
 class Status(Struct, kw_only=True):
-    """The current status of one process. `rates` are per second over the last seconds. `metrics`: HOST:PORT of its Prometheus
-    endpoint, or ""."""
+    """The current status of one process. `rates` are per second over the last seconds. `metrics`: HOST:PORT for Prometheus, or
+    ""."""
 
     role: str
     name: str
@@ -86,9 +86,8 @@ class Progress(Struct, kw_only=True):
 
 class RunFigures(Struct, kw_only=True):
     """The current state of the run at the coordinator. `staleness`: the bound, in versions. `rollouts` and `groups` are counted
-    by state, lost units and incarnations beyond the first (`restarts`) by role. `newest`: the metrics of the newest step and
-    evaluation. `stepped`: the end of that step, in seconds since the epoch, 0 before the first. `alarms`: probes over
-    `mismatch.limit`."""
+    by state, lost units and later incarnations (`restarts`) by role. `newest`: the metrics of the newest step and evaluation.
+    `stepped`: the end of that step, in seconds since the epoch, 0 before the first. `alarms`: probes over `mismatch.limit`."""
 
     progress: Progress
     processes: list[Registration]

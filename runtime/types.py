@@ -61,8 +61,8 @@ def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: Any) -> bytes:
-    """Return the msgpack bytes of a Struct or plain container. Raises InvalidMessage if an array is not 1-D or of no listed
-    dtype."""
+    """Return the msgpack bytes of a Struct or plain container. Raises InvalidMessage if an array is not 1-D or not of our
+    dtypes."""
     return _encoder.encode(message)
 
 
@@ -149,7 +149,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenSets | None], lengths: Sequence[int]) -> TokenSets | None:
-        """Concatenate `parts`, which have `lengths` tokens. A part that is None has the whole vocabulary; all None gives
+        """Concatenate `parts`, which have `lengths` tokens. None stands for the whole vocabulary; if all are None, return
         None."""
         known = [part for part in parts if part is not None]
         if not known:
@@ -176,8 +176,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
         return TokenSets(self.vocabulary, sizes, self.data)
 
     def bitmaps(self, which: np.ndarray) -> np.ndarray:
-        """Return the sets at `which` (int64) as bitmaps, uint8 [len(which), ⌈vocabulary / 32⌉ · 4]. The lowest bit of a
-        byte comes first."""
+        """Return the sets at `which` (int64) as bitmaps, lowest bit first: uint8 [len(which), ⌈vocabulary / 32⌉ · 4]."""
         begins, lengths = self._places()
         width = _bitmap_bytes(self.vocabulary)
         out = np.full((len(which), width), 255, np.uint8)

@@ -125,8 +125,8 @@ def _code(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 class Roster:
-    """The present nodes. The others have to agree with the first one. A node counts once it has reported its files at the
-    configuration's paths."""
+    """The present nodes. All must agree with the first one. A node counts once it has reported its files at the configured
+    paths."""
 
     def __init__(self, config: Config):
         self._cluster = config.cluster
@@ -253,7 +253,7 @@ def _group(
     incarnation: int,
     secret: bytes,
 ) -> Iterator[tuple[str, Launch]]:
-    """Yield the launches of one group; `parts` is in the order of its ranks. They meet on the first node, at port number
+    """Yield the launches of one group; `parts` is in the order of its ranks. Its first node hosts the rendezvous at port
     `place`."""
     first = roster[next(iter(parts))]
     key = hashlib.blake2b(f"{role}/{incarnation}".encode(), key=secret, digest_size=32).digest()

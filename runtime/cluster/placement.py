@@ -1,9 +1,8 @@
 """The placement of processes on nodes and devices. No I/O.
 
 Some processes must be on one node: those of a replica with all its devices, and the ranks of an SPMD group that share every
-layer. SPMD groups are placed first, then replicas, those with the most devices first, so that units with the fewest choices
-come first. A colocated role comes after its host. If no node has accelerators, no process gets a device, and only `placement`
-decides the node.
+layer. SPMD groups are placed first, then replicas, those with the most devices first, so that the fewest choices come first. A
+colocated role comes after its host. If no node has accelerators, no process gets a device, and `placement` decides the node.
 """
 
 from __future__ import annotations

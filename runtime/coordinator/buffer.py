@@ -141,8 +141,7 @@ class Buffer:
         """The run ends before this step."""
         self.stop_reason = ""
         self.ready_changed = asyncio.Event()
-        """Set when `take` may have become possible, or a group is generated, scored, referenced or dropped. Clear it, call
-        `take`, then wait."""
+        """Set when `take` may have become possible, or a group changed its state. Clear it, call `take`, then wait."""
         self.room_changed = asyncio.Event()
         """Set when `capacity` may have grown, a group must be dispatched again, or the trainer has nothing to do."""
         self.trainer_waits = False
@@ -173,8 +172,7 @@ class Buffer:
         return len(self._groups)
 
     def stop(self, reason: str) -> None:
-        """End the run after the step whose batch was completed last; give up the batch that is being filled. Only the first
-        reason is kept."""
+        """End the run after the last complete batch; give up the batch that is being filled. Only the first reason is kept."""
         self.stop_reason = self.stop_reason or reason
         self.last_step = min(self.last_step, self.step)
         self.ready_changed.set()
@@ -484,16 +482,15 @@ class DynamicSampling:
             self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
 
     def judge_restored(self) -> None:
-        """Drop restored groups without signal, from a run that took every group. They are not counted: later prompts may
-        differ."""
+        """Drop restored groups without signal, from a run that took every group. They are not counted for the limit."""
         for group in list(self._buffer):
             if group.scores is not None and not _has_signal(group):
                 self._buffer.drop(group.group_id, NO_SIGNAL)
 
     def close_step(self) -> dict[str, float]:
         """Return the metrics of the groups scored since the last call. The fraction is left out if there were none.
-        MindSpeed-RL generates whole batches until one is full, and counts them; here the metric is how many batches the groups
-        would make."""
+        MindSpeed-RL counts the whole batches that it generates until one is full; here the metric is the groups divided by the
+        batch size."""
         kept, dropped = self._kept, self._dropped
         self._kept = self._dropped = 0
         batches = (kept + dropped) / self._buffer.groups_per_step

@@ -133,9 +133,8 @@ class Devices:
 class ColocatedDevices(Devices):
     """Shared devices. At first the rollouts are asleep, and no role has the devices.
 
-    During a lease of the trainer the pool is closed, and the committed version is not sent to newcomers, whose memory may be
-    off the devices. A newcomer joins the pool once it has reached the level of the other rollouts, in time for the next
-    weight sync.
+    During a lease of the trainer the pool is closed, and newcomers do not get the committed version, as their memory may be off
+    the devices. A newcomer joins the pool once it has reached the level of the other rollouts, before the next weight sync.
     """
 
     def __init__(
@@ -225,8 +224,8 @@ class ColocatedDevices(Devices):
     # ------------------------------------------------------------------------------------------ handing over the devices
 
     async def _acquire(self) -> None:
-        """Give the devices to the trainer. Before that, give them to the reference, if groups wait for it. Call it only when no
-        rollout has work."""
+        """Give the devices to the reference, if groups wait for it, then to the trainer. Call it only when no rollout has
+        work."""
         # Before the first version the reference is skipped, although restored groups may lack its log-probabilities.
         refers = self._refers and self.phase != "asleep" and any(map(_lacks_reference, self._buffer))
         self._pool.close()

@@ -227,8 +227,7 @@ def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
 
 
 class ServingRun:
-    """`sluice serve`: the rollouts and gateways of a run without training, with the weights that the rollouts loaded, until
-    `stop`."""
+    """`sluice serve`: rollouts and gateways of a run without training, with the rollouts' own weights, until `stop`."""
 
     def __init__(self, context: EvaluationContext, register: Register):
         config = context.config

@@ -162,8 +162,7 @@ class FailoverState(Struct, frozen=True):
 
 
 async def take_up(config: Config, register: Register, course: RunState) -> FailoverState:
-    """Go on after `course` with the living processes. Raises SluiceError if trainer or critic is not in the state of
-    `course`."""
+    """Go on after `course` with the living processes. Raises SluiceError if trainer or critic is in another state."""
     version, ahead = course.history.version, False
     rollouts = register.units(ROLLOUT, UnitState.CONNECTED)
     held = await asyncio.gather(*(_version(config, register, unit) for unit in rollouts))  # then asleep if devices are shared

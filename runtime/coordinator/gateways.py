@@ -173,8 +173,8 @@ class Concurrency:
 
 
 def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | PlayRequest:
-    """Build the request for a group: replies to `prompt`, or episodes of the task if the run has gateways. `rest`: the other
-    fields of the request."""
+    """Build the request for replies to `prompt`, or for episodes of the task if the run has gateways. `rest`: its other
+    fields."""
     if config.gateway is None:
         return GroupRequest(prompt=prompt, **rest)
     task = EpisodeTask(
@@ -224,8 +224,8 @@ class GatewayPool(WorkPool):
             self._update_all()
 
     async def hurry(self, gateway: RolePort, group_id: int) -> None:
-        """Notify the gateway that the trainer waits for this group alone. Ignore a failure: another gateway plays the groups of
-        a lost gateway."""
+        """Notify the gateway that the trainer waits for this group alone. Ignore failures: groups of a lost gateway are
+        repeated."""
         with suppress(SluiceError):
             await gateway.call(Hurry(group_id))
 

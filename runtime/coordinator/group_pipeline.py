@@ -1,5 +1,4 @@
-"""The first stages of the pipeline: admission under the staleness bound, generation, scores, reference and values; dynamic
-sampling.
+"""The first stages of the pipeline: admission under the staleness bound, generation, marks; dynamic sampling.
 
 One coroutine handles one group from its dispatch to `ready`. Admission limits their number, and so every queue behind them: a
 group is dispatched only while a step may still train on it in time.
@@ -77,8 +76,7 @@ class GroupStage:
         self._alarm: asyncio.TimerHandle | None = None  # wakes `run` when a group may be late
 
     async def run(self, tasks: asyncio.TaskGroup, taken_up: FailoverState | None = None) -> None:
-        """Admit groups until cancelled, up to the buffer's `last_step`. `taken_up`: the state of the groups already under
-        way."""
+        """Admit groups until cancelled, up to the buffer's `last_step`. `taken_up`: the state of groups already under way."""
         buffer = self._buffer
         for group in list(buffer):
             if group.state.phase == Phase.GENERATED:
@@ -173,8 +171,8 @@ class GroupStage:
 
     def _max_groups(self, rollout: RolePort) -> int:
         """Return how many groups of replies `rollout` may hold: what fits into twice its slots, and one more. Replies are
-        long-tailed: most groups under way have only a few running samples. With only its slots' worth of groups, two thirds of
-        the slots would be empty."""
+        long-tailed: most groups under way have few running samples. With groups for its slots only, two thirds would be
+        empty."""
         return 2 * self._pool.slots[rollout.name] // self._size + 1
 
     def _together(self, rollout: RolePort) -> int:

@@ -257,8 +257,7 @@ class Probes:
     """Probes each rollout that reaches the committed version. A probe without an answer is counted, and fails nothing."""
 
     def __init__(self, context: RunContext, pool: RolloutPool, history: RunHistory, spans: SpanClock, answered: asyncio.Event):
-        """Subscribe to the pool. `history` gets the alarms. `answered` is set after each answer, and after each missed
-        deadline."""
+        """Subscribe to the pool. `history` gets the alarms. `answered` is set after each answer or missed deadline."""
         config = context.config
         self._prompts, self._seed = context.train.tokens, config.run.seed
         self._limit, self._seconds = config.mismatch.limit, config.publication.commit_timeout

@@ -156,8 +156,7 @@ async def models_back(config: Config, register: Register) -> None:
 
 
 class Checkpoints:
-    """Saves and prunes checkpoints. `accuracy` has the evaluations' results by step; only evaluated checkpoints can be the
-    best."""
+    """Saves and prunes checkpoints. `accuracy` has the results of evaluations by step: the best checkpoint is one of these."""
 
     def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer, history: RunHistory):
         config = context.config
@@ -239,8 +238,7 @@ class Checkpoints:
                 await asyncio.sleep(timeouts.SAVE_RETRY)
 
     async def unless_full(self, step: int, saving: Awaitable[None]) -> None:
-        """Await `saving` of version `step`. Without room, keep the checkpoint before as the newest, so that training goes
-        on."""
+        """Await `saving` of version `step`. Without room, go on with the checkpoint before as the newest."""
         try:
             await saving
         except StorageFull as error:
@@ -258,8 +256,7 @@ class Checkpoints:
         finishing: asyncio.Future[None] | None = None,
         written: asyncio.Future[None] | None = None,
     ) -> Coroutine[Any, Any, None]:
-        """Order the checkpoint of version `step`, behind the commands before. The result is done once old checkpoints are
-        pruned.
+        """Order the checkpoint of version `step`, behind the commands before. Done once old checkpoints are pruned.
 
         The checkpoint counts only once `finishing` is done, when the metrics of its step are recorded: an attempt that begins
         with it does not repeat this step. `written` is done once the models no longer need their devices for it.

@@ -1,5 +1,4 @@
-"""The register of living units: one row for each unit of a run, from its placement on a node to its loss. Pure: no I/O, no
-clock.
+"""The register of units: one row for each unit of a run, from its placement on a node to its loss. Pure: no I/O, no clock.
 
 A unit is a process that stands alone, or the ranks of a group, which live and die together and have the name of the first rank.
 
@@ -297,7 +296,7 @@ class Register:
         return self._report(who, Served())
 
     def lose(self, who: Incarnated, reason: str) -> bool:
-        """Mark the unit of `who` as lost: the run stops calling it. Any part of the coordinator may report a loss, also
+        """Mark the unit of `who` as lost: the run stops calling it. Any part of the coordinator may do this, also
         repeatedly."""
         return self._report(who, UnitLost(reason))
 

@@ -461,7 +461,7 @@ class TrainingRun:
     def __init__(
         self, context: RunContext, register: Register, history: RunHistory | None = None, taken_up: FailoverState | None = None
     ):
-        """Create the run. `history`, `taken_up`: left by an earlier coordinator. Raises Unreachable if trainer or critic is
+        """Create the run. `history`, `taken_up`: from an earlier coordinator. Raises Unreachable if trainer or critic is
         lost."""
         config = context.config
         self._context, self._config, self._register = context, config, register
@@ -475,8 +475,8 @@ class TrainingRun:
 
     @classmethod
     async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
-        """Go on after `course`, or from the newest checkpoint if its trainer or critic is gone. Raises DeadlineExceeded if none
-        comes back."""
+        """Go on after `course`, or from the newest checkpoint without its trainer or critic. Raises DeadlineExceeded if none
+        returns."""
         config, history = context.config, course.history
         history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
         try:

@@ -12,8 +12,7 @@ Deadlines are step numbers here.
 Terms. Step v trains the weights of version v and makes version v + 1. c is the committed version, η the bound, B the
 groups per step. A group *holds a place* from its dispatch until it is retired (when the version that it trained commits) or
 dropped. A group is *open* while no step has taken it. Its deadline is the last step that may take it: the version of its
-oldest token + η. Until the group arrives, the version committed at its dispatch is the lower bound of its oldest token. So a
-deadline only ever moves later.
+oldest token + η. Until it arrives, the version committed at its dispatch bounds this from below, so deadlines only move later.
 
 **The invariant.** Let v be the next step with room and r ≥ 1 its open places. For every d ≥ v::
 
@@ -29,10 +28,9 @@ U(d) ≤ open ≤ r + (c + η − v)·B ≤ r + (d − v)·B. Hence `admission_c
 
 **Taking keeps it** if it is checked. After k groups are taken, r is less by k and U(d) is less by the taken groups with
 deadlines ≤ d. So (1) requires for every d: the number of taken groups with a deadline *later* than d is at most
-r + (d − v)·B − U(d). These sets are nested in d, so the maximum is found by going through the ready groups by deadline and
-stopping at the first group that does not fit. The earliest deadline always fits. A step that can take no group waits for a
-group in generation, which depends on no step: there is no deadlock. A full step leaves (1) for v + 1 unchanged: r becomes B
-and B moves to the left term.
+r + (d − v)·B − U(d). These sets are nested in d, so going through the ready groups by deadline and stopping at the first that
+does not fit takes the maximum. The earliest deadline always fits. A step that can take no group waits for one in generation,
+which depends on no step: there is no deadlock. A full step leaves (1) for v + 1 unchanged: r becomes B and B moves left.
 
 **No group starves.** Step d at the latest takes a group with deadline d, however long its generation took. So no group is
 dropped for being slow. Drops and lost replicas (a group leaves, or returns with a later deadline) only make U smaller.

@@ -1,5 +1,4 @@
-"""Weight sync: new weights go from the trainer to every living rollout. This module drives it; the bytes bypass the
-coordinator.
+"""Weight sync: new weights go from the trainer to every living rollout. This drives it; the bytes bypass the coordinator.
 
       train_loop ── begin(v) ──► WeightPublisher ──owns──► SyncGroup ── host_weights ──► trainer     one epoch: the trainer
           │                          │  lock: one             │ ── join_weights ────► rollouts       and living rollouts
@@ -117,8 +116,7 @@ class SyncGroup:
                 raise fault
 
     async def _meet(self, epoch: Epoch) -> SluiceError | None:
-        """Connect the group. Return None when it is connected, else the fault. Raises UserError if the members cannot use the
-        configured transport."""
+        """Connect the group. Return None, or the fault. Raises UserError if the members cannot use the configured transport."""
         ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
         machines = {**self.machines, **{port.name: port.machine for port in ports}}
         transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
@@ -170,8 +168,7 @@ class SyncGroup:
 
 
 class PeerGroup(SyncGroup):
-    """A rollout with the committed version, as the sender in the trainer's place, and the newcomers. The trainer takes no
-    part."""
+    """A rollout with the committed version, as sender instead of the trainer, and the newcomers. The trainer takes no part."""
 
     trainer: RolePort  # type: ignore[assignment]
 
@@ -261,8 +258,8 @@ class WeightPublisher:
         return replace(seconds, transfer=seconds.transfer + self._step_seconds) if behind else seconds
 
     async def run(self) -> None:
-        """Open a new epoch whenever the living rollouts change, until cancelled. Raises ServiceFault if that fails for another
-        reason than a rollout."""
+        """Open a new epoch whenever the living rollouts change, until cancelled. Raises ServiceFault, unless a rollout caused
+        it."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -379,8 +376,7 @@ class WeightSync:
         self._aborts = self._fruitless = 0
         self._behind = False  # the weights may have to be gathered again
         self.past = False
-        """The version is committed, but the trainer has neither these weights nor their buckets any more: it cannot send them
-        again."""
+        """The version is committed, but the trainer has neither these weights nor their buckets any more to send again."""
         self._post()
 
     async def finish(self) -> PublicationFigures:

@@ -170,8 +170,7 @@ class SyncAttempt:
     """One version over one epoch's members.
 
     `phase` and `next_deadline` (None once done or aborted) are the state. Members in `lost` must not be in the next epoch;
-    members in `failed` live and reported a failure. `reason` is one line for the user with phase and members, "" if all is
-    well.
+    members in `failed` live and reported a failure. `reason` is one line for the user with phase and members, or "".
     """
 
     def __init__(self, version: PolicyVersion, members: Iterable[str], sender: str, seconds: PhaseSeconds, now: float):

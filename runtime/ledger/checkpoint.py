@@ -339,8 +339,7 @@ def resolve(
 
 
 def fault(folder: Path, sums: bool = True) -> str:
-    """Check a checkpoint without loading it. Return a description of the first fault, or "". `sums`: also read all files and
-    compare their checksums."""
+    """Check a checkpoint without loading it. Return the first fault, or "". `sums`: also compare the checksums of all files."""
     try:
         position = _decoded(folder)
         if position.files or position.parts:

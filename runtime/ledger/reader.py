@@ -222,8 +222,7 @@ class LedgerReader:
         return map(group_row, found)
 
     def times(self) -> dict[str, np.ndarray]:
-        """Return the times at which groups entered each phase: by phase, float64 [groups] in order of id, seconds since the
-        epoch, NaN for never."""
+        """Return when groups entered each phase: by phase, float64 [groups] by id, seconds since the epoch, NaN for never."""
         rows = self._connection.execute(f"SELECT {', '.join(f'{phase.value}_at' for phase in Phase)} FROM groups ORDER BY id")
         table = np.array([tuple(row) for row in rows], np.float64).reshape(-1, len(Phase))
         return {phase.value: table[:, at] for at, phase in enumerate(Phase)}
