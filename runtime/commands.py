@@ -32,8 +32,7 @@ class RolePort(Protocol):
         """Send a command now; the returned coroutine waits for the answer. The process carries out data commands in the order
         of these calls, and control commands before them.
 
-        Awaiting raises DeadlineExceeded after the command's deadline, and ServiceFault if the process failed. It may be
-        cancelled.
+        Awaiting may be cancelled. Raises DeadlineExceeded after the command's deadline, and ServiceFault if the process failed.
         """
 
     async def call(self, command: Command[R]) -> R:
@@ -128,7 +127,7 @@ class WeightsHosted(Struct, frozen=True):
 
 class HostWeights(Command[WeightsHosted], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer once, as the first, however many of
-    its ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`. Rollouts get it to send their version to
+    its ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`. A rollout gets it to send its version to
     others."""
 
     epoch: int
@@ -227,7 +226,7 @@ class Accumulate(Command[None], frozen=True):
 class Apply(Command[StepResult], frozen=True):
     """Normalise over all accumulated groups, clip, and step the optimizer: the weights become those of step + 1.
 
-    `probes`, to the trainer: encoded groups, sampled with the weights before the update. The result's `probes` are in their
+    `probes`, to the trainer: encoded groups, sampled with the weights before the update. The result's `probes` follow their
     order.
     """
 

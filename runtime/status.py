@@ -13,8 +13,7 @@ RunPhase = Literal["starting", "evaluating", "training", "recovering", "saving",
 
 
 class CallStats(Struct, kw_only=True):
-    """A process's calls since its start: `open` ones, and results. `seconds`: from call to answer, the mean over recent
-    calls."""
+    """A process's calls since its start: `open` ones, and results. `seconds`: from call to answer, a mean over recent calls."""
 
     open: int = 0
     answered: int = 0
@@ -24,7 +23,7 @@ class CallStats(Struct, kw_only=True):
 
 
 class Status(Struct, kw_only=True):
-    """The current status of one process. `rates` are per second over the last seconds. `metrics`: HOST:PORT for Prometheus, or
+    """The current status of one process. `rates` are per second over the last seconds. `metrics`: Prometheus' HOST:PORT, or
     ""."""
 
     role: str

@@ -125,7 +125,7 @@ def _code(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 class Roster:
-    """The present nodes. All must agree with the first one. A node counts once it has reported its files at the configured
+    """The present nodes. All must agree with the first. A node counts once it has reported its files at the configured
     paths."""
 
     def __init__(self, config: Config):
@@ -253,8 +253,7 @@ def _group(
     incarnation: int,
     secret: bytes,
 ) -> Iterator[tuple[str, Launch]]:
-    """Yield the launches of one group; `parts` is in the order of its ranks. Its first node hosts the rendezvous at port
-    `place`."""
+    """Yield the launches of one group, whose `parts` are in rank order. They meet on its first node, at port number `place`."""
     first = roster[next(iter(parts))]
     key = hashlib.blake2b(f"{role}/{incarnation}".encode(), key=secret, digest_size=32).digest()
     meeting = Rendezvous(host=first.address, port=first.ports[place], key=key) if len(parts) > 1 else None

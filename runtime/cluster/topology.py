@@ -124,8 +124,7 @@ def takes_turns(config: Config) -> bool:
 
 
 def shares_devices(config: Config, role: str) -> bool:
-    """Return True if rollouts may share the devices of `role`, which its replacement finds free only once the rollouts
-    sleep."""
+    """Return True if rollouts may share the devices of `role`: these are free for its replacement only once rollouts sleep."""
     return takes_turns(config) and role in ("trainer", "critic")
 
 

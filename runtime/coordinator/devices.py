@@ -224,8 +224,7 @@ class ColocatedDevices(Devices):
     # ------------------------------------------------------------------------------------------ handing over the devices
 
     async def _acquire(self) -> None:
-        """Give the devices to the reference, if groups wait for it, then to the trainer. Call it only when no rollout has
-        work."""
+        """Give the devices to the reference, if groups wait for it, then to the trainer. Call it when no rollout has work."""
         # Before the first version the reference is skipped, although restored groups may lack its log-probabilities.
         refers = self._refers and self.phase != "asleep" and any(map(_lacks_reference, self._buffer))
         self._pool.close()

@@ -173,8 +173,7 @@ class Concurrency:
 
 
 def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | PlayRequest:
-    """Build the request for replies to `prompt`, or for episodes of the task if the run has gateways. `rest`: its other
-    fields."""
+    """Build the request for replies to `prompt`, or for episodes of the task with gateways. `rest`: the other fields."""
     if config.gateway is None:
         return GroupRequest(prompt=prompt, **rest)
     task = EpisodeTask(
@@ -224,7 +223,7 @@ class GatewayPool(WorkPool):
             self._update_all()
 
     async def hurry(self, gateway: RolePort, group_id: int) -> None:
-        """Notify the gateway that the trainer waits for this group alone. Ignore failures: groups of a lost gateway are
+        """Notify the gateway that the trainer waits for this group alone. Ignore failures: a lost gateway's groups are
         repeated."""
         with suppress(SluiceError):
             await gateway.call(Hurry(group_id))

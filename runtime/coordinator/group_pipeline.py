@@ -171,8 +171,7 @@ class GroupStage:
 
     def _max_groups(self, rollout: RolePort) -> int:
         """Return how many groups of replies `rollout` may hold: what fits into twice its slots, and one more. Replies are
-        long-tailed: most groups under way have few running samples. With groups for its slots only, two thirds would be
-        empty."""
+        long-tailed: most groups have few running samples. Groups for its slots only would leave two thirds of them empty."""
         return 2 * self._pool.slots[rollout.name] // self._size + 1
 
     def _together(self, rollout: RolePort) -> int:

@@ -145,8 +145,8 @@ class RewardScoring:
 
     def __init__(self, roles: EvaluationRoles, environment: float, spans: SpanClock | None = None, unrewarded: int = 0):
         """Create the scoring. `environment`: the factor of the environment's rewards; 0 ignores them. `spans`: gets the time
-        under the phases of `SCORERS`. `unrewarded`: the size of groups without any reward, which get reward 0; 0 allows no such
-        group."""
+        under the phases of `SCORERS`. `unrewarded`: the size of groups without any reward, which get reward 0; 0 forbids such
+        groups."""
         self._replicas = {phase: replicas for phase, replicas in roles.scorers.items() if replicas}
         self._spans = spans
         self._environment, self._unrewarded = environment, unrewarded
@@ -301,8 +301,7 @@ class WorkPool(ABC):
             self._loads.add(member, -request.n)
 
     async def generate_anywhere(self, request: GroupRequest | PlayRequest) -> GeneratedGroup:
-        """Send the request to the least loaded unit, and again after a loss. `RolloutPool.guard` limits how long this may go
-        on."""
+        """Send the request to the least loaded unit, again after a loss. `RolloutPool.guard` limits how long this may go on."""
         while True:
             await self._wait(lambda: self.admits)
             try:

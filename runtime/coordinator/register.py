@@ -296,8 +296,7 @@ class Register:
         return self._report(who, Served())
 
     def lose(self, who: Incarnated, reason: str) -> bool:
-        """Mark the unit of `who` as lost: the run stops calling it. Any part of the coordinator may do this, also
-        repeatedly."""
+        """Mark the unit of `who` as lost: the run stops calling it. Any part of the coordinator may call this, also twice."""
         return self._report(who, UnitLost(reason))
 
     def dismiss(self, name: str, reason: str) -> None:

@@ -461,8 +461,7 @@ class TrainingRun:
     def __init__(
         self, context: RunContext, register: Register, history: RunHistory | None = None, taken_up: FailoverState | None = None
     ):
-        """Create the run. `history`, `taken_up`: from an earlier coordinator. Raises Unreachable if trainer or critic is
-        lost."""
+        """Create the run. `history`, `taken_up`: from an earlier coordinator. Raises Unreachable without trainer or critic."""
         config = context.config
         self._context, self._config, self._register = context, config, register
         self._started = now()
@@ -475,8 +474,8 @@ class TrainingRun:
 
     @classmethod
     async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
-        """Go on after `course`, or from the newest checkpoint without its trainer or critic. Raises DeadlineExceeded if none
-        returns."""
+        """Go on after `course`; without its trainer or critic, from the newest checkpoint. Raises DeadlineExceeded if these
+        stay away."""
         config, history = context.config, course.history
         history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
         try:

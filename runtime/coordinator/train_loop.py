@@ -266,8 +266,7 @@ class ModelUpdates:
             model.acknowledge(Apply(step))
 
     async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
-        """Order the update; the trainer's command is sent when this returns. Return the tasks of the results, the trainer's
-        first."""
+        """Order the update; the trainer's command is sent when this returns. Return the tasks of the results, trainer first."""
         applying = [(self._trainer.post(Apply(step, tuple(probes))), UPDATE)]
         applying += [(critic.post(Apply(step)), UPDATE_CRITIC) for critic in self._critics]
         return [tasks.create_task(self._applied(answer, phase)) for answer, phase in applying]

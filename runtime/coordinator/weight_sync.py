@@ -258,7 +258,7 @@ class WeightPublisher:
         return replace(seconds, transfer=seconds.transfer + self._step_seconds) if behind else seconds
 
     async def run(self) -> None:
-        """Open a new epoch whenever the living rollouts change, until cancelled. Raises ServiceFault, unless a rollout caused
+        """Open a new epoch when the living rollouts change, until cancelled. Raises ServiceFault, unless a rollout caused
         it."""
         while True:
             await self._changed.wait()

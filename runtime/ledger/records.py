@@ -31,8 +31,7 @@ class Record(Struct, kw_only=True):
 
 
 class Change(Record, kw_only=True):
-    """A group entered `state` at `at` (seconds since the epoch), with new data. `stamp`: the time column for `at`; "" for
-    none."""
+    """A group entered `state` at `at` (seconds since the epoch), with new data. `stamp`: the time column for `at`, or ""."""
 
     group_id: int
     state: GroupState
