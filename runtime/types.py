@@ -161,7 +161,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
 
     def part(self, tokens: slice) -> TokenSets:
         """Return the sets of a contiguous slice of tokens."""
-        ends = np.append(0, np.cumsum(self._places()[1]))
+        ends = np.append(0, np.cumsum(self._offsets()[1]))
         begin, end, _ = tokens.indices(len(self.sizes))
         return TokenSets(self.vocabulary, self.sizes[tokens], self.data[ends[begin] : ends[max(begin, end)]])
 
@@ -177,7 +177,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
 
     def bitmaps(self, which: np.ndarray) -> np.ndarray:
         """Return the sets at `which` (int64) as bitmaps, lowest bit first: uint8 [len(which), ⌈vocabulary / 32⌉ · 4]."""
-        begins, lengths = self._places()
+        begins, lengths = self._offsets()
         width = _bitmap_bytes(self.vocabulary)
         out = np.full((len(which), width), 255, np.uint8)
         whole = lengths[which] == width
@@ -189,7 +189,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
 
     def fault(self, tokens: np.ndarray, vocabulary: int) -> str:
         """Check the sets against `tokens` (int32 [n]) and the vocabulary size. Return a description of the fault, or ""."""
-        begins, lengths = self._places()
+        begins, lengths = self._offsets()
         if self.vocabulary != vocabulary:
             return f"its kept sets are of {self.vocabulary} tokens, the vocabulary has {vocabulary}"
         dtypes = self.sizes.dtype == np.uint32 and self.data.dtype == np.uint8
@@ -206,14 +206,14 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
 
     def _listed(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """List the ids of the sets in `which` that are encoded as ids (int32), and for each id the set's index in `which`."""
-        begins, lengths = self._places()
+        begins, lengths = self._offsets()
         few = np.flatnonzero((self.sizes[which] > 0) & (lengths[which] < _bitmap_bytes(self.vocabulary)))
         count = lengths[which[few]] // 4
         first = np.cumsum(count) - count
-        place = np.repeat(begins[which[few]] // 4 - first, count) + np.arange(count.sum())
-        return np.repeat(few, count), self.data.view("<i4")[place]
+        index = np.repeat(begins[which[few]] // 4 - first, count) + np.arange(count.sum())
+        return np.repeat(few, count), self.data.view("<i4")[index]
 
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+    def _offsets(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the offset of each set in `data` and its size in bytes: int64 [n] each."""
         lengths = np.minimum(self.sizes.astype(np.int64) * 4, _bitmap_bytes(self.vocabulary))
         return np.cumsum(lengths) - lengths, lengths

@@ -239,8 +239,8 @@ def launches(
             )
     for role, parts in groups.items():
         incarnation = incarnations.get(f"{role}-0", 0)
-        place = SPANNING_ROLES.index(role) + len(SPANNING_ROLES) * (incarnation % PORTS_PER_ROLE)
-        for node, launch in _group(role, parts, roster, place, incarnation, secret):
+        port_index = SPANNING_ROLES.index(role) + len(SPANNING_ROLES) * (incarnation % PORTS_PER_ROLE)
+        for node, launch in _group(role, parts, roster, port_index, incarnation, secret):
             out[node].append(launch)
     return out
 
@@ -249,14 +249,14 @@ def _group(
     role: str,
     parts: Mapping[str, Sequence[Binding]],
     roster: Mapping[str, NodeRegistration],
-    place: int,
+    port_index: int,
     incarnation: int,
     secret: bytes,
 ) -> Iterator[tuple[str, Launch]]:
-    """Yield the launches of one group, whose `parts` are in rank order. They meet on its first node, at port number `place`."""
+    """Yield the launches of one group, whose `parts` are in rank order. They meet on its first node, at port `port_index`."""
     first = roster[next(iter(parts))]
     key = hashlib.blake2b(f"{role}/{incarnation}".encode(), key=secret, digest_size=32).digest()
-    meeting = Rendezvous(host=first.address, port=first.ports[place], key=key) if len(parts) > 1 else None
+    meeting = Rendezvous(host=first.address, port=first.ports[port_index], key=key) if len(parts) > 1 else None
     for node, seats in parts.items():
         yield (
             node,

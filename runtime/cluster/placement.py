@@ -226,10 +226,10 @@ class _Table:
         assert isinstance(settings, Placed)
         allowed = self._allowed(settings)
         if isinstance(settings, Computing) and settings.colocate:
-            place = self._host_devices(settings.colocate, (index + 1) * each)[index * each :]
-            if len({node for node, _ in place}) > 1:
+            found = self._host_devices(settings.colocate, (index + 1) * each)[index * each :]
+            if len({node for node, _ in found}) > 1:
                 raise _NoRoom(f".colocate: {instance.name} would have devices of two nodes of {settings.colocate}")
-            return place[0][0], tuple(device for _, device in place if device is not None)
+            return found[0][0], tuple(device for _, device in found if device is not None)
         if isinstance(settings, Computing) and settings.devices and self._accelerated:
             node = self._node_of_named(path, settings, allowed)
             return node, tuple(settings.devices[index * each : (index + 1) * each])

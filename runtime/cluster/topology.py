@@ -99,12 +99,12 @@ def place_in_fleet(config: Config, instance: Instance) -> int:
 def _fleet_of(config: Config, instance: Instance) -> tuple[str, Process, int]:
     """Return the YAML path of an instance's settings, the settings, and its index among their processes. The settings are those
     of a rollout's fleet, or of a process's environment. Raises KeyError."""
-    place = int(instance.name.rpartition("-")[2])
+    index = int(instance.name.rpartition("-")[2])
     for path, settings in sections(config, instance.role).items():
         count = _count(config, instance.role, settings)
-        if place < count:
-            return path, settings, place
-        place -= count
+        if index < count:
+            return path, settings, index
+        index -= count
     raise KeyError(instance.name)
 
 

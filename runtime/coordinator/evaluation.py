@@ -5,7 +5,7 @@ change, and the evaluation reports the range of versions of its tokens.
 
 An evaluation never stalls training: no part of training waits for it, and it has at most a `SHARE` of the rollouts' slots. A
 problem with more samples than that is requested in parts. A rollout takes requests in order, so requests behind a large one
-would wait until all its samples have slots. A place is kept until the replies are scored, which limits the reward services'
+would wait until all its samples have slots. The room is kept until the replies are scored, which limits the reward services'
 load too. A thread decodes and writes the replies.
 """
 
@@ -70,8 +70,8 @@ class WeightedSemaphore:
 class _EvaluationRun:
     """The state of one evaluation: its output files and its progress."""
 
-    def __init__(self, folder: Path, sets: Sequence[HeldOut], places: WeightedSemaphore, largest: int, progress: ReportDone):
-        self.places, self.largest = places, largest
+    def __init__(self, folder: Path, sets: Sequence[HeldOut], room: WeightedSemaphore, largest: int, progress: ReportDone):
+        self.room, self.largest = room, largest
         self.evaluated: list[list[EvaluatedProblem]] = [[] for _ in sets]
         self.transcripts = [Transcript(folder / f"{each.settings.name}{SUFFIX}") for each in sets]
         self.thread = ThreadPoolExecutor(1, "evaluation")
@@ -117,7 +117,7 @@ class Evaluator:
         await asyncio.to_thread(disk.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
         under_way = await asyncio.to_thread(self._begin, folder, alone, progress)
         try:
-            # All problems at once; `places` limits the samples under way. The group ends with the last score.
+            # All problems at once; `room` limits the samples under way. The group ends with the last score.
             async with asyncio.TaskGroup() as tasks:
                 for which, held_out in enumerate(self._sets):
                     for index in range(len(held_out.prompts.problems)):
@@ -145,8 +145,8 @@ class Evaluator:
         each = slots(self._config).values()
         if alone:  # a queue as long as the slots keeps them full
             return _EvaluationRun(folder, self._sets, WeightedSemaphore(2 * sum(each)), min(each), progress)
-        places, largest = sum(each) // SHARE, min(each) // SHARE
-        return _EvaluationRun(folder, self._sets, WeightedSemaphore(max(1, places)), max(1, largest), progress)
+        room, largest = sum(each) // SHARE, min(each) // SHARE
+        return _EvaluationRun(folder, self._sets, WeightedSemaphore(max(1, room)), max(1, largest), progress)
 
     async def _problem(self, under_way: _EvaluationRun, which: int, index: int) -> None:
         samples, largest = self._sets[which].settings.samples, under_way.largest
@@ -165,7 +165,7 @@ class Evaluator:
         """Generate and score one part of a problem, the samples from `first` on."""
         prompts = self._sets[which].prompts
         problem = prompts.problems[index]
-        async with under_way.places.taken(samples):
+        async with under_way.room.taken(samples):
             request = request_for(
                 self._config,
                 problem,

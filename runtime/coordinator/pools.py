@@ -185,23 +185,23 @@ class RolloutLoads:
         self.samples = Counter[Member]()
         self.slots = slots
         self._among: tuple[Member, ...] = ()
-        self._places: dict[Member, int] = {}  # index in `_among`
+        self._index: dict[Member, int] = {}  # in `_among`
         self._heap: list[tuple[float, int]] = []  # a load, and the index of its member; the load may be outdated
 
     def add(self, member: Member, samples: int) -> None:
         self.samples[member] += samples
-        if member in self._places:
-            heapq.heappush(self._heap, (self._load(member), self._places[member]))
+        if member in self._index:
+            heapq.heappush(self._heap, (self._load(member), self._index[member]))
 
     def least(self, among: tuple[Member, ...]) -> Member:
         """Return the first member of `among` with the lowest load. Requires a nonempty `among`."""
         if among is not self._among or len(self._heap) > 4 * len(among) + 64:
-            self._among, self._places = among, {member: place for place, member in enumerate(among)}
-            self._heap = sorted((self._load(member), place) for place, member in enumerate(among))
+            self._among, self._index = among, {member: index for index, member in enumerate(among)}
+            self._heap = sorted((self._load(member), index) for index, member in enumerate(among))
         while True:
-            load, place = self._heap[0]
-            if load == self._load(self._among[place]):
-                return self._among[place]
+            load, index = self._heap[0]
+            if load == self._load(self._among[index]):
+                return self._among[index]
             heapq.heappop(self._heap)
 
     def _load(self, member: Member) -> float:

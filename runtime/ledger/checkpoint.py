@@ -244,13 +244,13 @@ def steps(run_dir: Path) -> list[int]:
 def is_of(run_dir: Path, folder: Path) -> bool:
     """Return True if the checkpoint `folder` is one of `run_dir`. Raises UserError if it is of a branch that the run has left,
     as the groups in between are not of that branch."""
-    place, root = folder.resolve().parent, (run_dir / run_files.CHECKPOINTS).resolve()
-    if place.parent == root and place.name.startswith(_DEAD):
+    parent, root = folder.resolve().parent, (run_dir / run_files.CHECKPOINTS).resolve()
+    if parent.parent == root and parent.name.startswith(_DEAD):
         raise UserError(
             f"run.resume: {folder} is of a branch that the run has left; move it to {root} to go on from it there, or "
             "choose another run.dir"
         )
-    return place == root
+    return parent == root
 
 
 def prune(run_dir: Path, keep: int, spared: Container[int | None]) -> None:

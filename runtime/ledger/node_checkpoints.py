@@ -46,19 +46,19 @@ def missing(part: str) -> str:
 
 def whole(run_dir: Path, node: str, sums: bool = True) -> list[str]:
     """List the checkpoints whose part on this node is complete: `ROLE/NODE/RUN/VERSION`. `sums`: as of `checkpoint.fault`."""
-    places = [root(run_dir, node, role) for role in ("trainer", "critic")]
-    folders = [(place.name, checkpoint.folder_for(place, step)) for place in places for step in checkpoint.steps(place)]
+    roots = [root(run_dir, node, role) for role in ("trainer", "critic")]
+    folders = [(where.name, checkpoint.folder_for(where, step)) for where in roots for step in checkpoint.steps(where)]
     found = [(role, one) for role, one in folders if not checkpoint.fault(one, sums)]
     return [f"{role}/{node}/{identity(checkpoint.read_position(one))}" for role, one in found]
 
 
-def begin(place: Path, step: int, keep: Container[int]) -> Path:
+def begin(parts: Path, step: int, keep: Container[int]) -> Path:
     """Begin a part as `checkpoint.begin` does, and remove the parts of steps not in `keep`."""
-    checkpoint.sweep(place)
-    for former in checkpoint.steps(place):
+    checkpoint.sweep(parts)
+    for former in checkpoint.steps(parts):
         if former not in keep:
-            checkpoint.discard(checkpoint.folder_for(place, former))
-    return checkpoint.begin(checkpoint.folder_for(place, step))
+            checkpoint.discard(checkpoint.folder_for(parts, former))
+    return checkpoint.begin(checkpoint.folder_for(parts, step))
 
 
 def files(folder: Path) -> dict[str, int]:
