@@ -119,7 +119,7 @@ class ShardRank:
                 told = np.sort(next(changes).apply(view))
             if self._rank == 0:
                 if way == BY_SHARD:
-                    self._encoders[way].tell(place, told)
+                    self._encoders[way].set_changed(place, told)
                 self._encoders[way].encode(place, buffer)
 
     def held(self, way: str) -> int:

@@ -337,7 +337,7 @@ async def send(process: SimulatedProcess, command: SendWeights | ResendWeights, 
     """`process` sends what it has, `intact` or not. Raises ServiceFault."""
     epoch = process.cluster.epochs.get(command.epoch)
     if epoch is None:
-        raise process.fault("transfer", f"there is no publication group of epoch {command.epoch}")
+        raise process.fault("transfer", f"there is no sync group of epoch {command.epoch}")
     limits, began = process.cluster.config.publication, process.loop.time()
     await epoch.meet(process, limits.join_timeout)
     if not intact:

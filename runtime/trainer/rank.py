@@ -288,7 +288,7 @@ class TrainRank(UpdateRank):
         """None where this rank sends nothing."""
         if self.rank in ranks:
             number, names = ranks.index(self.rank), tuple(f"{self.role}-{sender}" for sender in ranks)
-            buffers = SendBuffers(self.manifest, number=number, pin=device.type == "cuda", told=by_shard)
+            buffers = SendBuffers(self.manifest, number=number, pin=device.type == "cuda", takes_changes=by_shard)
             # Members that share a device have neither NCCL nor HCCL.
             backend = platform.collective_backend("gloo" if takes_turns(config) else settings.backend, device)
             full_every = settings.full_every if delta else 0

@@ -22,8 +22,8 @@ from runtime.weights.gloo_mesh import GlooMesh, meet, reason
 from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import GroupAddress
 
-# Between each two members. One connection of gloo leaves both of its ends waiting for each other part of the time; a second one
-# fills that, so that checksums cost no throughput. A third gained nothing.
+# Connections between each two members. With one gloo connection, both ends wait for each other part of the time. A second
+# connection fills these gaps, so that checksums cost no throughput. A third connection gained nothing.
 CONNECTIONS = 2
 
 KINDS = {"nccl": "cuda", "hccl": "npu"}
@@ -35,9 +35,9 @@ class _HostTransfer:
         self._mesh = mesh
 
     def wait(self, timeout: float) -> None:
-        """In slices, as gloo may forget a collective whose connection failed; and torch may give up a moment early.
+        """Wait in slices: gloo may forget a collective whose connection failed, and torch may give up a moment early.
 
-        What a member sent before it left is still on its way when its connection is seen to be closed: hence two looks.
+        A member's last data may still be on its way when its connection is seen closed. So two looks must find the loss.
         """
         look = time.monotonic() + timeouts.COLLECTIVE_LOSS
         give_up, lost = time.monotonic() + timeout, False
@@ -58,7 +58,8 @@ class _HostTransfer:
         except RuntimeError:
             if not self._work.is_completed():
                 return False
-        self._work.wait(timedelta(seconds=timeouts.TORCH_LEAST))  # it may have ended between its timeout and the question
+        # The collective may have ended between its timeout and `is_completed`: this `wait` raises its error, if any.
+        self._work.wait(timedelta(seconds=timeouts.TORCH_LEAST))
         return True
 
 
@@ -79,24 +80,24 @@ class GlooLink(Link):
             raise RuntimeError("the group was aborted")
         return _HostTransfer(pg.broadcast(buffer, 0), self._mesh)
 
-    def bound(self, seconds: float) -> None:
-        self._mesh.bound(seconds)
+    def set_timeout(self, seconds: float) -> None:
+        self._mesh.set_timeout(seconds)
 
     def abort(self) -> None:
         self._mesh.abort()
 
 
 class DeviceTransfer:
-    """A broadcast under way. `target` is the host buffer that `staged` goes to; None at the sender."""
+    """A broadcast under way. `target`: the host buffer that gets a copy of `staged`; None at the sender."""
 
     def __init__(self, link: DeviceLink, work: Any, staged: torch.Tensor, target: torch.Tensor | None):
         self._link, self._work, self._staged, self._target = link, work, staged, target
 
     def wait(self, timeout: float) -> None:
-        """Return when the host buffer may be reused, or is filled. Raises RuntimeError.
+        """Return when the host buffer may be reused (sender) or is filled (receiver). Raises RuntimeError.
 
-        Neither backend's own `wait` blocks the thread: it makes the current stream wait. What follows on that stream marks the
-        end, which is looked for, so that a broadcast that never ends frees the thread all the same.
+        The `wait` of NCCL and HCCL does not block the thread: it makes the current stream wait. So an event marks the end on
+        that stream, and this thread polls the event. The poll ends by `timeout` even if the broadcast never does.
         """
         give_up = time.monotonic() + timeout
         stream, module = self._link.stream, self._link.module
@@ -113,16 +114,16 @@ class DeviceTransfer:
                 raise RuntimeError(f"the device did not end the broadcast within {timeout:.1f} s")
             time.sleep(timeouts.COLLECTIVE_POLL)
         if self._link.aborted:
-            raise RuntimeError("the group was aborted")  # which also ends what the stream waited for
+            raise RuntimeError("the group was aborted")  # an abort also completes the event, without the data
 
 
 class DeviceLink(Link):
     """A ProcessGroupNCCL or ProcessGroupHCCL beside torch's default group."""
 
     def __init__(self, store: Any, rank: int, size: int, backend: str, timeout: float, backstop: float):
-        """Blocks until the communicator stands, which both backends make with the first collective.
+        """Connect, and block until the communicator is up: both backends make it with the first collective.
 
-        `timeout` and `backstop` are seconds: for that, and the longest that the backend itself lets a collective take. Raises
+        `timeout`: seconds for the connection. `backstop`: the backend's own limit for one collective, in seconds. Raises
         RuntimeError.
         """
         kind = KINDS[backend]
@@ -162,11 +163,11 @@ class DeviceLink(Link):
         return DeviceTransfer(self, work, staged, None if sends else buffer)
 
     def abort(self) -> None:
-        """Destroy the communicator. Idempotent, from any thread; those that wait for a transfer are freed."""
+        """Destroy the communicator, and free the threads that wait for a transfer. Idempotent, from any thread."""
         pg, self._pg = self._pg, None
         if pg is None:
             return
-        # A backend may wait here for what it has under way, as long as it lets a collective take: its own thread does then.
+        # A backend may block here until its running collective ends, at most for its backstop: hence a separate thread.
         ending = threading.Thread(target=_abort, args=(pg,), name="abort-weights", daemon=True)
         ending.start()
         del pg
@@ -175,13 +176,13 @@ class DeviceLink(Link):
 
 def _abort(pg: Any) -> None:
     if hasattr(pg, "abort_hccl_comm"):
-        pg.abort_hccl_comm("reinit")  # torch_npu's own, as in its reinit_process_group; it does not implement `abort`
+        pg.abort_hccl_comm("reinit")  # as torch_npu's reinit_process_group does; torch_npu does not implement `abort`
     else:
         pg.abort()
 
 
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
-    """Blocks until everybody is connected. Raises ServiceFault, phase "rendezvous"."""
+    """Connect, and block until all members are connected. Raises ServiceFault, phase "rendezvous"."""
     if address.backend == "gloo":
         mesh = GlooMesh(store, address.rank, labels, interface, address.timeout, name=name, connections=CONNECTIONS)
         return GlooLink(mesh)

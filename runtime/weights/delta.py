@@ -1,12 +1,12 @@
-"""Encoding `delta`: of each bucket only what changed since the version before, without loss, over any transport.
+"""Encoding `delta`: sends only the changes of each bucket since the version before, without loss, over any transport.
 
-A bucket is compared as words of 16 bits, bfloat16's elements, with what was sent before in this epoch. It travels as a header
-and a payload: the whole bucket, or the changed words, then one byte each for the
-unchanged words between them. A header names the version that a delta starts from and the one that it leads to, each with its
-checksum, both of which every bucket's trailer holds: so deltas are a chain, and none is applied to other weights than its own.
+A bucket is compared, as words of 16 bits (bfloat16's elements), with the bucket sent before in this epoch. It travels as a
+header and a payload: either the whole bucket, or the changed words and then one byte each for the unchanged words between them.
+A delta's header has two versions with their checksums, as the buckets' trailers do: the delta's start and its result. So deltas
+form a chain, and a delta is never applied to other weights than its start.
 
-Sender and receivers keep a copy of the last version: the model's size once more in host memory on both sides. A sender that is
-told what changed (`shard_delta`) keeps none.
+Sender and receivers keep a copy of the last version: the model's size once more in host memory on both sides. A sender that
+gets changes from `ShardDelta` keeps no copy.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from runtime.weights.plan import DTYPES, TRAILER, TensorSpec
 
 # ---- Tensor files
 #
-# safetensors files, a part of a tensor at a time.
+# safetensors files, read and written a part of a tensor at a time.
 #
-# The `safetensors` package writes a file from tensors that all lie in memory, and reads by mapping the file, whose pages
-# then count as the process's. Here no more is held than what was asked for. The format: 8 bytes of length, a JSON header
-# with dtype, shape and range of each tensor, then the tensors, without gaps.
+# The `safetensors` package needs all tensors of a new file in memory. To read, it maps the file, and the mapped pages count as
+# the process's memory. This module holds only the requested part. The format: 8 bytes of length, a JSON header with dtype,
+# shape and range of each tensor, then the tensors, without gaps.
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER = 100 << 20  # bytes; the package's own limit
@@ -46,10 +46,10 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 
 class TensorReader:
-    """A file's tensors, by name. It is open only while it is read: a layout may have more files than a process may open."""
+    """A file's tensors, by name. Opens the file only to read: a layout may have more files than a process may open."""
 
     def __init__(self, path: Path):
-        """Reads the header. Raises UserError when there is no such file, or when it is torn or of another format."""
+        """Read the header. Raises UserError if the file is missing, incomplete, or of another format."""
         self.path = path
         self.specs: dict[str, TensorSpec] = {}
         self.metadata: dict[str, str] = {}
@@ -87,11 +87,11 @@ class TensorReader:
             raise ValueError(f"it has {size} bytes instead of {data + end}")
 
     def get(self, name: str) -> StoredTensor:
-        """The tensor, of which nothing is read yet."""
+        """Return the tensor, without reading its data."""
         return StoredTensor(self, self.specs[name])
 
     def rows(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor; a new one."""
+        """Read rows `start` to `stop` of a tensor into a new tensor."""
         tensor = torch.empty((max(0, stop - start), *spec.shape[1:]), dtype=getattr(torch, spec.dtype))
         self._read(spec.name, start * _row_bytes(spec), memory(tensor))
         return tensor
@@ -114,7 +114,7 @@ class TensorFolder:
     """The tensors of several files, by name."""
 
     def __init__(self, paths: Iterable[Path]):
-        """Reads the headers. Raises UserError as `TensorReader` does, and when two files have a tensor of one name."""
+        """Read the headers. Raises UserError as `TensorReader` does, and if two files have a tensor of the same name."""
         self.specs: dict[str, TensorSpec] = {}
         self._readers: dict[str, TensorReader] = {}
         for path in paths:
@@ -125,35 +125,33 @@ class TensorFolder:
             self._readers.update(dict.fromkeys(reader.specs, reader))
 
     def get(self, name: str) -> StoredTensor:
-        """The tensor, of which nothing is read yet."""
+        """Return the tensor, without reading its data."""
         return self._readers[name].get(name)
 
 
 class StoredTensor:
-    """Read as it is indexed: by rows `[a:b]`, or by columns `[:, a:b]`, for which all of its rows are read."""
+    """A tensor in a file, read when indexed: by rows `[a:b]`, or by columns `[:, a:b]`. The latter reads all rows."""
 
     def __init__(self, file: TensorReader, spec: TensorSpec):
         self._file = file
         self._spec = spec
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        """A new, contiguous tensor. Raises InvariantViolated for a step between rows."""
+        """Return a new, contiguous tensor. Raises InvariantViolated for a row step other than 1."""
         rows, *columns = index if isinstance(index, tuple) else (index,)
         start, stop, step = rows.indices(self._spec.shape[0])
         if step != 1:
-            raise InvariantViolated(
-                f"{self._spec.name}: is read with a step of {step} between rows, of which this is not capable"
-            )
+            raise InvariantViolated(f"{self._spec.name}: is read with a step of {step} between rows; must be 1")
         tensor = self._file.rows(self._spec, start, stop)
         return tensor[:, columns[0]].contiguous() if columns else tensor
 
 
 class TensorWriter:
-    """A file whose tensors are written in any order, and by rows. A context manager; whole when it ends well."""
+    """A file whose tensors are written in any order, and by rows. A context manager; the file is whole after the block."""
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None):
-        """Writes the header: `specs` are all of the file's tensors, `metadata` what it says besides."""
-        # Wide ones first, as the package does it: then each lies at a multiple of its item's size.
+        """Write the header. `specs`: all of the file's tensors; `metadata`: further header entries."""
+        # Wide dtypes first, as in the package: then each tensor lies at a multiple of its item size.
         ordered = sorted(specs, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         end = 0
@@ -173,13 +171,13 @@ class TensorWriter:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Raises InvariantViolated when a tensor was not written once in whole."""
+        """Close the file. Raises InvariantViolated if a tensor was not written exactly once."""
         self._file.close()
         if error is None and (wrong := [name for name, count in self._missing.items() if count]):
             raise InvariantViolated(f"{self._file.name}: {len(wrong)} tensors were not written once: {', '.join(wrong[:10])}")
 
     def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
-        """The tensor, or some of its rows from `row` on. Raises InvariantViolated for another dtype or shape."""
+        """Write the tensor, or some of its rows from `row` on. Raises InvariantViolated for another dtype or shape."""
         spec = self.specs[name]
         if str(tensor.dtype) != f"torch.{spec.dtype}" or tuple(tensor.shape[1:]) != spec.shape[1:]:
             raise InvariantViolated(f"{name}: {tensor.dtype} {list(tensor.shape)} written as {spec.dtype} {list(spec.shape)}")
@@ -191,7 +189,7 @@ class TensorWriter:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -202,16 +200,13 @@ def _row_bytes(spec: TensorSpec) -> int:
 
 # ---- Shard delta
 #
-# What changed of the policy, by shard: each rank compares its own part with what was published of it, and only changes
-# travel.
+# Finds the policy's changes by shard, without a gather of whole tensors: each rank compares its shards with the last sent
+# version, and only changes travel. The resulting buckets equal gathered buckets bit for bit. Each rank keeps a copy of its last
+# sent shards, in the dtype on the wire and in host memory: together one model's size over all ranks that hold the model once.
 #
-# Below the gather, that is: no tensor is put together for it. What a rank that sends makes of its buckets is bit for bit
-# what gathering whole tensors makes of them. Each rank keeps a copy of its shards as they were published, in the dtype on
-# the wire and in host memory: a model's size over all ranks that hold the model once.
-#
-# All ranks make the same calls in the same order, each of which is a collective over torch's default group.
+# All ranks make the same calls in the same order. Each call is a collective over torch's default group.
 
-EXCHANGE_BYTES = 64 << 20  # that one rank sends at once; a single larger change counts as one
+EXCHANGE_BYTES = 64 << 20  # that one rank sends in one exchange, except for a single larger change
 
 Bytes = npt.NDArray[np.uint8]
 Span = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension that is cut, from the first dimension on
@@ -221,21 +216,21 @@ Span = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension that i
 class Shard:
     """A rank's part of a tensor."""
 
-    place: int  # of the tensor, in the manifest
+    place: int  # index of the tensor in the manifest
     index: tuple[slice, ...]
     block: torch.Tensor  # whole[index], in the dtype on the wire, on any device
 
 
 class ShardChange(Struct, frozen=True, array_like=True):
-    """What is told of a shard that changed; the payload follows."""
+    """The header of a changed shard's payload, which follows."""
 
     place: int
     span: Span
-    nbytes: int  # of the payload: as `delta.encode` has it, or as many as the shard has, then its words
+    nbytes: int  # of the payload of `encode`; or the shard's own size: then the payload has the shard's words
 
 
 class TensorChanges:
-    """What changed of one tensor since it was published."""
+    """One tensor's changes since the last sent version."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Span, Bytes]] = []
@@ -244,9 +239,9 @@ class TensorChanges:
         self._parts.append((span, payload))
 
     def apply(self, tensor: torch.Tensor) -> Positions:
-        """Bring `tensor`, whole and as it was published, up to date; returns which of its words may have changed, in no order.
+        """Apply the changes to `tensor`, whole and as last sent. Returns positions of words that may have changed, unordered.
 
-        Raises RuntimeError for a payload that does not fit it.
+        Raises RuntimeError for a payload that does not fit the tensor.
         """
         changed = [np.empty(0, np.int64)]
         for span, payload in self._parts:
@@ -255,31 +250,31 @@ class TensorChanges:
             words = _words(block)
             if payload.nbytes == words.nbytes:
                 words[:] = payload.view(np.uint16)
-                places = np.arange(len(words))
+                positions = np.arange(len(words))
             else:
-                places = decode(words, payload)
-            changed.append(_in_whole(places, span, tensor))
+                positions = decode(words, payload)
+            changed.append(_in_whole(positions, span, tensor))
             if block is not part:
                 part.copy_(block)
         return np.concatenate(changed)
 
 
 class ShardDelta:
-    """One rank's."""
+    """One rank's search for changes of its shards."""
 
     def __init__(self, rank: int, device: torch.device, targets: Sequence[int]):
-        """`targets`: for each of the manifest's tensors, the rank that sends it. `device`: what NCCL and HCCL exchange from."""
+        """Set the `targets`: for each of the manifest's tensors, the rank that sends it. `device`: for NCCL and HCCL."""
         self._targets = targets
         self._own = [place for place, target in enumerate(targets) if target == rank]
         self._device = torch.device("cpu") if dist.get_backend() == "gloo" else device
         self._published: dict[tuple[int, Span], Words] = {}
-        self._complete = True  # whether what was found the last time has come to its targets
+        self._complete = True  # whether the last changes have come to their targets
 
     def find(self, shards: Iterable[Shard], current: bool) -> Iterator[TensorChanges] | None:
-        """What changed of each tensor that this rank sends, in the manifest's order. None on all ranks where whole tensors have
-        to be gathered: some rank's buckets or copy are not `current`, or more than half of its shards would travel.
+        """Return the changes of each tensor that this rank sends, in the manifest's order. Returns None on all ranks if whole
+        tensors must be gathered: some rank's buckets or copy are not `current`, or more than half of its shards would travel.
 
-        `shards`: all ranks' together are each tensor once. `current`: whether this rank's buckets hold what was gathered last.
+        `shards`: all ranks together hold each tensor once. `current`: whether this rank's buckets hold the last gathering.
         """
         current, self._complete = current and self._complete, False
         found: list[tuple[ShardChange, Bytes]] = []
@@ -295,7 +290,7 @@ class ShardDelta:
         exchanges = list(_exchanges(found))
         outdated, dense, count = self._most(not current, 2 * moved > total, len(exchanges))
         if outdated or dense:
-            self._complete = True  # whole tensors come to them
+            self._complete = True  # the targets get whole tensors
             return None
         changes = {place: TensorChanges() for place in self._own}
         for number in range(count):
@@ -305,7 +300,7 @@ class ShardDelta:
         return iter(changes.values())
 
     def _changed(self, key: tuple[int, Span], words: Words) -> Bytes | None:
-        """Publish a shard's `words`; the payload that leads to them, None where nothing was published before."""
+        """Keep a shard's `words`, and return the payload from the last ones to these; None without last ones."""
         before = self._published.get(key)
         if before is None:
             self._published[key] = words.copy()
@@ -315,31 +310,31 @@ class ShardDelta:
         return before.view(np.uint8).copy() if payload is None else payload
 
     def _most(self, *numbers: int) -> list[int]:
-        """Each of `numbers`, as it is where it is greatest."""
-        told = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return told.tolist()
+        """Return the maximum over all ranks of each of `numbers`."""
+        maxima = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return maxima.tolist()
 
     def _exchange(self, found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[tuple[ShardChange, Bytes]]:
-        """Send each change to its tensor's target; what has this rank as its target."""
+        """Send each change to its tensor's target, and yield the changes for this rank."""
         messages: list[list[Bytes]] = []
         for target in range(dist.get_world_size()):
             there = [each for each in found if self._targets[each[0].place] == target]
             messages.append(_packed(there) if there else [])
         sizes = [sum(part.nbytes for part in message) for message in messages]
-        told = torch.tensor(sizes, device=self._device)
-        heard = torch.empty_like(told)
-        dist.all_to_all_single(heard, told)
+        sent_sizes = torch.tensor(sizes, device=self._device)
+        received_sizes = torch.empty_like(sent_sizes)
+        dist.all_to_all_single(received_sizes, sent_sizes)
         parts = [np.empty(0, np.uint8), *(part for message in messages for part in message)]
         sent = torch.from_numpy(np.concatenate(parts)).to(self._device)
-        received = torch.empty(int(heard.sum()), dtype=torch.uint8, device=self._device)
-        dist.all_to_all_single(received, sent, heard.tolist(), sizes)
-        for message in received.cpu().split(heard.tolist()):
+        received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8, device=self._device)
+        dist.all_to_all_single(received, sent, received_sizes.tolist(), sizes)
+        for message in received.cpu().split(received_sizes.tolist()):
             yield from _unpacked(message.numpy())
 
 
 def _exchanges(found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[list[tuple[ShardChange, Bytes]]]:
-    """`found` in parts of at most `EXCHANGE_BYTES`, or of one change."""
+    """Split `found` into parts of at most `EXCHANGE_BYTES`, or of a single change."""
     part: list[tuple[ShardChange, Bytes]] = []
     filled = 0
     for change, payload in found:
@@ -353,7 +348,7 @@ def _exchanges(found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[list[tupl
 
 
 def _packed(changes: Sequence[tuple[ShardChange, Bytes]]) -> list[Bytes]:
-    """A message: the length of its table in 8 bytes, little-endian, the table, and the payloads."""
+    """Encode a message: the length of its table in 8 bytes, little-endian, the table, and the payloads."""
     table = msgpack.encode([change for change, _ in changes])
     head = len(table).to_bytes(8, "little") + table
     return [np.frombuffer(head, np.uint8), *(payload for _, payload in changes)]
@@ -368,43 +363,43 @@ def _unpacked(message: Bytes) -> Iterator[tuple[ShardChange, Bytes]]:
         end += change.nbytes
 
 
-def _in_whole(places: Positions, span: Span, tensor: torch.Tensor) -> Positions:
-    """Positions in the part `span` of `tensor`, rows or columns, as positions in the whole of it."""
+def _in_whole(positions: Positions, span: Span, tensor: torch.Tensor) -> Positions:
+    """Map `positions` in the part `span` (rows or columns) of `tensor` to positions in the whole tensor."""
     scale = tensor.itemsize // 2
     row = tensor.numel() // tensor.shape[0] * scale  # words
     first, width = 0, row
     if len(span) == 2:
         column = row // tensor.shape[1]
         first, width = span[1][0] * column, (span[1][1] - span[1][0]) * column
-    return (span[0][0] + places // width) * row + first + places % width
+    return (span[0][0] + positions // width) * row + first + positions % width
 
 
 def _words(block: torch.Tensor) -> Words:
-    """`block` as words of 16 bits, flat; without a copy where it lies contiguous in host memory."""
+    """Return `block` as flat words of 16 bits, without a copy if `block` is contiguous in host memory."""
     return words_of(block.detach().cpu().contiguous().view(-1).view(torch.uint8))
 
 
 Words = npt.NDArray[np.uint16]
-Positions = npt.NDArray[np.int64]  # of words, from 0 on
+Positions = npt.NDArray[np.int64]  # of words, from 0
 
 FULL, DELTA = 0, 1
-HEADER = struct.Struct("<BQ16s16s")  # kind, bytes of the payload, trailers of the version before and of this one
+HEADER = struct.Struct("<BQ16s16s")  # kind, bytes of the payload, trailers of the version before and of this version
 ENTRY_BYTES = 3
-WIDEST = 255  # unchanged words that one byte can leave out
+WIDEST = 255  # unchanged words that one byte can skip
 
 
 def encode(old: Words, new: Words) -> npt.NDArray[np.uint8] | None:
-    """What turns `old` into `new`, both [words]: uint8 [3 · entries], the entries' new words, then their gaps.
+    """Encode the change from `old` to `new`, both [words]: uint8 [3 · entries], the entries' new words, then their gaps.
 
-    An entry's gap counts the words since the entry before. Where more than `WIDEST` words are unchanged, entries that change
-    nothing fill in. None where that would not be smaller than `new` is.
+    An entry's gap counts the words since the entry before. Entries with an unchanged word divide gaps of more than `WIDEST`
+    words. Returns None if the result would not be smaller than `new`.
     """
     changed = old != new
     return None if ENTRY_BYTES * np.count_nonzero(changed) >= new.nbytes else entries(np.flatnonzero(changed), new)
 
 
 def entries(changed: Positions, new: Words) -> npt.NDArray[np.uint8] | None:
-    """As `encode`, where it is known which words may have changed: `changed`, ascending."""
+    """Encode as `encode` does, for known positions of changed words: `changed`, ascending."""
     gaps = np.diff(changed, prepend=-1) - 1
     fillers = gaps // (WIDEST + 1)
     steps = np.full(len(gaps) + int(fillers.sum()), WIDEST, dtype=np.uint8)
@@ -413,7 +408,7 @@ def entries(changed: Positions, new: Words) -> npt.NDArray[np.uint8] | None:
 
 
 def decode(words: Words, payload: npt.NDArray[np.uint8]) -> Positions:
-    """Apply `payload` to `words` in place; returns which it names. Raises RuntimeError when it is none of these words."""
+    """Apply `payload` to `words` in place, and return the positions in it. Raises RuntimeError if it does not fit `words`."""
     count, odd = divmod(len(payload), ENTRY_BYTES)
     positions = _positions(payload[2 * count :])
     if odd or (count and positions[-1] >= len(words)):
@@ -427,7 +422,7 @@ def _positions(steps: npt.NDArray[np.uint8]) -> Positions:
 
 
 def words_of(buffer: torch.Tensor) -> Words:
-    """A bucket as words, without a copy. A bucket's size is even, its data being aligned and its trailer 16 bytes."""
+    """Return a bucket as words, without a copy. A bucket's size is even: its data are aligned, its trailer has 16 bytes."""
     array: Any = buffer.numpy()
     return array.view(np.uint16)  # type: ignore[no-any-return]
 
@@ -442,21 +437,21 @@ def _name(trailer: bytes) -> str:
 
 
 class DeltaEncoder:
-    """The sender's: what each bucket held in the version before, unless it is told what changed since."""
+    """The sender's state: each bucket's last words, or the changes that `set_changed` was given."""
 
     def __init__(self, full_every: int):
-        """`full_every`: of how many versions one is sent whole, the epoch's first being one."""
+        """Send one of every `full_every` versions whole, beginning with the epoch's first."""
         self._full_every = full_every
         self._last: dict[int, Words] = {}
-        self._told: dict[int, Positions | None] = {}
-        self._sent: dict[int, tuple[int, bytes]] = {}  # by bucket: versions in this epoch, and the last one's trailer
+        self._given: dict[int, Positions | None] = {}  # of `set_changed`
+        self._sent: dict[int, tuple[int, bytes]] = {}  # by bucket: versions in this epoch, and the last version's trailer
 
-    def tell(self, index: int, changed: Positions | None) -> None:
-        """Which words of bucket `index` may have changed since it was sent last; None: any. No copy is kept of it then."""
-        self._told[index] = changed
+    def set_changed(self, index: int, changed: Positions | None) -> None:
+        """Set the words of bucket `index` that may have changed since its last send; None: any. Then no copy is kept."""
+        self._given[index] = changed
 
     def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, npt.NDArray[np.uint8] | None]:
-        """Header and payload of bucket `index`, which `buffer` holds with its trailer; None where it is to be sent whole."""
+        """Return header and payload of bucket `index`, which `buffer` holds with its trailer. Payload None: send it whole."""
         new = words_of(buffer)
         count, before = self._sent.get(index, (0, b""))
         self._sent[index] = count + 1, _trailer(new)
@@ -466,12 +461,12 @@ class DeltaEncoder:
         return HEADER.pack(DELTA, changes.nbytes, before, _trailer(new)), changes
 
     def _changes(self, index: int, new: Words, may: bool) -> npt.NDArray[np.uint8] | None:
-        """The payload of a bucket that `may` be sent as one."""
-        if index in self._told:
+        """Return a bucket's payload, or None to send it whole. `may`: whether a delta is allowed."""
+        if index in self._given:
             self._last.pop(index, None)
-            told = self._told.pop(index)
+            changed = self._given.pop(index)
             trailer = np.arange(len(new) - TRAILER.size // 2, len(new))
-            return entries(np.concatenate([told, trailer]), new) if may and told is not None else None
+            return entries(np.concatenate([changed, trailer]), new) if may and changed is not None else None
         old = self._last.get(index)
         changes = encode(old, new) if may and old is not None else None
         _keep(self._last, index, new)
@@ -479,17 +474,17 @@ class DeltaEncoder:
 
 
 class DeltaDecoder:
-    """A receiver's."""
+    """A receiver's state: each bucket's last words."""
 
     def __init__(self) -> None:
         self._last: dict[int, Words] = {}
 
     def keep(self, index: int, buffer: torch.Tensor) -> None:
-        """Bucket `index` came whole."""
+        """Keep the words of bucket `index`, which came whole."""
         _keep(self._last, index, words_of(buffer))
 
     def require(self, index: int, header: bytes) -> int:
-        """Bytes of the payload; -1: the bucket comes whole. Raises RuntimeError for a delta of another version."""
+        """Return the bytes of the payload; -1: the bucket comes whole. Raises RuntimeError for a delta of another version."""
         kind, nbytes, base, _ = HEADER.unpack(header)
         if kind == FULL:
             return -1
@@ -500,7 +495,7 @@ class DeltaDecoder:
         return int(nbytes)
 
     def apply(self, index: int, header: bytes, payload: npt.NDArray[np.uint8], buffer: torch.Tensor) -> None:
-        """Fill `buffer` with the bucket. After `require`. Raises RuntimeError for a payload that leads to another version."""
+        """Fill `buffer` with the bucket, after `require`. Raises RuntimeError if the payload gives another version."""
         old, trailer = self._last[index], HEADER.unpack(header)[3]
         decode(old, payload)
         if _trailer(old) != trailer:
@@ -516,16 +511,16 @@ def _keep(last: dict[int, Words], index: int, words: Words) -> None:
 
 
 class DeltaLink(Link):
-    """Over `inner`, on which all members keep one order: a bucket's header, its payload, then the next bucket's."""
+    """A link that sends deltas over `inner`, in one order: a bucket's header, its payload, then the next bucket's."""
 
     def __init__(self, inner: Link, full_every: int):
-        """`full_every`: as `DeltaEncoder`."""
+        """Wrap `inner`. `full_every`: as in `DeltaEncoder`."""
         self._inner = inner
         self._encoder = DeltaEncoder(full_every)
         self._decoder = DeltaDecoder()
 
-    def tell(self, index: int, changed: Positions | None) -> None:
-        self._encoder.tell(index, changed)
+    def set_changed(self, index: int, changed: Positions | None) -> None:
+        self._encoder.set_changed(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         header, changes = self._encoder.encode(index, buffer)
@@ -538,7 +533,7 @@ class DeltaLink(Link):
 
         def wait(timeout: float) -> None:
             give_up = time.monotonic() + timeout
-            for part, _ in parts:  # with the memory that it leaves from
+            for part, _ in parts:  # `parts` also keeps the buffers alive
                 wait_until(part, give_up)
 
         return Deferred(wait)
@@ -549,7 +544,7 @@ class DeltaLink(Link):
         return self._inner.send(index, buffer), buffer
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Nothing is asked for before it is waited for: the header says what follows it."""
+        """Post nothing until `wait`: only the header says which payload follows."""
         return Deferred(self._take, index, buffer)
 
     def _take(self, index: int, buffer: torch.Tensor, timeout: float) -> None:
@@ -567,8 +562,8 @@ class DeltaLink(Link):
             wait_until(self._inner.receive(index, payload), give_up)
         self._decoder.apply(index, header, payload.numpy(), buffer)
 
-    def bound(self, seconds: float) -> None:
-        self._inner.bound(seconds)
+    def set_timeout(self, seconds: float) -> None:
+        self._inner.set_timeout(seconds)
 
     def abort(self) -> None:
         self._inner.abort()

@@ -1,15 +1,15 @@
-"""Transport `files`: versions as Hugging Face weights in a shared folder, for machines that reach each other by no port.
+"""Transport `files`: versions as Hugging Face weights in a shared folder, for machines without network ports between them.
 
-Only `publication.transport: files` selects it: `auto` never does.
+Only `publication.transport: files` selects this transport; `auto` never does.
 
     FOLDER/epoch-0003/
-      sluice-weights                        the marker, by which the others see that they share the folder
+      sluice-weights                        the marker: shows the other members that they share the folder
       member-1                              while rank 1 is in the group
       000002-version-0.7/                   the second transfer of this epoch; the newest two are kept
-        model-00001-of-00004.safetensors    one file a bucket, whose trailer is in the metadata
-        model.safetensors.index.json        last, unless a file holds a delta
+        model-00001-of-00004.safetensors    one file a bucket, with the bucket's trailer in the metadata
+        model.safetensors.index.json        last; absent if a file holds a delta
 
-Files get their names once they are whole. What a killed host leaves is removed by the next host of the folder.
+A file gets its name once it is whole. The next host of the folder removes the files of a killed host.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, Tensor
 
 # ---- Shared folder
 #
-# The epochs' folders in a folder that machines share: made, listed, removed.
+# Make, list and remove the epochs' folders in a folder that machines share.
 
-MARKER = "sluice-weights"  # in each epoch's folder: what has it is ours to remove
+MARKER = "sluice-weights"  # in each epoch's folder: only folders with the marker are removed
 _EPOCH = re.compile(r"epoch-\d{4,}")
 _REMOVED = re.compile(r"epoch-\d{4,}\.removed-\d+-\d+")
 
@@ -52,9 +52,9 @@ def epoch_folder(root: Path, epoch: int) -> Path:
 
 
 def open_epoch(root: Path, epoch: int) -> None:
-    """Make the folder of `epoch` with its marker, after removing all epochs that `root` has.
+    """Make the folder of `epoch` with its marker. Removes all earlier epochs in `root`.
 
-    Raises UserError when that is not allowed, or what has the epoch's name is not ours.
+    Raises UserError if the folder cannot be written, or has an entry of the epoch's name without the marker.
     """
     folder = epoch_folder(root, epoch)
     try:
@@ -76,19 +76,19 @@ def _is_ours(path: Path) -> bool:
     if not _EPOCH.fullmatch(path.name) or not path.is_dir():
         return False
     inside = names(path)
-    return MARKER in inside or not inside  # a host that was killed may not have come to write the marker
+    return MARKER in inside or not inside  # empty: a host was killed before it wrote the marker
 
 
 def names(folder: Path) -> list[str]:
-    """What `folder` holds. Raises OSError.
+    """List the names in `folder`. Raises OSError.
 
-    A look for one name may be answered from what an NFS client remembers, a listing asks the server.
+    A listing asks the server; an NFS client may answer a test for one name from its cache.
     """
-    return os.listdir(folder)  # noqa: PTH208 - only the names are wanted
+    return os.listdir(folder)  # noqa: PTH208 - only the names are used
 
 
 def remove_folder(folder: Path) -> None:
-    """It is gone at once for whoever looks; then its files go, unless somebody holds them. Raises OSError."""
+    """Rename the folder, so that it disappears at once, then remove its files if the file system allows it. Raises OSError."""
     removed = folder
     if not _REMOVED.fullmatch(folder.name):
         removed = folder.with_name(f"{folder.name}.removed-{os.getpid()}-{time.monotonic_ns()}")
@@ -99,19 +99,19 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-KEPT = 2  # versions: the newest, and the one before, which may still be read
-_DELTA = "delta"  # the tensor of a file whose bucket is one
+KEPT = 2  # versions: the newest, and the version before, which may still be read
+_DELTA = "delta"  # the only tensor in the file of a delta
 INDEX = "model.safetensors.index.json"
 _TRAILER = re.compile(rf"[0-9a-f]{{{2 * TRAILER.size}}}")
 
-# What the user can mend; any other failure is the machine's.
+# Errors that the user can mend; any other error is a fault of the machine.
 _USERS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FilesGroup(WeightGroup):
-    """Nobody has a connection: that rank 0 left is seen by its folder, that another did by its file in it.
+    """A group without connections. A member sees that rank 0 left by the folder, and that another member left by its file.
 
-    So the loss of a member that was killed is not seen here. The coordinator, who sees it, aborts the group.
+    So this group cannot see that a member was killed. The coordinator sees the loss, and aborts the group.
     """
 
     def __init__(self, address: GroupAddress, name: str, folder: Path):
@@ -128,9 +128,9 @@ class FilesGroup(WeightGroup):
         self._encoder = DeltaEncoder(address.full_every or 1)
         self._decoder = DeltaDecoder()
         self._encodes = address.full_every > 0
-        self._deltas = False  # whether a bucket of the version that is being written is one
+        self._deltas = False  # whether any bucket of the version being written is a delta
 
-    def describe(self, manifest: Manifest) -> None:
+    def set_manifest(self, manifest: Manifest) -> None:
         if manifest is not self._manifest:
             self._manifest, self._buckets = manifest, plan_buckets(manifest)
 
@@ -145,7 +145,7 @@ class FilesGroup(WeightGroup):
             raise self._failure(error, str(folder)) from error
         self._versions.append(folder)
         for old in self._versions[:-KEPT]:
-            with suppress(OSError):  # it goes with the epoch's folder
+            with suppress(OSError):  # the end of the epoch removes it
                 remove_folder(old)
         del self._versions[:-KEPT]
 
@@ -158,8 +158,8 @@ class FilesGroup(WeightGroup):
         )
         self._versions = [self._epoch_folder / name]
 
-    def tell(self, index: int, changed: Positions | None) -> None:
-        self._encoder.tell(index, changed)
+    def set_changed(self, index: int, changed: Positions | None) -> None:
+        self._encoder.set_changed(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         self._require_members()
@@ -179,7 +179,7 @@ class FilesGroup(WeightGroup):
         leave(self._epoch_folder, self.rank)
 
     def _check(self) -> None:
-        """Raises RuntimeError once the group is left."""
+        """Check that the group is not left. Raises RuntimeError."""
         if self.aborted:
             raise RuntimeError("the group was aborted")
 
@@ -192,7 +192,7 @@ class FilesGroup(WeightGroup):
         written.result()
 
     def _read(self, index: int, buffer: torch.Tensor, timeout: float) -> None:
-        """Fill `buffer` with bucket `index` as soon as its file is there."""
+        """Wait for the file of bucket `index`, then fill `buffer`."""
         path, give_up = self._versions[-1] / self._shard(index), time.monotonic() + timeout
         self._await(path.parent, lambda name: name == path.name, give_up, timeouts.SHARD_POLL, str(path))
         try:
@@ -205,7 +205,7 @@ class FilesGroup(WeightGroup):
             raise RuntimeError(reason) from error
 
     def _fill(self, reader: TensorReader, index: int, buffer: torch.Tensor) -> None:
-        # Read, not mapped: a mapped page whose file its server has given up would be the end of this process.
+        # Read instead of map: an access to a mapped page kills the process if the server has removed the file.
         if header := reader.metadata.get("delta"):
             self._fill_delta(reader, index, bytes.fromhex(header), buffer)
             return
@@ -230,7 +230,7 @@ class FilesGroup(WeightGroup):
         self._decoder.apply(index, header, reader.rows(spec, 0, nbytes).numpy(), buffer)
 
     def _write(self, folder: Path, index: int, buffer: torch.Tensor, before: futures.Future[None] | None) -> None:
-        """In a thread. Files come in order, so that the index is the last."""
+        """Write the file of a bucket, in a thread. Waits for the file `before`, so that the index is the last file."""
         if before is not None:
             before.result()
         path = folder / self._shard(index)
@@ -250,7 +250,7 @@ class FilesGroup(WeightGroup):
             raise self._failure(error, f"{folder}: bucket {index} of {len(self._buckets)}") from error
 
     def _contents(self, index: int, buffer: torch.Tensor) -> tuple[list[TensorSpec], dict[str, torch.Tensor], dict[str, str]]:
-        """Of the file of a bucket: the tensors, or a delta of them, and the metadata."""
+        """Return the contents of a bucket's file: the tensors or a delta, and the metadata."""
         assert self._manifest is not None
         if self._encodes:
             header, changes = self._encoder.encode(index, buffer)
@@ -280,14 +280,14 @@ class FilesGroup(WeightGroup):
         partial.rename(folder / INDEX)
 
     def _failure(self, error: OSError, what: str) -> Exception:
-        """What a failed write is to be called: a user's mistake, the machine's fault, or the end of the group."""
+        """Return the error for a failed write: UserError for a user's mistake, else RuntimeError, also after an abort."""
         if self.aborted:
             return RuntimeError("the group was aborted")
         line = f"{what} cannot be written: {error.strerror}"
         return UserError(f"publication.folder: {line}") if error.errno in _USERS else RuntimeError(line)
 
     def _tensors(self, index: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The bucket's tensors, in its order, as views into `buffer`."""
+        """Return the bucket's tensors, in its order, as views into `buffer`."""
         assert self._manifest is not None
         found = tensors_in(self._manifest, self._buckets[index], buffer)
         return {self._manifest.tensors[tensor].name: view for tensor, view in found.items()}
@@ -296,7 +296,7 @@ class FilesGroup(WeightGroup):
         return f"model-{index + 1:05d}-of-{len(self._buckets):05d}.safetensors"
 
     def _require_members(self) -> None:
-        """Raises RuntimeError unless everybody is still in the group."""
+        """Check that all members are still in the group. Raises RuntimeError."""
         self._check()
         try:
             missing = _missing(names(self._epoch_folder), self.world_size)
@@ -306,7 +306,7 @@ class FilesGroup(WeightGroup):
             raise RuntimeError(f"{', '.join(map(self._label, missing))} left the group")
 
     def _await(self, folder: Path, wanted: Callable[[str], bool], give_up: float, every: float, what: str) -> str:
-        """The name in `folder` that is wanted, once there is one. Raises RuntimeError."""
+        """Poll `folder` for a name that `wanted` accepts, and return the name. Raises RuntimeError."""
         while True:
             self._check()
             try:
@@ -323,7 +323,7 @@ class FilesGroup(WeightGroup):
 
 
 class PendingFilesGroup(PendingGroup):
-    """Dropped without `abort`, it leaves its folder to the next host."""
+    """A rendezvous in a shared folder. If dropped without `abort`, the folder stays for the next host to remove."""
 
     def __init__(self, address: GroupAddress, name: str):
         self.address = address
@@ -353,7 +353,7 @@ class PendingFilesGroup(PendingGroup):
             if time.monotonic() > give_up:
                 self._fail(
                     f"{self._folder}, which {address.label(0)} made on {address.host}, is not seen here: "
-                    "publication.folder has to be one folder that all these machines share"
+                    "publication.folder must be one folder that all these machines share"
                 )
             self._pause()
         try:
@@ -373,7 +373,7 @@ class PendingFilesGroup(PendingGroup):
                 return
             never_came &= set(missing)
             if time.monotonic() > give_up:
-                absent = sorted(never_came) or missing  # others may have given up a moment before
+                absent = sorted(never_came) or missing  # `missing` also has members that timed out a moment before
                 self._fail(f"{', '.join(map(self.address.label, absent))} did not join")
             self._pause()
 
@@ -398,7 +398,7 @@ def _missing(present: Sequence[str], world_size: int) -> list[int]:
 
 
 def leave(folder: Path, rank: int) -> None:
-    """Take back what `rank` put into the epoch's folder: rank 0 all of it."""
+    """Remove the file of `rank` from the epoch's folder; at rank 0 remove the folder."""
 
     def remove() -> None:
         if rank:
@@ -406,15 +406,15 @@ def leave(folder: Path, rank: int) -> None:
         else:
             remove_folder(folder)
 
-    # A file server that does not answer must not hold whoever leaves. Rank 0 may have removed the folder, or nobody reach it.
+    # A file server that does not answer must not block the caller. The folder may be removed already, or unreachable.
     with suppress(futures.TimeoutError, OSError):
         in_thread("remove-weights", remove).result(timeouts.FOLDER_REMOVAL)
 
 
 def host(address: GroupAddress, name: str) -> PendingGroup:
-    """As `rendezvous.host`, with an address that lacks its host. Removes what earlier hosts left in its folder."""
+    """Host the rendezvous in the address's folder, as `rendezvous.host` does. Removes the folders of earlier hosts."""
     if not address.folder:
-        raise UserError("publication.folder: '' is no folder; transport files needs one that all machines share")
+        raise UserError("publication.folder: '' is no folder; transport files needs a folder that all machines share")
     root = Path(address.folder).absolute()
     open_epoch(root, address.epoch)
     return PendingFilesGroup(structs.replace(address, host=socket.gethostname(), folder=str(root)), name)

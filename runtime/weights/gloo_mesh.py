@@ -1,4 +1,4 @@
-"""A ProcessGroupGloo of a rendezvous's own, with a deadline and a real abort, beside torch's default group."""
+"""A ProcessGroupGloo for one rendezvous, with a deadline and a real abort, beside torch's default group."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from runtime import timeouts
 from runtime.errors import ServiceFault
 from runtime.weights.group import ForgedValue
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What of its own sockets a process can find and shut down.
+# ---- The process's own sockets: find them and shut them down
 
 
 _FDS = Path("/proc/self/fd")
@@ -34,8 +33,8 @@ def _plain(address: tuple[Any, ...]) -> SocketAddress:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Duplicates of every open internet socket of the process, each closed when the next is asked for."""
-    for name in os.listdir(_FDS):  # noqa: PTH208 - only the numbers are wanted
+    """Yield a duplicate of every open internet socket of the process. The next iteration closes the duplicate."""
+    for name in os.listdir(_FDS):  # noqa: PTH208 - only the numbers are used
         try:
             if not os.readlink(_FDS / name).startswith("socket:"):  # noqa: PTH115
                 continue
@@ -45,7 +44,7 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             duplicate = socket.socket(fileno=descriptor)
         except OSError:
-            os.close(descriptor)  # by now another file
+            os.close(descriptor)  # the number now belongs to another file
             continue
         with duplicate:
             if duplicate.family in (socket.AF_INET, socket.AF_INET6):
@@ -57,52 +56,51 @@ def listeners() -> set[SocketAddress]:
 
 
 def _connections(local: frozenset[SocketAddress], remote: frozenset[SocketAddress]) -> Iterator[socket.socket]:
-    """Duplicates of the process's connections that were accepted at one of `local` or lead to one of `remote`."""
+    """Yield duplicates of the process's connections that were accepted at one of `local` or lead to one of `remote`."""
     for duplicate in _sockets():
         try:
-            peer = duplicate.getpeername()  # fails for listeners: shutting gloo's down would end the process
+            peer = duplicate.getpeername()  # fails for listeners: to shut down gloo's listener would end the process
             if _plain(peer) in remote or _plain(duplicate.getsockname()) in local:
                 yield duplicate
         except OSError:
-            continue  # not connected, or the peer was faster
+            continue  # not connected, or closed by the peer first
 
 
 def shut_down(local: frozenset[SocketAddress], remote: frozenset[SocketAddress]) -> None:
     """Shut down the process's connections that were accepted at one of `local` or lead to one of `remote`."""
     for duplicate in _connections(local, remote):
-        with suppress(OSError):  # the peer was faster
+        with suppress(OSError):  # closed by the peer first
             duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _open_connections(local: frozenset[SocketAddress], remote: frozenset[SocketAddress]) -> int:
-    """How many of these connections neither end has closed."""
+    """Count these connections that neither end has closed."""
     found = 0
     for duplicate in _connections(local, remote):
         look = select.poll()
-        look.register(duplicate, select.POLLRDHUP)  # which also tells of POLLHUP and POLLERR
+        look.register(duplicate, select.POLLRDHUP)  # poll adds POLLHUP and POLLERR itself
         found += not look.poll(0)
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- The mesh
 
-
-# A count: gloo waits this many times its timeout for the first word of a peer, also of one that has died since the rendezvous.
+# gloo waits this many times its timeout for the first message of a peer, even if the peer has died since the rendezvous.
 TIMEOUTS_OF_FIRST_WORD = 5
 
 
 _device_lock = threading.Lock()
-_leaving: set[threading.Thread] = set()  # those that let go of a group
+_leaving: set[threading.Thread] = set()  # each destroys one group
 
 
 def reason(error: BaseException) -> str:
-    """One line of a torch error, without source position and advice."""
+    """Return one line of a torch error, without source position and advice."""
     line = str(error).strip().split("\n", 1)[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).split(". This", 1)[0] or type(error).__name__
 
 
 def _let_go(ending: list[Any]) -> None:
-    """Drop what is in `ending`, in a thread."""
+    """Drop the contents of `ending` in a thread."""
 
     def clear() -> None:
         ending.clear()
@@ -115,16 +113,16 @@ def _let_go(ending: list[Any]) -> None:
 
 @atexit.register
 def _await_leaving() -> None:
-    """A thread that the interpreter's end overtakes within torch takes the process down with it."""
+    """Join the leaving threads at exit: a thread that is inside torch when the interpreter ends would crash the process."""
     for thread in tuple(_leaving):
         thread.join(timeouts.GLOO_LEAVE)
 
 
 def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
-    """A gloo device bound to `host`, and the address at which it listens.
+    """Return a new gloo device bound to `host`, and the address at which the device listens.
 
-    gloo does not tell its port, so it is the listener on `host` that appears with the device; should another thread open
-    one in the same instant, try again.
+    gloo does not report its port. So this looks for the listener on `host` that appears with the device, and tries again if
+    another thread opened a listener in the same instant.
     """
     with _device_lock:
         for _ in range(16):
@@ -134,11 +132,12 @@ def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
             if len(new) == 1:
                 return device, new[0]
             del device
-    raise ServiceFault("gloo", "rendezvous", f"cannot tell its own listener on {host} from those of other threads")
+    raise ServiceFault("gloo", "rendezvous", f"cannot distinguish its own listener on {host} from other threads' listeners")
 
 
 def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, timeout: float) -> list[str]:
-    """Leave `card` for the others and return everyone's, by rank. `labels` says how each rank is called, `name` this one.
+    """Publish `card` for the other members, and return the cards of all members, by rank. `labels`: the ranks' names for
+    messages; `name`: this member's.
 
     Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout` seconds.
     """
@@ -146,7 +145,7 @@ def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, tim
 
 
 def card_of(store: Any, rank: int, labels: Sequence[str], name: str, timeout: float) -> str:
-    """As `meet`, of one member alone, and before this one has left its card."""
+    """Return the card of member `rank` alone, without a card from this member. Raises as `meet` does."""
     return _cards(store, [rank], labels, name, timeout)[0]
 
 
@@ -162,32 +161,32 @@ def _cards(
     except ForgedValue as error:
         raise ServiceFault(name, "rendezvous", str(error), timeout) from error
     except RuntimeError as error:
-        called = [labels[rank] for rank in ranks]
-        raise ServiceFault(name, "rendezvous", _missing(store, keys, called, labels[0], error), timeout) from error
+        chosen = [labels[rank] for rank in ranks]
+        raise ServiceFault(name, "rendezvous", _missing(store, keys, chosen, labels[0], error), timeout) from error
 
 
 def _missing(store: Any, keys: list[str], labels: Sequence[str], host: str, error: RuntimeError) -> str:
     try:
         missing = [label for label, key in zip(labels, keys, strict=True) if not store.check([key])]
     except RuntimeError:
-        missing = []  # the store is gone, and it lives in rank 0
+        missing = []  # the store is gone: rank 0 hosts it
     return f"{', '.join(missing)} did not join" if missing else f"{host} is gone: {reason(error)}"
 
 
 class GlooMesh:
-    """A ProcessGroupGloo whose sockets are known, so that `abort` frees every thread that is stuck in it.
+    """A ProcessGroupGloo whose sockets are known, so that `abort` frees every thread that is blocked in the group.
 
-    torch's own `ProcessGroupGloo.abort` leaves a blocked collective to its timeout. Shutting the sockets down ends it at
-    once, here and at the peers.
+    torch's own `ProcessGroupGloo.abort` leaves a blocked collective to its timeout. A shutdown of the sockets ends the
+    collective at once, here and at the peers.
     """
 
     def __init__(
         self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str, connections: int = 1
     ):
-        """Blocks until all of `labels` (one per rank) are connected; raises ServiceFault after `timeout` seconds.
+        """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds.
 
-        `connections`: between each two ranks, each with a thread of its own. gloo gives every collective to the next one in
-        turn, so that more than one move at once where more than one is under way.
+        `connections`: between each two ranks, each with its own thread. gloo gives each collective to the next connection in
+        turn, so that several collectives move at once.
         """
         give_up = time.monotonic() + timeout
         self._leaving = threading.Lock()
@@ -209,14 +208,14 @@ class GlooMesh:
         self._open = _open_connections(self._local, self._remote)
 
     def lost(self) -> bool:
-        """Whether a connection that was there when the mesh was made has been closed, here or by the peer."""
+        """Return whether any of the mesh's first connections has been closed, here or by the peer."""
         return _open_connections(self._local, self._remote) < self._open
 
     def abort(self) -> None:
-        """Close every connection and free the threads. Idempotent; any thread may call it, and none waits in it.
+        """Close every connection and free the threads. Idempotent, from any thread, and does not block.
 
-        gloo forgets a send whose connection fails while its own thread writes: what waits for that ends with `bound` alone.
-        The group's end waits for its threads, so it is left to a thread that has nothing else to do.
+        gloo forgets a send whose connection fails while gloo's own thread writes: only `set_timeout` ends a wait for that send.
+        A group's destructor waits for its threads, so a separate thread destroys the group.
         """
         with self._leaving:
             pg, self.pg = self.pg, None
@@ -226,7 +225,7 @@ class GlooMesh:
             del pg
             _let_go(ending)
 
-    def bound(self, seconds: float) -> None:
-        """No collective that is begun from now on holds a thread for longer than `seconds`."""
+    def set_timeout(self, seconds: float) -> None:
+        """Let collectives that begin from now on block a thread for at most `seconds`."""
         if (pg := self.pg) is not None:
             pg._set_default_timeout(timedelta(seconds=seconds))

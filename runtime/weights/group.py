@@ -2,8 +2,8 @@
 
 `rendezvous` opens a group by the name of its transport.
 
-Nothing moves before the sender announces it (`announce`, `await_announcement`). A receiver may therefore be posted a whole
-training step ahead: it occupies no device stream, and deadlines count from the announcement.
+No bucket moves before the sender announces the transfer (`announce`, `await_announcement`). A receiver may therefore be posted
+a whole training step ahead. The wait occupies no device stream, and deadlines count from the announcement.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, aligne
 
 # ---- Authentication
 #
-# What shows that a value of a store, or a bucket, comes from somebody who has the group's key.
+# Tags prove that a value of a store, or a bucket, comes from a process with the group's key.
 #
-# A key is 32 random bytes, another for each group. It reaches the members over gRPC, or in their environment. The
-# connections themselves are neither authenticated nor encrypted: gloo, NCCL and HCCL have nothing for it. So whoever
-# reaches them can still read what passes, and end a group by what he deletes, overwrites or connects to. What gloo's ranks
-# of a trainer tell each other over such a connection carries no tag, nor does what NCCL and HCCL keep in the store.
+# Each group has its own key of 32 random bytes. Members receive the key over gRPC, or in their environment. The connections
+# are neither authenticated nor encrypted: gloo, NCCL and HCCL offer no such option. A stranger that reaches a connection can
+# read the traffic, and can end a group: by a deleted or overwritten value, or by a connection of its own. Two things carry no
+# tag: the messages between a trainer's gloo ranks, and the values that NCCL and HCCL keep in the store.
 
 KEY_BYTES = 32
 
-_NAME_BYTES = 16  # of what a name in the store is hashed to
+_NAME_BYTES = 16  # of a hashed name in the store
 _TAG_BYTES = 16  # before each value in the store
 _TAGGED = struct.Struct("<16sqI")  # xxh3-128 of a bucket, its packed version, its index
 
 
 def new_key() -> bytes:
-    """The key of one group: `KEY_BYTES` random bytes."""
+    """Return `KEY_BYTES` random bytes, the key of one group."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def derived(key: bytes, purpose: bytes, data: bytes, size: int) -> bytes:
-    """BLAKE2b of `data`, `size` bytes, under `key`; independent of that for any other `purpose`, of at most 16 bytes."""
+    """Return BLAKE2b of `data` under `key`, `size` bytes. Each `purpose`, at most 16 bytes, gives an independent hash."""
     return hashlib.blake2b(data, key=key, person=purpose, digest_size=size).digest()
 
 
@@ -67,25 +67,25 @@ class ForgedValue(RuntimeError):
 class AuthenticatedStore(dist.Store):
     """A store of torch.distributed whose names are hashed with the group's key, and whose values carry a tag by it.
 
-    A stranger can list the names, delete and overwrite; he can neither foretell a name, nor write a value that is taken, nor
-    put one value in the place of another. Counters (`add`) have hashed names, but no tags.
+    A stranger can list names, delete values and overwrite values. A stranger cannot predict a name, write a value that passes
+    the check, or move a value to another name. Counters (`add`) have hashed names, but no tags.
 
-    torch's C++ code calls these methods, of a Python object that it does not keep: whoever hands it over does.
+    torch's C++ code calls these methods without a reference to the Python object: the caller of torch keeps the reference.
     """
 
     def __init__(self, inner: Any, key: bytes, prefix: str = ""):
-        """`prefix` comes before all names."""
+        """Put `prefix` before all names."""
         super().__init__()
         self._inner = inner
         self._key = key
         self._prefix = prefix
 
     def within(self, prefix: str) -> AuthenticatedStore:
-        """The part of this store whose names begin with `prefix` and a slash."""
+        """Return the part of this store whose names begin with `prefix` and a slash."""
         return AuthenticatedStore(self._inner, self._key, f"{self._prefix}{prefix}/")
 
     def unauthenticated(self) -> Any:
-        """As torch's own store, under a prefix that nobody foretells: for backends whose threads may not call Python."""
+        """Return a plain torch store under a hashed prefix, for backends whose threads must not call Python."""
         return dist.PrefixStore(self._name(""), self._inner)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -93,21 +93,21 @@ class AuthenticatedStore(dist.Store):
         self._inner.set(name, self._tag(name, content) + content)
 
     def get(self, key: str) -> bytes:
-        """Raises ForgedValue; RuntimeError where it is not there within the store's own timeout."""
+        """Return the value of `key`. Raises ForgedValue for a wrong tag, RuntimeError after the store's own timeout."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
-        """As `get`."""
+        """Return the values of `keys`, with the errors of `get`."""
         names = [self._name(key) for key in keys]
         return [self._verified(*each) for each in zip(keys, names, map(bytes, self._inner.multi_get(names)), strict=True)]
 
     def await_value(self, key: str, seconds: float) -> bytes:
-        """As `get`, once it is there, within `seconds`."""
+        """Wait up to `seconds` for `key`, then return its value, with the errors of `get`."""
         self.wait([key], timedelta(seconds=seconds))
         return self.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        """Until the names are there, whoever wrote them."""
+        """Block until all `keys` exist. Does not check the tags of their values."""
         self._inner.wait([self._name(key) for key in keys], *([] if timeout is None else [timeout]))
 
     def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
@@ -129,7 +129,7 @@ class AuthenticatedStore(dist.Store):
         tag, content = value[:_TAG_BYTES], value[_TAG_BYTES:]
         if not secrets.compare_digest(tag, self._tag(name, content)):
             raise ForgedValue(
-                f"{self._prefix}{key} in the group's store was written by somebody who does not have the group's key"
+                f"{self._prefix}{key} in the group's store was written by a process that does not have the group's key"
             )
         return content
 
@@ -137,10 +137,10 @@ class AuthenticatedStore(dist.Store):
 class BucketTags:
     """The tags in the trailers of a group's buckets, 8 bytes each.
 
-    Of the data xxh3-128 is taken, under a seed that the key gives; of that, the version and the bucket's index BLAKE2b, under
-    the key: a universal hash and a pseudorandom function, as in UMAC (RFC 4418). xxh3 is as fast as memory, which no
-    cryptographic hash is, but nobody has proven it universal: that no change of the data leaves it alike for more than few
-    seeds is what tests of it found.
+    The digest is xxh3-128 of the data, with a seed derived from the key. The tag is BLAKE2b under the key, of digest, version
+    and bucket index. So a universal hash feeds a pseudorandom function, as in UMAC (RFC 4418). xxh3 is as fast as memory; no
+    cryptographic hash is. No proof shows that xxh3 is universal: tests found only that a change of the data keeps the digest
+    under few seeds.
     """
 
     def __init__(self, key: bytes):
@@ -148,21 +148,21 @@ class BucketTags:
         self._seed = int.from_bytes(derived(key, b"seed", b"", 8), "little")
 
     def hasher(self) -> xxhash.xxh3_128:
-        """Takes a bucket's data by pieces; its `intdigest` is what `digest` returns."""
+        """Return a hasher that takes a bucket's data by pieces. Its `intdigest` equals the result of `digest`."""
         return xxhash.xxh3_128(seed=self._seed)
 
     def digest(self, bucket: Bucket, buffer: torch.Tensor) -> int:
-        """Of everything before the trailer."""
+        """Return the digest of everything before the trailer."""
         return xxhash.xxh3_128_intdigest(buffer.numpy()[: bucket.data_bytes].data, seed=self._seed)
 
     def stamp(self, index: int, bucket: Bucket, buffer: torch.Tensor, version: PolicyVersion) -> int:
-        """Write the trailer of bucket `index`; returns the digest."""
+        """Write the trailer of bucket `index`, and return the digest."""
         digest, packed = self.digest(bucket, buffer), version.pack()
         TRAILER.pack_into(buffer.numpy().data, bucket.data_bytes, self._tag(digest, packed, index), packed)
         return digest
 
     def verify(self, index: int, bucket: Bucket, buffer: torch.Tensor, digest: int | None = None) -> bool:
-        """Whether the trailer is that of bucket `index`, as it is here. `digest`: its own, where it is known."""
+        """Return whether the trailer fits the data of bucket `index`. `digest`: of that data, if already known."""
         tag, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
         found = self.digest(bucket, buffer) if digest is None else digest
         return bool(tag == self._tag(found, packed, index))
@@ -173,11 +173,10 @@ class BucketTags:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The buffers of buckets: those that a trainer publishes, and those of a staged version, which an engine's workers may read.
+# The buffers of buckets: of the version that a trainer sends, and of a staged version, which an engine's workers may read.
 #
-# Buffers that other processes of this machine can map are memory files without a name (memfd). The limit of /dev/shm, which is
-# 64 MiB in a container by default, does not apply to them. The kernel frees such a file once the last process that holds it has
-# ended, for whatever reason.
+# Buffers that other processes of this machine can map are memory files without a name (memfd). The limit of /dev/shm, 64 MiB in
+# a container by default, does not apply to these files. The kernel frees a file when the last process that holds it ends.
 
 
 AVAILABLE = hasattr(os, "memfd_create")  # on Linux
@@ -188,7 +187,7 @@ _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 
 
 class Location(NamedTuple):
-    """Where one tensor lies. Plain values, so that it travels by any codec."""
+    """The place of one tensor in shared memory. Plain values, so that any codec can send it."""
 
     name: str
     path: str  # readable by every process of the same user, as long as the buffer lives
@@ -198,13 +197,13 @@ class Location(NamedTuple):
 
 
 def memory_file(nbytes: int) -> torch.Tensor:
-    """A zeroed uint8 tensor [nbytes] that `locate` knows. Raises UserError where the system has no memory files."""
+    """Return a zeroed uint8 tensor [nbytes] in a new memory file. Raises UserError if the system has no memory files."""
     if not AVAILABLE:
         raise UserError("services.rollout.engine: vllm needs Linux, whose memory files carry the weights to its workers")
     descriptor = os.memfd_create("sluice-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
-        # The size is sealed: a process that maps the file would be killed when it touches a part that was cut off.
+        # Seal the size: a process that maps the file would be killed when it touches a part that was cut off.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
     except BaseException:
@@ -216,10 +215,10 @@ def memory_file(nbytes: int) -> torch.Tensor:
 
 
 def populate(buffer: torch.Tensor) -> None:
-    """Have the pages made now of the memory in which `buffer` lies, an arena: writing to a page for the first time takes ten
-    times as long as any other. Its bytes stay what they are. Nothing is done where the kernel knows no such order."""
+    """Allocate all pages of the arena in which `buffer` lies: the first write to a page takes ten times as long as a later one.
+    Keeps the bytes. Does nothing if the kernel lacks MADV_POPULATE_WRITE."""
     whole = buffer.untyped_storage()
-    # Python's mmap.madvise would hold Python's lock.
+    # By ctypes, because Python's mmap.madvise would hold the GIL.
     ctypes.CDLL(None).madvise(ctypes.c_void_p(whole.data_ptr()), ctypes.c_size_t(whole.nbytes()), _POPULATE_WRITE)
 
 
@@ -228,7 +227,8 @@ def _forget(address: int) -> None:
 
 
 def arena(sizes: Sequence[int], pin: bool = False) -> list[torch.Tensor]:
-    """As `memory_file`, one tensor for each of `sizes`, all in one memory file. `pin` page-locks it for copies by CUDA."""
+    """Return one tensor for each of `sizes`, as `memory_file` does, all in one memory file. `pin` page-locks the file for CUDA
+    copies."""
     ends = list(accumulate(aligned(size) for size in sizes))
     whole = memory_file(max(ends, default=1))
     if pin:
@@ -237,28 +237,28 @@ def arena(sizes: Sequence[int], pin: bool = False) -> list[torch.Tensor]:
 
 
 def _page_lock(buffer: torch.Tensor) -> None:
-    """Never run on hardware so far. Raises RuntimeError when CUDA refuses."""
+    """Page-lock the memory of `buffer`. Never run on hardware so far. Raises RuntimeError if CUDA refuses."""
     runtime: Any = torch.cuda.cudart()
     address = buffer.data_ptr()
     torch.cuda.check_error(runtime.cudaHostRegister(address, buffer.numel(), 0))
-    # Finalizers run newest first: the lock goes before the memory.
+    # Finalizers run newest first: the lock is released before the memory.
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
 def in_memory_file(buffer: torch.Tensor) -> torch.Tensor:
-    """`buffer`, uint8, or a copy where it does not lie in a memory file."""
+    """Return `buffer`, uint8, or a copy in a memory file if `buffer` does not lie in one."""
     if buffer.untyped_storage().data_ptr() in _FILES:
         return buffer
     return memory_file(buffer.numel()).copy_(buffer)
 
 
 def file_of(buffer: torch.Tensor) -> tuple[int, int]:
-    """The descriptor of the memory file in which `buffer` lies, uint8, and its offset there."""
+    """Return the descriptor of the memory file in which `buffer`, uint8, lies, and the buffer's offset in the file."""
     return _FILES[buffer.untyped_storage().data_ptr()], int(buffer.storage_offset())
 
 
 def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[torch.Tensor]]:
-    """Where `tensors` lie, and copies of those that were not in shared memory: keep the copies until they have been read."""
+    """Return the locations of `tensors`, and copies of tensors outside shared memory. Keep the copies until they are read."""
     copies = []
     locations = []
     for name, tensor in tensors.items():
@@ -276,13 +276,13 @@ def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[to
 
 
 class Mapped:
-    """Buffers of another process, mapped here while the tensors made of them live."""
+    """Buffers of another process, mapped here while tensors made of the buffers live."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def tensor(self, location: Location) -> torch.Tensor:
-        """A view of the other process's memory. Raises OSError when that process has given it up."""
+        """Return a view of the other process's memory. Raises OSError if that process has freed the memory."""
         buffer = self._buffers.get(location.path)
         if buffer is None:
             descriptor = os.open(location.path, os.O_RDWR)
@@ -301,9 +301,9 @@ class Mapped:
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """One zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding.
+    """Return one zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding.
 
-    `shared` ones lie in one memory file, which other processes can map.
+    `shared`: put all buffers into one memory file, which other processes can map.
     """
     if shared:
         return arena([bucket.total_bytes for bucket in buckets], pin)
@@ -311,7 +311,7 @@ def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list
 
 
 def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """`tensors_in` of several buckets, in the manifest's order."""
+    """Return the tensors of several buckets by manifest index, in the manifest's order, as views into `buffers`."""
     out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
         out.update(tensors_in(manifest, bucket, buffer))
@@ -319,7 +319,7 @@ def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[
 
 
 def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The tensors of one bucket, by their place in the manifest, as views into `buffer`."""
+    """Return the tensors of one bucket by manifest index, as views into `buffer`."""
     out = {}
     for entry in bucket.entries:
         spec = manifest.tensors[entry.tensor]
@@ -337,8 +337,8 @@ def clear(bucket: Bucket, buffer: torch.Tensor) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Taken(NamedTuple):
-    """What a transport did to fill a bucket: its digest (`BucketTags.digest`), and the seconds of the copy and of the hash."""
+class BucketReceipt(NamedTuple):
+    """A filled bucket's digest (`BucketTags.digest`), and the seconds that its copy and its hash took."""
 
     digest: int
     copy_seconds: float
@@ -348,15 +348,15 @@ class Taken(NamedTuple):
 class Transfer(Protocol):
     """A bucket under way."""
 
-    def wait(self, timeout: float) -> Taken | None:
+    def wait(self, timeout: float) -> BucketReceipt | None:
         """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`.
 
-        A receiver gets what the transport knows of the bucket if it copied and hashed it itself, else None.
+        Returns a receipt at a receiver whose transport copied and hashed the bucket itself, else None.
         """
 
 
 class Deferred(partial[None]):
-    """A bucket under way, as the call that waits for it, which lacks the timeout of `Transfer.wait` alone."""
+    """A bucket under way, as a partial call: `wait` adds the timeout and blocks."""
 
     def wait(self, timeout: float) -> None:
         self(timeout)
@@ -366,37 +366,37 @@ class Link(ABC):
     """A sender, rank 0 of the link, and the receivers. All move the same buckets in the same order, each from one thread."""
 
     sent_bytes = 0
-    """Rank 0: what went to each receiver so far."""
+    """Rank 0: the bytes sent to each receiver so far."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory, uint8 [nbytes], out of which rank 0 can send."""
+        """Return memory, uint8 [nbytes], from which rank 0 can send."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def tell(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
-        """Rank 0: as `DeltaEncoder.tell`, of the bucket that is sent next."""
+    def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
+        """Set at rank 0 the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
 
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Rank 0: start to move bucket `index`, `buffer` (uint8, host memory), to all others. Raises RuntimeError."""
+        """Start at rank 0 to send bucket `index`, `buffer` (uint8, host memory), to all receivers. Raises RuntimeError."""
 
     @abstractmethod
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
+        """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
 
-    def bound(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
-        """A bucket that starts to move from now on blocks a thread for at most `seconds`, even if `abort` cannot end it."""
+    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
+        """Let buckets that start from now on block a thread for at most `seconds`, even if `abort` cannot end them."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave for good: threads that wait for a transfer are freed. Idempotent, from any thread."""
+        """Leave for good, and free the threads that wait for a transfer. Idempotent, from any thread."""
 
 
 class WeightGroup(ABC):
-    """The first ranks send, each its own buckets, and the others receive them all; rank 0 leads. Every member makes the same
-    calls in the same order, from one thread."""
+    """The first ranks are senders, each with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member
+    makes the same calls in the same order, from one thread."""
 
     sent_bytes = 0
-    """A sender: what went from here to each receiver so far."""
+    """At a sender: the bytes sent to each receiver so far."""
 
     def __init__(self, address: GroupAddress, name: str):
         self.name = name
@@ -406,55 +406,55 @@ class WeightGroup(ABC):
         self.tags = BucketTags(address.key)
         self.aborted = False
 
-    def describe(self, manifest: Manifest) -> None:  # noqa: B027 - most transports move bytes, whatever they are
-        """What the buckets hold, before they are sent or received."""
+    def set_manifest(self, manifest: Manifest) -> None:  # noqa: B027 - most transports move bytes, whatever they are
+        """Set the tensors that the buckets hold, before the first bucket is sent or received."""
 
     @abstractmethod
     def announce(self, version: PolicyVersion) -> None:
-        """The senders: the transfer of `version` begins, which rank 0 tells the receivers."""
+        """Begin the transfer of `version` at a sender. Rank 0 notifies the receivers."""
 
     @abstractmethod
     def await_announcement(self, version: PolicyVersion) -> None:
-        """The receivers: block until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
+        """Block a receiver until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
 
-    def tell(self, index: int, changed: Any) -> None:  # noqa: B027 - of use to deltas alone
-        """Its root: as `DeltaEncoder.tell`, of the bucket that is sent next."""
+    def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - of use to deltas alone
+        """Set at the root the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
 
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Its root: start to move bucket `index`, `buffer` (uint8, host memory). Raises RuntimeError, as does its `wait`."""
+        """Start at the root to send bucket `index`, `buffer` (uint8, host memory). Raises RuntimeError, as does the `wait`."""
 
     @abstractmethod
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        """The receivers: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`.
+        """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does the `wait`.
 
-        Where the group has one sender, that is the root of all buckets.
+        In a group with one sender, that sender is the root of all buckets.
         """
 
-    def settle(self, nbytes: int, give_up: float) -> int:
-        """The senders: say that the receivers have this sender's part of the transfer, which is `nbytes`.
+    def wait_for_senders(self, nbytes: int, give_up: float) -> int:
+        """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
 
         Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`, and returns
-        the bytes of all parts. Raises RuntimeError, which names the sender and says what became of its part.
+        the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason.
         """
         return nbytes
 
-    def report_failure(self, message: str) -> None:  # noqa: B027 - a sender that is alone has nobody to tell
-        """The senders except rank 0: tell rank 0 that this sender's part has failed."""
+    def report_failure(self, message: str) -> None:  # noqa: B027 - a single sender has no other sender to notify
+        """Report from any other sender to rank 0 that this sender's part has failed."""
 
-    def called(self, root: int) -> str | None:
-        """The name of sender `root` for messages; None when there is only one sender."""
+    def sender_name(self, root: int) -> str | None:
+        """Return the name of sender `root` for messages, or None if the group has one sender."""
         return None
 
-    def bound(self, seconds: float) -> None:  # noqa: B027 - most transports can be ended at any moment
-        """A bucket that starts to move from now on blocks a thread for at most `seconds`, even if `abort` cannot end it."""
+    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - most transports can be ended at any moment
+        """Let buckets that start from now on block a thread for at most `seconds`, even if `abort` cannot end them."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave for good: threads blocked here fail at once, the peers as soon as they see it. Idempotent, from any thread.
+        """Leave for good. Blocked threads fail here at once, at the peers once these see it. Idempotent, from any thread.
 
-        A group also ends in order by this, but only once every receiver has verified the last transfer: a bucket that has
-        arrived may still fail when its connection closes. A process should leave its groups before it exits.
+        `abort` is also the normal end of a group. Call it only after every receiver has verified the last transfer: an arrived
+        bucket may still fail when its connection closes. A process should leave its groups before it exits.
         """
 
 
@@ -466,16 +466,16 @@ class PendingGroup(ABC):
 
     @abstractmethod
     def connect(self) -> WeightGroup:
-        """Block until every member is there; once only.
+        """Block until every member is connected. Call this once only.
 
         Raises ServiceFault, phase "rendezvous", with the ranks that did not come within the address's timeout.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Make `connect` fail here, and from rank 0 also at every member that has come. Idempotent, from any thread."""
+        """Make `connect` fail here; at rank 0 also for every member that has come. Idempotent, from any thread."""
 
 
-def wait_until(transfer: Transfer, give_up: float) -> Taken | None:
-    """`transfer.wait` until the monotonic time `give_up`. Raises RuntimeError."""
+def wait_until(transfer: Transfer, give_up: float) -> BucketReceipt | None:
+    """Wait for `transfer` until the monotonic time `give_up`. Raises RuntimeError."""
     return transfer.wait(max(give_up - time.monotonic(), timeouts.TORCH_LEAST))

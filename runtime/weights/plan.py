@@ -1,7 +1,7 @@
-"""The publication plan: which tensor lies where in which flat bucket, and who sends it. Pure; all members derive the same.
+"""The weight sync plan: the bucket, offset and sender of each tensor. Pure; all members derive the same plan.
 
-A bucket is one flat uint8 buffer: the tensors one after the other, each aligned to 64 bytes, then, aligned likewise, a trailer
-of 16 bytes: a tag by the group's key (`authentication.BucketTags`), and the packed policy version, both little-endian.
+A bucket is one flat uint8 buffer: tensor after tensor, then a trailer, each aligned to 64 bytes. The trailer has 16 bytes: a
+tag by the group's key (`group.BucketTags`), and the packed policy version, both little-endian.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runtime.errors import InvalidMessage, UserError
 ALIGNMENT = 64
 TRAILER = struct.Struct("<Qq")
 
-DTYPES = {  # by torch's name: bytes of an item, and what safetensors calls it
+DTYPES = {  # by torch's name: bytes of an item, and safetensors' name
     "float64": (8, "F64"),
     "float32": (4, "F32"),
     "bfloat16": (2, "BF16"),
@@ -40,53 +40,53 @@ class TensorSpec(Struct, frozen=True, array_like=True):
     name: str
     dtype: str  # torch's name: "float32", "bfloat16"
     shape: tuple[int, ...]
-    held_by: tuple[int, ...] = ()  # the senders that can send it; () for all of them
+    held_by: tuple[int, ...] = ()  # the senders that hold the tensor; (): all senders
 
     @property
     def nbytes(self) -> int:
-        """Raises InvalidMessage for a dtype that is not in `ITEM_BYTES`."""
+        """The tensor's size in bytes. Raises InvalidMessage for a dtype that is not in `ITEM_BYTES`."""
         if self.dtype not in ITEM_BYTES:
             raise InvalidMessage(f"tensor {self.name}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 class Manifest(Struct, frozen=True):
-    """What one publication carries. Sent once per epoch."""
+    """The tensors of a weight sync, and the bucket size. Sent once per epoch."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
     senders: int = 1
-    base: str = ""  # of adapters: the fingerprint of the weights that they belong to
+    base: str = ""  # for adapters: the fingerprint of their base weights
 
 
 class GroupAddress(Struct, frozen=True, kw_only=True):
-    """Where one epoch's members meet. The first ranks are the senders, the others receive. Rank 0 leads."""
+    """The meeting point of one epoch's members. The first ranks send, the other ranks receive. Rank 0 leads."""
 
     epoch: int
     world_size: int
     backend: str
     timeout: float  # of the rendezvous, in seconds
-    host: str = ""  # "", as the port and the key: before it is hosted
+    host: str = ""  # host, port and key are empty until rank 0 hosts the group
     port: int = 0
     key: bytes = b""  # of the group
     rank: int = 0
     transport: str = "collective"
     folder: str = ""  # of transport files
     full_every: int = 0  # of encoding delta; 0: every version is whole
-    names: tuple[str, ...] = ()  # what the members are called, by rank; () where nobody said
-    senders: int = 1  # how many, of the manifest's number
+    names: tuple[str, ...] = ()  # the members' names by rank; (): unknown
+    senders: int = 1  # as in the manifest
 
     def __repr__(self) -> str:
-        """Without the key, which no log is to hold."""
+        """Leave out the key: no log may hold the key."""
         return f"GroupAddress({self.label(self.rank)} of epoch {self.epoch} at {self.host}:{self.port})"
 
     def label(self, rank: int) -> str:
-        """How messages call a member: "rank 2 (rollout-1)"."""
+        """Return a member's name for messages: "rank 2 (rollout-1)"."""
         return f"rank {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "")
 
 
 class BucketEntry(Struct, frozen=True, array_like=True):
-    """`tensor` indexes `Manifest.tensors`; `offset` and `nbytes` lie within the bucket."""
+    """One tensor's bytes in a bucket. `tensor` indexes `Manifest.tensors`."""
 
     tensor: int
     offset: int
@@ -94,7 +94,7 @@ class BucketEntry(Struct, frozen=True, array_like=True):
 
 
 class Bucket(Struct, frozen=True):
-    """`data_bytes` counts up to the trailer, a multiple of `ALIGNMENT`. `root` is the sender that it moves from."""
+    """The layout of one bucket. `data_bytes`: up to the trailer, a multiple of `ALIGNMENT`. `root`: the bucket's sender."""
 
     entries: tuple[BucketEntry, ...]
     data_bytes: int
@@ -106,7 +106,7 @@ class Bucket(Struct, frozen=True):
 
     @property
     def padding(self) -> Iterator[slice]:
-        """What lies between the tensors, which the checksum covers too."""
+        """The gaps between the tensors. The checksum covers the gaps too."""
         end = 0
         for entry in self.entries:
             yield slice(end, entry.offset)
@@ -115,28 +115,30 @@ class Bucket(Struct, frozen=True):
 
 
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
-    """The buckets, in the order in which receivers take them, each with its root.
+    """Return the buckets with their roots, in the order in which receivers take them.
 
-    Tensors that the same senders hold share buckets of at most `bucket_bytes` of data: matrices first, then vectors and
-    scalars, both in the manifest's order. First fit in order: a bucket is closed once the next tensor does not fit. A tensor
-    larger than `bucket_bytes` has a bucket of its own. A receiver may use the buckets' memory as its weights: without the
-    biases and norms between them, the matrices of query, key and value, or of gate and up, adjoin each other wherever their
-    sizes are multiples of `ALIGNMENT`, and so do the biases of query, key and value. They are one matrix, or vector, then.
+    Tensors with the same senders share buckets of at most `bucket_bytes` of data. Matrices come first, then vectors and
+    scalars, both in the manifest's order. A bucket is closed once the next tensor does not fit. A tensor larger than
+    `bucket_bytes` has its own bucket.
 
-    Raises InvalidMessage for an unknown dtype, a name that occurs twice, a holder that is no sender, or a bucket size or number
-    of senders below 1.
+    A receiver may use the buckets' memory as its weights. Since no bias or norm lies between them, the matrices of query, key
+    and value adjoin if their sizes are multiples of `ALIGNMENT`, and so form one matrix. The same holds for the matrices of
+    gate and up, and for the biases of query, key and value.
+
+    Raises InvalidMessage for an unknown dtype, a repeated name, a holder that is no sender, or a bucket size or number of
+    senders below 1.
     """
     _check(manifest)
-    everybody = tuple(range(manifest.senders))
+    all_senders = tuple(range(manifest.senders))
     shared: dict[tuple[int, ...], list[int]] = {}
     for index, spec in sorted(enumerate(manifest.tensors), key=lambda item: len(item[1].shape) < 2):
-        shared.setdefault(spec.held_by or everybody, []).append(index)
+        shared.setdefault(spec.held_by or all_senders, []).append(index)
     filled = {holders: _fill(manifest, tensors) for holders, tensors in shared.items()}
     return assign(filled, manifest.senders)
 
 
 def roots(manifest: Manifest) -> list[int]:
-    """Of each of its tensors, the sender that it moves from."""
+    """Return the sender of each of the manifest's tensors."""
     of_tensor = {entry.tensor: bucket.root for bucket in plan_buckets(manifest) for entry in bucket.entries}
     return [of_tensor[index] for index in range(len(of_tensor))]
 
@@ -170,11 +172,12 @@ def _fill(manifest: Manifest, tensors: Sequence[int]) -> list[Bucket]:
 
 
 def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> tuple[Bucket, ...]:
-    """Every bucket with its root, in the order in which receivers take them. `filled`: by who holds them, in their order.
+    """Assign a root to every bucket, and return the buckets in the order in which receivers take them. `filled`: the buckets
+    by holders, in order.
 
-    Each bucket goes to the holder that has the fewest bytes so far, so that senders which hold the same differ by one bucket at
-    most. Buckets that few senders hold are assigned first. In the order of the result all senders progress evenly, by bytes:
-    receivers take a few buckets at a time, and each sender should have some of those.
+    Each bucket goes to the holder with the fewest bytes so far. So senders that hold the same buckets differ by at most one
+    bucket. Buckets with few holders are assigned first. The result's order lets all senders progress evenly, by bytes:
+    receivers take a few buckets at a time, and these should come from all senders.
     """
     loads = [0] * senders
     paced: list[tuple[float, int, Bucket]] = []
@@ -189,23 +192,23 @@ def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> 
 
 
 def aligned(offset: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """Round `offset` up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def resolve_transport(transport: str, backend: str, machines: Mapping[str, str]) -> str:
-    """The transport that `publication.transport` stands for.
+    """Return the transport that `publication.transport` selects.
 
-    `machines` says by name where the trainer and the epoch's rollouts run, "" = unknown. `auto` is shared memory where that is
-    one machine, unless `publication.backend` asks for a collective of some kind. Raises UserError for shared memory that
-    not everybody reaches.
+    `machines`: the machines of the trainer and the epoch's rollouts by name, "" = unknown. `auto` selects shared memory if all
+    run on one machine, unless `publication.backend` names a backend. Raises UserError if `transport` is shared memory and a
+    member is not on that machine.
     """
     name, machine = next(iter(machines.items()))
     apart = [other for other, where in machines.items() if not where or where != machine]
     if transport == "shared_memory" and apart:
         raise UserError(
-            f"publication.transport: shared_memory needs all on one machine, and {', '.join(apart)} cannot be seen to share "
-            f"that of {name}; must be auto or collective"
+            f"publication.transport: shared_memory needs all on one machine, but {', '.join(apart)} may run on another machine "
+            f"than {name}; must be auto or collective"
         )
     if transport == "auto":
         return "shared_memory" if backend == "auto" and not apart else "collective"

@@ -1,8 +1,8 @@
-"""How the members of an epoch meet: `host` opens a group by the name of its transport, and `join` enters it.
+"""The rendezvous of an epoch's members: `host` opens a group by the name of its transport, and `join` enters the group.
 
-`join`, and `connect` of the group that `host` opens, block until all members are connected, or raise ServiceFault with the
-missing ranks. With any transport except `files`, members meet in a TCPStore that rank 0 hosts, and buckets move over links: one
-from each sender to all receivers.
+`join`, and `connect` of the group that `host` opens, block until all members are connected. Both raise ServiceFault with the
+missing ranks. With any transport except `files`, members meet in a TCPStore that rank 0 hosts. Buckets then move over links,
+one from each sender to all receivers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
     "collective": collective.connect,
     "shared_memory": shared_memory.connect,
 }
-"""By transport: (store, address, everyone's label by rank, own name, own interface's address) to a link, within the timeout."""
+"""By transport: (store, address, all labels by rank, own name, own interface's address) -> link, within the timeout."""
 
 
 class StoreGroup(WeightGroup):
@@ -47,7 +47,7 @@ class StoreGroup(WeightGroup):
         links: Sequence[Link],
         paths: frozenset[SocketAddress],
     ):
-        """`links`: a receiver has one from each sender, by the sender's rank; a sender has its own one alone."""
+        """Make the group over `links`: at a receiver one link from each sender, by the sender's rank; at a sender its own."""
         super().__init__(address, name)
         self._senders = address.senders
         self._label = address.label
@@ -65,8 +65,8 @@ class StoreGroup(WeightGroup):
         self._transfers += 1
         self._running_store().await_value(f"transfer/{self._transfers}", timeouts.GLOO_BACKSTOP)
 
-    def tell(self, index: int, changed: Any) -> None:
-        self._links[0].tell(index, changed)
+    def set_changed(self, index: int, changed: Any) -> None:
+        self._links[0].set_changed(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         transfer = self._links[0].send(index, buffer)
@@ -76,39 +76,40 @@ class StoreGroup(WeightGroup):
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
         return self._links[root if self._senders > 1 else 0].receive(index, buffer)
 
-    def settle(self, nbytes: int, give_up: float) -> int:
+    def wait_for_senders(self, nbytes: int, give_up: float) -> int:
         if self.rank:
             self._running_store().set(self._part(self.rank), str(nbytes))
             return nbytes
-        return nbytes + sum(self._settled(sender, give_up) for sender in range(1, self._senders))
+        # Each other sender sets its part after its own receivers have taken all its buckets, or reports its failure.
+        return nbytes + sum(self._await_part(sender, give_up) for sender in range(1, self._senders))
 
     def report_failure(self, message: str) -> None:
         if self.rank:
             with suppress(RuntimeError):  # rank 0 has left
                 self._running_store().set(self._part(self.rank), message)
 
-    def called(self, root: int) -> str | None:
+    def sender_name(self, root: int) -> str | None:
         return self._label(root) if self._senders > 1 else None
 
     def _part(self, sender: int) -> str:
         return f"part/{self._transfers}/{sender}"
 
-    def _settled(self, sender: int, give_up: float) -> int:
-        """The bytes of the sender's part, once the receivers have it."""
+    def _await_part(self, sender: int, give_up: float) -> int:
+        """Wait until the receivers have the sender's part, and return its bytes."""
         store, label = self._running_store(), self._label(sender)
         try:
-            said = store.await_value(self._part(sender), max(give_up - time.monotonic(), timeouts.TORCH_LEAST)).decode()
+            message = store.await_value(self._part(sender), max(give_up - time.monotonic(), timeouts.TORCH_LEAST)).decode()
         except RuntimeError as error:
             self._running_store()
             late = time.monotonic() >= give_up
             raise RuntimeError(f"the part of {label} was not taken" + ("" if late else f": {reason(error)}")) from error
-        if not said.isdigit():
-            raise RuntimeError(f"{label}: {said}")
-        return int(said)
+        if not message.isdigit():
+            raise RuntimeError(f"{label}: {message}")
+        return int(message)
 
-    def bound(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         for link in self._links:
-            link.bound(seconds)
+            link.set_timeout(seconds)
 
     def abort(self) -> None:
         self.aborted = True
@@ -142,7 +143,7 @@ class PendingStoreGroup(PendingGroup):
         store, self._store = self._store, None
         links: list[Link] = []
         try:
-            if address.senders > 1:  # meet first: otherwise messages would name members that only wait
+            if address.senders > 1:  # meet first: otherwise errors would name members that only wait for the missing one
                 meet(store.within("all"), address.rank, "", labels, self._name, address.timeout)
             mine = [address.rank] if address.rank < address.senders else range(address.senders)
             for sender in mine:
@@ -155,7 +156,7 @@ class PendingStoreGroup(PendingGroup):
         return StoreGroup(address, self._name, store, links, frozenset({(address.host, address.port)}))
 
     def _link_from(self, sender: int, store: AuthenticatedStore, labels: Sequence[str], timeout: float) -> Link:
-        """The link from `sender`, which is rank 0 of it; the receivers follow."""
+        """Connect and return the link from `sender`. The sender is the link's rank 0; the receivers follow."""
         address, first = self.address, self.address.senders
         part = structs.replace(
             address,
@@ -173,10 +174,10 @@ def _left(give_up: float) -> float:
 
 
 def host(address: GroupAddress, interface: str, port_range: PortRange | None = None, name: str = "sender") -> PendingGroup:
-    """Open the rendezvous of `address` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
+    """Open the rendezvous of `address` as rank 0, on a free port of `interface` within `port_range`. Does not block.
 
-    `address` lacks its host, its port and its key. Transport `files` meets in the folder, and ignores interface and backend.
-    With `full_every` = n > 0 versions are deltas, except one of every n, which is whole. Raises UserError for an unknown
+    `address` comes without host, port and key. Transport `files` meets in the folder, and ignores interface and backend. With
+    `full_every` = n > 0, one of every n versions is sent whole, the others as deltas. Raises UserError for an unknown
     interface, backend or transport, a range without a free port, or a folder that cannot be written.
     """
     if address.backend not in BACKENDS:
@@ -198,9 +199,9 @@ def host(address: GroupAddress, interface: str, port_range: PortRange | None = N
 
 
 def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
-    """Enter the rendezvous as `address.rank`; blocks until every member is there.
+    """Enter the rendezvous as `address.rank`, and block until every member is connected.
 
-    `interface` defaults to the local address from which `address.host` is reached. Raises ServiceFault, phase "rendezvous".
+    `interface` defaults to the local address that reaches `address.host`. Raises ServiceFault, phase "rendezvous".
     """
     name = name or f"rank {address.rank}"
     if address.transport == "files":

@@ -1,11 +1,11 @@
 """Transport `shared_memory`: on one machine, receivers copy each bucket out of the sender's own memory.
 
-The sender's buckets lie in a memory file (`group.py`), whose descriptor goes with every message over a unix socket; so do
-"bucket i is whole" to the receivers and "it is taken" back. Neither socket nor memory file has a name: when a process ends,
-however that happens, its peers read the end of the connection at once, and nothing is left of either.
+The sender's buckets lie in a memory file (`group.py`). Over a unix socket, the sender sends "bucket i is whole" with the file's
+descriptor, and receivers answer "bucket taken". Socket and memory file have no name. So when a process ends, its peers read the
+end of the connection at once, and no file stays behind.
 
-Receivers connect to the sender's socket by its descriptor in /proc, where processes of other users find nothing. Only those of
-the same user are let in besides, as the kernel tells it of each connection.
+Receivers connect to the sender's socket by its descriptor in /proc, which processes of other users cannot open. In addition,
+the sender accepts only connections of its own user, as the kernel reports the user of each connection.
 """
 
 from __future__ import annotations
@@ -31,21 +31,32 @@ import torch
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.weights.gloo_mesh import card_of, meet
-from runtime.weights.group import AVAILABLE, BucketTags, Deferred, Link, Taken, Transfer, file_of, in_memory_file, memory_file
+from runtime.weights.group import (
+    AVAILABLE,
+    BucketReceipt,
+    BucketTags,
+    Deferred,
+    Link,
+    Transfer,
+    file_of,
+    in_memory_file,
+    memory_file,
+)
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
 _WHOLE = struct.Struct("<IQQ")  # bucket, its offset in the memory file, its bytes
-_TAKEN = b"t"  # once for each bucket, in their order
+_TAKEN = b"t"  # a receiver's answer, once for each bucket, in order
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
-_PIECE = 256 << 10  # bytes that are copied and then hashed: a piece and its copy fit into a core's own cache
+_PIECE = 256 << 10  # bytes copied and then hashed: a piece and its copy fit into a core's own cache
 
-# Buckets that a receiver copies at once: one thread does not fill the memory's bandwidth.
+# Buckets that a receiver copies at once: one thread does not use all of the memory bandwidth.
 LANES = min(2, len(os.sched_getaffinity(0))) if AVAILABLE else 1
 
 
 class _SocketLink(Link):
-    """Holds `_using` while a thread is at the sockets: `abort` frees it by shutting them down, and only then closes them."""
+    """A link over sockets. A thread holds `_using` while it uses the sockets. `abort` shuts the sockets down, which frees the
+    thread, and only then closes them."""
 
     def __init__(self, sockets: Iterable[socket.socket]):
         self._sockets = tuple(sockets)
@@ -71,7 +82,7 @@ class _SocketLink(Link):
 
 class SendingLink(_SocketLink):
     def __init__(self, peers: Mapping[str, socket.socket]):
-        """`peers` by what they are called."""
+        """Make the sender's end. `peers`: the receivers' sockets by label."""
         super().__init__(peers.values())
         self._peers = dict(peers)
         self._sent = 0
@@ -81,8 +92,8 @@ class SendingLink(_SocketLink):
         return memory_file(nbytes)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        shown = in_memory_file(buffer)  # which lives on as long as somebody has its descriptor, also one under way
-        descriptor, offset = file_of(shown)
+        shared = in_memory_file(buffer)  # the file lives as long as any descriptor, also a descriptor in a sent message
+        descriptor, offset = file_of(shared)
         message = _WHOLE.pack(index, offset, buffer.numel())
         with self._using:
             for label, peer in self._peers.items():
@@ -101,7 +112,7 @@ class SendingLink(_SocketLink):
         raise RuntimeError("rank 0 receives nothing")
 
     def _await_taken(self, number: int, timeout: float) -> None:
-        """Until everybody has taken the `number`th bucket that was sent. Who ends is noticed, whoever is waited for."""
+        """Wait until all receivers have taken the `number`th sent bucket. Raises RuntimeError if any receiver ends, or late."""
         give_up = time.monotonic() + timeout
         with self._using:
             self._check()
@@ -113,7 +124,7 @@ class SendingLink(_SocketLink):
                 ready = readable.poll(max(0.0, give_up - time.monotonic()) * 1e3)
                 self._check()
                 if not ready:
-                    raise RuntimeError(f"waited in vain for {', '.join(late)}")
+                    raise RuntimeError(f"timed out waiting for {', '.join(late)}")
                 for descriptor, _ in ready:
                     self._read(labels[descriptor])
 
@@ -129,39 +140,39 @@ class SendingLink(_SocketLink):
 
 
 class _Copy:
-    """A bucket that is to be copied; `copied` is set when it was."""
+    """A bucket to copy. `copied` is done after the copy."""
 
     def __init__(self, link: ReceivingLink, index: int, buffer: torch.Tensor):
         self._link = link
         self.index = index
         self.buffer = buffer
-        self.copied: Future[Taken] = Future()
+        self.copied: Future[BucketReceipt] = Future()
 
     def fail(self, error: RuntimeError) -> None:
-        # Without its traceback, whose frames would hold the sender's memory for as long as somebody holds the error.
+        # Drop the traceback: its frames would keep the sender's memory alive as long as the error.
         self.copied.set_exception(error.with_traceback(None))
 
-    def wait(self, timeout: float) -> Taken:
+    def wait(self, timeout: float) -> BucketReceipt:
         try:
             copied = self.copied.result(timeout)
         except futures.TimeoutError as error:
-            raise RuntimeError(f"waited in vain for {self._link.label}") from error
+            raise RuntimeError(f"timed out waiting for {self._link.label}") from error
         self._link.taken()
         return copied
 
 
 class ReceivingLink(_SocketLink):
-    """Copies up to `LANES` buckets at once, in threads that end when nothing is posted any more."""
+    """The receiver's end. Copies up to `LANES` buckets at once, in threads that end when no bucket is posted."""
 
     def __init__(self, sender: socket.socket, label: str, tags: BucketTags):
-        """`label` is what the sender is called; `tags` are those of its buckets."""
+        """Make the receiver's end. `label`: the sender's name for messages. `tags`: of the sender's buckets."""
         super().__init__((sender,))
         self.label = label
         self._sender = sender
         self._tags = tags
         self._inode = 0
         self._memory: Any = None  # the sender's memory file, uint8, read-only
-        self._changed = threading.Lock()  # guards what follows, and what is told; taken inside `_using`
+        self._changed = threading.Lock()  # guards the fields below, and sends to the sender; taken inside `_using`
         self._posted: deque[_Copy] = deque()
         self._lanes: set[threading.Thread] = set()
 
@@ -180,7 +191,7 @@ class ReceivingLink(_SocketLink):
         return copy
 
     def taken(self) -> None:
-        """Tell the sender that one more bucket, in their order, was copied. Raises RuntimeError."""
+        """Notify the sender that the next bucket, in order, was copied. Raises RuntimeError."""
         try:
             with self._changed:
                 self._check()
@@ -192,12 +203,12 @@ class ReceivingLink(_SocketLink):
         super().abort()
         with self._changed:
             lanes = tuple(self._lanes)
-        for lane in lanes:  # none may write into a buffer that its owner uses for something else
+        for lane in lanes:  # no lane may write into a buffer after `abort`: the owner may reuse the buffer
             lane.join()
 
     def _run_lane(self) -> None:
         while True:
-            with self._using:  # buckets are told of in the order in which they are posted
+            with self._using:  # messages arrive in the order in which buckets are posted
                 with self._changed:
                     if not self._posted:
                         self._lanes.remove(threading.current_thread())
@@ -219,7 +230,7 @@ class ReceivingLink(_SocketLink):
         return RuntimeError(f"{self.label} is gone: {error}")
 
     def _await(self, index: int, nbytes: int) -> Any:
-        """The bucket where the sender has it, once it is whole."""
+        """Wait for the sender's message, and return the bucket in the sender's memory. Raises RuntimeError, OSError."""
         self._check()
         message, descriptors, _, _ = socket.recv_fds(self._sender, _WHOLE.size, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in descriptors:
@@ -235,7 +246,7 @@ class ReceivingLink(_SocketLink):
         return self._memory[offset : offset + size]
 
     def _map(self, descriptor: int) -> None:
-        """Once for each file: the first look at a page costs as much as copying it."""
+        """Map the file of `descriptor`, once for each file: the first access to a page costs as much as its copy."""
         try:
             inode = os.fstat(descriptor).st_ino
             if inode != self._inode or self._memory is None:
@@ -250,11 +261,11 @@ class ReceivingLink(_SocketLink):
             self._memory = None
 
 
-def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> Taken:
-    """Copy a bucket, uint8 both, with the digest, by `hasher`, of what `target` then holds before the trailer.
+def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> BucketReceipt:
+    """Copy a bucket, uint8 both. Returns a receipt with the digest, by `hasher`, of `target` before the trailer.
 
-    Each piece is hashed while it is in the processor's cache, which spares a pass over the memory. `check` is called before
-    each, and ends the copy with what it raises.
+    Each piece is hashed while it is in the processor's cache, which saves a pass over the memory. `check` is called before each
+    piece; its exception ends the copy.
     """
     end = len(target) - TRAILER.size
     began, hashing = time.monotonic(), 0.0
@@ -266,11 +277,11 @@ def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], Non
         hasher.update(target[piece].data)
         hashing += time.monotonic() - copied
     target[end:] = source[end:]
-    return Taken(int(hasher.intdigest()), time.monotonic() - began - hashing, hashing)
+    return BucketReceipt(int(hasher.intdigest()), time.monotonic() - began - hashing, hashing)
 
 
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
-    """Blocks until everybody is connected. Raises UserError without Linux, ServiceFault of phase "rendezvous"."""
+    """Connect, and block until all members are connected. Raises UserError without Linux; ServiceFault, phase "rendezvous"."""
     if not AVAILABLE:
         raise UserError("publication.transport: shared_memory needs Linux; must be collective here")
     if address.rank == 0:
@@ -283,7 +294,7 @@ def _listen(store: Any, address: GroupAddress, labels: Sequence[str], name: str)
         listener.listen(len(labels))
         listener.setblocking(False)
         meet(store, 0, card, labels, name, address.timeout)
-        peers = _accept(listener, len(labels))  # everybody connected before leaving a card
+        peers = _accept(listener, len(labels))  # receivers connect before they publish a card
     missing = [labels[rank] for rank in range(1, len(labels)) if rank not in peers]
     if missing:
         for peer in peers.values():
@@ -294,12 +305,12 @@ def _listen(store: Any, address: GroupAddress, labels: Sequence[str], name: str)
 
 @contextmanager
 def _bound(listener: socket.socket) -> Iterator[str]:
-    """Gives the path by which this user's processes reach `listener` inside the block, and no others."""
+    """Bind `listener`, and give the path by which only this user's processes reach it inside the block."""
     with tempfile.TemporaryDirectory() as folder:  # mode 0700
-        place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-        listener.bind(f"/proc/self/fd/{place}/socket")  # a path of a socket is short, that of a folder may be long
-        descriptor = os.open("socket", os.O_PATH | os.O_CLOEXEC, dir_fd=place)
-        os.close(place)
+        parent = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        listener.bind(f"/proc/self/fd/{parent}/socket")  # a socket's path is limited in length, and the folder's may be long
+        descriptor = os.open("socket", os.O_PATH | os.O_CLOEXEC, dir_fd=parent)
+        os.close(parent)
     try:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"
     finally:
@@ -307,7 +318,7 @@ def _bound(listener: socket.socket) -> Iterator[str]:
 
 
 def _accept(listener: socket.socket, world_size: int) -> dict[int, socket.socket]:
-    """Those who wait at the listener, by the rank that they tell; strangers are turned away."""
+    """Accept all waiting connections, and return them by the rank in their first message. Closes connections of strangers."""
     peers: dict[int, socket.socket] = {}
     with suppress(BlockingIOError):
         while True:
@@ -322,7 +333,7 @@ def _accept(listener: socket.socket, world_size: int) -> dict[int, socket.socket
 
 
 def _rank_of(peer: socket.socket) -> int:
-    """0 when it tells none."""
+    """Return the rank in the peer's first message; 0 if there is none."""
     try:
         message = peer.recv(_RANK.size)
     except OSError:
@@ -342,7 +353,7 @@ def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) 
             raise ServiceFault(name, "rendezvous", f"{labels[0]} is of user {user}, this process of {os.geteuid()}")
         sender.send(_RANK.pack(address.rank))
         meet(store, address.rank, "", labels, name, max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST))
-        sender.settimeout(None)  # buckets are waited for in lanes, which `abort` frees
+        sender.settimeout(None)  # lanes wait for buckets without a timeout; `abort` frees the lanes
     except OSError as error:
         sender.close()
         message = f"{labels[0]} cannot be reached on this machine, where transport shared_memory needs it: {error}"
@@ -354,7 +365,7 @@ def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) 
 
 
 def user_of(peer: socket.socket) -> int:
-    """Whom the process at the other end of a unix socket belongs to, as the kernel knows it."""
+    """Return the user id of the process at the other end of a unix socket, as the kernel reports it."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(credentials)[1]
     return user

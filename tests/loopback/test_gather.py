@@ -132,7 +132,7 @@ def published(
         worker.sender.close().result(DEADLINE)
     told = encoding == "delta" and processes > 1
     assert len(wholes) == (1 if told else len(found))
-    assert worker.sender is None or worker.sender.buffers._told == told
+    assert worker.sender is None or worker.sender.buffers._takes_changes == told
     return found
 
 
@@ -248,7 +248,7 @@ def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_pat
     groups, receiver, sender = (
         connected(way, 2, folder=str(tmp_path)),
         StagedWeights(manifest),
-        SendBuffers(manifest, told=True),
+        SendBuffers(manifest, takes_changes=True),
     )
     random, wholes = np.random.default_rng(1), [torch.zeros(shape, dtype=torch.bfloat16) for shape in SHAPES]
     took = []

@@ -100,7 +100,7 @@ def test_an_address_that_a_stranger_planted_is_refused_by_name(tmp_path: Path, m
                 stranger.set(name, b"planted")
             errors = second.communicate("go\n", timeout=DEADLINE)[1]
     assert second.returncode and re.search(r"RuntimeError|ForgedValue", errors)
-    assert "0/0 in the group's store was written by somebody who does not have the group's key" in errors
+    assert "0/0 in the group's store was written by a process that does not have the group's key" in errors
     assert "5e5e" not in errors
 
 

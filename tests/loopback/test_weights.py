@@ -144,7 +144,7 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
     stopped, innocent = members
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
-        whom = r": waited in vain for rank 1 \(rollout-0\)" if "shared_memory" in transport else ""
+        whom = r": timed out waiting for rank 1 \(rollout-0\)" if "shared_memory" in transport else ""
         with pytest.raises(DeadlineExceeded, match=r"trainer: transfer: bucket 0 of \d+ of version 0\.1 was not taken" + whom):
             send(group, sender, 1, 0.5).result(PATIENCE)
         kind, phase, text = innocent.hear()  # long before its own deadline

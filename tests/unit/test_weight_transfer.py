@@ -20,7 +20,7 @@ from runtime.types import PolicyVersion
 from runtime.weights import receiver
 from runtime.weights import sender as sender_module
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
-from runtime.weights.group import BucketTags, Link, Taken, WeightGroup, allocate, arena, new_key, populate, tensors_of
+from runtime.weights.group import BucketReceipt, BucketTags, Link, WeightGroup, allocate, arena, new_key, populate, tensors_of
 from runtime.weights.plan import ITEM_BYTES, Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.receiver import StagedWeights
 from runtime.weights.sender import SendBuffers
@@ -236,10 +236,10 @@ class Clock:
 class Arriving:
     """A bucket that is there after `seconds` of waiting."""
 
-    def __init__(self, clock: Clock, seconds: float, taken: Taken):
+    def __init__(self, clock: Clock, seconds: float, taken: BucketReceipt):
         self._clock, self._seconds, self._taken = clock, seconds, taken
 
-    def wait(self, timeout: float) -> Taken:
+    def wait(self, timeout: float) -> BucketReceipt:
         self._clock.now += self._seconds
         return self._taken
 
@@ -256,7 +256,7 @@ class Arrivals:
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Arriving:
         digest = self.tags.stamp(index, self.buckets[index], buffer, VERSION)
-        return Arriving(self._clock, self._seconds, Taken(digest, 2.0, 1.0))
+        return Arriving(self._clock, self._seconds, BucketReceipt(digest, 2.0, 1.0))
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(5.0, (2.0, 2.0, 1.0)), (3.0, (0.0, 2.0, 1.0)), (0.75, (0.0, 0.5, 0.25))])
