@@ -205,7 +205,7 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
         config = loading.load(path, ())
         uvloop.install()
         spans.log.open(config, name)
-        asyncio.run(spans.telling(config, work(config, phases)))
+        asyncio.run(spans.with_heartbeats(config, work(config, phases)))
     except UserError as error:
         os_process.say_errors(str(error).splitlines())
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""What asyncio lacks: the first error out of a task group, the loop's clock, waits that lose no cancellation, threads."""
+"""Helpers for asyncio: the first error of a task group, the loop's clock, waits that lose no cancellation, threads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ T = TypeVar("T")
 
 
 def now() -> float:
-    """Seconds on the running loop's clock: to the millisecond that of time.monotonic, in a simulation a virtual one."""
+    """Return the seconds of the running loop's clock: time.monotonic to the millisecond; in a simulation a virtual clock."""
     return asyncio.get_running_loop().time()
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first exception in an exception group, however deep, or the exception itself."""
+    """Return the first exception in an exception group, at any depth, or the exception itself."""
     while nested := getattr(error, "exceptions", ()):
         error = nested[0]
     return error
 
 
 async def done_within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
-    """Whether `work` is done within `seconds`; else it is cancelled. Raises what it raises. Before Python 3.12 asyncio.wait_for
-    loses a cancellation that comes together with the end of the work, and whoever has cancelled waits for ever."""
+    """Run `work` for at most `seconds`, then cancel it. Returns whether it ended in time; raises its exceptions. Before Python
+    3.12, asyncio.wait_for loses a cancellation that comes together with the end of the work: the canceller waits forever."""
     working = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({working}, timeout=max(0.0, seconds))
@@ -38,7 +38,7 @@ async def done_within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
 
 
 async def unless_failed(beside: Collection[asyncio.Future[None]], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. Raises what one of those `beside` it raises before, once `work` has ended for it."""
+    """Run `work` and return its result. If a future of `beside` fails first, cancel `work`, then raise that failure."""
     task = asyncio.create_task(work)
     going: set[asyncio.Future[Any]] = set(beside)
     try:
@@ -54,9 +54,9 @@ async def unless_failed(beside: Collection[asyncio.Future[None]], work: Coroutin
 
 
 async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Event, deadline: float) -> Sequence[T]:
-    """What is missing at `deadline`, on the loop's clock; nothing as soon as nothing is.
+    """Wait until `missing()` is empty, or until `deadline` on the loop's clock. Returns the last `missing()`.
 
-    `changed` is set whenever `missing()` may have become another.
+    The caller sets `changed` whenever `missing()` may have changed.
     """
     while found := missing():
         changed.clear()
@@ -66,7 +66,7 @@ async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Eve
 
 
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread of its own, which ends with it. Cancelling whoever awaits the future does not end the work."""
+    """Run `work` in a new thread. A cancellation of the task that awaits the future does not end the work."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     threading.Thread(target=_complete, args=(future, work), name=name, daemon=True).start()
@@ -76,7 +76,7 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 def _complete(future: Future[T], work: Callable[[], T]) -> None:
     try:
         result = work()
-    except BaseException as error:  # noqa: BLE001 - it is the caller's, through the future
+    except BaseException as error:  # noqa: BLE001 - the caller gets it through the future
         drop_frames(error)
         future.set_exception(error)
     else:
@@ -87,7 +87,7 @@ def _complete(future: Future[T], work: Callable[[], T]) -> None:
 def drop_frames(error: BaseException | None) -> None:
     """Empty the frames that `error` and its causes passed through.
 
-    Their locals hold stores and process groups, whose sockets would stay open as long as somebody keeps the error.
+    Their locals hold stores and process groups. Without this, the sockets of these stay open as long as the error lives.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

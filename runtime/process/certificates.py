@@ -1,8 +1,8 @@
-"""TLS's certificates (X.509): those that a run makes for itself, and those of the user's.
+"""TLS certificates (X.509): made by the run itself, or given by the user.
 
-Whoever knows the run's secret can make its CA's private key out of it, and so certificates that all the others believe: there
-is nothing to hand out, and no file. A certificate names the process, and its incarnation; its private key is in that process
-alone, and ends with it. So it is valid whatever a machine's clock says.
+A process with the run's secret derives the private key of the run's CA from the secret. So it can issue certificates that all
+other processes trust, without a file or a distribution. A certificate names the process and its incarnation. Its private key
+never leaves that process, and ends with the process. So a certificate is valid at any time of a machine's clock.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from runtime.config import Tls
 from runtime.errors import ConfigError
 from runtime.process.network import Certificates, server_name
 
-_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the group of NIST P-256, FIPS 186-4 D.1.2.3
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of NIST P-256's group, FIPS 186-4 D.1.2.3
 _SINCE, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2000, 2100))
 _NAME = 64  # characters of a common name, RFC 5280 appendix A
 
 
 def issued(authority: bytes, party: str, address: str = "") -> Certificates:
-    """A new certificate for `party`, of the CA whose key is made of `authority`; for its IP `address` too, by which programs
-    that are none of the run's call it."""
+    """Issue a new certificate for `party`, by the CA with the key of `authority`. Includes the IP `address`, for callers from
+    outside the run."""
     ca, ca_certificate, key = _key(authority), _authority(authority), ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(party, key, ca_certificate.subject)
@@ -58,7 +58,7 @@ def _pem(certificate: x509.Certificate) -> bytes:
 
 
 def _key(authority: bytes) -> ec.EllipticCurvePrivateKey:
-    """As FIPS 186-5 A.2.1 maps random bits to a key, of as many bits: of 2^32 values one is drawn twice as often."""
+    """Map random bits to a key as FIPS 186-5 A.2.1 does, without extra bits: one of 2^32 values is drawn twice as often."""
     return ec.derive_private_key(int.from_bytes(authority, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
 
 
@@ -92,7 +92,7 @@ def written(pem: Certificates, folder: Path) -> Tls:
 
 
 def check(files: Tls, read: Callable[[], Certificates]) -> None:
-    """Raises ConfigError for files that are no certificate, one that is not valid now, or that belong not together."""
+    """Check the user's files. Raises ConfigError if a file is no certificate or key, expired, or does not match the others."""
     faults: list[str] = []
     for key, path in (("ca", files.ca), ("certificate", files.certificate), ("key", files.key)):
         if not Path(path).is_file():
@@ -120,6 +120,6 @@ def check(files: Tls, read: Callable[[], Certificates]) -> None:
 def _issued_by(own: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         own.verify_directly_issued_by(authority)
-    except Exception:  # noqa: BLE001 - it raises what OpenSSL does, which differs
+    except Exception:  # noqa: BLE001 - OpenSSL's errors differ
         return False
     return True

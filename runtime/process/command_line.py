@@ -1,7 +1,7 @@
 """Arguments, signals and the terminal of every command.
 
-A mistake in an argument is one line. Ctrl-C, SIGTERM, SIGHUP and a lost terminal end a command in the same way. What is written
-ends none.
+A mistake in an argument gives one line. Ctrl-C, SIGTERM, SIGHUP and a lost terminal end a command in the same way. A failed
+write to a standard stream ends no command.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Its subcommands' parsers are of the same kind."""
+    """A parser, also for subcommands."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with exit code 2. `message` names the argument, and the value that cannot be."""
+        """End the process with exit code 2. `message` names the argument and the wrong value."""
         from runtime.telemetry.shown import shown
 
         self.exit(2, shown(f"error: {message}; see {self.prog} --help\n"))
@@ -47,11 +47,11 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
 
 
 class _OutputStream:
-    """A standard stream of this process. What nobody reads any more is discarded; a lost terminal gives SIGHUP too."""
+    """A standard stream of this process. Discards output without a reader; a lost terminal also gives SIGHUP."""
 
     def __init__(self, stream: Any):
         self._stream, self._terminal = stream, stream.isatty()
-        self.ends = False  # the process with its reader
+        self.ends = False  # whether the process ends when its reader does
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -84,10 +84,10 @@ class _OutputStream:
 
 
 def outlive_readers(ends: bool = False) -> None:
-    """Let no write to a standard stream end this process by an error: what the stream's encoding lacks is replaced, a terminal
-    that is lost ends the process in order, and a reader that has gone is outlived. `ends`: the process ends with its reader."""
+    """Let no failed write to a standard stream raise an error. Characters outside its encoding are replaced, and a lost
+    terminal ends the process in order. After the end of its reader the process goes on; with `ends`, it ends."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - None: it was closed from the first
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - None: closed at the start
         if not isinstance(stream, _OutputStream):
             if getattr(stream, "errors", "") in ("strict", "surrogateescape"):
                 stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""Writing where there is no room for now, or a file system that fails: it waits, says so once, and tries again; and a sync."""
+"""Writes that wait while a disk is full or a file system fails, with one log line, and then try again; and a sync."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from runtime.errors import ServiceFault
 
 # ---- Counted log
 #
-# How often the log tells of what strangers can repeat as they like: the first, the tenth, the hundredth and so on.
+# Limits the log lines about events that strangers can repeat: logged at counts of 1, 10, 100 and so on.
 
-KINDS = 256  # that are told apart
+KINDS = 256  # counted separately
 
-counts: Counter[str] = Counter()  # by what is told
+counts: Counter[str] = Counter()  # by kind
 
 
 def counted(what: str) -> int:
-    """How many of `what` there are now, where that is to be told: a power of ten; else 0."""
+    """Count one more of `what`. Returns the count if it is a power of ten, and so to be logged; else 0."""
     what = what if what in counts or len(counts) < KINDS else "others"
     counts[what] += 1
     count = counts[what]
@@ -41,7 +41,7 @@ _PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, err
 
 
 def write(file: FileIO, data: bytes) -> None:
-    """All of `data`, once, from a thread that may wait; `file` is not buffered. Raises ServiceFault."""
+    """Write all of `data` once, from a thread that may wait. `file` must be unbuffered. Raises ServiceFault."""
     left = memoryview(data)
 
     def once() -> None:
@@ -53,35 +53,36 @@ def write(file: FileIO, data: bytes) -> None:
 
 
 def until_done(work: Callable[[], T], path: Path, nbytes: int = 0) -> T:
-    """What `work` gives, which writes to `path` (`nbytes`, where that is known). Raises ServiceFault for what does not pass."""
-    told = False
+    """Repeat `work` until it succeeds, and return its result. `work` writes to `path` (`nbytes`, if known). Raises ServiceFault
+    for a permanent error."""
+    logged = False
     while True:
         try:
             return work()
         except OSError as error:
             why = _waits(error, path, nbytes)
-            if not told:
+            if not logged:
                 log.warning("%s", why)
-            told = True
+            logged = True
             time.sleep(timeouts.DISK_RETRY)
 
 
 async def done(work: Callable[[], T], path: Path, say: Callable[[str], None] = log.warning) -> T:
-    """The same from an event loop, which goes on meanwhile; given up when it is cancelled. `say`: shows a line."""
-    told = False
+    """Do the same as `until_done` on an event loop, without blocking it, until cancelled. `say`: shows a line."""
+    shown = False
     while True:
         try:
             return await asyncio.to_thread(work)
         except OSError as error:
             why = _waits(error, path, 0)
-            if not told:
+            if not shown:
                 say(why)
-            told = True
+            shown = True
             await asyncio.sleep(timeouts.DISK_RETRY)
 
 
 def _waits(error: OSError, path: Path, nbytes: int) -> str:
-    """Raises ServiceFault."""
+    """Return the line about a passing error. Raises ServiceFault for a permanent error."""
     if error.errno not in _PASSES:
         raise ServiceFault("coordinator", "write", f"{path}: {error}") from error
     size = f"{nbytes} bytes can be written to " if nbytes else "there is room for "
@@ -89,7 +90,7 @@ def _waits(error: OSError, path: Path, nbytes: int) -> str:
 
 
 def sync(path: Path) -> int:
-    """A file, or a folder's entries, survive a power cut. Returns its size in bytes, as the file system has it now."""
+    """Make a file, or a folder's entries, survive a power cut. Returns the current size in bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

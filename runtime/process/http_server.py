@@ -1,8 +1,8 @@
-"""An HTTP server with bounds, by aiohttp, for gateways, the page and metrics: what a stranger may hold, and for how long.
+"""A bounded HTTP server on aiohttp, for gateways, the page and metrics: limits what a stranger may hold, and for how long.
 
 ::
 
-    connection ──► Connection: how many there are; seconds until a first request, and for what its client does not read
+    connection ──► Connection: limits the number, the seconds until the first request, and the seconds of an unread response
                         └──► aiohttp ──► `bounded`: no body is expanded
 """
 
@@ -24,17 +24,18 @@ from runtime.process.disk import counted
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-log = logging.getLogger("sluice.http")  # of faults that whoever asks may repeat: each is told at powers of ten
+log = logging.getLogger("sluice.http")  # for faults that any client can repeat: logged at counts of 1, 10, 100 and so on
 
 
 class FewLines(logging.Filter):
-    """Of each kind of fault the first, the tenth and so on; of what is no HTTP no traceback, which would have what was sent."""
+    """Passes each kind of fault at counts of 1, 10, 100 and so on. For malformed HTTP it removes the traceback, which would
+    contain the client's data."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, error, at = record.exc_info or (None, None, None)
         if kind is None or error is None:
             return True
-        if record.module == "web_protocol" and issubclass(kind, ConnectionError):  # aiohttp's word on a client that hung up
+        if record.module == "web_protocol" and issubclass(kind, ConnectionError):  # aiohttp reports a client that hung up
             return False
         while at is not None and at.tb_next is not None:
             at = at.tb_next
@@ -51,8 +52,8 @@ log.addFilter(FewLines())
 
 @web.middleware
 async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Around what looks at keys: the head is here in time, and a body that is compressed is refused. Clients of the APIs
-    compress none, and a megabyte may expand to gigabytes."""
+    """Wrap the check of keys: stop the timer of the first request, and refuse a compressed body. Clients of the APIs send no
+    compressed bodies, and a megabyte may expand to gigabytes."""
     if (connection := _connection(request)) is not None:
         connection.has_asked()
     if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
@@ -61,7 +62,7 @@ async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def let_in(request: web.Request) -> None:
-    """It has shown a key, or needs none: its connection is not ended to make room for another."""
+    """Mark the request's connection as trusted, after it has shown a key or needs none. It is never ended to make room."""
     if (connection := _connection(request)) is not None:
         connection.is_friend()
 
@@ -72,11 +73,11 @@ def _connection(request: web.Request) -> Connection | None:
 
 
 class HttpServer:
-    """From `open` to `close`. Has `most` connections at once, half of them of strangers of one host: with another of these the
-    oldest is ended."""
+    """An HTTP server from `open` to `close`. Allows `most` connections at once, and from strangers of one host half as many. A
+    new connection beyond a limit ends the oldest stranger."""
 
     def __init__(self, application: web.Application, most: int, grace: float):
-        """`application`: has `bounded` among its middlewares. `grace`: seconds for what is under way at the end."""
+        """Make the server. `application` must have the middleware `bounded`. `grace`: seconds for open requests at the end."""
         assert bounded in application.middlewares
         self.most, self._open = most, set[Connection]()
         self._strangers: dict[Connection, None] = {}  # the oldest first
@@ -84,17 +85,17 @@ class HttpServer:
         self._listening: asyncio.Server
         self.runner = web.AppRunner(
             application,
-            handler_cancellation=True,  # a client that hangs up cancels what it has asked for
+            handler_cancellation=True,  # a client that hangs up cancels its request
             access_log=None,
             logger=log,
             shutdown_timeout=grace,
             auto_decompress=False,
-            lingering_time=timeouts.HTTP_HEAD,  # many clients read no answer before they have sent all of their body
+            lingering_time=timeouts.HTTP_HEAD,  # many clients read the response only after sending the whole body
             keepalive_timeout=timeouts.HTTP_IDLE,
         )
 
     async def open(self, listener: socket.socket, tls: ssl.SSLContext | None = None, backlog: int = 128) -> str:
-        """Returns its URL, without a path."""
+        """Listen, and return the server's URL without a path."""
         await self.runner.setup()
         self._listening = await asyncio.get_running_loop().create_server(
             lambda: Connection(self),
@@ -106,18 +107,18 @@ class HttpServer:
         return f"{'http' if tls is None else 'https'}://{network.host_port(*listener.getsockname()[:2])}"
 
     async def close(self) -> None:
-        """Also where it was never opened."""
+        """Stop the server, also if it was never opened."""
         if hasattr(self, "_listening"):
             self._listening.close()
         await self.runner.cleanup()
 
     @property
     def connections(self) -> int:
-        """That are open."""
+        """Count of open connections."""
         return len(self._open)
 
     def take(self, connection: Connection) -> bool:
-        """Whether there is room for one more."""
+        """Add a connection, and end an older stranger for it if necessary. Returns whether there was room."""
         if self._of_host[connection.host] >= self.most // 2:
             self._end(next(each for each in self._strangers if each.host == connection.host))
         elif len(self._open) >= self.most and self._strangers:
@@ -134,37 +135,37 @@ class HttpServer:
         connection.end()
 
     def know(self, connection: Connection) -> None:
-        """It is no stranger's. Idempotent."""
+        """Count the connection as trusted from now on. Idempotent."""
         if self._strangers.pop(connection, connection) is None:
             self._of_host[connection.host] -= 1
             if not self._of_host[connection.host]:
                 del self._of_host[connection.host]
 
     def lose(self, connection: Connection) -> None:
-        """It is open no more. Idempotent."""
+        """Remove a connection that has ended. Idempotent."""
         self.know(connection)
         self._open.discard(connection)
 
 
 class Connection(asyncio.Protocol):
-    """Between a client's connection and aiohttp."""
+    """The protocol between a client's connection and aiohttp, with limits."""
 
     def __init__(self, server: HttpServer):
         self._server, self._inner, self._taken = server, server.runner.server(), False  # type: ignore[misc]
-        self._waiting: asyncio.TimerHandle | None = None  # for a request
-        self._writing: asyncio.TimerHandle | None = None  # until its client has read
-        self._left = 0  # bytes that it has not read
+        self._waiting: asyncio.TimerHandle | None = None  # ends the connection without a first request
+        self._writing: asyncio.TimerHandle | None = None  # checks that the client reads
+        self._left = 0  # bytes that the client had not read at the last check
         self.host = ""
         self.transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # which uvloop's is not by its class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
         self.host = str((transport.get_extra_info("peername") or [""])[0])
         self._taken = self._server.take(self)
         if not self._taken:
             self.end()
             return
-        self.transport.set_write_buffer_limits(0)  # whatever is not read is told of by `pause_writing`
+        self.transport.set_write_buffer_limits(0)  # so any unread byte calls `pause_writing`
         self._waiting = asyncio.get_running_loop().call_later(timeouts.HTTP_HEAD, self.end)
         self._inner.connection_made(transport)
 
@@ -203,7 +204,7 @@ class Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def _look(self) -> None:
-        """Whether the client has read anything since the last look."""
+        """End the connection if the client has read no byte since the last check."""
         before, self._left = self._left, self.transport.get_write_buffer_size()
         if self._left >= before:
             self.end()

@@ -1,11 +1,11 @@
-"""The keys of a run, by which its processes, agents and commands know each other::
+"""The keys of a run, by which its processes, agents and commands authenticate each other::
 
     secret: 32 bytes, RUN/.secret or SLUICE_SECRET ─── launcher, agents, coordinator, the user's commands
-       └── a process's key = HMAC(secret, "rollout-0/3") ─── that process, to which its agent gave it, and it knows no other
+       └── a process's key = HMAC(secret, "rollout-0/3") ─── given to that process by its agent; the process has no other key
 
-A caller says who it is, with an HMAC (SHA-256, RFC 2104) over its name and that of whom it calls. The HMAC's key is that of the
-process among the two, or the secret where neither is one. So a process can be called by those alone who know the secret, and it
-can call those alone; what it was shown is of no use with any other; and the next of its name has another key.
+A call carries the caller's name and an HMAC (SHA-256, RFC 2104) over the names of caller and callee. The HMAC's key is the key
+of the process among the two, or the secret if neither is a process. So only holders of the secret can call a process, and a
+process can call only holders of the secret. A token is useless with any other party, and the next incarnation has a new key.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from runtime.config import Network, Tls, loading
 from runtime.errors import Forbidden, UserError
 from runtime.process.network import Certificates, is_loopback
 
-SECRET = "SLUICE_SECRET"  # the variable that tells the secret where the run's folder is not shared: 64 hexadecimal digits
-GIVEN = "SLUICE_KEYS"  # the variable in which an agent gives a process its keys, or the ranks of a group theirs
+SECRET = "SLUICE_SECRET"  # variable: the secret, 64 hexadecimal digits, for a run's folder that is not shared
+GIVEN = "SLUICE_KEYS"  # variable: the keys of a process, or of a group's ranks, set by the agent
 BYTES = 32
-OPEN = "warning: network.security is none: whoever reaches a process of this run can stop it, read its weights and replies, \
-and write where it can"
+OPEN = "warning: network.security is none: any client that reaches a process of this run can stop it, read its weights and \
+replies, and write where it can"
 COORDINATOR = "coordinator"
-OPERATOR = "operator"  # whoever runs the user's commands
+OPERATOR = "operator"  # the user's commands
 NODE_AGENT = "agent"
-PROCESS = "process"  # of whatever role
-GATEWAY = "gateway"  # the role whose processes call rollouts, with tokens that the coordinator gave them
-OTHERS = 0o077  # the rights of everybody but a file's owner
+PROCESS = "process"  # of any role
+GATEWAY = "gateway"  # the role that calls rollouts, with tokens from the coordinator
+OTHERS = 0o077  # the rights of all users except a file's owner
 
 
 def node_agent(node: str) -> str:
-    """What the agent of a node is called."""
+    """Return the party name of a node's agent."""
     return f"{NODE_AGENT}/{quote(node, safe='')}"
 
 
 def process(name: str, incarnation: int) -> str:
-    """What a process of a role is called."""
+    """Return the party name of a role's process."""
     return f"{name}/{incarnation}"
 
 
 def kinds_of(party: str) -> tuple[str, ...]:
-    """COORDINATOR, OPERATOR or NODE_AGENT; of a process PROCESS, and its role."""
+    """Return the party's kinds: COORDINATOR, OPERATOR or NODE_AGENT; for a process PROCESS and its role."""
     first = party.partition("/")[0]
     return (first,) if first in (COORDINATOR, OPERATOR, NODE_AGENT) else (PROCESS, first.rpartition("-")[0])
 
 
 def is_one_of(party: str, kinds: Collection[str]) -> bool:
-    """Whether it is of one of these kinds, or roles."""
+    """Return whether `party` is of one of these kinds or roles."""
     return any(kind in kinds for kind in kinds_of(party))
 
 
 class Keys(Struct, frozen=True, kw_only=True):
-    """Those of one party, `name`. `secret`: the run's, or of a process its own key. Without TLS there are neither
-    `certificates`, which are of the run's own, nor `files`, which are the user's. `address`: of its node."""
+    """The keys of the party `name`. `secret`: the run's secret, or a process's own key. `certificates`: made by the run;
+    `files`: the user's certificates; without TLS both are None. `address`: of the party's node."""
 
     name: str
     secret: bytes
@@ -80,22 +80,22 @@ class Keys(Struct, frozen=True, kw_only=True):
         return self.certificates is not None or self.files is not None
 
     def pem(self) -> Certificates:
-        """Where there is TLS; the user's as they are now: who renews them replaces the files. Raises OSError."""
+        """Return the certificates. Requires TLS. Reads the user's files anew: a renewal replaces them. Raises OSError."""
         if self.files is None:
             assert self.certificates is not None
             return self.certificates
         return Certificates(*(Path(path).read_bytes() for path in (self.files.ca, self.files.certificate, self.files.key)))
 
     def token(self, called: str) -> str:
-        """What a call to `called` carries."""
+        """Return the token for a call to `called`."""
         return self.token_of(self.name, called)
 
     def token_of(self, caller: str, called: str) -> str:
-        """What a call of `caller` to `called` carries: one's own, or, for who knows the secret to give it, another's."""
+        """Return the token for a call of `caller` to `called`. A holder of the secret can make tokens for other callers."""
         return f"{caller}:{self._tag(caller, called, called)}"
 
     def caller(self, token: str) -> str:
-        """Who made the call that carries `token`; "" for one that was not made for this party by somebody of the run."""
+        """Return the caller that made `token`; "" if the token was not made for this party by a party of the run."""
         name, _, tag = token.rpartition(":")
         return name if name and hmac.compare_digest(tag.encode(), self._tag(name, self.name, name).encode()) else ""
 
@@ -106,7 +106,7 @@ class Keys(Struct, frozen=True, kw_only=True):
         return hmac.digest(key, f"call {caller} {called}".encode(), "sha256").hex()
 
     def of_process(self, name: str, incarnation: int) -> Keys:
-        """What a process that this party starts is given."""
+        """Return the keys for a process that this party starts."""
         party = process(name, incarnation)
         made = None if self.certificates is None else _issued(self.secret, party, self.address)
         return replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
@@ -121,40 +121,39 @@ def _derived(secret: bytes, party: str) -> bytes:
 
 
 def of_programs(secret: bytes) -> str:
-    """The key by which programs ask the run's gateways for tasks."""
+    """Return the key with which programs request tasks from the run's gateways."""
     return _derived(secret, "programs").hex()
 
 
 def authority(secret: bytes) -> bytes:
-    """The number from which the private key of the run's own CA is made: whoever knows the secret can issue certificates."""
+    """Return the seed of the private key of the run's own CA. So any holder of the secret can issue certificates."""
     return hmac.digest(secret, b"certificate authority", "sha256")
 
 
 def _issued(secret: bytes, party: str, address: str) -> Certificates:
-    from runtime.process import certificates  # which takes 50 ms to import
+    from runtime.process import certificates  # the import takes 50 ms
 
     return certificates.issued(authority(secret), party, address)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Who has which.
+# ---- The holders of keys
 
 
 def security(network: Network) -> str:
-    """`none`, `token` or `tls`, which is what `auto` means."""
+    """Return `none`, `token` or `tls`; `auto` means `tls`."""
     return "tls" if network.security == "auto" else network.security
 
 
 def https(network: Network) -> bool:
-    """Whether gateways speak HTTPS: where TLS is asked for, or others than this machine's reach them."""
+    """Return whether gateways use HTTPS: if TLS is requested, or clients of other machines reach the gateways."""
     asked = network.security == "tls" or network.tls is not None
     return security(network) == "tls" and (asked or not is_loopback(network.interface))
 
 
 def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
-    """The keys of one who knows the secret; None where nobody needs any. `network`: with the node's own address.
+    """Return the keys of a holder of the secret; None if the run needs no keys. `network`: with the node's own address.
 
-    Raises Forbidden where there is no secret, and ConfigError for certificates that cannot be used.
+    Raises Forbidden without a secret, and ConfigError for unusable certificates.
     """
     mode = security(network)
     if mode == "none":
@@ -176,10 +175,11 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
 
 
 def of_user(run: str) -> Keys | None:
-    """Those of the user's commands, for a run's folder or an address of it, by which nobody knows more than the environment.
+    """Return the keys of the user's commands, for a run's folder or address. For an address, the secret is the environment's.
 
-    None where nobody needs any, or the user has none. A folder of another's may name whatever address it likes: the secret of
-    the environment is for one's own, and for an address over certificates of the run alone. Raises UserError.
+    Returns None if the run needs no keys, or the user has none. Another user's folder may name any address. So the
+    environment's secret is used only for the user's own folder, or for an address with the run's own certificates. Raises
+    UserError.
     """
     config, secret = Path(run) / run_files.CONFIG, None
     if config.exists():
@@ -197,7 +197,8 @@ def of_user(run: str) -> Keys | None:
 
 
 def given(network: Network, name: str) -> Keys | None:
-    """What its agent gave this process, and what it starts does not inherit; None where nobody needs any. Raises UserError."""
+    """Return the keys that the agent passed to this process; None if the run needs no keys. Child processes do not inherit the
+    keys. Raises UserError."""
     text = os.environ.pop(GIVEN, "{}")
     if security(network) == "none":
         return None
@@ -208,28 +209,28 @@ def given(network: Network, name: str) -> Keys | None:
 
 
 def to_give(keys: Keys, names: tuple[str, ...], incarnation: int) -> dict[str, str]:
-    """The variable for processes that an agent starts together."""
+    """Return the environment variable with the keys of processes that an agent starts together."""
     return {GIVEN: msgspec.json.encode({name: keys.of_process(name, incarnation) for name in names}).decode()}
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment for one that it starts, which is not told the secret."""
+    """Return this process's environment without the secret, for a child process."""
     return {name: value for name, value in os.environ.items() if name != SECRET}
 
 
 def begun(folder: Path) -> bytes:
-    """The secret of a run that begins: that of the environment, or a new one. Other nodes may read it in the run's folder.
+    """Return the secret of a new run: the environment's, or a new secret. Writes it to the run's folder for other nodes.
 
     Raises UserError.
     """
     secret = _of_environment() or secrets.token_bytes(BYTES)
     run_files.write_private(folder / run_files.SECRET, secret.hex())
-    os.environ.pop(SECRET, None)  # it is in the file now
+    os.environ.pop(SECRET, None)  # the file has it now
     return secret
 
 
 def known(folder: Path) -> bytes | None:
-    """The secret of a run that has begun, if this user is told. Raises UserError for one that others are told, or tell."""
+    """Return the secret of a running run, if this user has it. Raises UserError for a file that other users can read or own."""
     return _of_environment() or _of_file(folder)
 
 
@@ -242,17 +243,17 @@ def _of_file(folder: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}; it can be read by who started the run") from None
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}; only the run's user can read it") from None
     _check_owner(path, found)
     if (mode := stat.S_IMODE(found.st_mode)) & OTHERS:
-        raise UserError(f"{path}: has mode {mode:04o}, by which others can read it; must be 0600")
+        raise UserError(f"{path}: has mode {mode:04o}, so that other users can read it; must be 0600")
     return _parsed(text, str(path))
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    """Raises UserError for a file of another's; root, whose files others' servers may call nobody's, takes everybody's."""
+    """Check that the user owns the file. Raises UserError. Root passes: a file server may map root's files to another user."""
     if os.geteuid() not in (0, found.st_uid):
-        raise UserError(f"{path}: belongs to another user ({found.st_uid}); must be yours, who started the run")
+        raise UserError(f"{path}: belongs to another user ({found.st_uid}); must belong to you, who started the run")
 
 
 def _of_environment() -> bytes | None:

@@ -1,4 +1,4 @@
-"""Which of this machine's addresses a process has, the interface that an address is of, and the ports to listen on."""
+"""The process's own address on this machine, the interface of an address, and the ports to listen on."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ PortRange = tuple[int, int]  # first and last
 AUTO = "auto"
 LAST_PORT = 65535
 
-_NOWHERE = 9  # a port to ask for a route to: a datagram socket that is connected sends nothing
+_NOWHERE = 9  # any port, to look up a route: `connect` of a datagram socket sends no packet
 
 
 def own_address(interface: str, towards: str = "", key: str = "network.interface") -> str:
-    """The address that this machine has for `network.interface`.
+    """Return this machine's address for `network.interface`.
 
-    `interface` is one of its addresses, a network (`10.1.0.0/16`) that it is in, the name of a device (`eth0`), or `auto`: the
-    address from which it reaches `towards`, a name or an address; without one, loopback. Raises UserError, which names `key`,
-    when there is none.
+    `interface`: one of the machine's addresses, its network (`10.1.0.0/16`), the name of a device (`eth0`), or `auto`. `auto`
+    gives the address from which the machine reaches `towards`, a name or an address; without `towards`, loopback. Raises
+    UserError with `key` if there is no such address.
     """
     if interface == AUTO:
         return _route_to(towards) if towards else loopback()
     with suppress(ValueError):
         if ipaddress.ip_address(interface).is_unspecified:
-            raise UserError(f"{key}: '{interface}' is no address that others reach; must be one of {_known()}")
+            raise UserError(f"{key}: '{interface}' is no address that other machines reach; must be one of {_known()}")
         if is_own(interface):
             return interface
         raise UserError(f"{key}: '{interface}' is not an address of this machine, which has {_known()}")
@@ -53,38 +53,38 @@ def own_address(interface: str, towards: str = "", key: str = "network.interface
 
 
 def loopback() -> str:
-    """The address by which only this machine reaches itself: that of IPv4, unless the machine has IPv6 alone."""
+    """Return the loopback address: IPv4's, unless the machine has only IPv6."""
     return "::1" if is_own("::1") and not is_own("127.0.0.1") else "127.0.0.1"
 
 
 def interface_of(address: str) -> str:
-    """The name of the device that has `address`, one of this machine's. Raises UserError."""
+    """Return the name of the device with `address`, an address of this machine. Raises UserError."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
         raise UserError(f"network.interface: '{address}' is not an address") from None
     for device, each in _addresses():
         listed = ipaddress.ip_address(each)
-        if listed == wanted or (listed.is_loopback and wanted.is_loopback):  # of 127.0.0.0/8 one alone is listed
+        if listed == wanted or (listed.is_loopback and wanted.is_loopback):  # only one of 127.0.0.0/8 is listed
             return device
     raise UserError(f"network.interface: '{address}' is not an address of this machine, which has {_known()}")
 
 
 def transport_variables(address: str) -> dict[str, str]:
-    """The environment variables that hold torch's own connections to the device that has `address`.
+    """Return the environment variables that bind torch's own connections to the device with `address`.
 
-    Gloo's alone on loopback: NCCL and HCCL know the devices of one machine by themselves. Raises UserError.
+    On loopback only gloo's: NCCL and HCCL find the devices of one machine themselves. Raises UserError.
     """
     device = interface_of(address)
     gloo = {"GLOO_SOCKET_IFNAME": device}
     if is_loopback(address):
         return gloo
-    # NCCL reads a name as the beginning of one, unless it follows "=".
+    # NCCL reads a name as a prefix, unless it follows "=".
     return gloo | {"NCCL_SOCKET_IFNAME": f"={device}", "HCCL_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device}
 
 
 def is_loopback(value: str) -> bool:
-    """Whether an address, a network, a device or a name can only be this machine itself, by how it is written."""
+    """Return whether an address, a network, a device or a name is loopback, judged by its text alone."""
     try:
         return ipaddress.ip_network(value, strict=False).is_loopback
     except ValueError:
@@ -92,26 +92,26 @@ def is_loopback(value: str) -> bool:
 
 
 def is_own(host: str) -> bool:
-    """Whether an address, or one that a name stands for, can be bound here. False for a name that nobody knows."""
+    """Return whether an address, or any address of a name, can be bound here. False for an unknown name."""
     return any(_can_bind(family, address) for family, address in _resolved(host))
 
 
 def host_port(host: str, port: int) -> str:
-    """HOST:PORT, with brackets around IPv6."""
+    """Format HOST:PORT, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_host_port(text: str) -> bool:
-    """Whether it is HOST:PORT, with brackets around IPv6."""
+    """Return whether `text` is HOST:PORT, with brackets around IPv6."""
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     return bool(host) and (bracketed == (":" in host)) and port.isdecimal() and 0 < int(port) <= LAST_PORT
 
 
 def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
-    """The ports to try to listen on, one after the other: those of the range on which nobody listens now, or 0 for any.
+    """Yield the ports to try to listen on: the unused ports of the range, or 0 for any.
 
-    From a port of chance on, so that a process which comes after another is hardly ever taken for it by who still calls it.
+    Begins at a random port, so that callers of an ended process hardly ever reach a new process on the same port.
     """
     if ports is None:
         yield 0
@@ -129,7 +129,7 @@ def none_free(host: str, ports: PortRange) -> UserError:
 
 
 def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
-    """A listening socket on an address of this machine. Raises UserError when no port of the range is free."""
+    """Return a listening socket on an address of this machine. Raises UserError if no port of the range is free."""
     for port in candidates(host, ports):
         try:
             return listener(host, port, backlog)
@@ -141,7 +141,7 @@ def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
 
 
 def listener(host: str, port: int, backlog: int) -> socket.socket:
-    """On that port, 0 for any. Raises OSError."""
+    """Return a listening socket on `port`, 0 for any. Raises OSError."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog)
 
 
@@ -149,25 +149,25 @@ def _is_free(host: str, port: int) -> bool:
     try:
         listener(host, port, 1).close()
     except OSError as error:
-        return error.errno != errno.EADDRINUSE  # any other reason is told by who listens
+        return error.errno != errno.EADDRINUSE  # `listen` reports any other error
     return True
 
 
 def _route_to(host: str) -> str:
     found = _resolved(host)
     if not found:
-        raise UserError(f"services.coordinator.host: nobody knows the name '{host}' on this machine")
+        raise UserError(f"services.coordinator.host: the name '{host}' is unknown on this machine")
     for family, address in found:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, _NOWHERE))
             return str(probe.getsockname()[0])
-    raise UserError(f"services.coordinator.host: there is no way to '{host}' from this machine, which has {_known()}")
+    raise UserError(f"services.coordinator.host: there is no route to '{host}' from this machine, which has {_known()}")
 
 
 def _resolved(host: str) -> Sequence[tuple[int, str]]:
-    """Its addresses with their families; none for a name that nobody knows."""
+    """Return the host's addresses with their families; empty for an unknown name."""
     try:
-        return [(family, str(place[0])) for family, *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)]
+        return [(family, str(address[0])) for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)]
     except OSError:
         return []
 
@@ -182,7 +182,7 @@ def _can_bind(family: int, address: str) -> bool:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """(device, address) of all that can be bound without naming a device: IPv4 first, no link-local ones of IPv6."""
+    """Yield (device, address) of all addresses that bind without a device name: IPv4 first, without IPv6 link-local."""
     for family in (socket.AF_INET, socket.AF_INET6):
         for device, entries in psutil.net_if_addrs().items():
             yield from ((device, entry.address) for entry in entries if entry.family == family and "%" not in entry.address)
@@ -193,7 +193,7 @@ def _known() -> str:
 
 
 class Certificates(Struct, frozen=True):
-    """PEM: whom to believe, one's own certificate, and its private key."""
+    """PEM: the trusted authorities, the own certificate, and its private key."""
 
     ca: bytes
     own: bytes
@@ -204,5 +204,5 @@ class Certificates(Struct, frozen=True):
 
 
 def server_name(party: str) -> str:
-    """By which host name a caller knows that it has reached `party`: `3.rollout-0.sluice`; "": anybody of the run."""
+    """Return the host name that shows a caller that it reached `party`: `3.rollout-0.sluice`; "": any process of the run."""
     return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))

@@ -1,6 +1,6 @@
-"""Where tensors live: the one place that knows which accelerators there are and what they are called.
+"""Devices: the only module that knows which accelerators exist and their names.
 
-The order of preference is npu, cuda, cpu. torch_npu is imported here alone, and only where it is installed or asked for.
+The order of preference is npu, cuda, cpu. Only this module imports torch_npu, and only if it is installed or requested.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _OF_NPU = re.compile(r"call (hccl|acl|rts) api failed")  # torch_npu raises Runt
 
 
 def is_beyond_use(error: BaseException | None) -> bool:
-    """Whether `error` says that a group's communicator, or the device, has failed: nothing can be computed by them any more."""
+    """Return whether `error` shows a failed communicator or device, which cannot compute any more."""
     broken = (torch.distributed.DistBackendError, getattr(torch, "AcceleratorError", torch.distributed.DistBackendError))
     return isinstance(error, broken) or (isinstance(error, RuntimeError) and bool(_OF_NPU.search(str(error))))
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
-    """Bytes of one device (of the machine, for the CPU). `available` counts what the caching allocator could hand out."""
+    """Bytes of one device; for the CPU, of the machine. `available` includes free memory in the caching allocator."""
 
     total: int
     available: int
 
 
 def _load_npu() -> bool:
-    """Import torch_npu; whether it finds an NPU. Raises UserError when it is not importable."""
+    """Import torch_npu, and return whether it finds an NPU. Raises UserError if the import fails."""
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:
@@ -61,14 +61,14 @@ def _has_npu() -> bool:
 
 
 def device_kind() -> DeviceKind:
-    """The best kind of device of this machine."""
+    """Return the preferred kind of device of this machine."""
     if _has_npu():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device(kind: str = "auto", index: int = 0) -> torch.device:
-    """The device `index` of `kind` ("auto", "npu", "cuda", "cpu"), made current. Raises UserError when it is not there."""
+    """Make the device `index` of `kind` ("auto", "npu", "cuda", "cpu") current, and return it. Raises UserError if missing."""
     if kind == "auto":
         kind = device_kind()
     if kind == "cpu":
@@ -84,17 +84,17 @@ def device(kind: str = "auto", index: int = 0) -> torch.device:
 
 
 def _accelerator(kind: str) -> Any:
-    """torch.cuda or torch.npu, which offer the same functions."""
+    """Return torch.cuda or torch.npu, which offer the same functions."""
     return getattr(torch, kind)
 
 
 def collective_backend(
     name: str, where: torch.device, key: str = "publication.backend", *, gloo: bool = True
 ) -> CollectiveBackend:
-    """The backend of a process group for tensors of `where`; "auto" is the device's own. `key` is where `name` comes from.
+    """Return the backend of a process group for tensors on `where`. "auto": the device's own. `key`: of `name`, for errors.
 
-    `gloo`: whether gloo does too, which stages through the host; on the CPU it always does. Raises UserError when backend and
-    device do not match.
+    `gloo`: whether gloo is allowed for an accelerator too: it stages through the host. Raises UserError if backend and device
+    do not match.
     """
     own = _BACKENDS[where.type]
     if name in ("auto", own):
@@ -106,7 +106,7 @@ def collective_backend(
 
 
 def process_group_class(backend: str) -> Any:
-    """The class of a process group over "nccl" or "hccl", to be made beside torch's default group."""
+    """Return the class of a process group over "nccl" or "hccl", for a group beside torch's default group."""
     if backend == "nccl":
         import torch.distributed as dist
 
@@ -117,7 +117,7 @@ def process_group_class(backend: str) -> Any:
 
 
 def memory(where: torch.device) -> DeviceMemory:
-    """Total and available bytes of a device."""
+    """Return total and available bytes of a device."""
     if where.type == "cpu":
         figures = psutil.virtual_memory()
         return DeviceMemory(figures.total, figures.available)
@@ -128,7 +128,7 @@ def memory(where: torch.device) -> DeviceMemory:
 
 
 def rng_state(where: torch.device) -> dict[str, torch.Tensor]:
-    """The states of torch's generators: the CPU's, and the device's own when it is an accelerator. uint8 tensors."""
+    """Return the states of torch's generators, uint8 tensors: the CPU's, and an accelerator's own."""
     state = {"cpu": torch.get_rng_state()}
     if where.type != "cpu":
         state[where.type] = _accelerator(where.type).get_rng_state(where)
@@ -136,7 +136,7 @@ def rng_state(where: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(where: torch.device, state: dict[str, torch.Tensor]) -> None:
-    """Restore what `rng_state` returned. Raises UserError when it was taken on another kind of device."""
+    """Restore the result of `rng_state`. Raises UserError if it comes from another kind of device."""
     expected = {"cpu", where.type}
     if set(state) != expected:
         raise UserError(f"the saved random state is of {sorted(state)}, but this process runs on {sorted(expected)}")
@@ -146,33 +146,33 @@ def set_rng_state(where: torch.device, state: dict[str, torch.Tensor]) -> None:
 
 
 def resolve_dtype(dtype: DType, where: torch.device, policy: DType = "auto") -> torch.dtype:
-    """Return torch's dtype of the one that `computed_dtype` names, for a process on the device `where`."""
+    """Return torch's dtype for the result of `computed_dtype`, for a process on the device `where`."""
     resolved: torch.dtype = getattr(torch, computed_dtype(dtype, policy, where.type == "cpu"))
     return resolved
 
 
 def release(where: torch.device) -> None:
-    """Give other processes what the caching allocator holds and nobody uses."""
+    """Free the caching allocator's unused memory for other processes."""
     if where.type != "cpu":
         _accelerator(where.type).empty_cache()
 
 
 def trim() -> None:
-    """Give the system what the process's own allocator holds and nobody uses: glibc's keeps what lies between pieces in use."""
+    """Return the C allocator's unused memory to the system. glibc keeps free memory between used pieces."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def synchronize(where: torch.device) -> None:
-    """Wait for the work queued on an accelerator; nothing on the CPU."""
+    """Wait for the work queued on an accelerator. Does nothing on the CPU."""
     if where.type != "cpu":
         _accelerator(where.type).synchronize(where)
 
 
 @contextmanager
 def beside(where: torch.device) -> Iterator[None]:
-    """Copies made within go to an accelerator's stream of their own, so that they do not hold up what other threads compute,
-    and are done on leaving. Targets have to be allocated before: what used their memory is waited for. Nothing on the CPU."""
+    """Run the block's copies on a separate stream of an accelerator, and wait for the copies at its end. They do not delay the
+    computation of other threads. Allocate targets before the block: their memory's earlier use is awaited. No effect on CPU."""
     if where.type == "cpu":
         yield
         return
@@ -184,20 +184,19 @@ def beside(where: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a thread computes, and its device does, while a process goes on.
+# ---- Profile of a thread and its device
 
 
-_ALLOCATIONS = 1_000_000  # of memory, the newest: what is kept of them is the host's memory
+_ALLOCATIONS = 1_000_000  # newest allocations in a memory profile, which uses host memory
 
 
 class TorchProfile:
-    """`start` and `stop` are called in the thread that is looked at, `write` in any. There is `STEM.json.gz` then, a trace of
-    Chrome's format, or of an NPU the folder `STEM` of what CANN recorded. torch_npu makes a trace of that elsewhere: it forks
-    the process for it."""
+    """A profile of one thread. Call `start` and `stop` in that thread, `write` in any. It writes `STEM.json.gz`, a trace in
+    Chrome's format; on an NPU the folder `STEM` with CANN's records. Convert these in another process, because torch_npu
+    forks for that."""
 
     def __init__(self, stem: Path, memory: bool):
-        """`memory`: what CUDA's allocator did as well. Raises UserError where there is none."""
+        """Prepare the profile. `memory`: record CUDA's allocator too. Raises UserError without CUDA."""
         self._kind = device_kind()
         if memory and self._kind != "cuda":
             raise UserError(f"--memory: is of CUDA's allocator, and this process computes on {self._kind}")
@@ -212,7 +211,7 @@ class TorchProfile:
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
 
     def stop(self) -> None:
-        """Nothing is done where it was not started."""
+        """Stop the profile, if it was started."""
         if self._profiler is None:
             return
         if self._kind != "cpu":
@@ -226,7 +225,7 @@ class TorchProfile:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self) -> list[Path]:
-        """What there is of it then."""
+        """Write the files, and return their paths."""
         if self._kind == "npu":
             return [self._stem]
         self._profiler.export_chrome_trace(str(trace := self._file(".json.gz")))

@@ -1,13 +1,13 @@
-"""What each process did, and when: spans, in a file of its own in the run's folder, for whoever asks later.
+"""Spans: the phases of each process with their times, in one file per process in the run's folder.
 
 ::
 
-    a phase ends (`process.progress`) ───┐
+    a phase ends (`Work`) ───────────────┐
     a command is answered (`services`) ──┼──► add ──► a queue ── once a second, a thread ──► spans/NAME.rank.start.jsonl
-    a phase of the coordinator's ends ───┘
+    a phase of the coordinator ends ─────┘
 
-Nothing waits for it, and nothing of a run is read from it. What would make the file larger than `logs.span_bytes`, and what no
-disk takes, is dropped, the newest, and counted.
+A process never waits for the file, and a run never reads it. A span that would exceed `logs.span_bytes`, or that the disk
+refuses, is dropped and counted.
 """
 
 from __future__ import annotations
@@ -37,28 +37,26 @@ from runtime.process.aio import unless_failed
 
 # ---- Progress
 #
-# What this process is at, told to its node's agent once a second: that it works, and not only that it lives.
+# The process sends a heartbeat with its current phase to its node's agent once a second. It shows that the process makes
+# progress:
 #
-# ::
+#     a thread or a task ── at("backward") ──►  open phases  ──►  event loop ── Heartbeat ──►  launcher/node/watchdog.py
 #
-#     a thread or a task ── at("backward") ──►  what is open, since when  ──►  event loop ── Beat ──►  launcher/node/watchdog.py
-#
-# A phase has a limit: `deadlines.stall`, or ten times the longest that it has taken here, 10 s at least. The agent ends a
-# process that is longer in a phase than its limit, but for that of a write, or whose event loop is silent for as long as
-# that of "loop".
+# A phase has a limit: `deadlines.stall`, or ten times its longest duration so far in the process, at least 10 s. The agent ends
+# a process whose phase exceeds the limit, or whose event loop is silent for the limit of "loop". Writes have no limit.
 
 now = time.monotonic
-NAME = "SLUICE_BEATS"  # the variable with the name that the agent gave the process whose standard input is a socket for beats
-TIMES = 10  # times the longest that a phase has taken: its limit, where `deadlines.stall` names none
-DISK = "disk"  # the phase of a write: a file system that does not answer is waited for, and is no stall
-LEARNT = 10  # times that a phase is over before its limit is known from them: until then kernels may be compiled
+NAME = "SLUICE_BEATS"  # variable: the process's name; its standard input is then a socket for heartbeats
+TIMES = 10  # a phase's limit over its longest duration, unless `deadlines.stall` has a limit
+DISK = "disk"  # the phase of a write: to wait for a file system that does not answer is no stall
+LEARNT = 10  # durations before they set a phase's limit: earlier ones may include the compilation of kernels
 
 
 class Heartbeat(Struct, frozen=True):
-    """What is most overdue of what a process is at: `phase` for `seconds` of at most `limit`; "" when it is at nothing.
+    """The most overdue phase of a process: `phase` for `seconds` of at most `limit`; "" if no phase is open.
 
-    `rank`: of the process that the agent started. `loop`: the limit of the event loop's own silence.
-    `collectives`: how many this rank has entered, by torch.distributed's group.
+    `rank`: of the process that the agent started. `loop`: the limit of the event loop's own silence. `collectives`: the count
+    that this rank has entered, by torch.distributed's group.
     """
 
     rank: int
@@ -71,12 +69,12 @@ class Heartbeat(Struct, frozen=True):
 
 
 class Work:
-    """What a process's threads and tasks are at. Each is a line, and at one phase at a time."""
+    """The open phases of a process. Each thread or task is a line, with one phase at a time."""
 
     def __init__(self, settings: Deadlines | None = None):
         self.configure(settings or Deadlines())
         self._open: dict[Hashable, tuple[str, str, float]] = {}  # by line: phase, detail, since
-        self._taken: dict[str, tuple[int, float]] = {}  # by phase: how often it is over, and the longest seconds
+        self._taken: dict[str, tuple[int, float]] = {}  # by phase: how often it ended, and the longest seconds
 
     def configure(self, settings: Deadlines) -> None:
         self._limits = {str(phase): seconds for phase, seconds in settings.stall.items()}
@@ -84,7 +82,7 @@ class Work:
 
     @contextmanager
     def at(self, phase: str, detail: str = "") -> Iterator[None]:
-        """This thread is at `phase` within the block; then at what it was at before, which has gone on thereby."""
+        """Set this thread's phase within the block. Afterwards the phase before begins anew."""
         line = threading.get_ident()
         before = self._open.get(line)
         self.begin(line, phase, detail)
@@ -96,12 +94,12 @@ class Work:
                 self.begin(line, *before[:2])
 
     def begin(self, line: Hashable, phase: str, detail: str = "") -> None:
-        """`line` goes on to `phase`, or has made progress in it."""
+        """Begin `phase` on `line`, or begin it anew after progress."""
         self.end(line)
         self._open[line] = phase, detail, now()
 
     def end(self, line: Hashable) -> None:
-        """`line` waits for work."""
+        """End the phase of `line`, which now waits for work."""
         if (was := self._open.pop(line, None)) is not None:
             at = now()
             self._over(was[0], at - was[2])
@@ -112,7 +110,7 @@ class Work:
         self._taken[phase] = times + 1, max(longest, seconds)
 
     def limit(self, phase: str) -> float:
-        """Seconds after which `phase` counts as stalled."""
+        """Return the seconds after which `phase` counts as stalled."""
         if phase == DISK:
             return math.inf
         if phase in self._limits:
@@ -121,26 +119,26 @@ class Work:
         return max(timeouts.STALL_LEAST, TIMES * longest if times >= LEARNT else self._first)
 
     def most_overdue(self) -> tuple[str, str, float, float]:
-        """Phase, detail, seconds and limit; of nothing where nothing is open."""
+        """Return phase, detail, seconds and limit of the most overdue phase; empty values if no phase is open."""
         at = now()
         found = [(phase, detail, at - since, self.limit(phase)) for phase, detail, since in list(self._open.values())]
         return max(found, key=lambda one: one[2] - one[3], default=("", "", 0.0, 0.0))
 
     def shown(self) -> str:
-        """What it is at, in words; "" while it waits for work."""
+        """Return the current phase in words; "" while the process waits for work."""
         phase, detail, seconds, _ = self.most_overdue()
         return f"{described(phase, detail)}, {seconds:.1f} s" if phase else ""
 
-    async def tell(self, agent: socket.socket, rank: int) -> None:
-        """Until cancelled, beat to the agent."""
+    async def send_heartbeats(self, agent: socket.socket, rank: int) -> None:
+        """Send heartbeats to the agent until cancelled."""
         with agent:
             agent.setblocking(False)
             while True:
                 began = now()
                 phase, detail, seconds, limit = self.most_overdue()
-                loads = phase == "load"  # what is imported holds the interpreter's lock
+                loads = phase == "load"  # imports hold the GIL, so the event loop may be silent for as long
                 beat = Heartbeat(rank, limit if loads else self.limit("loop"), phase, detail, seconds, limit, collectives())
-                with suppress(OSError):  # an agent that is away, or behind, hears the next one
+                with suppress(OSError):  # an agent that is away or slow gets the next heartbeat
                     agent.send(types.encode(beat))
                 await asyncio.sleep(timeouts.BEAT)
                 if not loads:
@@ -148,7 +146,7 @@ class Work:
 
 
 work = Work()
-"""This process's."""
+"""The phases of this process."""
 at = work.at
 
 
@@ -157,9 +155,9 @@ def described(phase: str, detail: str) -> str:
 
 
 def collectives() -> dict[str, int]:
-    """How many this rank has entered, by the name that all members have for a group: they wait for who has entered fewer."""
+    """Return the count of collectives that this rank has entered, by group name. Members wait for the rank with the lowest."""
     torch = sys.modules.get("torch.distributed")
-    initialized = getattr(torch, "is_initialized", None)  # it may be about to be imported, and may not have been built in
+    initialized = getattr(torch, "is_initialized", None)  # None during the import, or in a torch without distributed
     if torch is None or initialized is None or not initialized():
         return {}
     world = torch.distributed_c10d._world
@@ -167,19 +165,19 @@ def collectives() -> dict[str, int]:
 
 
 def keep_flight_record(path: Path) -> None:
-    """The newest collectives of this rank, as torch.distributed's flight recorder has them: a JSON list of what NCCL and what
-    others recorded. Nothing of a process without a group."""
+    """Write the newest collectives of this rank, from torch.distributed's flight recorder: a JSON list of NCCL's, then other
+    backends' records. Writes no file for a process without a group."""
     if not collectives():
         return
     from torch._C import _distributed_c10d as recorder
 
-    told = [getattr(recorder, dump)() for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json") if hasattr(recorder, dump)]
-    with suppress(OSError):  # the disk may be what it waits for
-        path.write_bytes(b"[" + b",".join(told) + b"]")
+    dumps = [getattr(recorder, dump)() for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json") if hasattr(recorder, dump)]
+    with suppress(OSError):  # the process may hang on this very disk
+        path.write_bytes(b"[" + b",".join(dumps) + b"]")
 
 
-async def telling(config: Config, life: Coroutine[Any, Any, None]) -> None:
-    """`life`, of this process, while its agent is told what it is at. On SIGUSR1 the folder of logs gets its flight record."""
+async def with_heartbeats(config: Config, life: Coroutine[Any, Any, None]) -> None:
+    """Run `life` while sending heartbeats to the agent. On SIGUSR1, write a flight record into the folder of logs."""
     if not (name := os.environ.get(NAME, "")):
         return await life
     agent = _taken()
@@ -187,7 +185,7 @@ async def telling(config: Config, life: Coroutine[Any, Any, None]) -> None:
     rank, loop = int(os.environ.get("RANK", "0")), asyncio.get_running_loop()
     record = Path(config.run.dir) / run_files.LOGS / f"{name}.rank{rank}.flight.json"
     os_process.stacks_on_signal(lambda: loop.run_in_executor(None, keep_flight_record, record))
-    beats = asyncio.create_task(work.tell(agent, rank))
+    beats = asyncio.create_task(work.send_heartbeats(agent, rank))
     try:
         await unless_failed({beats}, life)
     finally:
@@ -195,7 +193,7 @@ async def telling(config: Config, life: Coroutine[Any, Any, None]) -> None:
 
 
 def _taken() -> socket.socket:
-    """The agent's socket, in whose place this process and what it starts have an empty standard input."""
+    """Return the agent's socket, and replace standard input by an empty one, for this process and its children."""
     agent, nothing = socket.socket(fileno=os.dup(0)), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -205,14 +203,14 @@ def _taken() -> socket.socket:
 logger = logging.getLogger("sluice")
 
 SUFFIX = ".jsonl"
-JOINED = 0.002  # seconds: two spans that are the same but for this gap are one, as the decode steps of a batch are
-_WAITING = 1 << 16  # spans that wait for the thread at most
+JOINED = 0.002  # seconds: equal spans with at most this gap become one span, as a batch's decode steps do
+_WAITING = 1 << 16  # spans that may wait for the thread
 _HEADER = 512  # bytes of a file's first line
 
 
 class TracedSpan(NamedTuple):
-    """`start`, `end`: seconds since the epoch. `line`: what of the process; spans of one line do not overlap, but those of
-    OVERLAPPING. `group`: -1 for none. `step`: that it is of, or the version that it moves, -1 for none."""
+    """One span. `start`, `end`: seconds since the epoch. `line`: a row of the process; spans of a line do not overlap, except
+    on the lines OVERLAPPING. `group`: -1 for none. `step`: the span's step, or the version that it moves; -1 for none."""
 
     name: str
     start: float
@@ -223,17 +221,17 @@ class TracedSpan(NamedTuple):
     detail: str = ""
 
 
-CALLS = "calls"  # the line of what a process is asked
-EPISODES = "episodes"  # of a gateway: the phases of each episode, and its calls of the policy
-PUBLICATION = "publication"  # of several threads
+CALLS = "calls"  # the line of a process's answered calls
+EPISODES = "episodes"  # a gateway's line: the phases of each episode, and its calls of the policy
+PUBLICATION = "publication"  # the line of weight syncs, by several threads
 OVERLAPPING = (CALLS, EPISODES, PUBLICATION)
-STATE = "state of "  # of the coordinator: with a member's name, the line of what state it is in
-POLICY = "policy"  # a call of it; `detail`: the episode's index in its group, and the rollout
-TOOL = "tool"  # from a reply that calls tools to the episode's next call of the policy; `detail`: its index, player and tools
+STATE = "state of "  # the coordinator's lines: followed by a member's name; each span is a state of the member
+POLICY = "policy"  # a call of the policy; `detail`: the episode's index in its group, and the rollout
+TOOL = "tool"  # from a reply with tool calls to the episode's next policy call; `detail`: index, player and tools
 
 
 class SpanHeader(Struct):
-    """The first line of a file, of `_HEADER` bytes: it is written anew where something was dropped."""
+    """The first line of a file, `_HEADER` bytes. Written anew when spans were dropped."""
 
     process: str
     rank: int
@@ -244,25 +242,25 @@ class SpanHeader(Struct):
 
 
 class SpanLog:
-    """Of this process. Until `open` it takes nothing."""
+    """The span log of this process. Ignores spans until `open`."""
 
     def __init__(self) -> None:
         self._waiting: deque[TracedSpan] = deque()
         self._file: FileIO | None = None
         self._header = SpanHeader("", 0, 0, 0, "")
         self._room = 0  # bytes
-        self._headed = False  # the first line is there
+        self._headed = False  # whether the first line is written
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._offset = time.time() - time.monotonic()
 
     @property
     def dropped(self) -> int:
-        """Spans that found no room so far."""
+        """Count of spans dropped so far."""
         return self._header.dropped
 
     def open(self, config: Config, process: str) -> None:
-        """Begin a file in the run's folder; those of the process's earlier starts have their part of `logs.span_bytes`."""
+        """Begin a file in the run's folder. Files of the process's earlier starts count towards `logs.span_bytes`."""
         rank, incarnation = (int(os.environ.get(name, "0")) for name in ("RANK", os_process.INCARNATION))
         self._header = header = SpanHeader(process, rank, incarnation, os.getpid(), socket.gethostname())
         if not config.logs.span_bytes or not config.run.dir:
@@ -273,7 +271,7 @@ class SpanLog:
             earlier = sum(file.stat().st_size for file in path.parent.glob(f"{process}.{rank}.*{SUFFIX}"))
             self._room = config.logs.span_bytes - earlier - _HEADER
             self._file = path.open("wb", buffering=0)
-        except OSError as error:  # it costs the run its spans, and nothing else
+        except OSError as error:  # the run goes on without these spans
             logger.warning("no spans of %s: %s", header.process, error)
             return
         self._write_header()
@@ -283,7 +281,7 @@ class SpanLog:
     def add(
         self, name: str, start: float, end: float, line: str = "", group: int = -1, step: int = -1, detail: str = ""
     ) -> None:
-        """A span that is over, on the clock of time.monotonic. From any thread."""
+        """Add an ended span, on the clock of time.monotonic. From any thread."""
         if self._thread is None:
             return
         if len(self._waiting) >= _WAITING:
@@ -293,7 +291,7 @@ class SpanLog:
 
     @contextmanager
     def span(self, name: str, line: str = "", step: int = -1) -> Iterator[None]:
-        """The time inside the block, however it is left."""
+        """Add a span of the block, also if the block raises."""
         start = time.monotonic()
         try:
             yield
@@ -301,7 +299,7 @@ class SpanLog:
             self.add(name, start, time.monotonic(), line, step=step)
 
     def close(self) -> None:
-        """Write what waits: the process ends."""
+        """Write the waiting spans, before the process ends."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeouts.SPANS)
@@ -322,7 +320,7 @@ class SpanLog:
             self._write_header()
 
     def _write(self, line: bytes) -> bool:
-        """Whether the line is in the file: whole, or not at all."""
+        """Write the line whole or not at all. Returns whether it was written."""
         assert self._file is not None
         if len(line) > self._room:
             return False
@@ -335,7 +333,7 @@ class SpanLog:
             if self._file.write(line) == len(line):
                 self._room -= len(line)
                 return True
-        except OSError:  # no room on the disk, now
+        except OSError:  # for example a full disk
             pass
         with suppress(OSError):
             self._file.seek(at)
@@ -351,7 +349,7 @@ class SpanLog:
 
 
 def joined(spans: Iterable[TracedSpan]) -> list[TracedSpan]:
-    """Those that only a short gap parts from their like before, as one; nothing else of their line lies in it."""
+    """Join each span with an equal span before it on its line, if the gap is shorter than `JOINED`."""
     found: list[TracedSpan] = []
     newest: dict[str, int] = {}  # by line
     for span in spans:
@@ -367,11 +365,11 @@ def joined(spans: Iterable[TracedSpan]) -> list[TracedSpan]:
 
 
 log = SpanLog()
-"""This process's."""
+"""The span log of this process."""
 
 
 class LineStates:
-    """Lines that are in one state after the other: a span for each, once it is over."""
+    """Lines with one state at a time. Adds a span for each state that ends."""
 
     def __init__(self) -> None:
         self._now: dict[str, tuple[str, float, str]] = {}  # by line: state, since, detail
@@ -383,25 +381,25 @@ class LineStates:
         self._now[line] = state, now, detail
 
     def close(self) -> None:
-        """All are over."""
+        """End the states of all lines."""
         for line in self._now:
             self.enter(line, "")
 
 
-# ------------------------------------------------------------------------------------------ reading
+# ---- Reading
 
 
 _decode = msgspec.json.Decoder(tuple[str, float, float, str, int, int, str]).decode
 
 
 def _decoded(written: bytes) -> TracedSpan:
-    """Its texts are shared with others': they are few, and each is in many spans."""
+    """Decode a span, with interned texts: few texts occur in many spans."""
     name, start, end, line, group, step, detail = _decode(written)
     return TracedSpan(sys.intern(name), start, end, sys.intern(line), group, step, sys.intern(detail))
 
 
 class SpanFile(Struct):
-    """One file: who wrote it, and what was read of it. `at`: bytes that are read."""
+    """One file: its writer, and its spans so far. `at`: bytes read."""
 
     path: Path
     header: SpanHeader
@@ -409,8 +407,8 @@ class SpanFile(Struct):
     at: int = _HEADER
 
     def follow(self) -> list[TracedSpan]:
-        """What came since, which is also behind the others in `spans`. A line that is still being written is left for later;
-        one that is torn, by a kill, is left out."""
+        """Read the new spans, append them to `spans`, and return them. An incomplete last line is read later. A line torn by a
+        kill is left out."""
         with run_files.regular(self.path).open("rb") as file:
             self.header = msgspec.json.decode(file.read(_HEADER), type=SpanHeader)
             file.seek(self.at)
@@ -425,14 +423,14 @@ class SpanFile(Struct):
 
 
 class SpanFolder:
-    """The spans of a run, as far as they are there."""
+    """The spans of a run written so far."""
 
     def __init__(self, run: Path):
         self._folder = run / run_files.SPANS
         self.files: dict[str, SpanFile] = {}
 
     def follow(self) -> None:
-        """Read what came since. A file that is gone, as another run is in this one's place, is forgotten."""
+        """Read the new spans. Forgets removed files: another run may have replaced the folder."""
         paths = sorted(self._folder.glob(f"*{SUFFIX}"))
         self.files = {path.name: self.files[path.name] for path in paths if path.name in self.files}
         for path in paths:
@@ -441,12 +439,12 @@ class SpanFolder:
                     with run_files.regular(path).open("rb") as file:
                         header = msgspec.json.decode(file.read(_HEADER), type=SpanHeader)
                 except run_files.NOT_DECODED:
-                    continue  # not whole yet
+                    continue  # the header is not complete yet
                 self.files[path.name] = SpanFile(path, header)
             self.files[path.name].follow()
 
     def by_process(self) -> dict[str, list[TracedSpan]]:
-        """Those of all that had a process's name; of a group of ranks those of its first."""
+        """Return the spans by process name, over all starts; of a group of ranks the spans of rank 0."""
         found: dict[str, list[TracedSpan]] = {}
         for file in self.files.values():
             if file.header.rank == 0:

@@ -71,7 +71,7 @@ def test_the_environments_secret_comes_first(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [
-        (SECRET.hex(), 0o644, r"\.secret: has mode 0644, by which others can read it; must be 0600"),
+        (SECRET.hex(), 0o644, r"\.secret: has mode 0644, so that other users can read it; must be 0600"),
         (SECRET.hex(), 0o660, r"\.secret: has mode 0660"),
         ("yesterday", 0o600, r"\.secret: is no secret; must be 64 hexadecimal digits"),
     ],

@@ -314,7 +314,7 @@ async def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> 
         agent = beats.connected("rollout-0")
         assert isinstance(agent, socket.socket)
         beats.began("rollout-0", 1)
-        telling = asyncio.create_task(work.tell(agent, 3))
+        telling = asyncio.create_task(work.send_heartbeats(agent, 3))
         await heard_of("rollout-0", beats, 3)
         telling.cancel()
         ((rank, told),) = beats.of("rollout-0").items()  # and no more what was started, which may be another process

@@ -373,10 +373,10 @@ def test_a_device_by_its_name_and_auto_is_the_address_from_which_the_other_is_re
     ("interface", "towards", "fault"),
     [
         (NOT_OURS, "", f"network.interface: '{NOT_OURS}' is not an address of this machine, which has 127.0.0.1"),
-        ("0.0.0.0", "", "network.interface: '0.0.0.0' is no address that others reach; must be one of 127.0.0.1"),
+        ("0.0.0.0", "", "network.interface: '0.0.0.0' is no address that other machines reach; must be one of 127.0.0.1"),
         ("198.51.100.0/24", "", "network.interface: this machine has no address in 198.51.100.0/24; it has 127.0.0.1"),
         ("nowhere0", "", "network.interface: 'nowhere0' is neither an address, nor a network, nor auto, nor one of"),
-        ("auto", "a name", "services.coordinator.host: nobody knows the name 'a name'"),
+        ("auto", "a name", "services.coordinator.host: the name 'a name' is unknown on this machine"),
     ],
 )
 def test_what_is_not_there_is_one_line_that_says_what_is(interface: str, towards: str, fault: str) -> None:
