@@ -1,4 +1,4 @@
-"""The real run on a virtual clock: what is simulated are the roles beyond the ports, and nothing of the coordinator.
+"""The real coordinator on a virtual clock: only the roles beyond the ports are simulated.
 
 ::
 
@@ -8,5 +8,5 @@
          │ ports (runtime.commands)
     SimulatedCluster ── starts, ends and replaces ──► SimulatedProcess: rollout, reward, reference, trainer, critic
          │                                        │ Costs: seconds by tokens, bytes and batch
-       Faults (by seed)                      Witness: what has to hold, told by those whom it happens to
+       Faults (by seed)                      Witness: checks invariants, as an observer of the processes
 """

@@ -1,8 +1,8 @@
-"""The costs of a simulation: assumed from the model's size, or those under which the simulated run shows what a real one did.
+"""The costs of a simulation: assumed from the model's size, or calibrated until the simulated run matches a real run.
 
-A run's folder has what calibration needs: lengths and durations of groups in the ledger, those of steps in the metrics. A
-simulation of the same configuration leaves the same two, and `observe` reads both. So no duration has to be taken apart into
-computing and waiting: costs are scaled until what was simulated is what was measured.
+Calibration needs a run's folder: the ledger has lengths and durations of groups, the metrics have durations of steps. A
+simulation of the same configuration writes the same two files, and `observe` reads both. So no duration has to be split into
+computing and waiting: costs are scaled until the simulated figures equal the measured figures.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from runtime.ledger.reader import GroupRow
 from runtime.simulation.engine import Costs, Fixed, LogNormal, ReplyLengths
 
 LEAST = 5  # steps
-ROUNDS = 16  # of which the first half leave the coordinator as it is: what is missing then is not its own
-CLOSE = 0.01  # of each measured figure
-_FLOPS = {"cpu": 4e10, "device": 1.5e14}  # assumed, each second, of a process
-_BYTES = {"cpu": 8e9, "device": 1e12}  # assumed, of memory read each second
-_LINK = {"cpu": 1e9, "device": 1e10}  # assumed, of weights each second
+ROUNDS = 16  # the first half keep the coordinator's costs: until then the other costs explain the difference
+CLOSE = 0.01  # relative to each measured figure
+_FLOPS = {"cpu": 4e10, "device": 1.5e14}  # assumed FLOP/s of a process
+_BYTES = {"cpu": 8e9, "device": 1e12}  # assumed bytes/s of memory reads
+_LINK = {"cpu": 1e9, "device": 1e10}  # assumed bytes/s of weights
 
-# What is measured: the phase, and the costs that are scaled until the simulated one is as long.
+# By measured phase: the costs that are scaled until the simulated phase takes as long.
 _SCALED: dict[str, tuple[str, ...]] = {
     "generation": ("decode_step", "decode_sequence", "prefill_token"),
     "score": ("score",),
@@ -47,25 +47,25 @@ _GROUP_SPANS = {
 
 
 class Observed(Struct):
-    """Of the steps of a run, its first ones left out. `seconds`: mean durations by phase, of a group or a step."""
+    """Figures of a run's steps, without the first steps. `seconds`: mean durations by phase, of a group or a step."""
 
     samples_per_second: float
     staleness: float
     idle: dict[str, float]
     seconds: dict[str, float]
     steps: int
-    error: float  # standard error of the mean step, as a share of it
+    error: float  # standard error of the mean step, relative to the mean
 
 
 class Calibration(Struct):
     costs: Costs
-    measured: Observed | None = None  # None: nothing was, the costs are assumed
+    measured: Observed | None = None  # None: the costs are assumed
     simulated: Observed | None = None
 
 
 def observe(points: Sequence[Mapping[str, Any]], groups: Iterable[GroupRow]) -> Observed:
-    """`points`: the metrics of a run's steps in order. A tenth of them, the first, is left out. Raises UserError for fewer than
-    `LEAST` steps."""
+    """Compute the figures of a run. `points`: the metrics of its steps in order. Leaves out the first tenth. Raises UserError
+    for fewer than `LEAST` steps."""
     steps = [point for point in points if "timing/all" in point]
     if len(steps) < LEAST:
         raise UserError(f"{len(steps)} steps are too few to measure anything: at least {LEAST} are needed")
@@ -98,8 +98,8 @@ def _spans(groups: Sequence[GroupRow]) -> dict[str, float]:
 
 
 def assumed(config: Config, device: str, cores: int, parameters: float = 0.0) -> Costs:
-    """Costs by the number of the model's parameters, those of the configuration's model unless they are given. `device`: `cpu`
-    or `device`, each of a speed that is common."""
+    """Estimate costs from the model's number of parameters; 0: the configuration's model. `device`: `cpu` or `device`, each
+    with a typical speed."""
     parameters, trainer = parameters or _parameters(config), config.services.trainer.processes
     fleet = next(iter(fleets(config).values()))
     reference = config.services.reference.processes if is_group(config, "reference") else 1
@@ -123,7 +123,7 @@ def assumed(config: Config, device: str, cores: int, parameters: float = 0.0) ->
 
 
 def _parameters(config: Config) -> float:
-    """Of the policy, roughly: its matrices. Where the model is not known, a billion."""
+    """Estimate the policy's parameters from its matrices. Returns a billion for an unknown model."""
     model = policy_model(config)
     if model is None:
         return 1e9
@@ -135,9 +135,10 @@ def _parameters(config: Config) -> float:
 def calibrate(
     start: Costs, points: Sequence[Mapping[str, Any]], groups: Sequence[GroupRow], simulate: Callable[[Costs], Observed]
 ) -> Calibration:
-    """From the run that left `points` and `groups`. `simulate`: its configuration under some costs, as many steps.
+    """Calibrate on the run with `points` and `groups`. `simulate`: simulates its configuration with given costs, equally long.
 
-    Each round scales every cost by measured / simulated of its phase; what of a step no phase explains is the coordinator's.
+    Each round scales every cost by measured / simulated of its phase. The coordinator gets the rest of a step that no phase
+    explains.
     """
     measured = observe(points, groups)
     trained = [group for group in groups if group.step is not None and group.response_tokens and group.prompt_tokens]
@@ -148,7 +149,7 @@ def calibrate(
         prompt_tokens=max(1, round(fmean(group.prompt_tokens or 0 for group in trained))),
         decode_step=step,
         decode_sequence=sequence,
-        prefill_token=0.0,  # it is within what a decode step was measured to take
+        prefill_token=0.0,  # the measured decode steps include the prefill
         score=Fixed(measured.seconds.get("score", 1e-6)),
     )
     simulated = simulate(costs)
@@ -177,8 +178,8 @@ def _scaled(costs: Costs, measured: Observed, simulated: Observed) -> Costs:
 
 
 def _decode_line(points: Sequence[Mapping[str, Any]], start: Costs) -> tuple[float, float]:
-    """Seconds of a decode step as a line over its sequences, by least squares; where the batches were all alike, through their
-    mean with the slope of `start`."""
+    """Fit a decode step's seconds as a line over its sequences, by least squares. Returns intercept and slope. If all batches
+    are similar, the line goes through their mean with the slope of `start`."""
     found = [
         (float(point["rollout/batch"]), float(point["rollout/decode_seconds"])) for point in points if "rollout/batch" in point
     ]

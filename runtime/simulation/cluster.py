@@ -1,4 +1,4 @@
-"""Every process of a simulated run: who starts it, ends it, and puts another in its place. It stands for the nodes' agents."""
+"""The processes of a simulated run: starts, ends and replaces them, in place of the nodes' agents."""
 
 from __future__ import annotations
 
@@ -66,27 +66,27 @@ from runtime.weights.plan import GroupAddress, Manifest
 
 # ---- Process
 #
-# A process of a role in a simulation, as the coordinator sees it: the port, the connection, and what may befall both.
+# A simulated process of a role, as the coordinator sees it: the port, the connection, and their faults.
 #
 # ::
 #
 #     coordinator ── post ──► link (delay, in order) ──► handler named after the command ──► link ──► answer
 #                      └── the command's deadline: Unanswered; of a group of ranks, its loss
 #
-# A process that is stopped does nothing until it goes on; its connection stays. One that ends breaks its connection, which
-# the coordinator finds out after the link's delay.
+# A stopped process keeps its connection, and does nothing until it goes on. A process that ends breaks its connection; the
+# coordinator sees that after the link's delay.
 
 _ASKED: dict[type, str] = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
 BYTES = 8  # of a payload for each token: the token and its log-probability
-_LEAST = 1e-9  # seconds between two messages of one link: they stay in order
+_LEAST = 1e-9  # seconds between two messages of one link, to keep their order
 
 
 class SimulatedProcess:
-    """A RolePort. What it does with a command is a method of the command's name, in the subclasses."""
+    """A RolePort. Subclasses handle a command in a method named after the command."""
 
     role = ""
-    is_group = False  # ranks that are one unit: lost with the first command that is not answered, or ping
-    withdraws = False  # ends what its caller has withdrawn
+    is_group = False  # whether ranks form one unit, which the first unanswered command or ping loses
+    withdraws = False  # whether a cancelled call cancels its handler
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         self.name, self.incarnation, self.machine = name, incarnation, machine
@@ -96,22 +96,22 @@ class SimulatedProcess:
         self.cores = cluster.cores[machine]
         self.chance = random.Random(f"{cluster.seed}/{name}/{incarnation}")
         self.alive = True
-        self.slow = 1.0  # by how much its link is slower
+        self.slow = 1.0  # factor on the delays of its link
         self._busy = 0.0
-        self._lost = ""  # why the coordinator has no connection to it any more
-        self._tell: list[Callable[[str], None]] = []
-        self._calls: dict[asyncio.Future[Any], str] = {}  # under way: the phase of each
+        self._lost = ""  # the reason why the coordinator lost the connection
+        self._when_lost: list[Callable[[str], None]] = []
+        self._calls: dict[asyncio.Future[Any], str] = {}  # under way, with their phases
         self._tasks: set[asyncio.Task[None]] = set()
         self._goes_on = asyncio.Event()
         self._goes_on.set()
-        self._arrives = self._returns = 0.0  # when the last message does
+        self._arrives = self._returns = 0.0  # times of the last message in each direction
         self._in_turn = asyncio.Lock()
 
     # ------------------------------------------------------------------------------------------ the port
 
     def post(self, command: Any) -> Coroutine[Any, Any, Any]:
         phase, answer = type(command).__name__, self.loop.create_future()
-        answer.add_done_callback(seen)  # whoever asked may be gone
+        answer.add_done_callback(seen)  # the caller may have ended
         self.loop.note(f"{self.name}.{self.incarnation} {phase}")
         if self._lost:
             answer.set_exception(Unreachable(self.name, phase, self._lost))
@@ -127,10 +127,10 @@ class SimulatedProcess:
         return await self.post(command)
 
     def acknowledge(self, command: Any) -> None:
-        """What it has answered it does not keep."""
+        """Do nothing: this process keeps no answers."""
 
     async def status(self) -> Status:
-        """What the engine says of itself; a stopped process says nothing."""
+        """Return the engine's status. A stopped process does not answer."""
         if self._lost:
             raise Unreachable(self.name, "Status", self._lost)
         await asyncio.sleep(2 * self._delay())
@@ -139,14 +139,14 @@ class SimulatedProcess:
             raise Unanswered(self.name, "Status", "did not answer", timeouts.CONTROL_CALL)
         return Status(role=self.role, name=self.name, gauges=self.gauges())
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
+    def when_lost(self, callback: Callable[[str], None]) -> None:
         if self._lost:
-            tell(self._lost)
+            callback(self._lost)
         else:
-            self._tell.append(tell)
+            self._when_lost.append(callback)
 
     def give_up(self, reason: str) -> None:
-        self._tell.clear()
+        self._when_lost.clear()
         self._lost = self._lost or reason
         calls, self._calls = self._calls, {}
         for answer, phase in calls.items():
@@ -154,17 +154,17 @@ class SimulatedProcess:
                 answer.set_exception(Unreachable(self.name, phase, self._lost))
 
     def lose(self, reason: str) -> None:
-        """The coordinator finds that the connection is gone."""
+        """Let the coordinator find the connection lost."""
         if not self._lost:
-            told = list(self._tell)
+            callbacks = list(self._when_lost)
             self.give_up(reason)
-            for tell in told:
-                tell(reason)
+            for callback in callbacks:
+                callback(reason)
 
-    # ------------------------------------------------------------------------------------------ what befalls it
+    # ------------------------------------------------------------------------------------------ faults
 
     def kill(self) -> None:
-        """It ends at once, whatever it is at."""
+        """End the process at once."""
         if self.alive:
             self.alive = False
             for task in self._tasks:
@@ -173,7 +173,7 @@ class SimulatedProcess:
             self.loop.call_later(self._delay(), self.lose, "connection lost")
 
     def stop(self) -> None:
-        """As SIGSTOP does. Ranks are pinged."""
+        """Stop the process as SIGSTOP does. A group of ranks is lost once it answers no ping."""
         if self._goes_on.is_set():
             self._goes_on.clear()
             self.paused(True)
@@ -188,42 +188,42 @@ class SimulatedProcess:
             self.paused(False)
 
     def cut(self) -> None:
-        """The connection breaks, and the process lives."""
+        """Break the connection; the process lives on."""
         self.loop.call_later(self._delay(), self.lose, "connection reset")
 
     @property
     def noticed(self) -> bool:
-        """Whether it goes on, or the coordinator does without it."""
+        """Whether the process runs, or the coordinator has noticed that it does not."""
         return self._goes_on.is_set() or bool(self._lost) or not self.alive
 
     def ended(self) -> None:
-        """For those who have more than tasks."""
+        """Clean up more than tasks, in subclasses."""
 
     def paused(self, paused: bool) -> None:
-        """For those who have more than tasks."""
+        """Pause more than tasks, in subclasses."""
 
     def gauges(self) -> dict[str, float]:
-        """As the role's service tells them."""
+        """Return the gauges of the role's service."""
         return {"busy_seconds_total": self._busy}
 
     # ------------------------------------------------------------------------------------------ inside
 
     async def spend(self, seconds: float) -> float:
-        """Compute; not while it is stopped. Returns the seconds that it took."""
+        """Compute for `seconds`, and wait while stopped. Returns the time that the computation took."""
         began = self.loop.time()
         await self.cores.spend(seconds)
         took = self.loop.time() - began
         self._busy += took
-        await self._goes_on.wait()
+        await self._goes_on.wait()  # a stopped process continues after `go_on`
         return took
 
     async def in_turn(self, seconds: float) -> None:
-        """Compute, one after the other."""
+        """Compute, one call at a time."""
         async with self._in_turn:
             await self.spend(seconds)
 
     def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` beside what it is asked."""
+        """Run `work` beside the commands."""
         self._tasks.add(self.loop.create_task(work))
 
     def fault(self, phase: str, message: str, deadline: float | None = None) -> ServiceFault:
@@ -300,14 +300,12 @@ class SimulatedProcess:
 
 # ---- Weights
 #
-# A weight sync in a simulation: the members of an epoch meet, a version travels, and everybody's part is known.
-
 
 _MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 
 
 def host(process: SimulatedProcess, command: HostWeights) -> WeightsHosted:
-    """`process` opens an epoch, as its sender."""
+    """Open an epoch with `process` as its sender."""
     epoch = process.cluster.epochs[command.epoch] = SyncEpoch(command.names)
     timeout = process.cluster.config.publication.join_timeout
     process.beside(_quietly(epoch.meet(process, timeout)))
@@ -328,29 +326,30 @@ def host(process: SimulatedProcess, command: HostWeights) -> WeightsHosted:
 
 
 async def _quietly(meeting: Any) -> None:
-    """A sender connects beside what it is asked; its next transfer tells of a failure."""
+    """Connect a sender beside its commands, and ignore a failure: the next transfer reports it."""
     with suppress(SluiceError):
         await meeting
 
 
 async def send(process: SimulatedProcess, command: SendWeights | ResendWeights, intact: bool) -> WeightsSent:
-    """`process` sends what it has, `intact` or not. Raises ServiceFault."""
+    """Send the version of `process`, `intact` or not. Raises ServiceFault."""
     epoch = process.cluster.epochs.get(command.epoch)
     if epoch is None:
         raise process.fault("transfer", f"there is no sync group of epoch {command.epoch}")
     limits, began = process.cluster.config.publication, process.loop.time()
+    # Every member's `meet` unblocks this.
     await epoch.meet(process, limits.join_timeout)
     if not intact:
         epoch.bad.add(command.version)
+    # The last receiver's bytes unblock this.
     await epoch.send(process, command.version, limits.transfer_timeout)
     return WeightsSent(round(process.cluster.costs.weights_bytes), process.loop.time() - began)
 
 
 # ---- Roles
 #
-# The roles of a simulation: what each does with its commands, in which time.
-#
-# A group's payload is what the checks need of it: its id and versions. Evaluations read replies, so theirs are whole.
+# Handlers of commands by role, with their times. A group's payload has only its id and versions, as the checks need them. Only
+# evaluations read replies, so their payloads are whole.
 
 
 class SimulatedRollout(SimulatedProcess):
@@ -481,14 +480,14 @@ class SimulatedRollout(SimulatedProcess):
             "slots": engine.slots,
             "running": engine.running,
             "waiting": engine.waiting,
-            "kv_use": 0.0,  # each slot has room of its own, and what it holds is not modelled
+            "kv_use": 0.0,  # each slot has its own room, and its use is not modelled
             "kv_shared": 0.0,
             "preemptions_total": 0.0,
         }
 
 
 class SimulatedReward(SimulatedProcess):
-    """Finds each reply right or wrong by chance, the same each time."""
+    """Scores each reply right or wrong at random, with the same result each time."""
 
     role = "reward"
 
@@ -526,7 +525,7 @@ class SimulatedReference(SimulatedProcess):
 
 
 class SimulatedModel(SimulatedProcess):
-    """A model under training: its ranks are one unit, and carry out commands of data in order."""
+    """A model under training. Its ranks are one unit, and execute data commands in order."""
 
     is_group = True
 
@@ -583,14 +582,14 @@ class SimulatedModel(SimulatedProcess):
 class SimulatedTrainer(SimulatedModel):
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
-        self._held: PolicyVersion | None = None  # the version that was gathered last
-        self._intact = True  # whether it is still what was gathered
+        self._held: PolicyVersion | None = None  # the last gathered version
+        self._intact = True  # whether it is unchanged since
 
     async def host_weights(self, command: HostWeights) -> WeightsHosted:
         return host(self, command)
 
     async def send_weights(self, command: SendWeights) -> WeightsSent:
-        async with self._in_turn:  # gathered after the commands before
+        async with self._in_turn:  # gather after the commands before
             await self.spend(self.cluster.costs.swap)
             self._held = command.version
             self._intact = self.name not in self.cluster.corrupt
@@ -633,7 +632,7 @@ ROLES: dict[str, type[SimulatedProcess]] = {
 
 
 class SimulatedCluster:
-    """`register` has every unit connected once it is made. It is the run's supervisor, too."""
+    """All processes of the run, connected in `register` from the start. Also the run's supervisor."""
 
     restarts = True
 
@@ -653,9 +652,9 @@ class SimulatedCluster:
         self.processes: dict[str, SimulatedProcess] = {}
         self.epochs: dict[int, SyncEpoch] = {}
         self.corrupt: set[str] = set()
-        """The rollouts whose next version arrives with a wrong byte, and the trainer if it sends such a one."""
+        """The rollouts whose next version arrives with a wrong byte; the trainer, if its next version has a wrong byte."""
         self.failed: asyncio.Future[None] = loop.create_future()
-        """Fails with what ends the run: a process without which it cannot go on is not started again."""
+        """Fails if the run must end: a necessary process is not started again."""
         self.judge = config.rewards.rules[0].name.rpartition(":")[2] if config.rewards.rules else "reward"
         self.reward_workers = config.rewards.workers or 1
         self.began = loop.time()
@@ -666,7 +665,7 @@ class SimulatedCluster:
         self._nodes: dict[str, str] = {}
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
         self.coordinator_busy = 0.0  # seconds
-        self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # that the coordinator has not looked at yet
+        self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # unread by the coordinator
         for number, unit in enumerate(self._units()):
             self._nodes[unit.name] = f"node-{number % nodes}"
             self._allowances[unit.name] = RestartBackoff(settings_of(config, unit).restarts)  # type: ignore[attr-defined]
@@ -679,10 +678,10 @@ class SimulatedCluster:
         self.loop.note(f"{progress.phase} {progress.step}")
 
     def vacated(self) -> None:
-        """Simulated processes hold no memory."""
+        """Do nothing: simulated processes hold no memory."""
 
     def arrive(self, deliver: Callable[[], None], nbytes: int = 0) -> None:
-        """An answer with a payload of `nbytes` reaches the coordinator, whose one thread takes the one after the other."""
+        """Deliver an answer with a payload of `nbytes` to the coordinator. Its one thread handles one answer at a time."""
         seconds = self.costs.coordinator_message + nbytes * self.costs.coordinator_byte
         if not seconds:
             deliver()
@@ -701,7 +700,7 @@ class SimulatedCluster:
             self._inbox.popleft()
 
     def kill(self, process: SimulatedProcess) -> None:
-        """It ends; its node starts another where it may."""
+        """End a process. Its node starts another incarnation if restarts allow it."""
         if not process.alive:
             return
         process.kill()
@@ -730,7 +729,7 @@ class SimulatedCluster:
             self.failed.set_exception(SluiceError(f"{name}: is not started again"))
 
     def _look(self, change: UnitChange) -> None:
-        """Who is lost to the run is ended by its node, which hears of it from the coordinator."""
+        """End a process that the coordinator lists as lost: its node learns of the loss from the coordinator."""
         unit = change.unit
         process = self.processes.get(unit.name)
         if unit.state is UnitState.LOST and process is not None and process.incarnation == unit.incarnation and process.alive:
@@ -738,15 +737,15 @@ class SimulatedCluster:
 
 
 class Observer:
-    """Told what happens beyond the ports. This one asks nothing of it."""
+    """An observer of the processes. This base class checks nothing."""
 
-    published = False  # in this life of the coordinator: whether its first version counts
+    published = False  # whether the first version of this life of the coordinator counts
 
     def applied(self, model: SimulatedModel, step: int, batch: Sequence[TrainGroup]) -> None:
-        """A model updates."""
+        """Observe an update of a model."""
 
     def swapped(self, rollout: SimulatedRollout, version: PolicyVersion, epoch: SyncEpoch) -> None:
-        """A rollout takes a version over."""
+        """Observe a rollout's swap to a version."""
 
     def stopped(self, process: SimulatedProcess) -> None:
-        """A process does nothing any more, and its connection stays."""
+        """Observe that a process was stopped; its connection stays."""

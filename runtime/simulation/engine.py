@@ -1,8 +1,8 @@
-"""Continuous batching in a simulation: slots, a queue, and decode steps that take longer the more sequences they have.
+"""Continuous batching in a simulation: slots, a queue, and decode steps whose duration grows with the number of sequences.
 
-Between two events all sequences advance alike, a token in `decode_step + B · decode_sequence` seconds. So the engine
-keeps one count of tokens for all: a sequence that begins at count c ends at c plus its length, and one timer waits for
-the nearest end."""
+Between two events all sequences advance alike, by a token in `decode_step + B · decode_sequence` seconds. So the engine keeps
+one token count for all sequences: a sequence that begins at count c ends at c plus its length. One timer waits for the nearest
+end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from runtime.types import PolicyVersion, Sample
 
 # ---- Costs
 #
-# What things cost in a simulation: lengths in tokens, durations in seconds. Pure: who draws brings the chance.
+# The costs in a simulation: lengths in tokens, durations in seconds. Pure: the caller passes the random generator.
 
 
 class Distribution(Protocol):
     def draw(self, chance: random.Random) -> float:
-        """One value."""
+        """Draw one value."""
 
 
 class ReplyLengths(Struct, frozen=True):
-    """Of replies in tokens, by group, as they were measured: those of one prompt are alike."""
+    """Measured lengths of replies in tokens, by group: replies to one prompt have similar lengths."""
 
     groups: Sequence[Sequence[int]]
 
@@ -68,32 +68,32 @@ class Pareto(Struct, frozen=True):
 
 
 class Costs(Struct, frozen=True, kw_only=True):
-    """Of one run. Seconds, unless it says otherwise; a decode step of B sequences takes `decode_step + B · decode_sequence`."""
+    """The costs of one run, in seconds unless noted. A decode step of B sequences takes `decode_step + B · decode_sequence`."""
 
     prompt_tokens: int = 16
     reply_tokens: Distribution | ReplyLengths = LogNormal(8.0, 0.5)  # cut at sampling.max_new_tokens
-    length_scale: float = 1.0  # of all of them
+    length_scale: float = 1.0  # factor on all reply lengths
     decode_step: float = 1e-3
     decode_sequence: float = 5e-5
     prefill_token: float = 1e-5
     score: Distribution = Fixed(2e-3)  # of a group, by one of `rewards.workers`
     reference_token: float = 1e-5
     train_token: float = 5e-5
-    update: float = 2e-3  # of the optimizer, whatever the batch
+    update: float = 2e-3  # of the optimizer, for any batch
     weights_bytes: float = 4e6
     bandwidth: float = 1e9  # bytes a second, from the trainer to each rollout
-    swap: float = 1e-3  # of a rollout to a version that it has
+    swap: float = 1e-3  # of a rollout to a received version
     save: float = 1e-2
     start: Distribution = Fixed(2.0)  # of a process, until it registers
     delay: Distribution = Fixed(2e-4)  # of a message, one way
-    storage: Distribution = Fixed(5e-4)  # of what the coordinator writes or reads
-    coordinator_message: float = 0.0  # of the coordinator's one thread, for each answer that it is given
-    coordinator_byte: float = 0.0  # of that thread, for all that is done with a byte of a finished group
-    cores: int = 0  # of a node, which all its processes share; 0: each has what it computes on
-    tools: Distribution = Fixed(0.0)  # of a reply, which holds no slot meanwhile
+    storage: Distribution = Fixed(5e-4)  # of a write or read by the coordinator
+    coordinator_message: float = 0.0  # of the coordinator's one thread, for each answer
+    coordinator_byte: float = 0.0  # of that thread, for all work on a byte of a finished group
+    cores: int = 0  # of a node, shared by all its processes; 0: each process has its own
+    tools: Distribution = Fixed(0.0)  # of a reply, without a slot meanwhile
 
     def lengths(self, chance: random.Random, size: int, limit: int) -> list[int]:
-        """Of the replies of one group, int in 1 … `limit`."""
+        """Draw the lengths of one group's replies, int in 1 … `limit`."""
         drawn = (
             self.reply_tokens.draw_group(chance, size)
             if isinstance(self.reply_tokens, ReplyLengths)
@@ -104,44 +104,44 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 class CommandDeadlines(Protocol):
     def seconds(self, role: str, command: Any) -> float:
-        """Until the answer of a process of `role` to `command`, as the contract has it."""
+        """Return the contract's deadline for the answer of a process of `role` to `command`."""
 
 
 # ---- Cores
 #
-# The processors of a node in a simulation: all that compute at the same time get even shares, as a fair scheduler gives.
+# The processors of a node in a simulation. Concurrent computations get equal shares, as from a fair scheduler.
 
 
 class Timeshared(Protocol):
-    """What computes for as long as it likes, at a speed that changes."""
+    """A computation of open length, at a changing speed."""
 
     def settle(self) -> None:
-        """Called before the speed changes: account for the time until now."""
+        """Account for the time until now, before the speed changes."""
 
     def rearm(self) -> None:
-        """Called after it has changed."""
+        """Set the timer anew, after the speed has changed."""
 
 
 class Cores:
-    """`number` processors; 0: as many as are wanted."""
+    """`number` processors; 0: unlimited."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, number: int):
         self._loop, self._number = loop, number
-        self._pieces: list[tuple[float, int, asyncio.Future[None]]] = []  # each with what `_done` is when it ends
+        self._pieces: list[tuple[float, int, asyncio.Future[None]]] = []  # each with the value of `_done` at its end
         self._steady: dict[Timeshared, None] = {}
-        self._done = 0.0  # seconds that a piece would have computed by now that had begun with these processors
+        self._done = 0.0  # seconds computed so far by a piece that began with these processors
         self._since = loop.time()
         self._order = count()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def speed(self) -> float:
-        """Of each that computes; 1 where it has a processor of its own."""
+        """The speed of each computation; 1 on a processor of its own."""
         active = len(self._pieces) + len(self._steady)
         return min(1.0, self._number / active) if self._number and active else 1.0
 
     async def spend(self, seconds: float) -> None:
-        """Return after `seconds` on a processor of its own, or as much longer as others compute too."""
+        """Return after `seconds` on a processor of its own, or later if the processors are shared."""
         if not self._number:
             await asyncio.sleep(seconds)
             return
@@ -152,14 +152,14 @@ class Cores:
         try:
             await piece
         finally:
-            if any(one[2] is piece for one in self._pieces):  # it was cancelled
+            if any(one[2] is piece for one in self._pieces):  # cancelled
                 self._settle()
                 self._pieces = [one for one in self._pieces if one[2] is not piece]
                 heapq.heapify(self._pieces)
                 self._rearm()
 
     def join(self, computing: Timeshared) -> None:
-        """`computing` computes from now on, until it leaves. Both are idempotent."""
+        """Add a computation until `leave`. Both methods are idempotent."""
         if self._number and computing not in self._steady:
             self._settle()
             self._steady[computing] = None
@@ -190,7 +190,7 @@ class Cores:
             self._timer = self._loop.call_at(self._since + seconds, self._end)
 
     def _end(self) -> None:
-        """The nearest piece is done."""
+        """Complete the pieces that end now."""
         self._settle()
         limit = self._pieces[0][0] + 1e-12
         self._done = max(self._done, self._pieces[0][0])
@@ -202,18 +202,18 @@ class Cores:
 
 
 class SimulatedEngine:
-    """`pause` and `go_on` are counted: it decodes while nobody has paused it."""
+    """A simulated engine. `pause` and `go_on` are counted: the engine decodes while the count is 0."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, costs: Costs, slots: int, cores: Cores):
         self.busy = 0.0  # seconds
-        self.tokens = self.steps = 0.0  # that were decoded
+        self.tokens = self.steps = 0.0  # decoded so far
         self.slots = slots
         self._loop, self._costs, self._slots, self._cores = loop, costs, slots, cores
         self._queue: deque[tuple[object, int, int, Callable[[], None], Callable[[], None]]] = deque()
-        self._running: list[tuple[float, int, object, Callable[[], None], int]] = []  # the last: tokens of the text in the end
-        self._count = 0.0  # of tokens: that a sequence would have by now that had begun with the engine
+        self._running: list[tuple[float, int, object, Callable[[], None], int]] = []  # the last: tokens of the whole text
+        self._count = 0.0  # tokens so far of a sequence that began with the engine
         self._since = loop.time()
-        self._prefill = 0.0  # seconds that come before the next token
+        self._prefill = 0.0  # seconds of prefill before the next token
         self._pauses = 0
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = count()
@@ -229,12 +229,12 @@ class SimulatedEngine:
         return len(self._queue)
 
     def submit(self, owner: object, prompt: int, tokens: int, begun: Callable[[], None], done: Callable[[], None]) -> None:
-        """A sequence: `begun` is called as it gets a slot, `done` with its last token."""
+        """Queue a sequence. Calls `begun` when the sequence gets a slot, and `done` at its last token."""
         self._queue.append((owner, prompt, tokens, begun, done))
         self._update()
 
     def withdraw(self, owner: object) -> None:
-        """All sequences of `owner`, without a word."""
+        """Remove all sequences of `owner`, without a callback."""
         self.settle()
         self._queue = deque(one for one in self._queue if one[0] is not owner)
         self._running = [one for one in self._running if one[2] is not owner]
@@ -252,13 +252,13 @@ class SimulatedEngine:
         self._update()
 
     def wake(self) -> None:
-        """Go on after a sleep, in which keys and values were given up."""
+        """Go on after a sleep, which freed keys and values: compute the texts of running sequences again."""
         texts = sum(whole - (end - self._count) for end, *_, whole in self._running)
         self._prefill += texts * self._costs.prefill_token
         self.go_on()
 
     async def drained(self) -> None:
-        """Nothing runs; what waits is not begun until the caller is done with it."""
+        """Wait until no sequence runs. Starts no queued sequence meanwhile."""
         self._slots, slots = 0, self._slots
         try:
             while self._running:
@@ -288,7 +288,7 @@ class SimulatedEngine:
         self.tokens += steps * len(self._running)
 
     def _update(self) -> None:
-        """Begin what has a slot, and wait for the nearest end."""
+        """Begin the queued sequences that get a slot, and wait for the nearest end."""
         self.settle()
         while self._queue and len(self._running) < self._slots and not self._pauses:
             owner, prompt, tokens, begun, done = self._queue.popleft()
@@ -299,7 +299,7 @@ class SimulatedEngine:
         self.rearm()
 
     def rearm(self) -> None:
-        """Wait for the nearest end, at the speed of now."""
+        """Set the timer for the nearest end, at the current speed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -308,10 +308,10 @@ class SimulatedEngine:
             self._timer = self._loop.call_at(self._since + seconds / self._cores.speed, self._end)
 
     def _end(self) -> None:
-        """The nearest end is reached, and whoever ends with it."""
+        """Complete the sequences that end now."""
         self.settle()
         ended = []
-        limit = self._running[0][0] + 1e-9  # the one that the timer was set for, however its count was rounded
+        limit = self._running[0][0] + 1e-9  # includes the timer's own sequence despite rounding
         self._count = max(self._count, self._running[0][0])
         while self._running and self._running[0][0] <= limit:
             ended.append(heapq.heappop(self._running)[3])
@@ -325,11 +325,11 @@ class SimulatedEngine:
         self._update()
 
 
-STATE = "simulated.json"  # what a model leaves in a checkpoint
+STATE = "simulated.json"  # a model's file in a checkpoint
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """A payload: whose it is, the packed versions of its oldest and newest token, and how many tokens it has."""
+    """A group's payload: the group, the packed versions of its oldest and newest token, and its number of tokens."""
 
     group_id: int
     oldest: int
@@ -338,7 +338,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 class ModelState(msgspec.Struct):
-    """What an update changes: the next step, and every group that was trained, in order."""
+    """The state that an update changes: the next step, and all trained groups in order."""
 
     step: int = 0
     trained: list[int] = []

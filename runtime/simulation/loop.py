@@ -1,12 +1,12 @@
 """An event loop with virtual time, whose schedule is drawn from a seed.
 
-Time stands still while anything is ready, and then jumps to the next timer: an hour of waiting costs nothing. What becomes
-ready together runs in an order drawn from the seed, as a network and a kernel would mix it; only what one callback scheduled
-keeps its order, as asyncio promises. Work for an executor runs in this thread, after a time that the simulation gives. So the
-seed alone says what happens, and the same seed gives the same `trace`.
+Time stands still while any callback is ready, and then jumps to the next timer: an hour of waiting costs nothing. Callbacks
+that become ready together run in an order drawn from the seed, as if mixed by a network and a kernel. Callbacks that one
+callback scheduled keep their order, as asyncio promises. Work for an executor runs in this thread, after a simulated time. So
+the seed alone determines the run, and the same seed gives the same `trace`.
 
-Tasks, futures and handles are asyncio's own, but hashed by a number in place of their address: the order of a set of them
-would be another in each process.
+Tasks, futures and handles are asyncio's own, but hashed by a number instead of the address: otherwise a set's order would
+differ in each process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import xxhash
 
 T = TypeVar("T")
 
-BEGAN = 1000.0  # what the clock shows at first, seconds: not 0, which may stand for "never"
-_MOST_CANCELLED = 100  # timers, before those that are cancelled are dropped together
-_LAST_ROUNDS = 10_000  # of callbacks in which what is cancelled has to end
+BEGAN = 1000.0  # the clock's start in seconds: not 0, which may mean "never"
+_MOST_CANCELLED = 100  # cancelled timers to keep before all cancelled timers are dropped together
+_LAST_ROUNDS = 10_000  # of callbacks, in which cancelled tasks must end
 
 
 class Stuck(Exception):
-    """Nobody can go on: nothing is ready, and no timer is set. The message has every task, and where it waits."""
+    """No task can go on: no callback is ready, and no timer is set. The message lists every task and its position."""
 
 
 class Crash(BaseException):
@@ -55,42 +55,42 @@ class _Task(_Counted, asyncio.Task):  # type: ignore[type-arg]
 
 
 class SimulatedWorld:
-    """What a loop runs in. Here nothing costs time, and nothing goes wrong."""
+    """The environment of a loop. In this base class no work costs time, and no work fails."""
 
     def before_round(self, rounds: int) -> None:
-        """Called before each round of callbacks, with how many there were. What it raises ends the simulation."""
+        """Prepare a round of callbacks, after `rounds` rounds. Any exception ends the simulation."""
 
     def after_round(self) -> None:
-        """Called after each. What it raises ends the simulation."""
+        """Finish a round of callbacks. Any exception ends the simulation."""
 
     def storage_seconds(self) -> float:
-        """That the next piece of work for an executor takes."""
+        """Return the seconds of the next work for an executor."""
         return 0.0
 
     def check_storage(self) -> None:
-        """Raises what keeps such work from being done."""
+        """Check that work for an executor can be done. Any exception becomes the error of that work."""
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """`run` is all of a simulation. An exception that nobody took ends it, too."""
+    """The loop of one simulation, by `run`. An exception in a callback ends the simulation too."""
 
     def __init__(self, seed: str, world: SimulatedWorld, began: float = BEGAN):
         self.rounds = 0
         self._random = random.Random(seed)
         self._world = world
         self._time = began
-        self._ready: list[tuple[int, asyncio.Handle]] = []  # each with the callback that scheduled it
+        self._ready: list[tuple[int, asyncio.Handle]] = []  # each with the number of the scheduling callback
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._origin = self._created = self._cancelled = 0
-        self._work: dict[Any, deque[Callable[[], None]]] = {}  # by executor, which takes one after the other
+        self._work: dict[Any, deque[Callable[[], None]]] = {}  # by executor, in order
         self._trace = xxhash.xxh3_64()
         self._failure: BaseException | None = None
         self._closed = False
 
-    # ------------------------------------------------------------------------------------------ what a simulation calls
+    # ------------------------------------------------------------------------------------------ called by a simulation
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """The result of `main`. Raises what it raised, what the world did, and Stuck."""
+        """Run `main`, and return its result. Raises the exceptions of `main` and of the world, and Stuck."""
         around = asyncio._get_running_loop()  # another loop may have called this
         asyncio._set_running_loop(self)
         try:
@@ -103,7 +103,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(around)
 
     def end(self) -> None:
-        """Cancel whatever is left and let it clean up, so that nothing is found at the interpreter's end."""
+        """Cancel the remaining tasks and let them clean up, so that none is left at the interpreter's end."""
         around = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         cancelled: set[asyncio.Task[Any]] = set()
@@ -125,20 +125,20 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self._ready, self._timers, self._work = [], [], {}
 
     def fail(self, error: BaseException) -> None:
-        """End the simulation with `error` after this round; the first counts."""
+        """End the simulation with `error` after this round. The first error counts."""
         self._failure = self._failure or error
 
     def note(self, what: str) -> None:
-        """Enter something that happened into the trace."""
+        """Add an event to the trace."""
         self._trace.update(f"{self._time!r} {what}\n".encode())
 
     @property
     def trace(self) -> str:
-        """A hash of everything that happened so far, and when."""
+        """A hash of all events so far with their times."""
         return self._trace.hexdigest()
 
     def waiting(self) -> str:
-        """Every task that is not done, and where it waits."""
+        """List every task that is not done, with its position."""
         lines = []
         for task in sorted(asyncio.all_tasks(self), key=hash):
             frames = task.get_stack(limit=1)
@@ -164,7 +164,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             heapq.heappop(self._timers)
             self._cancelled = max(0, self._cancelled - 1)
         if not self._timers:
-            raise Stuck(f"nothing is ready and no timer is set; these wait:\n{self.waiting()}")
+            raise Stuck(f"no callback is ready and no timer is set; waiting tasks:\n{self.waiting()}")
         self._time = max(self._time, self._timers[0][0])
         while self._timers and self._timers[0][0] <= self._time:
             timer = heapq.heappop(self._timers)[2]
@@ -172,7 +172,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self._ready.append((self._origin, timer))
 
     def _run_ready(self) -> None:
-        """The callbacks that are ready now, in a drawn order that keeps each origin's own."""
+        """Run the ready callbacks in a random order that keeps the order of each origin."""
         ready, self._ready = self._ready, []
         if len(ready) > 1:
             by_origin: dict[int, deque[asyncio.Handle]] = {}
@@ -190,7 +190,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             if not handle.cancelled():
                 handle._run()
 
-    # ------------------------------------------------------------------------------------------ what asyncio calls
+    # ------------------------------------------------------------------------------------------ called by asyncio
 
     def time(self) -> float:
         return self._time
@@ -218,19 +218,19 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:  # type: ignore[override]
         self._created += 1
         task = _Task.__new__(_Task)
-        task._number = self._created  # it is put into a set while it is made
+        task._number = self._created  # set first: the constructor puts the task into a set
         task.__init__(coro, loop=self, name=name or f"task-{self._created}")  # type: ignore[misc]
         return task
 
     def run_in_executor(self, executor: Any, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Here, after a time: what one executor is given is done in order, what several are given as it comes."""
+        """Run `function` in this thread after a simulated time. Work of one executor keeps its order."""
         future = self.create_future()
 
         def work() -> None:
             try:
                 self._world.check_storage()
                 result = function(*args)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, through the future
+            except BaseException as error:  # noqa: BLE001 - the caller gets it through the future
                 if not future.cancelled():
                     future.set_exception(error)
             else:
@@ -246,8 +246,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """A callback raised. What a task raised and nobody took comes here too, but only once the collector finds it: at a
-        time that no seed says, so it is left out."""
+        """Fail on an exception in a callback. Ignores unretrieved task exceptions: the garbage collector reports them at a time
+        that no seed determines."""
         if "handle" in context:
             self.fail(context["exception"])
 
@@ -261,7 +261,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self._closed
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is left out when its time comes, or with the others once they are half of all."""
+        """Count a cancelled timer. It is dropped when its time comes, or once half of all timers are cancelled."""
         self._cancelled += 1
         if self._cancelled > _MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
             self._timers = [each for each in self._timers if not each[2].cancelled()]
@@ -269,4 +269,4 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self._cancelled = 0
 
     async def shutdown_asyncgens(self) -> None:
-        """None outlives the task that runs it."""
+        """Do nothing: no generator outlives the task that runs it."""

@@ -1,4 +1,4 @@
-"""One simulated run: the coordinator as it is, with its ledger on a file system, over processes that are modelled."""
+"""One simulated run: the real coordinator, with its ledger on a file system, over modelled processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WALL = 1.7e9  # seconds since the epoch
 
 
 class Outcome(Struct):
-    """What became of a run. `metrics` are its steps', `trace` is of all lives of its coordinator."""
+    """The outcome of a run. `metrics`: of its steps; `trace`: of all lives of its coordinator."""
 
     summary: Summary | None = None
     metrics: list[tuple[int, Metrics]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Outcome(Struct):
 
 
 class _Metrics(Trackers):
-    """Keeps the points."""
+    """Trackers that keep the points in a list."""
 
     def __init__(self, config: Config, points: list[tuple[int, Metrics]]):
         super().__init__(replace(config, trackers=[]), config.run.dir)
@@ -64,7 +64,7 @@ class _Metrics(Trackers):
 
 
 class _Numbers:
-    """A tokenizer whose text is the numbers of its tokens."""
+    """A tokenizer whose texts are token numbers."""
 
     def decode(self, ids: np.ndarray, skip_special: bool = True) -> str:
         return " ".join(map(str, ids.tolist()))
@@ -74,7 +74,7 @@ class _Numbers:
 
 
 def prompts(name: str, count: int, tokens: int) -> Prompts:
-    """Problems of which nothing matters but how many tokens they have."""
+    """Make problems of `tokens` tokens each, without further content."""
     problems = [
         Problem(f"{name}:{i}", [{"role": "user", "content": str(i)}], str(i), f"simulated/{name}") for i in range(count)
     ]
@@ -83,7 +83,7 @@ def prompts(name: str, count: int, tokens: int) -> Prompts:
 
 
 class Simulation(SimulatedWorld):
-    """`run` does all of it, in the folder `config.run.dir`, which is made."""
+    """A simulated run, by `run`, in the folder `config.run.dir`, which `run` makes."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Simulation(SimulatedWorld):
         self._chance = random.Random(f"{seed}/storage")
 
     def run(self) -> Outcome:
-        """Raises Stuck, and what ends the run as it would a real one."""
+        """Simulate the run. Raises Stuck, and the errors that end a real run."""
         Path(self.config.run.dir).mkdir(parents=True, exist_ok=True)
         loop = self.new_loop(BEGAN)
         try:
@@ -121,7 +121,7 @@ class Simulation(SimulatedWorld):
     # ------------------------------------------------------------------------------------------ one life of the coordinator
 
     def new_loop(self, began: float) -> SimulatedLoop:
-        """For the next life. It has no files and no sockets: what asyncio declares for those it does not have."""
+        """Make the loop of the next life. It lacks asyncio's methods for files and sockets, which it has none of."""
         return SimulatedLoop(f"{self._seed}/{self.outcome.lives}", self, began)  # type: ignore[abstract]
 
     def close(self, loop: SimulatedLoop) -> None:
@@ -132,7 +132,7 @@ class Simulation(SimulatedWorld):
         loop.end()
 
     async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> Summary:
-        """The run in the folder of `config`. `clock`: seconds by which the wall clock is off."""
+        """Execute the run in the folder of `config`. `clock`: offset of the wall clock in seconds."""
         life = f"{self._seed}/{self.outcome.lives}"
         cluster = self.cluster = SimulatedCluster(loop, config, self._costs, life, self._deadlines, self.observer, self._nodes)
         ledger = await LedgerWriter.open(Path(config.run.dir) / run_files.LEDGER, config.ledger.segment_bytes)
@@ -151,6 +151,7 @@ class Simulation(SimulatedWorld):
             )
             run = self.training = TrainingRun(context, cluster.register)
             self.began(loop, cluster)
+            # Wait for the end of the run, or for the loss of a process that is not started again.
             working = asyncio.ensure_future(run.execute())
             waits: set[asyncio.Future[Any]] = {working, cluster.failed}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -158,13 +159,13 @@ class Simulation(SimulatedWorld):
                 cluster.failed.result()
             try:
                 return working.result()
-            except Exception as error:  # noqa: BLE001 - it comes in a group
+            except Exception as error:  # noqa: BLE001 - errors come in groups
                 raise first_error(error) from None
         finally:
             await ledger.close()
 
     def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
-        """Called once everybody is there, before the run begins."""
+        """Prepare, once all processes are connected and before the run begins."""
 
     def storage_seconds(self) -> float:
         return self._costs.storage.draw(self._chance)
@@ -172,14 +173,14 @@ class Simulation(SimulatedWorld):
 
 # ---- Prediction
 #
-# What a configuration would do: a simulated run of some of its steps, and of variations of it.
+# Predicts the speed of a configuration: simulated runs of some steps, also of variations of the configuration.
 
-MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
+MEMORY = Path("/dev/shm")  # a file system in memory, if present
 PREFIX = "sluice-simulation-"
 
 
 class RoleUse(Struct):
-    """Of all processes of a role together. `busy`: the share of the time in which one computes. `waits`: what for."""
+    """The use of a role's processes. `busy`: mean share of the time spent computing. `waits`: the reason for the rest."""
 
     role: str
     processes: int
@@ -193,7 +194,7 @@ class Prediction(Struct):
 
 
 class _Measured(Simulation):
-    """Says in what part of the time no group could be admitted, whoever was idle. With step `lost_at` the last rollout dies."""
+    """A simulation that measures the time without admission of groups. At step `lost_at` the last rollout dies."""
 
     bound = 0.0  # seconds in which no group may be admitted
     lost_at = 0
@@ -214,9 +215,8 @@ class _Measured(Simulation):
 
 
 def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, lost_at: int = 0) -> Prediction:
-    """`steps` steps of `config`, whose evaluations before and after are left out. `lost_at`: the step at which the last rollout
-    dies, 0 for none. Raises UserError for a configuration that has what is not modelled, and what ends the run as it would a
-    real one."""
+    """Simulate `steps` steps of `config`, without evaluations before and after. `lost_at`: the step at which the last rollout
+    dies, 0 for none. Raises UserError if a part of the configuration is not modelled, and the errors that end a real run."""
     refuse(config)
     cluster = config.cluster
     nodes = cluster.min_nodes or 1 if cluster.nodes == "auto" else len(cluster.nodes)
@@ -240,15 +240,15 @@ def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: 
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder in memory, removed in the end; also those are whose simulations were killed. A lock, which the kernel frees
-    however a process ends, tells others that it is in use."""
-    place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-    for left in place.glob(f"{PREFIX}*"):
+    """Make a folder in memory, and remove it at the end. Also removes folders of killed simulations. A lock marks a folder as
+    in use; the kernel frees the lock when the process ends in any way."""
+    parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for left in parent.glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(left):  # in use, or another user's
             shutil.rmtree(left)
-    made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=place))
+    made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=parent))
     with _locked(made):
-        folder = made.rename(made.with_name(made.name.removeprefix("new-")))  # with its lock: nobody takes it for left
+        folder = made.rename(made.with_name(made.name.removeprefix("new-")))  # gets its name locked, so no process removes it
         try:
             yield folder
         finally:
@@ -257,7 +257,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Raises OSError where another has the lock."""
+    """Lock the folder within the block. Raises OSError if another process has the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -267,7 +267,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def refuse(config: Config) -> None:
-    """Raises UserError, a line for each part of `config` that is not modelled."""
+    """Check that `config` can be simulated. Raises UserError with a line for each part that is not modelled."""
     unknown = sorted({one.role for one in instances(config)} - ROLES.keys())
     faults = [f"services.{role}: the role is not modelled, and cannot be simulated" for role in unknown]
     if len({(fleet.engine, fleet.tensor_parallel) for fleet in fleets(config).values()}) > 1:
@@ -296,7 +296,7 @@ def _uses(simulation: _Measured, seconds: float, observed: Observed) -> list[Rol
 
 
 def variations(config: Config, costs: Costs) -> Iterator[tuple[str, Config, Costs]]:
-    """What one would try: a name, the configuration, and the costs."""
+    """Yield useful variations: a name, the configuration, and the costs."""
     training, sampling, fleet = config.training, config.sampling, config.services.rollout
     if isinstance(fleet, Rollout):
         for replicas in (fleet.replicas - 1, fleet.replicas + 1):

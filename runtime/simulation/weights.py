@@ -1,4 +1,4 @@
-"""A weight sync in a simulation: the members of an epoch meet, a version travels, and everybody's part is known."""
+"""A weight sync in a simulation: an epoch's members meet, a version travels, and each member's progress is recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.types import PolicyVersion
 
 
 class EpochMember(Protocol):
-    """What an epoch asks of a simulated process."""
+    """The parts of a simulated process that an epoch uses."""
 
     name: str
     cluster: Any
@@ -21,37 +21,39 @@ class EpochMember(Protocol):
 
 
 class SyncEpoch:
-    """As a collective is, it fails for all as one leaves it or ends. What members wait for is counted, not looked for."""
+    """An epoch that fails for all members if one leaves or ends, as a collective does. Events count the awaited members."""
 
     def __init__(self, names: tuple[str, ...]):
-        """`names`: the sender's first."""
+        """Make the epoch of the members `names`, the sender first."""
         self.names = names
-        self.broken = ""  # why
+        self.broken = ""  # the reason, once the epoch is broken
         self.bad: set[PolicyVersion] = set()
-        """Versions with a wrong byte for everybody."""
+        """Versions with a wrong byte for all receivers."""
         self.verified: dict[PolicyVersion, set[str]] = {}
         self._received: dict[PolicyVersion, set[str]] = {}
         self._here: set[str] = set()
         self._reached: set[Any] = set()
-        self._events: dict[Any, asyncio.Event] = {}  # each set once it is reached, or the epoch is broken
+        self._events: dict[Any, asyncio.Event] = {}  # set when reached, or when the epoch is broken
 
     async def meet(self, process: EpochMember, timeout: float) -> None:
-        """Raises ServiceFault when not all come in time, or it is broken."""
+        """Wait for all members. Raises ServiceFault if a member is late, or the epoch is broken."""
         self._here.add(process.name)
         if len(self._here) == len(self.names):
             self._reach("met")
         await self._until(process, "join", timeout, "met")
 
     async def send(self, process: EpochMember, version: PolicyVersion, timeout: float) -> None:
-        """Returns once every receiver has every byte. Of versions before the last one nothing is kept."""
+        """Send a version, and wait until every receiver has every byte. Forgets versions before the last."""
         for old in sorted(self.verified)[:-1]:
             del self.verified[old], self._received[old]
         self._reach(("sent", version))
         await self._until(process, "transfer", timeout, ("received", version))
 
     async def receive(self, process: EpochMember, version: PolicyVersion, seconds: float, timeout: float) -> None:
-        """The bytes come once the sender sends; they take `seconds`. Their checksums, a tenth of that, hold or do not."""
+        """Receive a version's bytes in `seconds`, then verify their checksums in a tenth of that. Raises ServiceFault."""
+        # The sender's `send` unblocks this; a member that leaves breaks the epoch and ends it.
         await self._until(process, "announce", timeout, ("sent", version))
+        # The bytes travel; the last receiver's arrival unblocks the sender.
         await process.spend(seconds)
         if self.broken:
             raise process.fault("transfer", self.broken)
@@ -84,7 +86,7 @@ class SyncEpoch:
 
     async def _until(self, process: EpochMember, phase: str, timeout: float, what: Any) -> None:
         if not await done_within(self._event(what).wait(), timeout):
-            self.leave(process.name, "has waited in vain")
+            self.leave(process.name, "has timed out")
             raise process.fault(phase, "others did not come", timeout)
         if what not in self._reached:
             raise process.fault(phase, self.broken)
