@@ -1,7 +1,7 @@
-"""The figures of a training step. Pure, but for the clocks handed in.
+"""The metrics of a training step. Pure, except for the clocks passed in.
 
 Phases of one step overlap: while the trainer updates, rollouts generate for later steps. So `timing/all`, the wall time between
-two updates, is less than the sum of the phases; and `timing/non_overlap_X` is the part of phase X in which no update ran.
+two updates, is less than the sum of the phases. `timing/non_overlap_X` is the part of phase X in which no update ran.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from runtime.types import SCORERS, GeneratedGroup, Scores, StepResult
 
 # ---- Metric names
 #
-# Sluice 0.1 logged its scores under `grpo/` whatever the algorithm, and the rest under MindSpeed-RL's names: `ours` reads such
-# points.
+# Sluice 0.1 logged scores under `grpo/` for every algorithm, and the rest under MindSpeed-RL's names. `ours` reads such points.
 
 Value = TypeVar("Value")
 
 SCORE = ("mean", "max", "min")
-SCORE_ERRORS, _ERRORS = "score/errors/", "grpo/errors/"  # in front of a reason
+SCORE_ERRORS, _ERRORS = "score/errors/", "grpo/errors/"  # prefixes of a reason
 
 _OURS = {
     **{f"grpo/score/{part}": f"score/{part}" for part in SCORE},
@@ -39,11 +38,11 @@ _OURS = {
     "timing/resharding_to_train": "timing/onload",
     "grad_norm": "actor/grad_norm",
 }
-_SCORE_PREFIXES = ("critic/score/", "dapo/score/")  # the same numbers as grpo/score, once more
+_SCORE_PREFIXES = ("critic/score/", "dapo/score/")  # copies of grpo/score
 
 
 def ours(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the metrics under our names, whichever of the two they have."""
+    """Return the metrics under our names, from either kind of names."""
     named: dict[str, Value] = {}
     for name, value in metrics.items():
         if name.startswith(_ERRORS):
@@ -53,20 +52,20 @@ def ours(metrics: Mapping[str, Value]) -> dict[str, Value]:
     return named
 
 
-Histogram = dict[int, int]  # how often each value occurred
+Histogram = dict[int, int]  # counts by value
 Metrics = dict[str, float | Histogram]
 Span = tuple[float, float]  # start, end in seconds
 
 UPDATE, UPDATE_CRITIC = "update", "update_critic"
-WITHIN_UPDATE = ("adv", "old_log_p")  # phases of the trainer's own, which are part of UPDATE
-REASONS = 8  # told by name in a step: a remote reward's are its own, and might be many
+WITHIN_UPDATE = ("adv", "old_log_p")  # the trainer's phases within UPDATE
+REASONS = 8  # logged by name in a step: a remote reward may have many reasons
 NON_OVERLAP_PHASES = (*SCORERS.values(), "reference_model")
 
 
 class PublicationFigures(msgspec.Struct, frozen=True):
-    """One weight publication: from its start to COMMIT, the longest pause of a rollout, and the bytes sent once; how often
-    it was aborted before, and the epoch in which it was committed. Then the seconds of its phases: of the trainer, of the
-    rollout that had it last (`commands.WeightsReceived`), and from the order to swap to the last answer."""
+    """One weight sync: seconds from its start to COMMIT, the longest pause of a rollout, the bytes sent once, the earlier
+    aborts, and the epoch of the commit. Then the seconds of its phases: of the trainer, of the last rollout to receive it
+    (`commands.WeightsReceived`), and from the swap command to the last answer."""
 
     seconds: float
     pause_seconds: float
@@ -82,11 +81,11 @@ class PublicationFigures(msgspec.Struct, frozen=True):
 
 
 class StepFigures(msgspec.Struct, kw_only=True):
-    """What the metrics of one step are made from. `generated` and `scores` are the groups it consumed, in the same order."""
+    """The inputs of one step's metrics. `generated` and `scores`: of the consumed groups, in the same order."""
 
     generated: Sequence[GeneratedGroup]
     scores: Sequence[Scores]
-    staleness: Sequence[int]  # one value an episode: the consuming version minus that of its group's oldest token
+    staleness: Sequence[int]  # one value an episode: the consuming version minus the version of its group's oldest token
     timing: Mapping[str, float]  # of SpanClock.close_step
     trained: StepResult
     world_size: int  # all accelerators of the run
@@ -99,7 +98,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
 
 
 def step_metrics(figures: StepFigures) -> Metrics:
-    """Everything that is logged for one step; what does not apply is left out."""
+    """Return all metrics of one step. Leaves out metrics that do not apply."""
     lengths = length_metrics(figures.generated)
     publication = {} if figures.publication is None else msgspec.structs.asdict(figures.publication)
     return {
@@ -116,7 +115,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
             timing=figures.timing,
         ),
         **figures.trained.metrics,
-        **figures.timing,  # whose own measurements stand over those that it is told
+        **figures.timing,  # again: the coordinator's own measurements replace the trainer's
         **figures.dynamic_sampling,
         **figures.rollouts,
         **{f"queue/{name}": float(depth) for name, depth in figures.queues.items()},
@@ -132,9 +131,9 @@ def step_metrics(figures: StepFigures) -> Metrics:
 def throughput_metrics(
     *, prompt_mean: float, response_mean: float, rows: int, world_size: int, timing: Mapping[str, float]
 ) -> dict[str, float]:
-    """Tokens per second and accelerator: (response_mean + prompt_mean) · rows / world_size / time, with rows =
-    global_batch_size · n where each episode has one, and time that of the whole step (e2e), the update, or generation
-    (rollout). 0 where a phase took no time within the step.
+    """Compute tokens per second and accelerator: (response_mean + prompt_mean) · rows / world_size / time. rows =
+    global_batch_size · n if each episode has one row; time: of the whole step (e2e), the update, or generation (rollout).
+    Returns 0 for a phase that took no time in the step.
     """
     tokens = (response_mean + prompt_mean) * rows / world_size
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "rollout_tps": "timing/rollout"}
@@ -142,7 +141,7 @@ def throughput_metrics(
 
 
 def size_metrics(groups: Sequence[GeneratedGroup], world_size: int) -> dict[str, float]:
-    """What throughput is computed from besides lengths; the number of samples to a prompt is the mean over the groups."""
+    """Return the sizes for the throughput. The number of samples per prompt is the mean over the groups."""
     sizes = {"world_size": float(world_size), "global_batch_size": float(len(groups))}
     if groups:
         sizes["n_samples_per_prompt"] = sum(group.n for group in groups) / len(groups)
@@ -150,7 +149,7 @@ def size_metrics(groups: Sequence[GeneratedGroup], world_size: int) -> dict[str,
 
 
 def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
-    """Lengths in tokens over all rows; `response_length/clip_ratio` is the fraction that ended by length."""
+    """Return lengths in tokens over all rows; `response_length/clip_ratio` is the fraction that ended by length."""
     if not groups:
         return {}
     responses = [length for group in groups for length in group.response_tokens]
@@ -163,8 +162,8 @@ def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
 
 
 def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
-    """`score/*` and `RULE_rewards/mean` over the samples whose rules all ran; `score/masked` counts the
-    others, and `score/errors/REASON` why: one for each scorer that failed on the sample, the most frequent reasons."""
+    """Return `score/*` and `RULE_rewards/mean` over the samples whose rules all ran. `score/masked` counts the other samples.
+    `score/errors/REASON` counts the most frequent reasons, one for each scorer that failed on a sample."""
     if not scores:
         return {}
     masks = [group.valid.astype(bool) for group in scores]
@@ -185,12 +184,12 @@ def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
     return figures
 
 
-LEFT_OUT = "left out: "  # how the outcome of an episode that is not trained on begins
+LEFT_OUT = "left out: "  # prefix of the outcome of an episode that is not trained on
 
 
 def environment_metrics(groups: Sequence[GeneratedGroup], scores: Sequence[Scores]) -> dict[str, float]:
-    """`environment/NAME/*` of those whose agents played: the mean reward of what is trained on, episodes, calls of the
-    policy in each, how many were played again and left out, how they ended, and the means of the figures that agents told."""
+    """Return `environment/NAME/*` for each environment: the mean reward of trained samples, episodes, policy calls per episode,
+    counts of repeated and left-out episodes, counts by end, and the means of figures that agents logged."""
     figures: dict[str, float] = {}
     for name in sorted({group.outcomes.environment for group in groups if group.outcomes is not None} - {""}):
         own = [
@@ -203,8 +202,8 @@ def environment_metrics(groups: Sequence[GeneratedGroup], scores: Sequence[Score
         reasons = Counter(reason for outcomes, _ in own for reason in outcomes.reasons)
         log: dict[str, list[tuple[int, float]]] = {}
         for outcomes, _ in own:
-            for figure, told in outcomes.log.items():
-                log.setdefault(figure, []).append(told)
+            for figure, logged in outcomes.log.items():
+                log.setdefault(figure, []).append(logged)
         named = {
             **({"reward": float(rewards.mean(dtype=np.float64))} if rewards.size else {}),
             "episodes": float(len(turns)),
@@ -212,7 +211,7 @@ def environment_metrics(groups: Sequence[GeneratedGroup], scores: Sequence[Score
             "repeated": float(sum(sum(outcomes.repeated.values()) for outcomes, _ in own)),
             "left_out": float(sum(count for reason, count in reasons.items() if reason.startswith(LEFT_OUT))),
             **{f"ended/{reason}": float(count) for reason, count in reasons.items() if not reason.startswith(LEFT_OUT)},
-            **{f"log/{figure}": sum(total for _, total in told) / sum(n for n, _ in told) for figure, told in log.items()},
+            **{f"log/{figure}": sum(total for _, total in sums) / sum(n for n, _ in sums) for figure, sums in log.items()},
         }
         figures |= {f"environment/{name}/{figure}": value for figure, value in named.items()}
     return figures
@@ -229,7 +228,7 @@ def staleness_metrics(staleness: Sequence[int]) -> Metrics:
 
 
 def idle_fraction(busy_seconds: float, wall_seconds: float) -> float:
-    """The fraction of `wall_seconds` in which a process that was busy for `busy_seconds` did nothing."""
+    """Return the fraction of `wall_seconds` in which a process with `busy_seconds` was idle."""
     if wall_seconds <= 0:
         return 0.0
     return min(1.0, max(0.0, 1.0 - busy_seconds / wall_seconds))
@@ -241,7 +240,7 @@ def _distribution(prefix: str, values: Sequence[float] | np.ndarray) -> dict[str
 
 
 def union(spans: Sequence[Span]) -> list[Span]:
-    """The same points as disjoint spans in order; empty ones vanish."""
+    """Return the same points as disjoint spans in order, without empty spans."""
     merged: list[Span] = []
     for start, end in sorted(span for span in spans if span[1] > span[0]):
         if merged and start <= merged[-1][1]:
@@ -252,7 +251,7 @@ def union(spans: Sequence[Span]) -> list[Span]:
 
 
 def intersection(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """The points in both. Either side may overlap itself."""
+    """Return the points in both sides. Either side may overlap itself."""
     left, right = union(left), union(right)
     common: list[Span] = []
     i = j = 0
@@ -268,7 +267,7 @@ def intersection(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
 
 
 def covered(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one span runs."""
+    """Return the seconds in which at least one span runs."""
     return sum(end - start for start, end in union(spans))
 
 
@@ -287,7 +286,7 @@ class SpanClock:
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
-        """Account the time inside the block, however it is left."""
+        """Account the time inside the block, also if the block raises."""
         key, start = next(self._ids), self._clock()
         self._running[key] = (phase, start)
         try:
@@ -297,7 +296,7 @@ class SpanClock:
             self._ended.setdefault(phase, []).append((start, self._clock()))
 
     def add(self, phase: str, start: float, end: float) -> None:
-        """A span measured elsewhere, on the same clock. What lies before the current step is not counted any more."""
+        """Add a span measured elsewhere, on the same clock. Time before the current step is not counted."""
         self._ended.setdefault(phase, []).append((start, end))
 
     def close_step(self) -> dict[str, float]:

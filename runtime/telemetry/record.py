@@ -1,4 +1,4 @@
-"""What a run's folder holds besides its ledger: while the run is under way, after it, and after a kill."""
+"""Reads a run's folder except its ledger: during the run, after it, and after a kill."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from runtime.telemetry import metrics, startup
 
 # ---- Lineages
 #
-# Which of the logged points count, where a run went back to a checkpoint and did steps again. Pure.
+# Selects the logged points that count, if a run returned to a checkpoint and repeated steps. Pure.
 
 Point = Mapping[str, Any]
 
-STEP_ENDED = "timing/all"  # in every point of a training step, and in no evaluation's
+STEP_ENDED = "timing/all"  # in every point of a training step, and in no point of an evaluation
 
 
 @dataclass
 class RecordedLineage:
-    """Training steps `first` to `last` (numbers of steps done) without a return to a checkpoint; `times` in seconds since the
-    epoch. Steps after `kept` were done again by a later lineage; `kept` < `first` when none of them is left."""
+    """Training steps `first` to `last` (numbers of steps done) without a return to a checkpoint. `times`: seconds since the
+    epoch. A later lineage repeated the steps after `kept`; `kept` < `first` if no step is left."""
 
     incarnation: int
     first: int
@@ -44,8 +44,8 @@ class RecordedLineage:
 
 @dataclass(frozen=True)
 class LoggedHistory:
-    """What came to be of a run. `steps` and `evaluations` are points by step, in order; `done_again` counts the steps of
-    `lineages` that are not among them."""
+    """The history of a run. `steps` and `evaluations`: the points that count, in order of steps. `done_again`: count of the
+    lineages' repeated steps, which `steps` leaves out."""
 
     steps: list[Point] = field(default_factory=list)
     evaluations: list[Point] = field(default_factory=list)
@@ -57,12 +57,12 @@ class LoggedHistory:
 
     @property
     def returns(self) -> list[int]:
-        """The steps after which a later lineage went on."""
+        """The steps after which later lineages went on."""
         return [lineage.first - 1 for lineage in self.lineages[1:]]
 
 
 def history(points: Sequence[Point]) -> LoggedHistory:
-    """`points` as they were logged. A lineage begins where the incarnation changes, or where steps are counted back."""
+    """Build the history from `points` in logged order. A lineage begins if the incarnation changes, or the step decreases."""
     lineages: list[RecordedLineage] = []
     steps: dict[int, Point] = {}
     evaluations: dict[int, Point] = {}
@@ -102,8 +102,8 @@ class _RecordedMismatch(Struct):
 
 
 class RecordedSettings(Struct):
-    """The keys of a resolved configuration that a page tells by name; others are not looked at, so that the runs of other
-    versions can be read."""
+    """The keys of a resolved configuration that a page shows by name. Ignores other keys, so that runs of other versions can be
+    read."""
 
     run: _Run = msgspec.field(default_factory=_Run)
     training: _RecordedTraining = msgspec.field(default_factory=_RecordedTraining)
@@ -111,25 +111,25 @@ class RecordedSettings(Struct):
 
 
 class Ended(Struct):
-    """What a summary says that a page tells."""
+    """The part of a summary that a page shows."""
 
     stop_reason: str
 
 
 class RunRecord(Struct, kw_only=True):
-    """`ended` is None for a run without a summary, or that went on after it."""
+    """A run's folder. `ended`: None for a run without a summary, or that went on after its summary."""
 
     configuration: str  # as YAML, `without_secrets`; "" when there is none
     settings: RecordedSettings
-    points: list[Point]  # as they were logged
-    torn: bool  # the last line of the metrics is not whole
+    points: list[Point]  # in logged order
+    torn: bool  # whether the last line of the metrics is incomplete
     ended: Ended | None
     startup: str
     evaluations: list[EvaluationResult]
 
 
 def read(folder: Path, points: PointFile | None = None) -> RunRecord:
-    """`points`: where they were read before. Raises UserError for what is no run's folder, or whose files cannot be read."""
+    """Read a run's folder. `points`: of an earlier read. Raises UserError for another kind of folder, or unreadable files."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
     if not (folder / run_files.CONFIG).is_file() and not (folder / run_files.METRICS).is_file():
@@ -151,7 +151,7 @@ def read(folder: Path, points: PointFile | None = None) -> RunRecord:
 
 
 def _text(path: Path) -> str:
-    """ "" when there is no such file."""
+    """Read the file's text; "" for a missing file."""
     try:
         return run_files.regular(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
 
-@lru_cache(maxsize=4)  # who follows a run reads the same text again and again
+@lru_cache(maxsize=4)  # a page that follows a run reads the same text repeatedly
 def _shown(text: str) -> str:
     raw = without_secrets(read_texts(text) or {})
     return write_texts(raw) if raw else ""
@@ -177,14 +177,14 @@ def _settings(path: Path, text: str) -> RecordedSettings:
 
 
 LARGEST = 1 << 32  # of steps and of seconds since the epoch
-CLOCKS = 1.0  # seconds by which a file's time may be before the clock's
+CLOCKS = 1.0  # seconds that a file's time may lag behind the clock
 
 _Logged = dict[str, int | float | dict[str, int] | None]
 
 
 class PointFile:
-    """The points of a run in the order in which they were logged. `torn`: a line is left out because it is not whole: the last
-    one, that of a run that is writing it, or was killed."""
+    """The points of a run in logged order. `torn`: whether the last line is incomplete and left out: the run is writing it, or
+    was killed."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -193,11 +193,11 @@ class PointFile:
         self.torn = False
 
     def follow(self) -> None:
-        """Read what came since. Raises UserError, naming the line, for what is no point."""
+        """Read the new points. Raises UserError with the number of a line that is no point."""
         path = self._path
         try:
             with run_files.regular(path).open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._read:  # a run in the place of another
+                if file.seek(0, os.SEEK_END) < self._read:  # another run has replaced this one
                     self._read, self.points = 0, []
                 file.seek(self._read)
                 data = file.read()
@@ -220,9 +220,9 @@ class PointFile:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The points of a run, one for each step in order. Where a resumed run went over a step again, the later line counts.
+    """Return the points of a run, one for each step in order. If a resumed run repeated a step, the later line counts.
 
-    Raises UserError as `PointFile.follow` does, and where there is no file.
+    Raises UserError as `PointFile.follow` does, and for a missing file.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -234,7 +234,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _fault(point: Point) -> str:
-    """Of the keys that are more than figures to be drawn."""
+    """Check the keys that are not plain figures. Returns the fault, or ""."""
     step, time, ages = point.get("step"), point.get("time", 0.0), point.get("staleness/histogram")
     if not isinstance(step, int) or not 0 <= step < LARGEST:
         return "it names no step"

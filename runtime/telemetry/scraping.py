@@ -1,11 +1,11 @@
-"""The HTTP server of a process at which Prometheus asks for its metrics.
+"""The HTTP server that serves a process's metrics to Prometheus.
 
 ::
 
-    GET /metrics ──► on the event loop: what the process tells of itself, as plain values ──► in a thread: their text
-    GET /sd      ──► at the coordinator: every process that has registered, and where it serves metrics
+    GET /metrics ──► on the event loop: the process's status and figures, as plain values ──► in a thread: their text
+    GET /sd      ──► at the coordinator: every registered process, with the address of its metrics
 
-Nothing is computed unless somebody asks, and there is one thread, whoever asks.
+Metrics are computed only on request, by one thread for all requests.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from runtime.status import Registration, RunFigures, RunPhase, State, Status
 
 # ---- Prometheus
 #
-# What Prometheus reads of a process, in its text format: its status, and at the coordinator the run. Pure, but for what the
-# system says of the process and of the file system.
+# A process's metrics in Prometheus' text format: its status, and at the coordinator the run's figures. Pure, except for the
+# system's figures of the process and of the file system.
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
-_SECONDS = re.compile(r"timing/|(gateway/)?loop_lag")  # figures in seconds whose names do not end with it
+_SECONDS = re.compile(r"timing/|(gateway/)?loop_lag")  # figures in seconds without the unit in the name
 
 
 def labels(run: str, process: Status | Registration) -> dict[str, str]:
-    """Of each of the process's own metrics, and of the process as one that is asked."""
+    """Return the labels of a process's own metrics, and of the process as a target."""
     return {"run": run, "role": process.role, "process": process.name}
 
 
 def targets(run: str, processes: Iterable[Status | Registration]) -> list[dict[str, Any]]:
-    """Those that serve metrics, as Prometheus' HTTP service discovery has it."""
+    """Return the processes that serve metrics, in the format of Prometheus' HTTP service discovery."""
     return [{"targets": [each.metrics], "labels": labels(run, each)} for each in processes if each.metrics]
 
 
 def text(run: str, status: Status, dropped: int, figures: RunFigures | None) -> bytes:
-    """The metrics of a process of that run. `dropped`: spans that its file has not. `figures`: at the coordinator."""
+    """Format the metrics of a process. `dropped`: count of dropped spans. `figures`: at the coordinator."""
     return generate_latest(_Collected(run, status, dropped, figures))
 
 
 def metric_name(prefix: str, figure: str) -> str:
-    """`timing/all` becomes `PREFIX_timing_all_seconds`. A letter that is not of ASCII becomes its number, anything else `_`."""
+    """Convert `timing/all` to `PREFIX_timing_all_seconds`. A non-ASCII letter becomes its number, other characters `_`."""
     name = re.sub(r"[^a-zA-Z0-9_]", lambda found: "_" if found[0].isascii() else f"u{ord(found[0]):x}", figure)
     return f"{prefix}_{name}{'_seconds' if _SECONDS.match(figure) else ''}"
 
 
 class _Collected:
-    """What the library makes text of. The first of two metrics of the same name counts: another figure's name may become it."""
+    """A collector for the library. Of two metrics of the same name the first counts: two figures may map to one name."""
 
     def __init__(self, run: str, status: Status, dropped: int, figures: RunFigures | None):
         self._labels = labels(run, status)
@@ -84,7 +84,7 @@ class _Collected:
         yield from ProcessCollector(registry=None).collect()
 
     def _add(self, name: str, meaning: str, value: float | Mapping[Any, float], by: str = "") -> None:
-        """A counter if its name says so, else a gauge. `value`: one, or several with what the label `by` says of each."""
+        """Add a counter if the name ends with `_total`, else a gauge. `value`: one value, or several by the label `by`."""
         if name in self._found:
             return
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
@@ -101,7 +101,7 @@ class _Collected:
         self._add("sluice_calls_total", "Calls to the process that have ended, by how.", ended, "outcome")
         self._add("sluice_call_seconds", "From a call to its answer, the mean over the recent ones.", calls.seconds)
         for name, value in status.gauges.items():
-            meaning = f"{name}, as {status.role} tells it with its status."
+            meaning = f"{name}, as {status.role} reports it with its status."
             self._add(metric_name(f"sluice_{status.role}", name), meaning, value)
 
     def _of_run(self, run: RunFigures) -> None:
@@ -141,23 +141,23 @@ def _one_of(known: Sequence[str], now: str) -> dict[str, float]:
 log = logging.getLogger("sluice")
 
 BACKLOG = 16  # connections that wait for the event loop
-CONNECTIONS = 64  # that there may be at once
+CONNECTIONS = 64  # at once
 
 
 class Scraped(Protocol):
-    """A process, as far as it is asked: on its event loop."""
+    """The parts of a process that a scrape uses, on the process's event loop."""
 
     def status(self) -> Status: ...
 
     def figures(self) -> RunFigures | None:
-        """Of the run, at the coordinator; None elsewhere."""
+        """Return the run's figures at the coordinator; None elsewhere."""
 
 
 class ScrapeServer:
-    """From `open` to `close`. `leads`: `process` is the coordinator."""
+    """The server of metrics, from `open` to `close`."""
 
     def __init__(self, config: Config, process: Scraped, leads: bool = False):
-        """Raises UserError where the variable of the token is missing."""
+        """Prepare the server. `leads`: `process` is the coordinator. Raises UserError if the token's variable is missing."""
         settings = config.metrics.prometheus
         assert settings is not None
         self._config, self._settings = config, settings
@@ -168,7 +168,7 @@ class ScrapeServer:
         self._server: HttpServer | None = None
 
     async def open(self) -> str:
-        """Returns HOST:PORT. Raises UserError where the port is taken, or all of the range are."""
+        """Listen, and return HOST:PORT. Raises UserError if the port, or every port of the range, is in use."""
         made = web.Application(middlewares=[bounded, self._guard])
         made.router.add_get("/metrics", self._metrics)
         if self._leads:
@@ -199,13 +199,13 @@ class ScrapeServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
-            raise web.HTTPUnauthorized(text="metrics.prometheus.token is missing, or another\n")
+            raise web.HTTPUnauthorized(text="metrics.prometheus.token is missing or wrong\n")
         let_in(request)
         return await handler(request)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        told = (self._config.run.name, self._process.status(), spans.log.dropped, self._process.figures())
-        writing = asyncio.get_running_loop().run_in_executor(self._thread, partial(text, *told))
+        values = (self._config.run.name, self._process.status(), spans.log.dropped, self._process.figures())
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, partial(text, *values))
         done, _late = await asyncio.wait({writing}, timeout=timeouts.SCRAPE)
         if not done:
             writing.cancel()

@@ -1,8 +1,7 @@
-"""How a text gets to a terminal, whoever wrote it: replies, labels, what an error says. Nothing in it is an order.
+"""Prints untrusted text to a terminal: replies, labels, error messages. No part of a text is executed as a command.
 
-Neither to the terminal, whose escape sequences set its title, clear it or write to the clipboard, nor to rich, for which
-`[/path/of/a/file]` is the end of a style, and an error where none has begun. Lines of JSON hold every text as it is: JSON has
-escapes of its own.
+A terminal's escape sequences can set its title, clear it, or write to the clipboard. To rich, `[/path/of/a/file]` is the end of
+a style, and an error if no style is open. JSON lines keep every text as it is, because JSON escapes control characters itself.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""C0 but for tab and line feed, DEL, C1; what changes the direction of writing, so that a line reads other than it is, or ends
-it (Unicode's UAX 9, section 2); and surrogates, which no encoding of a terminal has."""
+"""C0 except tab and line feed, DEL, C1. Characters that change the direction of writing or end a line (Unicode's UAX 9, section
+2), so that a line reads differently. Surrogates, which no terminal encoding has."""
 
 
 def shown(text: str) -> str:
-    """The text with its control characters as Python writes them: `\\x1b` for the escape."""
+    """Return the text with control characters escaped as in Python: `\\x1b` for the escape."""
     return _CONTROL.sub(_escaped, text)
 
 
@@ -30,17 +29,17 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def literal(text: str, style: str = "") -> Text:
-    """For rich: the text as it is, without markup, emoji codes or highlights. Tabs are spaces: rich measures them as less."""
+    """Return the text for rich, without markup, emoji codes or highlights. Tabs become spaces: rich measures a tab as one."""
     return Text(shown(text).expandtabs(), style)
 
 
 def say(console: Console, line: str, style: str = "") -> None:
-    """A line, which the terminal wraps where it has to."""
+    """Print a line; only the terminal wraps it."""
     console.print(literal(line, style), soft_wrap=True)
 
 
 class LiteralTable(table.Table):
-    """rich's, whose title, headers and cells are literal."""
+    """rich's table, with literal title, headers and cells."""
 
     def __init__(self, *headers: str, title: str = "", caption: str = "", **options: Any):
         super().__init__(

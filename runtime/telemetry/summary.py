@@ -1,4 +1,4 @@
-"""What a run came to: summary.json, and the short table that ends it."""
+"""The summary of a run: summary.json, and the short table at the end."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from runtime.telemetry.startup import Memory, Startup
 
 # ---- Trained tokens
 #
-# What the trainer computed for single tokens: their log-probabilities at the step's beginning, and their advantages.
+# The trainer's values of single tokens: their log-probabilities at the step's beginning, and their advantages.
 #
-# Each rank appends what it had of a step, up to `mismatch.keep_tokens` tokens, to a file of its own in the run's folder.
-# The file is begun anew at half of the size that both parts may have, and the part before it stays: the newest steps are
-# kept.
+# Each rank appends its tokens of a step, up to `mismatch.keep_tokens`, to its own file in the run's folder. At half of
+# `MOST_BYTES` the rank renames the file to its older part and begins a new one, so that the newest steps are kept.
 
 MOST_BYTES = 64 << 20  # of a rank's two parts
 SUFFIX, OLDER = ".tokens", ".tokens.1"
-_HEAD = struct.Struct("<II")  # step, bytes that follow
+_HEAD = struct.Struct("<II")  # step, bytes of the body
 
 log = logging.getLogger("sluice")
 
 
 class TrainedTokens(Struct):
-    """N tokens of one step: token `position` of row `row` of group `group`, each int64 [N]; float32 [N] for the rest."""
+    """N tokens of one step: token `position` of row `row` of group `group`, each int64 [N]. The other arrays: float32 [N]."""
 
     step: int
     group: np.ndarray
@@ -51,14 +50,14 @@ class TrainedTokens(Struct):
 
 
 class TrainedTokenLog:
-    """Of one rank."""
+    """The token log of one rank."""
 
     def __init__(self, run: Path, name: str):
         self._path = run / run_files.TRAINED / f"{name}{SUFFIX}"
         self._broken, self._new = False, True
 
     def append(self, tokens: TrainedTokens) -> None:
-        """A disk without room costs what is appended, and the rest of the run's."""
+        """Append tokens. After a failed write, drops these tokens and all later tokens of the run."""
         if self._broken or not len(tokens.group):
             return
         body = types.encode(tokens)
@@ -73,7 +72,7 @@ class TrainedTokenLog:
             record = _HEAD.pack(step, len(body)) + body
             with self._path.open("ab", buffering=0) as file:
                 at = file.tell()
-                if self._new and (whole := _whole(self._path)) < at:  # a kill tore the last one
+                if self._new and (whole := _whole(self._path)) < at:  # a kill tore the last record
                     file.truncate(at := whole)
                 self._new = False
                 if file.write(record) < len(record):
@@ -85,7 +84,7 @@ class TrainedTokenLog:
 
 
 def _whole(path: Path) -> int:
-    """Bytes of the records that are whole."""
+    """Return the bytes of the whole records."""
     whole, size = 0, path.stat().st_size
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
@@ -97,7 +96,7 @@ def _whole(path: Path) -> int:
 
 
 def read(run: Path, step: int) -> Iterator[TrainedTokens]:
-    """What all ranks have kept of `step`; of a step that was done again also what was computed before."""
+    """Yield the tokens that all ranks have kept of `step`, for a repeated step also the earlier tokens."""
     for path in sorted((run / run_files.TRAINED).glob(f"*{SUFFIX}*")):
         with run_files.regular(path, None).open("rb") as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
@@ -110,17 +109,17 @@ def read(run: Path, step: int) -> Iterator[TrainedTokens]:
 
 LAUNCHER = "launcher"
 T = TypeVar("T")
-CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
+CONTROL = ("coordinator", LAUNCHER)  # the processes that do not compute
 MISMATCH = "mismatch/"
 MEANS, EXTREMES = (
     ("abs_logprob", "k1", "k3", "over_0.1", "older_keys_abs_logprob"),
     ("abs_logprob_p99", "max", "worst_rollout", "older_keys_max"),
-)  # of these, the others sums
+)  # the other mismatch figures are sums
 OLDER_KEYS = "older_keys_"
 
 
 class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Durations in seconds, rates over `rl_seconds`, idle as fractions; an accuracy is None when it was not measured."""
+    """Durations in seconds, rates over `rl_seconds`, idle as fractions; an accuracy is None if it was not measured."""
 
     stop_reason: str
     steps: int
@@ -137,16 +136,16 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     staleness_histogram: dict[int, int]  # samples by staleness
     idle_trainer: float
     idle_rollout: float
-    masked: int = 0  # samples of the steps that could not be scored, and were left out of the loss
-    score_errors: dict[str, int] = {}  # why, by reason: one for each scorer that failed
+    masked: int = 0  # unscored samples of the steps, left out of the loss
+    score_errors: dict[str, int] = {}  # by reason, one for each scorer that failed
     mismatch: dict[str, float] = {}  # of rollouts and trainer: `mismatch/*` over all steps
-    mismatch_alarm: str = ""  # the newest rollout that was over `mismatch.limit`, and by how much
-    mismatch_alarms: int = 0  # probes that were
+    mismatch_alarm: str = ""  # the last rollout over `mismatch.limit`, with its value
+    mismatch_alarms: int = 0  # probes over the limit
     groups: dict[str, int]  # by final state
-    dropped: dict[str, int] = {}  # of these, the dropped ones by reason
+    dropped: dict[str, int] = {}  # dropped groups by reason
     timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
     peak_pss_bytes: int  # of all processes together
-    memory: dict[str, Memory] = {}  # of each process with what it started, and of the launcher, at its largest
+    memory: dict[str, Memory] = {}  # peak of each process with its descendants, and of the launcher
 
     def write(self, run_dir: str | Path) -> None:
         """Write summary.json under `run_dir`, whole or not at all."""
@@ -154,7 +153,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, run_dir: str | Path) -> Summary:
-        """What the run in the folder `run_dir` came to. Raises UserError when it has no summary, or not a whole one."""
+        """Read the summary in the folder `run_dir`. Raises UserError if the summary is missing or damaged."""
         path = Path(run_dir) / run_files.SUMMARY
         try:
             return msgspec.json.decode(run_files.regular(path).read_bytes(), type=cls)
@@ -169,7 +168,7 @@ def _add(sums: dict[T, float], name: T, value: float) -> None:
 
 
 class Totals(Struct):
-    """Adds up the steps' metrics (`metrics.step_metrics`) to what the summary says of the whole run."""
+    """Sums of the steps' metrics (`metrics.step_metrics`), for the summary of the whole run."""
 
     steps: int = 0
     samples: float = 0.0
@@ -182,7 +181,7 @@ class Totals(Struct):
     mismatch: dict[str, float] = {}
 
     def copy(self) -> Totals:
-        """As it is now, whatever is added later."""
+        """Return a copy that later additions do not change."""
         return copy.deepcopy(self)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -203,8 +202,8 @@ class Totals(Struct):
             _add(self.staleness, int(age), count)
 
     def _add_mismatch(self, step: Mapping[str, float]) -> None:
-        """Means are over the tokens of all steps, extremes those of any step; the others are sums. `steps`: in which any token
-        was compared."""
+        """Add a step's mismatch figures: means over the tokens of all steps, maxima over the steps, sums otherwise. `steps`
+        counts the steps with a compared token."""
         known = self.mismatch
         for name, value in step.items():
             if name in EXTREMES:
@@ -218,7 +217,7 @@ class Totals(Struct):
         _add(known, "steps", bool(step.get("tokens", 0)))
 
     def summary(self, *, rl_seconds: float, **rest: Any) -> Summary:
-        """The summary of the steps added. `rest`: the fields that steps do not tell."""
+        """Make the summary of the added steps. `rest`: the fields that steps do not give."""
         samples, wall = sum(self.staleness.values()), self.timing.get("all", 0.0)
         return Summary(
             steps=self.steps,
@@ -239,7 +238,7 @@ class Totals(Struct):
 
 
 def render(summary: Summary) -> LiteralTable:
-    """The table at the end of a run."""
+    """Format the table at the end of a run."""
     table = LiteralTable(show_header=False, title=f"Stopped: {summary.stop_reason}", title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
@@ -280,23 +279,23 @@ def _mismatch(summary: Summary) -> str:
 
 
 def alarm(summary: Summary) -> str:
-    """Of a run in which a rollout was over the limit."""
+    """Format the alarm of a run with a rollout over the limit."""
     return f"{summary.mismatch_alarm} ({summary.mismatch_alarms:,} probes were over the limit)"
 
 
 def _groups(summary: Summary) -> str:
     why = ", ".join(f"{count:,} {reason}" for reason, count in summary.dropped.items())
-    told = {state: f"{count:,} {state}" for state, count in summary.groups.items()}
+    entries = {state: f"{count:,} {state}" for state, count in summary.groups.items()}
     if why:
-        told["dropped"] += f" ({why})"
-    return ", ".join(told.values())
+        entries["dropped"] += f" ({why})"
+    return ", ".join(entries.values())
 
 
 def _memory(summary: Summary) -> str:
-    """In all, and of those that do not compute."""
-    told = [f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)"]
+    """Format the memory of all processes, and of each process that does not compute."""
+    entries = [f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)"]
     resident = {name: summary.memory[name].rss_bytes for name in CONTROL if name in summary.memory}
-    return ", ".join(told + [f"{name} {size / 2**20:.0f} MiB resident" for name, size in resident.items()])
+    return ", ".join(entries + [f"{name} {size / 2**20:.0f} MiB resident" for name, size in resident.items()])
 
 
 def _percent(accuracy: float | None) -> str:
@@ -304,6 +303,6 @@ def _percent(accuracy: float | None) -> str:
 
 
 def _phases(seconds: Mapping[str, float]) -> str:
-    """The phases from long to short; `all` and the non-overlapping parts are in summary.json."""
+    """Format the phases, longest first. `all` and the non-overlapping parts are only in summary.json."""
     shown = {name: value for name, value in seconds.items() if name != "all" and not name.startswith("non_overlap_")}
     return ", ".join(f"{name} {value:.1f} s" for name, value in sorted(shown.items(), key=lambda item: -item[1])) or "–"

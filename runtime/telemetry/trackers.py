@@ -1,9 +1,9 @@
-"""Where metrics go: JSON lines, TensorBoard, Weights & Biases, SwanLab, MLflow, in any combination.
+"""Sends metrics to JSON lines, TensorBoard, Weights & Biases, SwanLab and MLflow, in any combination.
 
-Each tracker has a thread and a bounded queue of its own: a slow one delays neither the event loop nor the others.
-`metrics.jsonl` has every point: where it cannot be written, as there is no room, the points wait until it can; when its queue
-stays full, `log` waits up to a deadline and then fails by name. Any other
-tracker may fail, as services do: a warning says so, it is tried again after a while, and the points that it misses are counted.
+Each tracker has its own thread and bounded queue, so a slow tracker delays neither the event loop nor other trackers.
+`metrics.jsonl` has every point. On a full disk, points wait until the file can be written. While its queue stays full, `log`
+waits up to a deadline, and then raises an error with the tracker's name. Any other tracker may fail: a warning reports the
+failure, the tracker is tried again after a while, and the lost points are counted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from runtime.telemetry.metrics import Histogram, Metrics
 
 # ---- Event file
 #
-# TensorBoard event files, written without TensorBoard: its writers load torch or TensorFlow, which the coordinator never
-# does.
+# TensorBoard event files, written without TensorBoard: its writers load torch or TensorFlow, which the coordinator avoids.
 #
 # A file is a sequence of records: length (u64), checksum of the length (u32), an `Event` message, checksum of the message
 # (u32), all little-endian. The message's fields are those of TensorFlow's event.proto and summary.proto (`simple_value`,
@@ -56,7 +55,7 @@ _CRC_TABLE = _crc_table()
 
 
 def masked_crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli, RFC 3720 appendix B.4), rotated and offset as TFRecord wants it."""
+    """Compute CRC-32C (Castagnoli, RFC 3720 appendix B.4), rotated and offset as in TFRecord."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -90,14 +89,14 @@ class EventFile:
 
 
 def _value(name: str, value: float | Mapping[int, int]) -> bytes:
-    """Summary.Value: tag = 1, and simple_value = 2 or histo = 5."""
+    """Encode Summary.Value: tag = 1, and simple_value = 2 or histo = 5."""
     if isinstance(value, Mapping):
         return _bytes(1, name.encode()) + _bytes(5, _histogram(dict(value)))
     return _bytes(1, name.encode()) + _key(2, 5) + struct.pack("<f", value)
 
 
 def _histogram(counts: Histogram) -> bytes:
-    """HistogramProto with a bucket of width 1 about every integer from the least value to the greatest."""
+    """Encode HistogramProto with a bucket of width 1 around every integer from the least value to the greatest."""
     if not counts:
         return b""
     values = range(min(counts), max(counts) + 1)
@@ -141,14 +140,14 @@ def _doubles(field: int, values: Sequence[float]) -> bytes:
 
 _EXTRAS = {name: f"sluice-rl[{name}]" for name in ("wandb", "swanlab", "mlflow")}
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
-_MLFLOW_PARAMS = 100  # of a request, at most
-_MLFLOW_VALUE = 500  # characters of a parameter's value, at most
+_MLFLOW_PARAMS = 100  # maximum in a request
+_MLFLOW_VALUE = 500  # maximum characters of a parameter's value
 _QUEUE_POINTS = 256
 _BLOCK_BYTES = 1 << 16
 
 
 def missing_package(tracker: Tracker) -> str | None:
-    """What to install for `tracker`, or None when it can run."""
+    """Return the package to install for `tracker`, or None if the tracker can run."""
     extra = _EXTRAS.get(tracker.name)
     return extra if extra and importlib.util.find_spec(tracker.name) is None else None
 
@@ -157,13 +156,13 @@ class Backend(Protocol):
     """One tracker. Made, called and closed in its own thread."""
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        """One point; `seconds` since the epoch."""
+        """Log one point, at `seconds` since the epoch."""
 
     def close(self) -> None: ...
 
 
 class JsonLines(Backend):
-    """One object a point: step, time, and the metrics; a histogram is an object of counts. Written once it can be."""
+    """One object a point: step, time and metrics; a histogram is an object of counts. Waits until the disk takes a point."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +220,7 @@ class WandB(Backend):
 
 
 class SwanLab(Backend):
-    """SwanLab has no histograms: each value becomes a line of its own, NAME/VALUE."""
+    """SwanLab has no histograms: each value becomes its own line, NAME/VALUE."""
 
     def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
         import swanlab
@@ -240,11 +239,11 @@ class SwanLab(Backend):
 
 
 class MLflow(Backend):
-    """A run of MLflow's, in the experiment that the tracker's project names: offline in `mlflow/` of the run's folder. The
-    configuration is its parameters; a histogram is a line for each value, as with SwanLab."""
+    """An MLflow run, in the experiment of the tracker's project; offline in `mlflow/` of the run's folder. The configuration
+    becomes parameters. A histogram is a line for each value, as with SwanLab."""
 
     def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow itself takes for the past
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # deprecated by MLflow
         from mlflow import MlflowClient, entities
 
         self._entities = entities
@@ -252,7 +251,7 @@ class MLflow(Backend):
         self._client = MlflowClient(tracking_uri=folder.as_uri() if tracker.mode == "offline" else None)
         experiment = self._client.get_experiment_by_name(tracker.project)
         id_ = experiment.experiment_id if experiment else self._client.create_experiment(tracker.project)
-        known = run_dir / run_files.MLFLOW  # a run that goes on, or a server that was away, makes no other
+        known = run_dir / run_files.MLFLOW  # continue the same run after a restart, or after a server was away
         if known.is_file():
             self._run = known.read_text()
             self._client.update_run(self._run, status="RUNNING")
@@ -265,7 +264,7 @@ class MLflow(Backend):
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
         point = _without_histograms(metrics).items()
-        named = [(re.sub(r"[^\w./ -]", "_", name), value) for name, value in point]  # what a name may have there
+        named = [(re.sub(r"[^\w./ -]", "_", name), value) for name, value in point]  # MLflow's allowed characters
         when = int(1000 * seconds)
         self._client.log_batch(self._run, metrics=[self._entities.Metric(name, value, when, step) for name, value in named])
 
@@ -274,7 +273,7 @@ class MLflow(Backend):
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each key by its path, and its value as text."""
+    """Yield each key by its path, with its value as text."""
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -283,7 +282,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _without_histograms(metrics: Metrics) -> dict[str, float]:
-    """Each of their values under a name of its own, NAME/VALUE."""
+    """Replace each histogram by one figure for each value, NAME/VALUE."""
     point: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, dict):
@@ -297,8 +296,8 @@ log = logging.getLogger("sluice")
 
 
 class _Worker:
-    """The thread of one backend. After a failure it empties its queue, so that nobody waits for room in vain; unless it is
-    `essential` it begins again after a while. `dropped` counts the points that it missed."""
+    """The thread of one backend. After a failure it drops queued points, so that no caller waits for room in vain. It tries
+    again after a while, unless it is `essential`. `dropped` counts the lost points."""
 
     def __init__(self, tracker: Tracker, folder: Path, config: Config):
         self.name = tracker.name
@@ -311,8 +310,7 @@ class _Worker:
         self._thread.start()
 
     async def put(self, point: tuple[int, float, Metrics] | None, seconds: float) -> None:
-        """Hand over a point, None for the end. Raises DeadlineExceeded when there was no room for `seconds` in what is
-        essential."""
+        """Queue a point, None for the end. Raises DeadlineExceeded if an essential tracker had no room for `seconds`."""
         try:
             self._queue.put_nowait(point)
         except queue.Full:
@@ -326,9 +324,9 @@ class _Worker:
                     raise DeadlineExceeded(f"tracker {self.name}", "log", f"{_QUEUE_POINTS} points behind", seconds) from None
 
     async def close(self, seconds: float) -> None:
-        """Write out everything, within `seconds`."""
+        """Write out all points within `seconds`."""
         deadline = time.monotonic() + seconds
-        await self.put(None, seconds)
+        await self.put(None, seconds)  # waits for room in the queue; the thread makes room as it writes
         await asyncio.to_thread(self._thread.join, max(0.0, deadline - time.monotonic()))
         self.check()
         if self._thread.is_alive() and self.essential:
@@ -338,7 +336,7 @@ class _Worker:
             log.warning("tracker %s has %d points less than metrics.jsonl", self.name, self.dropped + late)
 
     def check(self) -> None:
-        """Raises what the backend failed of, if it is essential and did."""
+        """Raise the failure of an essential backend, if any."""
         if not self.essential:
             return
         if isinstance(self.failure, OSError):
@@ -351,15 +349,15 @@ class _Worker:
         while True:
             try:
                 return self._serve()
-            except Exception as error:  # noqa: BLE001  third-party code; `check` raises it where it is awaited
+            except Exception as error:  # noqa: BLE001  third-party code; `check` raises it to the caller
                 self.failure, seconds = error, None if self.essential else timeouts.TRACKER_RETRY
-                log.warning("tracker %s failed, and misses what comes next: %s", self.name, error)
+                log.warning("tracker %s failed, and loses the next points: %s", self.name, error)
                 self.dropped += 1
                 if self._is_over_within(seconds):
                     return None
 
     def _serve(self) -> None:
-        """Until the end."""
+        """Log points until the end."""
         backend = _backend(self._tracker, self._folder, self._config)
         try:
             while (point := self._queue.get()) is not None:
@@ -368,7 +366,7 @@ class _Worker:
             backend.close()
 
     def _is_over_within(self, seconds: float | None) -> bool:
-        """Take points, and drop them, for so long; None: until the end. Whether the end came."""
+        """Take and drop points for `seconds`; None: until the end. Returns whether the end came."""
         until = None if seconds is None else time.monotonic() + seconds
         with suppress(queue.Empty):
             while True:
@@ -380,9 +378,7 @@ class _Worker:
 
 
 class Trackers:
-    """All trackers of a run.
-
-    Raises UserError, saying what to install, when one of them needs a package that is not there."""
+    """All trackers of a run. Raises UserError with the package to install if a tracker's package is missing."""
 
     def __init__(self, config: Config, run_dir: str | Path):
         for tracker in config.trackers:
@@ -390,16 +386,15 @@ class Trackers:
             if package:
                 raise UserError(f"tracker {tracker.name}: needs a package: pip install '{package}'")
             if (tracker.name, tracker.mode) == ("mlflow", "online") and not os.environ.get(_MLFLOW_SERVER):
-                raise UserError(f"tracker mlflow: mode online: {_MLFLOW_SERVER} is not set, which says where its server is")
+                raise UserError(f"tracker mlflow: mode online: {_MLFLOW_SERVER} is not set; must be the server's address")
         folder = Path(run_dir)
-        off = [each for each in config.trackers if (each.name, each.mode) == ("mlflow", "disabled")]  # the others know it
+        off = [each for each in config.trackers if (each.name, each.mode) == ("mlflow", "disabled")]  # others handle it
         self._workers = [_Worker(tracker, folder, config) for tracker in config.trackers if tracker not in off]
 
     async def log(self, step: int, metrics: Metrics, timeout: float = timeouts.TRACKERS) -> None:
-        """Hand over one point; returns at once unless a tracker is far behind. `metrics` must not change afterwards.
+        """Queue one point. Returns at once unless a tracker is far behind. `metrics` must not change afterwards.
 
-        Raises UserError when metrics.jsonl could not be written, and DeadlineExceeded when it made no room within `timeout`
-        seconds.
+        Raises UserError if metrics.jsonl could not be written; DeadlineExceeded if it made no room within `timeout` seconds.
         """
         now = time.time()
         for worker in self._workers:
@@ -408,11 +403,11 @@ class Trackers:
 
     @property
     def dropped(self) -> int:
-        """Points that trackers other than `jsonl` have missed."""
+        """Points lost by trackers other than `jsonl`."""
         return sum(worker.dropped for worker in self._workers if not worker.essential)
 
     async def close(self, timeout: float = timeouts.TRACKERS) -> None:
-        """Write out everything, all trackers within `timeout` seconds. Raises the first failure once all had their time."""
+        """Write out all points, each tracker within `timeout` seconds. Then raises the first failure, if any."""
         outcomes = await asyncio.gather(*(worker.close(timeout) for worker in self._workers), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):

@@ -287,7 +287,7 @@ def test_a_service_that_fails_is_tried_again_and_ends_nothing(
 
     asyncio.run(session())
     assert fake.steps == [1]
-    assert "tracker tensorboard failed, and misses what comes next: 503 Service Unavailable" in caplog.text
+    assert "tracker tensorboard failed, and loses the next points: 503 Service Unavailable" in caplog.text
 
 
 def test_a_failed_tracker_is_told_at_the_next_call(fake: Fake, tmp_path: Path) -> None:
