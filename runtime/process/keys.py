@@ -151,10 +151,8 @@ def https(network: Network) -> bool:
 
 
 def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
-    """Return the keys of a holder of the secret; None if the run needs no keys. `network`: with the node's own address.
-
-    Raises Forbidden without a secret, and ConfigError for unusable certificates.
-    """
+    """Return the keys of a holder of the secret; None if the run needs no keys. `network`: with the node's own address. Raises
+    Forbidden without a secret, and ConfigError for unusable certificates."""
     mode = security(network)
     if mode == "none":
         return None
@@ -219,10 +217,8 @@ def inherited() -> dict[str, str]:
 
 
 def begun(folder: Path) -> bytes:
-    """Return the secret of a new run: the environment's, or a new secret. Writes it to the run's folder for other nodes.
-
-    Raises UserError.
-    """
+    """Return the secret of a new run: the environment's, or a new secret. Writes it to the run's folder for other nodes. Raises
+    UserError."""
     secret = _of_environment() or secrets.token_bytes(BYTES)
     run_files.write_private(folder / run_files.SECRET, secret.hex())
     os.environ.pop(SECRET, None)  # the file has it now

@@ -220,10 +220,8 @@ class PointFile:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the points of a run, one for each step in order. If a resumed run repeated a step, the later line counts.
-
-    Raises UserError as `PointFile.follow` does, and for a missing file.
-    """
+    """Return the points of a run, one for each step in order. If a resumed run repeated a step, the later line counts. Raises
+    UserError as `PointFile.follow` does, and for a missing file."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     file, steps = PointFile(path), dict[int, dict[str, Any]]()

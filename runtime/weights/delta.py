@@ -240,9 +240,7 @@ class TensorChanges:
 
     def apply(self, tensor: torch.Tensor) -> Positions:
         """Apply the changes to `tensor`, whole and as last sent. Returns positions of words that may have changed, unordered.
-
-        Raises RuntimeError for a payload that does not fit the tensor.
-        """
+        Raises RuntimeError for a payload that does not fit the tensor."""
         changed = [np.empty(0, np.int64)]
         for span, payload in self._parts:
             part = tensor[tuple(slice(*bounds) for bounds in span)]
@@ -263,7 +261,7 @@ class ShardDelta:
     """One rank's search for changes of its shards."""
 
     def __init__(self, rank: int, device: torch.device, targets: Sequence[int]):
-        """Set the `targets`: for each of the manifest's tensors, the rank that sends it. `device`: for NCCL and HCCL."""
+        """Set the `targets`: for each of the manifest's tensors, the rank that sends it. `device`: NCCL's and HCCL's."""
         self._targets = targets
         self._own = [place for place, target in enumerate(targets) if target == rank]
         self._device = torch.device("cpu") if dist.get_backend() == "gloo" else device

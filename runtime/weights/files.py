@@ -52,10 +52,8 @@ def epoch_folder(root: Path, epoch: int) -> Path:
 
 
 def open_epoch(root: Path, epoch: int) -> None:
-    """Make the folder of `epoch` with its marker. Removes all earlier epochs in `root`.
-
-    Raises UserError if the folder cannot be written, or has an entry of the epoch's name without the marker.
-    """
+    """Make the folder of `epoch` with its marker. Removes all earlier epochs in `root`. Raises UserError if `root` cannot be
+    written, or has an entry of the epoch's name without the marker."""
     folder = epoch_folder(root, epoch)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -80,10 +78,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def names(folder: Path) -> list[str]:
-    """List the names in `folder`. Raises OSError.
-
-    A listing asks the server; an NFS client may answer a test for one name from its cache.
-    """
+    """List the names in `folder`: a listing asks the server, while an NFS client may answer a test for one name from its cache.
+    Raises OSError."""
     return os.listdir(folder)  # noqa: PTH208 - only the names are used
 
 
@@ -109,10 +105,8 @@ _USERS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FilesGroup(WeightGroup):
-    """A group without connections. A member sees that rank 0 left by the folder, and that another member left by its file.
-
-    So this group cannot see that a member was killed. The coordinator sees the loss, and aborts the group.
-    """
+    """A group without connections. A missing folder shows that rank 0 left, a missing file that another member left. So this
+    group cannot see that a member was killed. The coordinator sees the loss, and aborts the group."""
 
     def __init__(self, address: GroupAddress, name: str, folder: Path):
         super().__init__(address, name)

@@ -137,10 +137,8 @@ def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
 
 def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, timeout: float) -> list[str]:
     """Publish `card` for the other members, and return the cards of all members, by rank. `labels`: the ranks' names for
-    messages; `name`: this member's.
-
-    Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout` seconds.
-    """
+    messages; `name`: this member's. Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout`
+    seconds."""
     return _cards(store, range(len(labels)), labels, name, timeout, (rank, card))
 
 
@@ -184,7 +182,6 @@ class GlooMesh:
         self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str, connections: int = 1
     ):
         """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds.
-
         `connections`: between each two ranks, each with its own thread. gloo gives each collective to the next connection in
         turn, so that several collectives move at once.
         """

@@ -172,8 +172,7 @@ class BucketTags:
         return int.from_bytes(derived(self._key, b"bucket", data, 8), "little")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The buffers of buckets: of the version that a trainer sends, and of a staged version, which an engine's workers may read.
+# ---- The buffers of buckets: of the version that a trainer sends, and of a staged version, which an engine's workers may read
 #
 # Buffers that other processes of this machine can map are memory files without a name (memfd). The limit of /dev/shm, 64 MiB in
 # a container by default, does not apply to these files. The kernel frees a file when the last process that holds it ends.
@@ -296,15 +295,12 @@ class Mapped:
         return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Buckets in buffers.
+# ---- Buckets in buffers
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """Return one zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding.
-
-    `shared`: put all buffers into one memory file, which other processes can map.
-    """
+    """Return one zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding. `shared`:
+    put all buffers into one memory file, which other processes can map."""
     if shared:
         return arena([bucket.total_bytes for bucket in buckets], pin)
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
@@ -334,7 +330,7 @@ def clear(bucket: Bucket, buffer: torch.Tensor) -> None:
         buffer[gap] = 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Groups and links
 
 
 class BucketReceipt(NamedTuple):
@@ -426,10 +422,8 @@ class WeightGroup(ABC):
 
     @abstractmethod
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does the `wait`.
-
-        In a group with one sender, that sender is the root of all buckets.
-        """
+        """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does the `wait`. A single
+        sender is the root of all buckets."""
 
     def wait_for_senders(self, nbytes: int, give_up: float) -> int:
         """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
@@ -466,10 +460,8 @@ class PendingGroup(ABC):
 
     @abstractmethod
     def connect(self) -> WeightGroup:
-        """Block until every member is connected. Call this once only.
-
-        Raises ServiceFault, phase "rendezvous", with the ranks that did not come within the address's timeout.
-        """
+        """Block until every member is connected. Call this once only. Raises ServiceFault, phase "rendezvous", with the ranks
+        that did not come within the address's timeout."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -99,9 +99,8 @@ class StagedWeights:
         return took
 
     def verify(self) -> SendBuffers:
-        """Verify the buckets, and return buffers that send the version to any number of groups.
-
-        Raises RuntimeError with the first bucket that has changed since its reception."""
+        """Verify the buckets, and return buffers that send the version to any number of groups. Raises RuntimeError with the
+        first bucket that has changed since its reception."""
         if self._sends is None:
             for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
                 if not self._tags.verify(index, bucket, buffer):

@@ -199,10 +199,8 @@ def host(address: GroupAddress, interface: str, port_range: PortRange | None = N
 
 
 def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
-    """Enter the rendezvous as `address.rank`, and block until every member is connected.
-
-    `interface` defaults to the local address that reaches `address.host`. Raises ServiceFault, phase "rendezvous".
-    """
+    """Enter the rendezvous as `address.rank`, and block until every member is connected. `interface` defaults to the local
+    address that reaches `address.host`. Raises ServiceFault, phase "rendezvous"."""
     name = name or f"rank {address.rank}"
     if address.transport == "files":
         return files.PendingFilesGroup(address, name).connect()

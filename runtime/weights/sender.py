@@ -98,10 +98,8 @@ class SendBuffers:
         self._gather_seconds = 0.0  # of this version, so far
 
     def begin(self, version: PolicyVersion, timeout: float) -> None:
-        """Forget the version in the buckets, and expect `version`.
-
-        Blocks while a transfer reads the buckets. Raises DeadlineExceeded after `timeout` seconds.
-        """
+        """Forget the version in the buckets, and expect `version`. Blocks while a transfer reads the buckets. Raises
+        DeadlineExceeded after `timeout` seconds."""
         self.filled = False
         with self._changed:
             self._await_idle("snapshot", timeout)
@@ -348,12 +346,14 @@ class WeightSender:
         Blocks while a transfer of the version before ends, and while the group connects. The future raises ServiceFault if no
         bucket could be sent; of phase "transfer" if the version is kept for another epoch.
         """
+        # Wait until the transfer before no longer reads the buckets: its end or an abort unblocks this.
         try:
             self.buffers.begin(version, self._settings.transfer_timeout)
         except SluiceError as error:
-            for _ in tensors:  # the other ranks need this one to gather
+            for _ in tensors:  # the other ranks need this rank to gather
                 pass
             return _done(error)
+        # Wait until the group is connected. The sending thread then waits for the first whole bucket, which `fill` provides.
         try:
             sending = self._begin_transfer(version, epoch)
         except SluiceError as error:
