@@ -29,7 +29,7 @@ from runtime.telemetry.startup import Memory, Startup
 # The trainer's values of single tokens: their log-probabilities at the step's beginning, and their advantages.
 #
 # Each rank appends its tokens of a step, up to `mismatch.keep_tokens`, to its own file in the run's folder. At half of
-# `MOST_BYTES` the rank renames the file to its older part and begins a new one, so that the newest steps are kept.
+# `MOST_BYTES` the rank renames the file to its older part, and begins a new file. So the newest steps are kept.
 
 MOST_BYTES = 64 << 20  # of a rank's two parts
 SUFFIX, OLDER = ".tokens", ".tokens.1"

@@ -1,7 +1,7 @@
 """Transport `collective`: each bucket is one broadcast, over gloo, NCCL or HCCL.
 
-Buffers are always in host memory: on NCCL and HCCL the group moves them through the device itself, so that the sender, the
-receiver and the checksums are the same on every backend.
+Buffers are always in host memory: on NCCL and HCCL the group copies them through the device. So the sender, the receiver
+and the checksums are the same on every backend.
 """
 
 from __future__ import annotations

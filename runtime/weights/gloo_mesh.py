@@ -121,7 +121,7 @@ def _await_leaving() -> None:
 def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
     """Return a new gloo device bound to `host`, and the address at which the device listens.
 
-    gloo does not report its port. So this looks for the listener on `host` that appears with the device, and tries again if
+    gloo does not report its port. So this looks for the listener on `host` that appears with the device. It tries again if
     another thread opened a listener in the same instant.
     """
     with _device_lock:

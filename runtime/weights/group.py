@@ -428,7 +428,7 @@ class WeightGroup(ABC):
     def wait_for_senders(self, nbytes: int, give_up: float) -> int:
         """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
 
-        Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`, and returns
+        Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`. It returns
         the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason.
         """
         return nbytes

@@ -121,8 +121,8 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     scalars, both in the manifest's order. A bucket is closed once the next tensor does not fit. A tensor larger than
     `bucket_bytes` has its own bucket.
 
-    A receiver may use the buckets' memory as its weights. Since no bias or norm lies between them, the matrices of query, key
-    and value adjoin if their sizes are multiples of `ALIGNMENT`, and so form one matrix. The same holds for the matrices of
+    A receiver may use the buckets' memory as its weights. No bias or norm lies between the matrices of query, key and
+    value. So these adjoin if their sizes are multiples of `ALIGNMENT`, and form one matrix. The same holds for the matrices of
     gate and up, and for the biases of query, key and value.
 
     Raises InvalidMessage for an unknown dtype, a repeated name, a holder that is no sender, or a bucket size or number of
