@@ -1,6 +1,5 @@
-"""What a step asks of the model under training, wherever it lies: in `fsdp/` in one process, or spread over several by
-FSDP2; in `megatron/` in any layout of megatron-core.
-"""
+"""The interface of a model under training, whether one process holds it, FSDP2 shards it (`fsdp/`), or a layout of
+megatron-core does (`megatron/`)."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 
 # ---- Head
 #
-# From what the head of a language model takes to numbers of tokens, in chunks of these: logits of all tokens at once are
-# never in memory.
+# From the inputs of a language model's head to numbers of tokens, in chunks of tokens: the logits of all tokens are never in
+# memory at once.
 
-CPU_CHUNK_ELEMENTS = 1 << 24  # of one chunk on a CPU, which needs no large ones to be busy: 64 MiB
-LEFT_OUT = -1e30  # a logit without probability: finite at any temperature, so that 0 times it is 0
+CPU_CHUNK_ELEMENTS = 1 << 24  # logits of one chunk on a CPU, which is busy with small chunks: 64 MiB
+LEFT_OUT = -1e30  # logit of a token without probability: finite at any temperature, so that 0 times it is 0
 
 PerToken = tuple[torch.Tensor, torch.Tensor]
 
@@ -49,13 +48,13 @@ def token_numbers(
     batch: MicroBatch,
     start: int = 0,
 ) -> PerToken:
-    """`numbers(logits, tokens)`, [N] each, of the trained tokens of `batch` and the logits that the head's `weight` [v, H]
-    makes of `outputs` [N, H]. Without `weight` the outputs are the logits. These, whose first is that of token `start`, are
-    `confined` to what each token was sampled from, and divided by a column "temperature" where there is one.
+    """Return `numbers(logits, tokens)`, [N] each, of the trained tokens of `batch`. The head's `weight` [v, H] makes the logits
+    from `outputs` [N, H]; without `weight` the outputs are the logits. The first logit is that of token `start`. Logits are
+    `confined` to the tokens that sampling allowed, and divided by the column "temperature" if there is one.
 
-    `width`: the logits of a token, by which chunks are cut; of ranks that share a vocabulary the same. Where there are several
-    chunks, each one's logits are computed again in the backward pass. Few tokens, or a small vocabulary, are one chunk, whose
-    logits are kept.
+    `width`: the number of logits of a token, by which chunks are cut; the same on ranks that share a vocabulary. If there are
+    several chunks, each chunk's logits are computed again in the backward pass. Few tokens, or a small vocabulary, are one
+    chunk, whose logits are kept.
     """
     temperature = batch.of_tokens("temperature") if "temperature" in batch.columns else None
 
@@ -78,7 +77,7 @@ def _logits(outputs: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
 
 
 class _InChunks(torch.autograd.Function):
-    """The gradient of the weight is added up in one buffer, in float32."""
+    """Numbers of tokens, chunk by chunk. The gradient of the weight is summed in one float32 buffer."""
 
     @staticmethod
     def forward(
@@ -122,10 +121,10 @@ def _chunks(outputs: torch.Tensor, size: int) -> list[slice]:
 
 
 def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) -> torch.Tensor:
-    """`logits` [N, v] of the vocabulary, or of its part from `start` on, with those of tokens that the sampler's filters left
-    out so low that they have no probability, nor a gradient.
+    """Return `logits` [N, v] with the tokens that the sampler's filters left out at LEFT_OUT: no probability, no gradient.
+    The logits are of the vocabulary, or of its part from `start` on.
 
-    `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest of a byte first; None: all are there.
+    `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest bit of a byte first; None: all tokens are kept.
     """
     if kept is None:
         return logits
@@ -138,12 +137,12 @@ def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) ->
 T = TypeVar("T")
 
 BatchOutputs = Callable[["MicroBatch", torch.Tensor], torch.Tensor]
-"""A loss (a sum, of no dimension) or a number for each trained token ([N]), from what the model gives for a micro-batch."""
+"""Computes a loss (a sum, 0-dimensional) or a number for each trained token ([N]) from the model's outputs of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """How far training is: the step that comes next, and the KL term's coefficient, None where a checkpoint has none."""
+    """Progress of training: the next step, and the KL term's coefficient; None if a checkpoint has no coefficient."""
 
     step: int
     kl_coefficient: float | None
@@ -151,10 +150,10 @@ class TrainingPosition:
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """What the configuration says of the model that a role trains."""
+    """The configuration of the model that a role trains."""
 
     role: str  # "trainer" or "critic"
-    source: str  # the Hugging Face folder that the model comes from
+    source: str  # the model's Hugging Face folder
     options: Optimizer
     settings: Trainer
 
@@ -171,7 +170,7 @@ class TrainedRole:
 
     @property
     def optimizer_key(self) -> str:
-        """Where `options` are from."""
+        """The configuration key that holds `options`."""
         return "critic.optimizer" if self.has_value_head else "training.optimizer"
 
 
@@ -179,117 +178,120 @@ class ModelBackend(ABC):
     """A model, its gradients and its optimizer. All ranks make the same calls in the same order: each may be a collective."""
 
     def __init__(self, rank_info: RankInfo, vocab_size: int, shares: RankInfo, leads: bool = True):
-        """`shares`: this rank's place among those that have a share of the data each."""
+        """Set up the interface. `shares`: this rank's position among the ranks that each have a share of the data."""
         self.rank_info, self.vocab_size = rank_info, vocab_size
         self._shares, self.share = shares, shares.rank
-        """Which share of the data is this rank's, from 0."""
+        """Index of this rank's share of the data, from 0."""
         self.leads = leads
-        """Whether this rank answers for its share, which others may compute with it."""
+        """Whether this rank answers for its share, which other ranks may compute with it."""
         self.packs = True
-        """Whether sequences run packed; otherwise each is a row of its own."""
+        """Whether sequences run packed; otherwise each sequence is a row of its own."""
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
-        """`items`, messages of this `kind` that the first rank of a share was given, on all of its ranks."""
+        """Return `items`, messages of this `kind` that the first rank of a share has, on all ranks of the share."""
         return items
 
     # ------------------------------------------------------------------------------------------ passes
 
     @abstractmethod
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
-        """Forward passes, and with `backward` those that add to the gradients; the losses, a sum for each of `batches`.
+        """Run forward passes, and with `backward` also backward passes that add to the gradients. Return the loss of each of
+        `batches`, a sum.
 
-        `last`: nothing more is added before `reduce`, so that what ranks sum up may begin now.
+        `last`: no gradient is added after these before `reduce`, so that ranks may begin to reduce.
         """
 
     @abstractmethod
     def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Each of `batches` with its `output` [N]; no gradients."""
+        """Yield each of `batches` with its `output` [N]; no gradients."""
 
     @abstractmethod
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`algorithms.losses.token_logprobs` of the trained tokens of `batch`, [N] each, from what the model gives for them:
-        `outputs`, of which the head makes logits, a chunk of tokens at a time."""
+        """Return `algorithms.losses.token_logprobs` of the trained tokens of `batch`, [N] each. `outputs` are the model's for
+        these tokens. The head makes logits from them, a chunk of tokens at a time."""
 
     routes: Routes | None = None
-    """As of `Needs.experts`, where tokens are given to the experts that they took in the rollout."""
+    """As in `Needs.experts`, if tokens go to the experts that they took in the rollout."""
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
-        """What the newest forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""
+        """Return what the last forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""
         return None
 
-    _adapters: Any = None  # that were put into the model
+    _adapters: Any = None  # the adapters in the model
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the model computes what it did before adapters were put into it."""
+        """Return a context in which the model computes as if it had no adapters."""
         return self._adapters.off()  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 
     def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of `part` over all shares of the data, of its dtype and on its device."""
+        """Return the sum of `part` over all shares of the data, in its dtype and on its device."""
         return self._shares.summed(part)
 
     @abstractmethod
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
-        """The update's statistics over all shares of the data, and the squared norm of the summed gradients (perhaps NaN)."""
+        """Return the update's statistics and the squared norm of the summed gradients (perhaps NaN), over all shares."""
 
     @abstractmethod
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's part of the gradients."""
+        """Return this rank's part of the gradients."""
 
     @abstractmethod
     def clear_gradients(self) -> None: ...
 
     @abstractmethod
     def update(self, scale: float, rate: float) -> None:
-        """One update by AdamW, of the gradients times `scale`, at the learning rate `rate`."""
+        """Run one AdamW update with the gradients times `scale`, at the learning rate `rate`."""
 
-    # ------------------------------------------------------------------------------------------ its device and its state
+    # ------------------------------------------------------------------------------------------ device and state
 
     @abstractmethod
     def offload(self) -> None:
-        """Take what `offload_train_*` of its service name off the device, gradients included, which are 0 between steps."""
+        """Move what `offload_train_*` of the role's service names off the device, and the gradients, which are 0 then."""
 
     @abstractmethod
     def onload(self) -> None:
-        """Bring back what `offload` took off, bit for bit."""
+        """Move what `offload` took off back to the device, bit for bit."""
 
     @abstractmethod
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
-        """As `ModelTrainer.begin_save`."""
+        """Do what `ModelTrainer.begin_save` says."""
 
     def needed(self, folder: Path) -> set[str]:
-        """The files `*.distcp` that this rank reads of the checkpoint `folder`, which has the others already."""
+        """Return the files `*.distcp` of the checkpoint `folder` that this rank reads. All other files are there already."""
         return set()
 
     @abstractmethod
     def load(self, folder: Path) -> TrainingPosition:
-        """As `ModelTrainer.load`; returns how far training was."""
+        """Do what `ModelTrainer.load` says; return the progress of training."""
 
-    # ------------------------------------------------------------------------------------------ the policy, as it leaves
+    # ------------------------------------------------------------------------------------------ weight sync and export
 
     @abstractmethod
     def tensor_specs(self) -> list[TensorSpec]:
-        """The policy's tensors in Hugging Face names, in the order in which `gather` gives them."""
+        """Return the specs of the policy's tensors under Hugging Face names, in the order of `gather`."""
 
     @abstractmethod
     def holders(self) -> list[tuple[int, ...]]:
-        """For each of `tensor_specs`, the ranks that can be its target: those among which it is put together anyway."""
+        """Return for each of `tensor_specs` the ranks that can be its target: the ranks that hold or assemble the tensor."""
 
     @abstractmethod
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        """The policy's tensors, whole, one at a time: each is to be copied before the next is asked for.
+        """Yield the policy's tensors, whole, one at a time. The caller copies each before it asks for the next.
 
-        `targets`: for each of `tensor_specs`, the rank that is given it, rank 0 or one of its `holders`; () for rank 0. The
-        same on all ranks, each of which exhausts its iterator: in it they send each other what the targets lack.
+        `targets`: for each of `tensor_specs`, the rank that gets it: rank 0 or one of its `holders`; () for rank 0. The same
+        on all ranks. Every rank exhausts its iterator, as the ranks send each other the missing parts in it.
         """
 
     def shards(self, targets: Sequence[int]) -> Iterator[Shard] | None:
-        """This rank's own parts of the policy, in the dtype in which it leaves; all ranks' together are each tensor once.
+        """Yield this rank's own parts of the policy, in the dtype of the weight sync. The parts of all ranks cover each tensor
+        exactly once.
 
-        None where the policy is not what ranks hold. `targets`: as of `gather`; what several ranks hold comes from near them.
+        Returns None if the ranks do not hold the policy itself. `targets`: as in `gather`; of several ranks that hold the same
+        part, one near the target yields it.
         """
         return None
 
@@ -299,7 +301,7 @@ class ModelBackend(ABC):
 
 
 def use_megatron(settings: Spread, device: torch.device) -> bool:
-    """Whether the engine is on megatron-core, which is then ready to be imported. Raises UserError when it is missing."""
+    """Return whether the engine is on megatron-core, and prepare its import. Raises UserError if megatron-core is missing."""
     if settings.engine != "megatron":
         return False
     from runtime.trainer.megatron import facade
@@ -309,7 +311,7 @@ def use_megatron(settings: Spread, device: torch.device) -> bool:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What forward and backward passes compute in."""
+    """Return the dtype of forward and backward passes. Raises UserError for float16."""
     if config.model.dtype == "float16":
         raise UserError(
             "model.dtype: 'float16' cannot be trained (its gradients underflow); must be one of auto, float32, bfloat16"
@@ -318,8 +320,8 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def wire_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype in which the policy is published. The default is what the trainer computes in: rollouts then have its
-    numbers. Deltas have 16 bits."""
+    """Return the dtype of the policy in a weight sync. The default is the trainer's compute dtype, so that rollouts get the
+    same numbers. Deltas have 16 bits."""
     publication = config.publication
     return platform.resolve_dtype(
         publication.dtype, device, "bfloat16" if publication.encoding == "delta" else config.model.dtype

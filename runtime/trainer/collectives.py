@@ -1,4 +1,4 @@
-"""A process's place among the ranks of its group, and what ranks give each other."""
+"""A process's rank in its group, and the collectives between ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.ledger import checkpoint, node_checkpoints
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's place in its service's group; `group` is another one of the same ranks."""
+    """This process's rank in its service's group. `group`: another process group of the same ranks; None: the default group."""
 
     rank: int
     world_size: int
@@ -25,7 +25,7 @@ class RankInfo:
     group: Any = None
 
     def largest(self, counts: list[int]) -> list[int]:
-        """The elementwise maximum over ranks."""
+        """Return the elementwise maximum over ranks."""
         if self.world_size == 1:
             return counts
         tensor = torch.tensor(counts, device=self.device)
@@ -33,7 +33,7 @@ class RankInfo:
         return tensor.tolist()
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of `part` over ranks, of its dtype and on its device."""
+        """Return the sum of `part` over ranks, in its dtype and on its device."""
         if self.world_size == 1:
             return part
         # NPUs reduce nothing wider than float32.
@@ -42,7 +42,7 @@ class RankInfo:
         return whole.to(part)
 
     def gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """The rows of `part` [n, k] of all ranks, one rank's after the other's, on the host."""
+        """Return the rows of `part` [n, k] of all ranks, in the order of ranks, on the host."""
         if self.world_size == 1:
             return part
         longest = self.largest([len(part)])[0]
@@ -54,45 +54,46 @@ class RankInfo:
         return torch.cat([each[1 : int(each[0, 0]) + 1] for each in parts]).cpu()
 
 
-CHUNK = 64 << 20  # bytes that are sent at a time
+CHUNK = 64 << 20  # bytes that are sent at once
 
 
-def _all_told(own: Any, info: RankInfo) -> list[Any]:
-    """What each rank says, as JSON has it, in their order."""
+def _all_gather_json(own: Any, info: RankInfo) -> list[Any]:
+    """Return the JSON value of each rank, in the order of ranks."""
     line = torch.tensor(list(json.dumps(own).encode() + b"\n"), dtype=torch.int32)[:, None]
-    return [json.loads(told) for told in bytes(info.gathered(line).flatten().tolist()).splitlines()]
+    return [json.loads(value) for value in bytes(info.gathered(line).flatten().tolist()).splitlines()]
 
 
 def exchange(folder: Path, needed: Callable[[str], bool], info: RankInfo) -> Iterator[Path]:
-    """Copy into `folder`, whose name differs from node to node, the files that ranks there need and other nodes alone have.
-    Gives those that this rank has written. A collective, which is over once all is given."""
+    """Copy into `folder` the files that ranks of its node need and only other nodes have. The folder's name differs from node
+    to node. Yield the files that this rank has written. Collective; it ends when all files are copied."""
     own = node_checkpoints.files(folder)
-    told = _all_told([str(folder), own], info)
-    sizes: dict[str, int] = {name: size for _, files in told for name, size in files.items()}
-    wanted = _all_told([name for name in sizes if name not in own and needed(name)], info)
+    of_ranks = _all_gather_json([str(folder), own], info)
+    sizes: dict[str, int] = {name: size for _, files in of_ranks for name, size in files.items()}
+    wanted = _all_gather_json([name for name in sizes if name not in own and needed(name)], info)
     for name, size in sorted(sizes.items()):
-        sender = next(rank for rank, (_, files) in enumerate(told) if name in files)
-        first = {told[rank][0]: rank for rank in reversed(range(len(told))) if name in wanted[rank]}  # of each node
+        sender = next(rank for rank, (_, files) in enumerate(of_ranks) if name in files)
+        # The first rank of each node that needs the file.
+        first = {of_ranks[rank][0]: rank for rank in reversed(range(len(of_ranks))) if name in wanted[rank]}
         for receiver in first.values():
             if info.rank == sender:
-                _carry(folder / name, "rb", size, receiver, info)
+                _transfer(folder / name, "rb", size, receiver, info)
             elif info.rank == receiver:
-                yield _carry(folder / name, "wb", size, sender, info)
+                yield _transfer(folder / name, "wb", size, sender, info)
     info.largest([0])
 
 
-def _carry(path: Path, mode: str, size: int, other: int, info: RankInfo) -> Path:
-    """Send a file to the rank `other`, or write what it sends."""
+def _transfer(path: Path, mode: str, size: int, other: int, info: RankInfo) -> Path:
+    """Send the file to the rank `other` ("rb"), or write the file that `other` sends ("wb")."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    place = path if mode == "rb" else path.with_name(f".{path.name}.partial")
+    target = path if mode == "rb" else path.with_name(f".{path.name}.partial")
     carrier = torch.device("cpu") if dist.get_backend(info.group) == "gloo" else info.device
-    with checkpoint.as_storage_full(path.parent), place.open(mode) as file:
+    with checkpoint.as_storage_full(path.parent), target.open(mode) as file:
         for first in range(0, size, CHUNK):
             data = torch.empty(min(CHUNK, size - first), dtype=torch.uint8)
             if mode == "rb":
                 data.numpy()[:] = np.frombuffer(file.read(len(data)), np.uint8)
                 dist.send(data.to(carrier), other, info.group)
             else:
-                dist.recv(there := data.to(carrier), other, info.group)
-                file.write(there.cpu().numpy().data)
-    return place.replace(path)
+                dist.recv(received := data.to(carrier), other, info.group)
+                file.write(received.cpu().numpy().data)
+    return target.replace(path)

@@ -1,6 +1,6 @@
-"""One forward pass's worth of rows, packed: from the host to tensors on the device, in one copy.
+"""Pack rows into the tensors of one forward pass and copy them from the host to the device in one go.
 
-B rows, R reply tokens of the longest, T packed tokens, N trained ones."""
+B rows, R tokens of the longest reply, T packed tokens, N trained tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rows import Rows, cut_by_length, length_buckets, ramps, spans, starts
 from runtime.types import common
 
-BUCKET_RATIO = 1.5  # longest to shortest row of one attention call: padding against the number of calls
+BUCKET_RATIO = 1.5  # longest to shortest row of one attention call; trades padding against the number of calls
 
 
 def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
-    """How `sequences` attend, both as in MicroBatch. Where a row before has half of one or more, its own tokens alone are
-    queries; where less, all are, which a causal kernel makes up for, and the same output is found twice."""
+    """Return how `sequences` attend; `paths` and `sequences` as in MicroBatch. If an earlier row has at least half of a
+    sequence's tokens, only the sequence's own tokens are queries. Otherwise all its tokens are queries, as a causal kernel
+    computes them faster; the shared tokens' output is then computed twice."""
     begin, shared, own = sequences[sequences[:, 2] > 0].T
     before = np.where(2 * shared < shared + own, 0, shared)
     every = np.arange(int(paths.max(initial=-1)) + 1)
@@ -30,14 +31,15 @@ def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.devic
 
 
 def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
-    """`sequences`, as of `attention_rows`, whole, in one bucket. What several have is computed in each, taken from the last."""
+    """Return `sequences` (as in `attention_rows`) whole and in one bucket. A token that several rows share is computed in each
+    of them; its output is taken from the last."""
     kept = sequences[sequences[:, 2] > 0]
     begin, length = kept[:, :1], kept[:, 1:].sum(1, keepdims=True)
     cell = np.arange(int(length.max()))
-    there = cell < length
-    rows = paths[np.where(there, begin + cell, begin)]
+    valid = cell < length
+    rows = paths[np.where(valid, begin + cell, begin)]
     cells = np.zeros(int(paths.max()) + 1, np.int64)
-    cells[rows[there]] = np.flatnonzero(there)
+    cells[rows[valid]] = np.flatnonzero(valid)
     made = [torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, cells)]
     return Packing(rows=made[:1], cells=made[1])
 
@@ -50,11 +52,12 @@ def query_rows(
     device: torch.device,
     ratio: float = BUCKET_RATIO,
 ) -> Packing:
-    """How tokens attend to those before them. `stretches`: int64 [n, (where their row begins in `paths`, how many tokens of it
-    are before them, how many they are)]. `asks`, `keys`: int64 [T], where the query and the key of each packed token lie; -1
-    for a token that does not ask.
+    """Return how tokens attend to the tokens before them. `stretches`: int64 [n, (start of the row in `paths`, number of the
+    row's tokens before the stretch, number of tokens in the stretch)]. `asks`, `keys`: int64 [T], the positions of the query
+    and the key of each packed token; -1 for a token without a query.
 
-    Stretches alike, by `ratio`, make up a bucket: all in it begin where the one with the fewest tokens before it does.
+    Stretches of similar size, by `ratio`, form a bucket. All stretches of a bucket begin at the position of the stretch with
+    the fewest tokens before it.
     """
     rows, queries, cells, used = [], [], np.zeros(int(asks.max(initial=-1)) + 1, np.int64), 0
     for bucket, before in _buckets(stretches, ratio):
@@ -72,7 +75,7 @@ def query_rows(
 
 
 def _buckets(stretches: np.ndarray, ratio: float) -> Iterator[tuple[np.ndarray, int]]:
-    """Stretches of about as many tokens before them and of their own, and the fewest that one of them has before it."""
+    """Yield stretches with similar numbers of tokens before and in them, and the smallest number of tokens before one."""
     for alike in _runs(stretches, stretches[:, 1], ratio):
         before = int(alike[0, 1])
         for bucket in _runs(alike, alike[:, 1:].sum(1) - before, BUCKET_RATIO):
@@ -80,31 +83,31 @@ def _buckets(stretches: np.ndarray, ratio: float) -> Iterator[tuple[np.ndarray, 
 
 
 def _runs(stretches: np.ndarray, sizes: np.ndarray, ratio: float) -> list[np.ndarray]:
-    """`stretches` of about one size, ascending."""
+    """Split `stretches` into runs of similar size, ascending."""
     order = np.argsort(sizes, kind="stable")
     return np.split(stretches[order], np.cumsum(length_buckets(sizes[order].tolist(), ratio))[:-1])
 
 
-REACH = 8  # tokens that attention gathers for each packed one, at most: what it gathers takes memory, too
+REACH = 8  # at most this many tokens are gathered by attention for each packed token: gathered tokens take memory, too
 
 
 # ---- Prefix tree
 #
-# What several rows begin with is computed once: a group's prompt, and all that branches of an episode have in common. numpy
-# on the host; pure.
+# Tokens that several rows begin with are computed once: a group's prompt, and the common part of an episode's branches. Pure
+# numpy on the host.
 #
-# A token of two rows is the same where all tokens before it are: then so is what the model makes of it. That is found by
-# comparing tokens. Rows are put into an order in which each shares most with the one before it, and only what it does not
-# share is packed. A *tree* is a run of rows each of which shares something with the one before.
+# Two rows share a token if the token and all tokens before it are equal; the model then computes the same for it. The rows are
+# ordered so that each row shares as much as possible with the row before it. Only the tokens that it does not share are
+# packed. A *tree* is a run of rows in which each row shares tokens with the row before it.
 #
 # B rows, T packed tokens.
 
 
 def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The rows `chosen`, each with a reply of at least one token, in the order of their trees; how many tokens of each are fed
-    to the model; and with how many of these it begins as the row before it. int64 [B] each, prompts included.
+    """Return the rows `chosen` in tree order, the number of tokens of each that the model gets, and the number of these that
+    the row shares with the row before it. int64 [B] each, prompts included.
 
-    The last token of a reply predicts nothing and is not fed.
+    Each row has a reply of at least one token. The last token of a reply predicts nothing and is not fed.
     """
     replies = {row: rows.tokens[rows.start[row] : rows.start[row] + rows.length[row] - 1] for row in chosen.tolist()}
     order = sorted(replies, key=lambda row: (rows.group[row], rows.episode[row], replies[row].tobytes()))
@@ -119,7 +122,7 @@ def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def of_fed(rows: Rows, chosen: np.ndarray, prompts: np.ndarray, replies: np.ndarray) -> np.ndarray:
-    """What `prompts` and `replies`, flat as in Rows, say of the tokens of the rows `chosen` that are fed, back to back."""
+    """Return the values of `prompts` and `replies` (flat as in Rows) for the tokens of `chosen` that are fed, back to back."""
     group, fed = rows.group[chosen], rows.length[chosen] - 1
     prompt = rows.prompt_length[group]
     begins = starts(prompt + fed)
@@ -130,8 +133,8 @@ def of_fed(rows: Rows, chosen: np.ndarray, prompts: np.ndarray, replies: np.ndar
 
 
 def tree_paths(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """int64 [sum of lengths]: the packed tokens of each row from its first on, back to back, when what each row does not share
-    with the one before is packed in the order of the rows."""
+    """Return the packed indices of each row's tokens from its first on, back to back: int64 [sum of lengths]. The tokens that
+    a row does not share with the row before it are packed in the order of the rows."""
     begins = starts(lengths)
     paths = np.cumsum(ramps(lengths) >= np.repeat(shared, lengths)) - 1
     for index in np.flatnonzero(shared).tolist():
@@ -141,9 +144,9 @@ def tree_paths(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
 
 
 def cut_trees(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut rows in the order of their trees into batches of at most `budget` packed tokens and REACH times as many gathered.
+    """Cut rows in tree order into batches of at most `budget` packed tokens and `REACH * budget` gathered tokens.
 
-    A tree stays whole where it fits; a row that is longer than the budget is alone. Trees of about one size come together.
+    A tree that fits stays whole. A row that is longer than the budget is alone. Trees of similar size are batched together.
     """
     parts: list[tuple[float, list[int]]] = []
     packed = gathered = 0
@@ -167,46 +170,46 @@ def cut_trees(lengths: Sequence[int], shared: Sequence[int], budget: int) -> lis
 
 
 Columns = Mapping[str, np.ndarray]
-"""What an objective computes on, by name: per reply token (flat, as in Rows), or per row ([B, R] or [B, 1])."""
+"""The inputs of an objective by name: per reply token (flat, as in Rows), or per row ([B, R] or [B, 1])."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes, and what the objective computes on: `columns`, by name."""
+    """The inputs of one forward pass, and of the objective: `columns`, by name."""
 
     input_ids: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T]
     packing: Packing
-    predictors: torch.Tensor  # int64 [N], packed index of the token whose logits give the trained one
+    predictors: torch.Tensor  # int64 [N], packed index of the token whose logits predict the trained token
     targets: torch.Tensor  # int64 [N]
-    cells: torch.Tensor  # int64 [N], where the trained token lies in the flattened grid
+    cells: torch.Tensor  # int64 [N], index of the trained token in the flattened grid
     mask: torch.Tensor  # float32 [B, R]
-    kept: torch.Tensor | None  # uint8 [N, bytes], what the tokens were sampled from, as of `confined`; None: all
-    experts: torch.Tensor | None  # uint8 or int32 [T, L, k], those that the tokens take; None: those that the router chooses
+    kept: torch.Tensor | None  # uint8 [N, bytes], the tokens that sampling allowed, as in `confined`; None: all
+    experts: torch.Tensor | None  # uint8 or int32 [T, L, k], the experts that the tokens take; None: the router chooses
     columns: Mapping[str, torch.Tensor]  # float32 [B, R] or [B, 1]
-    samples: np.ndarray  # int64 [B], which of the rows; on the host
-    places: np.ndarray  # int64 [N], where the trained token lies in the flat arrays; on the host
-    paths: np.ndarray  # int64 flat: the packed tokens of each row from its first on; on the host
-    sequences: np.ndarray  # int64 [B, (where it begins in `paths`, its tokens that a row before has, too, and those that are
-    # its own, which are packed one behind the other)]; on the host
+    samples: np.ndarray  # int64 [B], indices of the rows; on the host
+    places: np.ndarray  # int64 [N], index of the trained token in the flat arrays; on the host
+    paths: np.ndarray  # int64 flat: the packed indices of each row's tokens from its first on; on the host
+    sequences: np.ndarray  # int64 [B, (start of the row in `paths`, tokens that it shares with an earlier row, its own tokens,
+    # which are packed back to back)]; on the host
     padding: int  # cells of the attention rows that hold no token
     attended: int  # all cells of the attention rows
 
     def grid(self, values: torch.Tensor) -> torch.Tensor:
-        """Values [N] of the trained tokens as [B, R], 0 elsewhere."""
+        """Return `values` [N] of the trained tokens as [B, R], 0 elsewhere."""
         return values.new_zeros(self.mask.numel()).index_copy(0, self.cells, values).view(self.mask.shape)
 
     def of_tokens(self, name: str) -> torch.Tensor:
-        """The column `name`, [B, R], at the trained tokens, [N]."""
+        """Return the column `name` [B, R] at the trained tokens, [N]."""
         return self.columns[name].flatten()[self.cells]
 
 
 def micro_batches(
     rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True
 ) -> Iterator[MicroBatch]:
-    """The rows `chosen` (bool [B]), each micro-batch within `budget` tokens. `packs`: as of ModelBackend.
+    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`: as in ModelBackend.
 
-    As many on every rank, so that all take part in the collectives of each.
+    Every rank yields the same number of micro-batches, so that all ranks take part in the collectives of each.
     """
     made = plan(rows, np.flatnonzero(chosen), budget, packs)
     device = rank_info.device
@@ -215,8 +218,8 @@ def micro_batches(
 
 
 def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> list[np.ndarray]:
-    """Cut the rows `chosen` into micro-batches within `budget` tokens, of which those that rows share count once; where they
-    are not packed, every cell of theirs counts, padding as well."""
+    """Cut the rows `chosen` into micro-batches within `budget` tokens. Tokens that rows share count once. Without `packs` every
+    cell of the padded rows counts."""
     if not packs:
         lengths = rows.prompt_length[rows.group[chosen]] + rows.length[chosen] - 1
         return [chosen[indices] for indices in cut_by_length(lengths.tolist(), budget)]
@@ -227,8 +230,8 @@ def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> lis
 def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device, packs: bool = True) -> MicroBatch:
     """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows.
 
-    The last token of a reply predicts nothing and is left out; what rows share is there once. Where a prompt is empty, no
-    reply's first token is trained.
+    The last token of a reply predicts nothing and is left out. Tokens that rows share are packed once. If a prompt is empty,
+    the first token of its replies is not trained.
     """
     chosen, lengths, shared = in_tree_order(rows, chosen)
     paths, begins = tree_paths(lengths, shared), starts(lengths)
@@ -275,7 +278,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device,
 
 
 def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """With tokens added at the end that nothing looks at, so that T is a multiple of `multiple`."""
+    """Pad `batch` at the end with tokens that no token attends to, so that T is a multiple of `multiple`."""
     missing = -batch.input_ids.shape[1] % multiple
     if not missing:
         return batch
@@ -288,7 +291,7 @@ def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
 
 
 def empty_batch(names: Iterable[str], device: torch.device) -> MicroBatch:
-    """A micro-batch of one token that is not trained, for ranks that have fewer than others but share their collectives."""
+    """Return a micro-batch of one untrained token. A rank with fewer micro-batches takes part in collectives with it."""
     zero, none = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, 1, device=device)
     return MicroBatch(
         input_ids=zero[None],

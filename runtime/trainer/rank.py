@@ -1,5 +1,4 @@
-"""One rank of a group of processes that share a model: its place in the group and its commands, whichever the role; then what a
-rank under training has besides, and what the trainer's and the critic's add."""
+"""One rank of a group of processes that share a model: how it joins the group, and the commands of each role."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ from runtime.models.hf_config import read_raw
 from runtime.process import os_process, platform
 from runtime.process.aio import in_thread
 from runtime.trainer.backend import TrainedRole
-from runtime.trainer.collectives import RankInfo, _all_told, exchange
+from runtime.trainer.collectives import RankInfo, _all_gather_json, exchange
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.delta import ShardDelta, TensorChanges
@@ -53,9 +52,9 @@ from runtime.weights.sender import SendBuffers, WeightSender
 
 
 class GroupRank:
-    """Every method runs in the engine's thread, in the same order on every rank. A subclass names its `role`, and has a method
-    for each command, of its name in snake case, which takes the command and returns its answer: a future of one that goes on
-    beside the next commands."""
+    """All methods run in the engine's thread, in the same order on every rank. A subclass names its `role`. For each command it
+    has a method with the command's name in snake case, which takes the command and returns the answer. The answer is a future
+    if the work goes on beside the next commands."""
 
     role: ClassVar[str]
 
@@ -64,35 +63,35 @@ class GroupRank:
         self.rank = rank
         self.world_size = world_size
         self.version = PolicyVersion()
-        """Of the weights as they are."""
+        """Version of the present weights."""
 
     def execute(self, command: Any) -> Any:
-        """Carry out one command; returns its answer."""
+        """Carry out one command and return its answer."""
         return getattr(self, snake(type(command).__name__))(command)
 
 
 def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:
-    """This rank's device; with several ranks, join its group first. `timeout`: seconds of its collectives.
+    """Join the group if there are several ranks, and return this rank's device. `timeout`: seconds of the group's collectives.
 
-    Raises UserError when the role's `backend` does not work on that device.
+    Raises UserError if the role's `backend` does not work on that device.
     """
     device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
     backend = backend_of(role, settings, device)
     if world_size > 1:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # of the newest collectives
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # newest collectives that the flight recorder keeps
         limit, rank = timedelta(seconds=timeout), int(os.environ["RANK"])
         _stores.append(store := _store(world_size, limit, backend))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return device
 
 
-_stores: list[dist.Store] = []  # of the default group, which torch calls for each further group
+_stores: list[dist.Store] = []  # keeps the default group's store alive: torch calls it for each further group
 
 
 def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBackend) -> dist.Store:
-    """Where the ranks meet. Rank 0 opens it on the socket that it was given, which listens already.
+    """Open or join the group's store. Rank 0 opens it on the socket that it inherited, which already listens.
 
-    NCCL and HCCL call a store from threads of their own, which may not wait for Python's lock: theirs has no tags.
+    NCCL and HCCL call a store from their own threads, which must not wait for Python's lock: their store is not authenticated.
     """
     key = bytes.fromhex(os.environ.pop(os_process.STORE_KEY))
     host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
@@ -104,18 +103,18 @@ def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBack
 
 
 def backend_of(role: str, settings: Spread, device: torch.device) -> platform.CollectiveBackend:
-    """What the ranks of `role` meet over. Raises UserError when that does not work on `device`.
+    """Return the collective backend of the ranks of `role`. Raises UserError if that backend does not work on `device`.
 
-    torch's gloo knows no NPUs; on CUDA it has what FSDP2 needs, but neither the sends between stages nor the coalesced gathers
-    of megatron-core.
+    torch's gloo has no NPU support. On CUDA, gloo has what FSDP2 needs, but neither the sends between pipeline stages nor the
+    coalesced gathers of megatron-core.
     """
     staged = device.type == "cuda" and settings.engine == "torch"
     return platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
 
 
 def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
-    """Before anything is loaded: raises UserError when a rank of `role` with the model of folder `source` is known to hold more
-    than its device has."""
+    """Check, before anything is loaded, that a rank of `role` with the model of folder `source` fits its device. Raises
+    UserError if the rank is known to need more memory."""
     if getattr(config.services, role).engine != "megatron":
         return
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
@@ -125,7 +124,7 @@ def require_memory(role: str, config: Config, source: str, device: torch.device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One rank of a group under training, whichever model it trains: the engine, and the commands that trainer and critic share.
+# One rank of a group under training: the engine, and the commands that trainer and critic share.
 
 
 log = logging.getLogger("sluice")
@@ -135,21 +134,21 @@ OF_A_STEP = (BeginStep, Accumulate, Apply)
 
 
 class UpdateRank(GroupRank):
-    """A subclass adds the commands that are its own."""
+    """A subclass adds its own commands."""
 
-    last: ClassVar[type]  # of the commands of a step
-    timed_as: ClassVar[str]  # how the metrics begin of what `onload`, `offload` and `save` take of the engine's time
+    last: ClassVar[type]  # last command of a step
+    timed_as: ClassVar[str]  # prefix of the metrics of the seconds that `onload`, `offload` and `save` take
 
     def __init__(self, engine: ModelTrainer, config: Config, managed_externally: bool):
-        """`managed_externally`: its device is another role's as well, and the coordinator says when to take it and when to give
-        it up."""
+        """Wrap `engine`. `managed_externally`: the rank shares its device with another role, and the coordinator says when the
+        rank takes the device and when it gives it up."""
         super().__init__(config, engine.backend.rank_info.rank, engine.backend.rank_info.world_size)
         self.engine, self.backend = engine, engine.backend
         settings: Trainer = getattr(config.services, self.role)
         self._managed_externally = managed_externally
         self._offloads, self._away = bool(settings.offloaded) and not managed_externally, False
-        self._begun = False  # a step, whose gradients are on the device
-        self._failed: Exception | None = None  # what a command of a step raised, after which its gradients are not whole
+        self._begun = False  # a step has begun: its gradients are on the device
+        self._failed: Exception | None = None  # the error of a command of the step; the step's gradients are then incomplete
         self._seconds: dict[str, float] = {}
         self._saving: Future[list[str]] | None = None
         self._part = None if config.cluster.shared_folder else NodePart(config, self.role, self.backend.rank_info)
@@ -157,12 +156,12 @@ class UpdateRank(GroupRank):
             self._offload()
 
     def state(self, folder: Path) -> Path:
-        """Where in the checkpoint `folder` this role's state lies. Raises UserError when it is not there."""
+        """Return where this role's state is in the checkpoint `folder`. Raises UserError if it is missing."""
         return folder
 
     def execute(self, command: Any) -> Any:
-        """Carry out one command, with the engine's state where it belongs. Commands of a step are ordered ahead: those behind
-        one that has failed raise what it raised, until a checkpoint is restored."""
+        """Carry out one command, with the engine's state on the right device. Commands of a step are sent ahead: after one
+        has failed, the later ones raise the same error until a checkpoint is restored."""
         if not isinstance(command, OF_A_STEP):
             return self._execute(command)
         if self._failed is not None:
@@ -205,7 +204,7 @@ class UpdateRank(GroupRank):
         self._offload()
 
     def onload(self, command: Onload) -> None:
-        """Everything is at hand already."""
+        """Do nothing: `_ensure_on_device` has brought everything back."""
 
     def save(self, command: Save) -> Future[list[str]] | list[str]:
         folder, part = Path(command.folder), self._part
@@ -228,17 +227,17 @@ class UpdateRank(GroupRank):
         return self._saving
 
     def _require_saved(self) -> None:
-        """All ranks have answered for the checkpoint before, and said whether it failed: nothing of it is left to be done."""
+        """Wait until the previous checkpoint is written. All ranks have answered for it and reported whether it failed."""
         timeout = self.config.deadlines.save
         try:
             if self._saving is not None:
                 self._saving.exception(timeout)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "still writes the one before", timeout) from error
+            raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "the last save still runs", timeout) from error
 
     @contextlib.contextmanager
     def _ensure_on_device(self, command: Any) -> Iterator[None]:
-        """Around a command that needs all of the engine's state: between steps the device may be lent out."""
+        """Bring all of the engine's state to the device for `command`: between steps the device may be lent out."""
         if self._away and not isinstance(command, Offload):
             with self._counted("onload"):
                 self.engine.onload()
@@ -247,10 +246,10 @@ class UpdateRank(GroupRank):
         if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
             self._offload()
         if self._managed_externally and isinstance(command, Restore):
-            self._offload()  # nobody has said yet that it is this role's turn
+            self._offload()  # the coordinator has not yet given the device to this role
 
     def _offload(self) -> None:
-        """Off the device with what the configuration says."""
+        """Move the state that the configuration names off the device."""
         if not self._away:
             with self._counted("offload"):
                 self.engine.offload()
@@ -258,14 +257,14 @@ class UpdateRank(GroupRank):
 
     @contextlib.contextmanager
     def _counted(self, what: str) -> Iterator[None]:
-        """Account the block's seconds to the next step."""
+        """Add the block's seconds to the next step's metrics."""
         before, metric = time.perf_counter(), self.timed_as + what
         yield
         self._seconds[metric] = self._seconds.get(metric, 0.0) + time.perf_counter() - before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One rank of the trainer group: besides the steps, what it takes to publish and to export the policy.
+# One rank of the trainer group: the steps, the weight sync and the export of the policy.
 
 
 class TrainRank(UpdateRank):
@@ -285,17 +284,17 @@ class TrainRank(UpdateRank):
         by_shard = delta and self.world_size > 1 and self.backend.shards(self._targets) is not None
         self._delta = ShardDelta(self.rank, device, self._targets) if by_shard else None
         self.sender: WeightSender | None = None
-        """None where this rank sends nothing."""
+        """None if this rank sends nothing."""
         if self.rank in ranks:
             number, names = ranks.index(self.rank), tuple(f"{self.role}-{sender}" for sender in ranks)
             buffers = SendBuffers(self.manifest, number=number, pin=device.type == "cuda", takes_changes=by_shard)
-            # Members that share a device have neither NCCL nor HCCL.
+            # Members that share a device cannot use NCCL or HCCL.
             backend = platform.collective_backend("gloo" if takes_turns(config) else settings.backend, device)
             full_every = settings.full_every if delta else 0
             self.sender = WeightSender(buffers, config, names[number], backend=backend, names=names, full_every=full_every)
 
     def _senders(self) -> tuple[list[int], list[TensorSpec]]:
-        """The ranks that send, and the tensors as they are on the wire, with who can send each."""
+        """Return the ranks that send, and the specs of the tensors as sent, each with the senders that can send it."""
         settings = self.config.publication
         specs = self.backend.tensor_specs()
         if settings.dtype != "auto":
@@ -312,8 +311,8 @@ class TrainRank(UpdateRank):
         return replace(super().apply(command), probes=gaps)
 
     def send_weights(self, command: SendWeights) -> Future[WeightsSent] | WeightsSent:
-        """Gather the weights, which takes every rank, and send this one's part as it becomes whole. Raises ServiceFault, phase
-        "snapshot", for a version that the engine is past."""
+        """Gather the weights, which takes every rank, and send this rank's part as it becomes complete. Raises ServiceFault,
+        phase "snapshot", if the engine is already at a later version."""
         if command.version < self.version:
             name, phase = f"{self.role}-{self.rank}", "snapshot"
             raise ServiceFault(name, phase, f"version {command.version} was not kept: {self.version} is there")
@@ -326,7 +325,7 @@ class TrainRank(UpdateRank):
         return WeightsSent(0, 0.0)
 
     def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
-        """Of the tensors that this rank sends, in their order, what changed since the last time, or the whole."""
+        """Return what changed since the last weight sync in the tensors that this rank sends, in order, or whole tensors."""
         shards = self.backend.shards(self._targets) if self._delta is not None else None
         if self._delta is None or shards is None:
             return self.backend.gather(self._targets)
@@ -342,7 +341,7 @@ class TrainRank(UpdateRank):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One rank of the critic group: besides the steps, it computes values.
+# One rank of the critic group: the steps, and the values.
 
 
 class CriticRank(UpdateRank):
@@ -358,11 +357,11 @@ class CriticRank(UpdateRank):
         return checkpoint.critic_state(folder)
 
     def execute(self, command: Any) -> Any:
-        """Values need nothing of what is away between steps."""
+        """Carry out one command. ComputeValues needs no state that is offloaded between steps."""
         return self.compute_values(command) if isinstance(command, ComputeValues) else super().execute(command)
 
     def compute_values(self, command: ComputeValues) -> list[bytes]:
-        """The encoded Values of this rank's groups, in their order."""
+        """Return the encoded Values of this rank's groups, in their order."""
         return [types.encode(values) for values in self.engine.values(command.groups)]
 
 
@@ -370,7 +369,7 @@ Trained = TypeVar("Trained", TrainRank, CriticRank)
 
 
 def make_rank(kind: type[Trained], config: Config, rank: int, world_size: int) -> Trained:
-    """Build the engine of a rank; with several ranks, join its group first. Raises UserError for a bad model."""
+    """Join the group if there are several ranks, and build the engine of a rank. Raises UserError for a bad model."""
     role = kind.role
     device = join_group(role, getattr(config.services, role), world_size, config.deadlines.train)
     require_memory(role, config, TrainedRole.of(config, role).source, device)
@@ -378,25 +377,27 @@ def make_rank(kind: type[Trained], config: Config, rank: int, world_size: int) -
 
 
 class NodePart:
-    """Every method is a collective of all ranks but `complete`, which follows one."""
+    """The part of a checkpoint that this node's ranks write and read. Every method is a collective of all ranks, except
+    `complete`, which is called after a collective."""
 
     def __init__(self, config: Config, role: str, info: RankInfo):
         self._role, self._info, self._gathers = role, info, config.checkpoint.gather
-        self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # of this node's ranks
+        self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first of this node's ranks
         run_dir, node = Path(config.run.dir), os.environ.get(os_process.NODE, "")
         self._root, self._name = node_checkpoints.root(run_dir, node, role), f"{role}/{node}"
-        self._whole = partial(node_checkpoints.whole, run_dir, node, sums=False)  # which the agent has compared
+        self._whole = partial(node_checkpoints.whole, run_dir, node, sums=False)  # the agent has compared the checksums
 
     def begin(self, command: Save) -> Path:
-        """Where this node's ranks are to write."""
+        """Create the folder that this node's ranks write to, and return it."""
         step = types.decode(Position, command.place).version.step
         if self._leads:
             node_checkpoints.begin(self._root, step, command.keep)
-        self._info.largest([0])  # nobody writes before all folders are there
+        self._info.largest([0])  # no rank writes before all folders exist
         return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
 
     def complete(self, folder: Path, command: Save) -> list[str]:
-        """All ranks have written into `folder`. The part that this rank speaks for, which is safe then."""
+        """Complete the checkpoint after all ranks have written into `folder`. Return the parts that this rank reports as safe:
+        at most one."""
         if not self._leads or not node_checkpoints.files(folder):
             return []
         position = types.decode(Position, command.place)
@@ -404,8 +405,8 @@ class NodePart:
         return [] if self._gathers and self._info.rank else [self._name]
 
     def load(self, command: Restore, engine: ModelTrainer) -> PolicyVersion:
-        """Have `engine` restore the checkpoint; gives its version. What a node's ranks read, and others have alone, it gets
-        from them for as long. Raises UserError, on all ranks, when a part that the checkpoint consists of is not there."""
+        """Restore the checkpoint with `engine` and return the checkpoint's version. Files that ranks of this node read and
+        only other nodes have are copied here and deleted after the load. Raises UserError on all ranks if a part is missing."""
         position = types.decode(Position, command.place)
         folder = checkpoint.folder_for(self._root, position.version.step)
         if self._leads:
@@ -413,15 +414,15 @@ class NodePart:
             checkpoint.set_aside(self._root, position.version.step, command.incarnation)
         has = self._leads and f"{self._name}/{node_checkpoints.identity(position)}" in self._whole()
         if self._leads and not has and self._name not in position.parts:
-            checkpoint.discard(folder)  # of no use, and in the way
-        told = _all_told([self._name, has], self._info)
+            checkpoint.discard(folder)  # useless, and it would be in the way
+        of_ranks = _all_gather_json([self._name, has], self._info)
         for part in position.parts:
-            if part.startswith(f"{self._role}/") and [part, True] not in told:
+            if part.startswith(f"{self._role}/") and [part, True] not in of_ranks:
                 raise UserError(f"run.resume: {command.folder}: {node_checkpoints.missing(part)}")
         got = list(exchange(folder, lambda name: not name.endswith(".distcp"), self._info))
         got += exchange(folder, engine.backend.needed(folder).__contains__, self._info)
         engine.load(str(folder))
-        self._info.largest([0])  # nobody reads any more
+        self._info.largest([0])  # no rank reads any more
         for path in got:
             path.unlink()
         return position.version

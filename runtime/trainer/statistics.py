@@ -1,9 +1,8 @@
-"""Sums, extremes and histograms that an update gathers over its micro-batches and ranks, read back once at its end; and which
-samples made a loss or a gradient NaN or infinite.
+"""Sums, extremes and histograms of an update, gathered over its micro-batches and ranks and read back once at its end. Also a
+report of the samples with a NaN or infinite loss or gradient.
 
-A histogram is counts in logarithmic bins, which add up: however the numbers are split over micro-batches, updates and ranks,
-the counts are the same, and so is what is read off them. A bin spans a sixteenth of an octave, so that a quantile is at most
-4.3 % (1 - 2^(-1/16)) below the exact one, and never above it.
+A histogram has counts in logarithmic bins. Counts add up to the same, however numbers are split over micro-batches, updates and
+ranks. A bin spans a sixteenth of an octave: a quantile is at most 4.3 % (1 - 2^(-1/16)) below the exact one, and never above.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from runtime.trainer.rows import Rows
 Number = torch.Tensor | float
 
 BINS_PER_OCTAVE = 16
-LOWEST, HIGHEST = -30, 8  # exponents of 2; what is below counts as 0, what is above as 2^HIGHEST
+LOWEST, HIGHEST = -30, 8  # exponents of 2; smaller numbers count as 0, larger ones as 2^HIGHEST
 BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE + 2
-NAMED = 8  # samples that a message about NaN or infinity names
+NAMED = 8  # samples named in a message about NaN or infinity
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What `StepStatistics.reduce` found; `+` joins those of several updates. Minima are the maxima of what is negated.
+    """The result of `StepStatistics.reduce`; `+` joins those of several updates. A minimum is the maximum of negated numbers.
 
     `bins` are the counts of histograms by name and bin, without empty bins.
     """
@@ -72,7 +71,7 @@ class Reduced:
         return Reduced(means, maxima, totals, bins)
 
     def finite(self) -> Reduced:
-        """Without what is NaN or infinite."""
+        """Return the statistics without NaN and infinite ones."""
         return Reduced(
             {name: mean for name, mean in self.means.items() if math.isfinite(mean.total)},
             {name: value for name, value in self.maxima.items() if math.isfinite(value)},
@@ -81,7 +80,7 @@ class Reduced:
         )
 
     def metrics(self) -> dict[str, float]:
-        """By name; of a histogram NAME the 99th percentile, as NAME_p99."""
+        """Return the numbers by name. A histogram NAME gives its 99th percentile, as NAME_p99."""
         means = {name: mean.value for name, mean in self.means.items()}
         extremes = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in self.maxima.items()}
         tails = {f"{name}_p99": quantile(counts, 0.99) for name, counts in self.bins.items()}
@@ -93,7 +92,7 @@ class StepStatistics:
 
     def __init__(self, device: torch.device):
         self.device = device
-        # Token counts of large steps exceed what float32 counts exactly; NPUs reduce nothing wider.
+        # Large steps have more tokens than float32 counts exactly; NPUs reduce nothing wider than float32.
         self.dtype = torch.float32 if device.type == "npu" else torch.float64
         self._sums: dict[str, tuple[Number, Number]] = {}
         self._maxima: dict[str, Number] = {}
@@ -118,13 +117,13 @@ class StepStatistics:
         self._totals[name] = self._totals.get(name, 0.0) + number
 
     def histogram(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
-        """Of `values` >= 0 where `counted`, tensors of one shape."""
+        """Add `values` >= 0 where `counted` is 1 to a histogram; tensors of one shape."""
         counts = bin_counts(values, counted, self.dtype)
         self._bins[name] = self._bins[name] + counts if name in self._bins else counts
 
     def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
-        """Over the ranks of `group`, by default all: one synchronisation. Names with nothing counted, or no extreme, are left
-        out."""
+        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. Names without a count or an extreme are
+        left out."""
         pairs = [number for pair in self._sums.values() for number in pair]
         sums = torch.cat([self._vector([*pairs, *self._totals.values()]), *self._bins.values()])
         maxima = self._vector(list(self._maxima.values()))
@@ -150,7 +149,7 @@ class StepStatistics:
 
 
 def bin_counts(values: torch.Tensor, counted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[BINS] of `dtype`: how many of `values` (>= 0, any shape) are in each bin, of those where `counted` (the same shape)."""
+    """Return the number of `values` (>= 0, any shape) in each bin, [BINS] of `dtype`. Values count where `counted` is 1."""
     exponents = values.detach().float().nan_to_num(nan=torch.inf).log2()
     places = ((exponents - LOWEST) * BINS_PER_OCTAVE).floor().clamp(-1, BINS - 2).long() + 1
     found = torch.zeros(BINS, dtype=dtype, device=values.device)
@@ -158,17 +157,18 @@ def bin_counts(values: torch.Tensor, counted: torch.Tensor, dtype: torch.dtype) 
 
 
 def quantile(counts: Mapping[int, float], share: float) -> float:
-    """The lower edge of the bin that holds the number of rank ceil(`share` · n) among all n; `counts` by bin, not all 0."""
+    """Return the lower edge of the bin that holds the number of rank ceil(`share` · n) among all n numbers. `counts` by bin,
+    not all 0."""
     rank, below = math.ceil(share * sum(counts.values())), 0.0
     for place, number in sorted(counts.items()):
         below += number
         if below >= rank:
             return 2.0 ** (LOWEST + (place - 1) / BINS_PER_OCTAVE) if place else 0.0
-    raise ValueError("a quantile of nothing")
+    raise ValueError("counts are all 0: no quantile")
 
 
 class NonFiniteReport:
-    """Which samples made a loss or a gradient NaN or infinite: found by training on one micro-batch at a time, and written to
+    """The samples that made a loss or a gradient NaN or infinite, found by training on one micro-batch at a time. The file is
     `RUN/nonfinite/ROLE-step-00000012.json`: `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`.
 
     Every rank makes the same calls.
@@ -180,9 +180,9 @@ class NonFiniteReport:
         self._guilty: list[np.ndarray] = []
 
     def add(self, rows: Rows, batch: MicroBatch, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
-        """One micro-batch of each rank, with its `loss` and this rank's shards of the gradients that it alone left.
+        """Add one micro-batch of each rank, with its `loss` and this rank's shards of the gradients of this micro-batch alone.
 
-        Gradients are sums over ranks: one that is not finite though all losses are is every rank's.
+        Gradients are sums over ranks: a gradient that is not finite while all losses are finite counts for every rank.
         """
         bad_loss = not torch.isfinite(loss)
         bad_gradient = not all(torch.isfinite(gradient).all() for gradient in gradients)
@@ -196,9 +196,9 @@ class NonFiniteReport:
             self._guilty.append(names)
 
     def write(self, folder: Path) -> str:
-        """Write the file of the run's `folder`, and say in a line whose loss or gradient it was."""
+        """Write the file in the run's `folder`, and return one line that names the samples."""
         named = self._gather(self._guilty)
-        # Finite one by one, and not together: no micro-batch is to blame more than another.
+        # Finite one by one, but not together: all micro-batches are named.
         named = named if len(named) else self._gather(self._tried)
         path = folder / run_files.NONFINITE / f"{self._role}-step-{self._step:08d}.json"
         if self._rank_info.rank == 0:

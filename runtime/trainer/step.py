@@ -1,8 +1,7 @@
-"""A training step on one rank, from top to bottom: groups → rows → columns → micro-batches → gradients as sums → one or several
-optimizer updates.
+"""A training step on one rank: groups → rows → columns → micro-batches → summed gradients → one or several optimizer updates.
 
-A `ModelTrainer` is a backend (where the model lies: `fsdp/`, `megatron/`) and an objective (what it learns: the policy's or the
-critic's, both in `objective.py`). The step knows neither.
+A `ModelTrainer` has a backend (how the model is sharded: `fsdp/`, `megatron/`) and an objective (what the model learns: the
+policy's or the critic's, both in `objective.py`). The step depends on neither.
 
     begin_step ─► accumulate ─► … ─► accumulate ─► apply
                   decode, check       │             one update, or one for each mini-batch and epoch:
@@ -39,12 +38,12 @@ from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Va
 
 # ---- Kept tokens
 #
-# What is kept of a step's tokens for whoever reads samples: collected on the device, written once the step is over.
+# Trained tokens of a step that are logged for readers of samples: collected on the device, written when the step is over.
 
 
 class TokenLog:
-    """Of this rank, the first `mismatch.keep_tokens` of each step that it trains; none without a run's folder. No pass waits
-    for it."""
+    """Log of the first `mismatch.keep_tokens` tokens that this rank trains in each step; empty without a run folder. Adding
+    tokens does not wait for the device."""
 
     def __init__(self, config: Config, rank: int):
         self._most = config.mismatch.keep_tokens if config.run.dir else 0
@@ -53,7 +52,7 @@ class TokenLog:
         self._count = 0
 
     def add(self, rows: Rows, batch: MicroBatch, logprobs: torch.Tensor, advantages: torch.Tensor) -> None:
-        """Of `batch`, which is of `rows`: `logprobs` float [B, R], `advantages` float [B, R] or [B, 1]."""
+        """Add tokens of `batch`, a micro-batch of `rows`: `logprobs` float [B, R], `advantages` float [B, R] or [B, 1]."""
         take = min(len(batch.places), self._most - self._count)
         if take > 0:
             cells = batch.cells[:take]
@@ -65,7 +64,7 @@ class TokenLog:
         self._parts, self._count = [], 0
 
     def write(self, step: int) -> None:
-        """Append the step's."""
+        """Append the tokens of `step` to the log file."""
         parts = self._parts
         self.clear()
         if parts:
@@ -76,42 +75,40 @@ class TokenLog:
 
 
 def _places(rows: Rows, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of tokens by their index in the flat arrays: their groups' ids, their rows within these, and their places in those."""
+    """Return the group ids, the rows within the groups and the positions in the rows of tokens by `flat` index."""
     row = np.searchsorted(rows.start, flat, side="right") - 1
     group = rows.group[row]
     return rows.group_id[group], row - np.searchsorted(rows.group, group), flat - rows.start[row]
 
 
-# ---- Node part
-#
-# What a group's ranks on this node have of its checkpoints, where nodes share no folder (`ledger.node_checkpoints`).
+# ---- Model trainers
 
 
 def policy_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
-    """The policy of `model.path` under training, on the engine of `services.trainer`. Collective.
+    """Load the policy of `model.path` for training, on the engine of `services.trainer`. Collective.
 
-    With several ranks the caller has initialised torch's default process group, which spans them. Raises UserError for what the
-    configuration or the folder gets wrong.
+    With several ranks the caller has initialised torch's default process group, which spans them. Raises UserError if the
+    configuration or the model folder is wrong.
     """
     return model_trainer(PolicyObjective, config, RankInfo(rank, world_size, torch.device(device)))
 
 
 def critic_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
-    """The value model of `critic.path`, or the policy's with a new head, on the engine of `services.critic`; otherwise as
-    `policy_trainer`."""
+    """Load the value model of `critic.path`, or the policy's model with a new head, on the engine of `services.critic`.
+    Otherwise as `policy_trainer`."""
     return model_trainer(CriticObjective, config, RankInfo(rank, world_size, torch.device(device)))
 
 
 def model_trainer(learned: type[Objective], config: Config, rank_info: RankInfo) -> ModelTrainer:
-    """What learns `learned`, on the engine of its role's service. Collective; raises as `policy_trainer`."""
-    choose(config)  # what is wrong with a loss of the user's own is told before a model is loaded
+    """Load the model of the objective `learned` on the engine of its role's service. Collective; raises as `policy_trainer`."""
+    choose(config)  # reports a wrong user-defined loss before a model is loaded
     backend = load_backend(config, learned.role, rank_info)
     return ModelTrainer(config, backend, learned(config, backend))
 
 
 @dataclass(frozen=True)
 class ReadySamples:
-    """Samples that are ready to be trained on. `live`: bool [B], false where a sample's gradient is exactly 0."""
+    """Samples with the columns of their loss. `live`: bool [B], false where a sample's gradient is exactly 0."""
 
     rows: Rows
     columns: Columns
@@ -119,17 +116,17 @@ class ReadySamples:
 
 
 class ModelTrainer:
-    """Policy or critic under training. Calls come from one thread, in the same order on every rank; each may be a collective
-    over the service's group.
+    """Policy or critic under training. Calls come from one thread, in the same order on every rank. Each call may be a
+    collective over the service's group.
 
-    A step is `begin_step`, `accumulate` any number of times, `apply`. Gradients are sums, unnormalised, until `apply`
-    divides them by what the aggregation counts over all accumulated groups of all ranks (tokens or rows), so that a
-    step's result depends neither on sharding nor on how its groups were split over calls. Where advantages need the whole
-    batch, or a step makes several updates, `accumulate` checks and holds the groups, and `apply` computes.
+    A step is `begin_step`, `accumulate` any number of times, `apply`. Gradients are unnormalised sums until `apply` divides
+    them. The divisor is what the aggregation counts (tokens or rows) over all accumulated groups of all ranks. A step's result
+    therefore depends neither on sharding nor on how groups were split over calls. Where advantages need the whole batch, or a
+    step makes several updates, `accumulate` checks and holds the groups, and `apply` computes.
     """
 
-    phases: dict[str, float] = {}  # noqa: RUF012 - of those that account for none
-    """Seconds of the step's parts on this rank, by metric, until the next begins. They are within the result's `seconds`."""
+    phases: dict[str, float] = {}  # noqa: RUF012 - for trainers that account for no phases
+    """Seconds of the step's phases on this rank, by metric, until the next step begins. Part of the result's `seconds`."""
 
     def __init__(self, config: Config, backend: ModelBackend, objective: Objective):
         self.backend, self.objective = backend, objective
@@ -140,9 +137,9 @@ class ModelTrainer:
         self._several_updates = updates_per_step(config) > 1
         self._rate = self._options.learning_rate
         self._kept = TokenLog(config, backend.rank_info.rank)
-        self._keeps: Rows | None = None  # the rows of the passes that are made
+        self._keeps: Rows | None = None  # the rows whose tokens the present passes add to the log
         self.step = 0
-        """The step that comes next, or is under way: the weights are those of version `step`."""
+        """The step that comes next or is running: the weights are those of version `step`."""
         self._begin()
 
     # ------------------------------------------------------------------------------------------ the step
@@ -161,7 +158,7 @@ class ModelTrainer:
         self._norms: list[float] = []
         self._skipped = 0
         self.phases = {}
-        self._kept.clear()  # of a step that was given up
+        self._kept.clear()  # tokens of an abandoned step
 
     def _begin_update(self) -> None:
         self._statistics = StepStatistics(self.backend.rank_info.device)
@@ -170,19 +167,19 @@ class ModelTrainer:
     def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         """Add the gradient of this rank's `groups` (perhaps none: the ranks still run the same collectives).
 
-        `last`, the same on all ranks: nothing more is added before `apply`, so that what ranks sum up may begin now.
+        `last`, the same on all ranks: no group is added after these before `apply`; ranks may begin to reduce gradients.
         """
         groups = self.backend.of_share(groups, TrainGroup)
         with self._timed():
             rows = self._decoded(groups)
             if self._streams:
-                # Advantages need no more than a group has, and there is one update: passes are made while others generate.
+                # Advantages need one group only, and there is one update: run passes while rollouts generate other groups.
                 self._add(self._ready(rows), np.ones(len(rows.length), bool), last)
             else:
                 self._held.append(rows)
 
     def _decoded(self, groups: Sequence[TrainGroup]) -> Rows:
-        """As if nothing were trained of episodes whose last row was cut off by length, where `algorithm.truncated` says so."""
+        """Decode and check `groups`. If `algorithm.truncated` says so, mask episodes whose last row was cut off by length."""
         rows = train_rows.decode_groups(groups, self.backend.vocab_size, self.objective.needs)
         if self._config.algorithm.truncated == "train":
             return rows
@@ -191,12 +188,12 @@ class ModelTrainer:
         return replace(rows, mask=rows.mask & ~np.repeat(cut, rows.length))
 
     def apply(self) -> StepResult:
-        """The step's optimizer updates: one, or one a mini-batch and epoch."""
+        """Run the step's optimizer updates: one, or one for each mini-batch and epoch."""
         with self._timed():
             if self._streams:
                 self._update()
             else:
-                # The whole batch is here now. What the loss compares with is computed once, before the first update.
+                # The whole batch is here now. The loss's columns are computed once, before the first update.
                 empty = train_rows.decode_groups([], 0, self.objective.needs)
                 samples = self._ready(train_rows.join(self._held or [empty]))
                 for epoch in range(self._config.training.epochs):
@@ -210,25 +207,25 @@ class ModelTrainer:
         return StepResult(metrics=metrics, seconds=self._seconds)
 
     def _ready(self, rows: Rows) -> ReadySamples:
-        """With what the loss is computed on: advantages, and log-probabilities of other policies than the one that learns."""
+        """Return `rows` with the inputs of the loss: advantages, and log-probabilities of the reference and proximal policy."""
         if self.objective.reference_is_base:
             with self.backend.adapters_off():
                 rows = replace(rows, reference=self._per_token_output(rows))
         if self.objective.compares_with_start and (self._several_updates or self.objective.chooses_by_start):
-            # In the first update the loss's own pass gives these; in later ones the weights are others.
+            # In the first update the loss's own pass gives these log-probabilities; in later updates the weights have changed.
             with self._phase("old_log_p"):
                 rows = replace(rows, proximal=self._per_token_output(rows))
-        with self._phase(*self.objective.timed_as):  # no pass runs meanwhile
+        with self._phase(*self.objective.timed_as):  # no pass runs in this phase
             columns, live = self.objective.columns(rows, self.step, self._statistics)
         return ReadySamples(rows, columns, live)
 
     def _add(self, samples: ReadySamples, chosen: np.ndarray, last: bool, keep: bool = True) -> None:
-        """Add the gradient of the samples `chosen` (bool [B]) of `samples`, the `last` ones of an update or not. `keep`: their
-        tokens are to be kept, as far as there is room."""
+        """Add the gradient of the samples `chosen` (bool [B]). `last`: they are the last samples of an update. `keep`: log
+        their tokens, as far as there is room."""
         self._added.append((samples, chosen))
         trained = samples.rows.trained() & chosen
         self.objective.count_masked(_episodes(samples.rows, chosen) - _episodes(samples.rows, trained), self._statistics)
-        # Samples whose gradient is exactly 0 (all rewards of a group are alike) get a forward pass alone, for the statistics.
+        # Samples whose gradient is exactly 0 (all rewards of a group are alike) get only a forward pass, for the statistics.
         self._keeps = samples.rows if keep else None
         for backward, kind in enumerate((~samples.live, samples.live)):
             batches = self._micro_batches(samples.rows, samples.columns, trained & kind)
@@ -236,12 +233,12 @@ class ModelTrainer:
         self._keeps = None
 
     def _update(self) -> None:
-        """One optimizer update with what was added since the last. A gradient that is not finite changes no weight."""
+        """Run one optimizer update on the gradients added since the last one. A non-finite gradient changes no weight."""
         # 1. Sum gradients and statistics over all shares of the data.
         with at("reduce"):
             reduced, squared = self.backend.reduce(self._statistics)
-        # 2. Losses are sums: what they are averaged over is known only now. Where nothing was trained there is nothing to
-        #    divide by, and the gradient is 0.
+        # 2. Losses are sums: the number that they are averaged over is known only now. If no token was trained, the gradient
+        #    is 0 and is divided by 1.
         averaged = reduced.means.get(self.objective.averaged)
         denominator = averaged.count if averaged else 1.0
         norm = math.sqrt(squared) / denominator if squared >= 0 else math.nan
@@ -256,14 +253,14 @@ class ModelTrainer:
             self._norms.append(norm)
         else:
             self._handle_nonfinite()
-        # 4. The next update begins with gradients of 0; the step reports of all its updates together.
+        # 4. The next update begins with gradients of 0. The step reports the statistics of all its updates together.
         self._reduced += reduced
         self.backend.clear_gradients()
         self._begin_update()
 
     def _handle_nonfinite(self) -> None:
-        """Find the samples that a loss or gradient is not finite for, write them down, and end the step unless updates are
-        skipped."""
+        """Find the samples with a non-finite loss or gradient and write them to a file. Then end the step, unless the
+        configuration skips such updates."""
         report = NonFiniteReport(self.role, self.step, self.backend.rank_info)
         for samples, chosen in self._added:
             for batch in self._micro_batches(samples.rows, samples.columns, samples.rows.trained() & chosen):
@@ -276,7 +273,7 @@ class ModelTrainer:
         self._skipped += 1
 
     def _close_step(self) -> dict[str, float]:
-        """The step's metrics."""
+        """Return the step's metrics."""
         metrics = (self._reduced.finite() if self._skipped else self._reduced).metrics()
         metrics["lr"] = self._rate
         metrics["skipped_updates"] = float(self._skipped)
@@ -289,7 +286,7 @@ class ModelTrainer:
     # ------------------------------------------------------------------------------------------ micro-batches
 
     def _micro_batches(self, rows: Rows, columns: Columns, chosen: np.ndarray) -> Iterator[MicroBatch]:
-        """The samples `chosen` (bool [B])."""
+        """Yield micro-batches of the samples `chosen` (bool [B])."""
         budget = self._config.training.max_tokens_per_microbatch
         return micro_batches(rows, chosen, columns, budget, self.backend.rank_info, self.backend.packs)
 
@@ -305,21 +302,21 @@ class ModelTrainer:
 
     @torch.no_grad()
     def _per_token_output(self, rows: Rows) -> np.ndarray:
-        """float32 flat: the model's number for every trained token, 0 elsewhere."""
+        """Return the model's output number for every trained token, 0 elsewhere; float32 flat."""
         out = np.zeros(len(rows.tokens), np.float32)
         batches = self._micro_batches(rows, {}, rows.trained())
         for batch, numbers in self.backend.infer(batches, self.objective.per_token_output):
             out[batch.places] = numbers.float().cpu().numpy()[: len(batch.places)]
         return out
 
-    # ------------------------------------------------------------------------------------------ what is asked besides
+    # ------------------------------------------------------------------------------------------ probes and values
 
     def compare(self, probes: Sequence[bytes]) -> list[float]:
-        """Compare log-probabilities under the weights as they are with those that came with `probes`, encoded groups whose
-        every token these weights are to have sampled. Between `begin_step` and `apply`, whose `mismatch/*` have them too.
+        """Compare log-probabilities under the present weights with those in `probes`: encoded groups whose every token these
+        weights have sampled. Called between `begin_step` and `apply`; the step's `mismatch/*` metrics include the probes.
 
-        All ranks are given all probes. Returns on rank 0, for each, the mean |rollout's − trainer's| over its tokens, in nats;
-        NaN where one is not a number. Raises InvalidMessage for what cannot be decoded, or does not fit the model.
+        All ranks get all probes. Returns on rank 0, for each probe, the mean |rollout's − trainer's| over its tokens, in nats;
+        NaN if a log-probability is NaN. Raises InvalidMessage if a probe cannot be decoded or does not fit the model.
         """
         with self._timed():
             ids = [types.decode(GroupPayload, probe).group_id for probe in probes]
@@ -332,13 +329,13 @@ class ModelTrainer:
         return [float(gap[mask].mean(dtype=np.float64)) for gap, mask in zip(gaps, counted, strict=True)]
 
     def _with_zero(self, flat: np.ndarray) -> torch.Tensor:
-        """On the device, float32, with a 0 behind: there may be none."""
+        """Return `flat` with a 0 appended, as `flat` may be empty; float32, on the device."""
         return torch.from_numpy(np.append(flat, 0).astype(np.float32)).to(self.backend.rank_info.device)
 
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
-        """A critic's values of this rank's `groups` (perhaps none), in their order, under the weights as they are.
+        """Return a critic's values of this rank's `groups` (perhaps none), in their order, under the present weights.
 
-        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
+        Raises InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary.
         """
         groups = self.backend.of_share(groups, ValueRequest)
         rows = train_rows.decode_samples(groups, self.backend.vocab_size)
@@ -346,14 +343,14 @@ class ModelTrainer:
         values = [Values(group_id=group.group_id, values=part) for group, part in zip(groups, parts, strict=True)]
         return values if self.backend.leads else []
 
-    # ------------------------------------------------------------------------------------------ its state
+    # ------------------------------------------------------------------------------------------ state
 
     def begin_save(self, folder: str) -> Callable[[], None]:
-        """Begin to write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes it
-        atomic.
+        """Begin to write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes the
+        write atomic.
 
-        What it returns writes the rest, and returns when all ranks have. With `checkpoint.async_save` that may be in another
-        thread, while training goes on: what is written was copied before.
+        The returned function writes the rest, and returns when all ranks have written. With `checkpoint.async_save` another
+        thread may call it while training goes on: all data was copied before.
         """
         return self.backend.begin_save(Path(folder), TrainingPosition(self.step, self.objective.kl_control.coefficient))
 
@@ -361,19 +358,19 @@ class ModelTrainer:
         self.begin_save(folder)()
 
     def load(self, folder: str) -> None:
-        """Restore what `save` wrote, bit for bit. Raises UserError when it does not fit the model."""
+        """Restore the state that `save` wrote, bit for bit. Raises UserError if it does not fit the model."""
         position = self.backend.load(Path(folder))
         self.step = position.step
         self.objective.resume(position.kl_coefficient)
         self._begin()
 
     def offload(self) -> None:
-        """Take what `offload_train_*` of its service name off the device, gradients included, which are 0 between steps. Until
-        `onload` nothing is called but `values`."""
+        """Move what `offload_train_*` of the role's service names off the device, and the gradients, which are 0 between steps.
+        Until `onload`, only `values` is called."""
         self.backend.offload()
 
     def onload(self) -> None:
-        """Bring back what `offload` took off, bit for bit."""
+        """Move what `offload` took off back to the device, bit for bit."""
         self.backend.onload()
 
     # ------------------------------------------------------------------------------------------ time
@@ -388,7 +385,7 @@ class ModelTrainer:
 
     @contextlib.contextmanager
     def _phase(self, *names: str) -> Iterator[None]:
-        """Account the block's seconds to the step's `timing/NAME`. What it computes has to be on the host at its end."""
+        """Add the block's seconds to the step's `timing/NAME`. The block's results must be on the host at its end."""
         begin = time.perf_counter()
         yield
         seconds = time.perf_counter() - begin
@@ -397,15 +394,15 @@ class ModelTrainer:
 
 
 def _episodes(rows: Rows, chosen: np.ndarray) -> int:
-    """To how many the rows `chosen` (bool [B]) belong."""
+    """Return the number of episodes that the rows `chosen` (bool [B]) belong to."""
     return int(rows.first_of_episode(chosen).sum())
 
 
 def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
-    """The rate of step `step`, counted from 0.
+    """Return the learning rate of `step`, counted from 0.
 
-    Warm-up rises linearly and reaches the peak in its last step; linear and cosine then fall from the peak to the minimum,
-    which they reach at `total_steps`.
+    Warm-up rises linearly and reaches the peak in its last step. The schedules linear and cosine then fall from the peak to
+    the minimum, which they reach at `total_steps`.
     """
     peak, low, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps
     if step < warmup:
@@ -418,8 +415,8 @@ def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
 
 
 def load_backend(config: Config, role: str, rank_info: RankInfo) -> ModelBackend:
-    """Load the model that `role` trains, on the engine that its service names. Raises UserError for what configuration or
-    folder get wrong, or when the engine's package is missing."""
+    """Load the model that `role` trains, on the engine that the role's service names. Raises UserError if the configuration or
+    the folder is wrong, or if the engine's package is missing."""
     trained = TrainedRole.of(config, role)
     if use_megatron(trained.settings, rank_info.device):
         from runtime.trainer.megatron.backend import MegatronBackend
