@@ -1,6 +1,4 @@
-"""What is learned from the samples of a step: the configured algorithm, evaluated on one micro-batch: the policy's
-objective and the critic's.
-"""
+"""The objectives of the policy and of the critic: the configured algorithm, evaluated on one micro-batch."""
 
 from __future__ import annotations
 
@@ -38,16 +36,16 @@ from runtime.trainer.statistics import Reduced, StepStatistics
 
 # ---- Row advantages
 #
-# What rows come to before any pass of the model: rewards as they are shaped, advantages, and the tokens that a loss chooses
-# among. float64 on the host.
+# What is computed of rows before any pass of the model: shaped rewards, advantages, and the tokens that a loss chooses among.
+# float64 on the host.
 
 
 class RowAdvantages:
-    """Shapes rewards, asks the estimator, and places the KL among either, as the configuration says. float64 on the host."""
+    """Shapes rewards, calls the advantage estimator, and adds the KL to the rewards or the advantages. float64 on the host."""
 
     def __init__(self, config: Config, chosen: ChosenAlgorithm, backend: ModelBackend):
         self._chosen = chosen
-        self._backend = backend  # adds up over the trainer's ranks: what an estimator that is not streamable needs
+        self._backend = backend  # sums over the trainer's ranks, for estimators that need the whole batch
         self._max_length = config.sampling.max_new_tokens
         self._buffer = round(config.algorithm.overlong_buffer * self._max_length)
         self._overlong = config.algorithm.overlong_penalty
@@ -56,7 +54,7 @@ class RowAdvantages:
         self._named = f"algorithm.advantage: what {config.algorithm.advantage} gives"
 
     def __call__(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
-        """[B, R] or [B, 1] float64, of all samples of `rows`."""
+        """Return the advantages of all samples of `rows`, [B, R] or [B, 1] float64."""
         inputs = self._inputs(rows, kl_coefficient, statistics)
         advantages = self._chosen.advantage.compute(inputs, self._chosen.advantage_options)
         count, length = inputs.mask.shape
@@ -67,7 +65,7 @@ class RowAdvantages:
         return advantages.numpy()
 
     def value_targets(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
-        """What the critic learns, from the same inputs: [B, R] float64."""
+        """Return the critic's targets, from the same inputs: [B, R] float64."""
         return value_targets(self._inputs(rows, kl_coefficient, statistics), self._chosen.advantage_options).numpy()
 
     def _inputs(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> AdvantageInputs:
@@ -92,14 +90,14 @@ class RowAdvantages:
         )
 
     def _divergence(self, rows: Rows, mask: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
-        """[B, R]: of the policy that sampled the tokens from the reference, 0 outside the mask. It needs no forward pass."""
+        """Return the divergence of the behaviour policy from the reference, [B, R], 0 outside the mask. No forward pass."""
         gap = rows.grid(rows.behaviour - rows.reference, np.arange(len(rows.length)))
         divergence = self._chosen.kl(torch.from_numpy(gap).double() * mask) * mask
         statistics.mean("actor/kl", divergence.sum(), mask.sum())
         return divergence
 
     def _shaped(self, rows: Rows, statistics: StepStatistics) -> torch.Tensor:
-        """[B]: the rewards and what is added for the length of the episode's last row, 0 where it is not valid."""
+        """Return the rewards plus the length penalties of the episode's last row, [B]; 0 for an invalid episode."""
         valid, last = torch.from_numpy(rows.valid), rows.last
         added = torch.zeros(len(valid), dtype=torch.float64)
         if self._buffer:
@@ -114,24 +112,24 @@ class RowAdvantages:
 
 
 def _of_episodes(values: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """[B]: the sum of `values` [B] over the rows of each row's episode."""
+    """Return the sum of `values` [B] over the rows of each row's episode, [B]."""
     episode = torch.from_numpy(rows.episode)
     return values.new_zeros(len(values)).index_add(0, episode, values)[episode]
 
 
 def _turns(rows: Rows) -> TurnRewards | None:
-    """The rewards of turns, but for those of episodes that are not valid. None where no turn was rewarded."""
+    """Return the rewards of turns of valid episodes; None if no turn was rewarded."""
     if not len(rows.turn_tokens):
         return None
     kept = rows.mask[rows.turn_tokens]
     tokens = rows.turn_tokens[kept]
-    row = np.searchsorted(rows.start, tokens, "right") - 1  # the last that begins there or before: empty ones come first
+    row = np.searchsorted(rows.start, tokens, "right") - 1  # the last row that begins there or before: empty rows come first
     return TurnRewards(*map(torch.from_numpy, (row, tokens - rows.start[row], rows.turn_rewards[kept])))
 
 
 def step_tokens(rows: Rows, advantages: np.ndarray, draw: tuple[int, int]) -> StepTokens:
-    """The trained tokens of `rows`, in their order, with their advantages ([B, R] or [B, 1] of all rows). `draw`: seed and
-    step, of which, and of its group alone, a token's draw comes."""
+    """Return the trained tokens of `rows`, in order, with their advantages ([B, R] or [B, 1] of all rows). A token's random
+    draw depends only on `draw` (seed and step) and its group."""
     mask = rows.grid(rows.mask, np.arange(len(rows.length))) > 0
     counts = np.bincount(rows.group, weights=rows.trained_tokens(), minlength=len(rows.group_id)).astype(np.int64)
     draws = [np.random.default_rng((*draw, group)).random(count) for group, count in zip(rows.group_id, counts, strict=True)]
@@ -143,22 +141,22 @@ def step_tokens(rows: Rows, advantages: np.ndarray, draw: tuple[int, int]) -> St
     )
 
 
-FAR = 0.1  # nats: of a token whose log-probability is counted as far off
+FAR = 0.1  # nats: a larger gap of log-probabilities counts in `mismatch/over_0.1`
 
 
 class Objective(ABC):
-    """What a role's model learns, whatever its backend: a loss, and what it is computed on."""
+    """What a role's model learns on any backend: a loss, and the loss's input columns."""
 
     role: ClassVar[str]
-    averaged: ClassVar[str]  # the statistic whose count losses are averaged over
-    timed_as: ClassVar[tuple[str, ...]] = ()  # the phases of a step that `columns` is
+    averaged: ClassVar[str]  # the statistic whose count divides the losses
+    timed_as: ClassVar[tuple[str, ...]] = ()  # the phases of a step that `columns` is timed as
     compares_with_start: ClassVar[bool] = False
-    """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step, which is
-    that of the loss's own forward pass unless the step made updates before."""
-    chooses_by_start = False  # of tokens, among those of the whole step, by what that output was
+    """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step. The loss's
+    own forward pass gives these numbers until the step's first update."""
+    chooses_by_start = False  # whether the loss chooses tokens of the whole step by their "proximal" numbers
     reference_is_base = False  # the reference is the policy without its adapters
     token_figures: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of the newest micro-batch: log-probabilities at the step's beginning, [B, R], and advantages, [B, R] or [B, 1]."""
+    """The last micro-batch's log-probabilities at the start of the step, [B, R], and advantages, [B, R] or [B, 1]."""
     needs: Needs
 
     def __init__(self, config: Config, backend: ModelBackend):
@@ -169,32 +167,32 @@ class Objective(ABC):
 
     @abstractmethod
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """What the loss is computed on, by name, and which samples are live, bool [B]: false where a sample's gradient is
-        exactly 0, so that its backward pass can be left out."""
+        """Return the loss's input columns by name, and which samples are live, bool [B]. A sample is not live if its gradient
+        is exactly 0, so that its backward pass can be left out."""
 
     @abstractmethod
     def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
-        """[N] of the trained tokens, from what the model gives for them."""
+        """Return the number of each trained token, [N], from the model's outputs."""
 
     @abstractmethod
     def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
-        """The unnormalised loss, a sum. Adds what the step reports to `statistics`."""
+        """Return the unnormalised loss, a sum. Adds the step's metrics to `statistics`."""
 
     def count_masked(self, episodes: int, statistics: StepStatistics) -> None:  # noqa: B027 - a critic counts none
-        """What episodes without a trained token, of which no pass is made, add to what the losses are averaged over."""
+        """Add episodes without a trained token, which no pass sees, to the counts that losses are averaged over."""
 
     def named(self, metrics: dict[str, float]) -> dict[str, float]:
-        """A step's metrics under the names of this role."""
+        """Return a step's metrics under the names of this role."""
         return metrics
 
     def adapt_kl(self, divergence: float, reduced: Reduced) -> float:
-        """Between steps the KL term's coefficient adapts to the `divergence` of the samples; returns the one before."""
+        """Adapt the KL term's coefficient to the `divergence` of the step's samples; return the coefficient before."""
         before = self.kl_control.coefficient
         self.kl_control = self.kl_control.after(divergence, reduced.totals["samples"])
         return before
 
     def rate_divisor(self, reduced: Reduced) -> float:
-        """Of the scheduled learning rate, for what the step's updates have `reduced` so far."""
+        """Return the divisor of the scheduled learning rate, given what the step's updates have `reduced` so far."""
         return 1.0
 
     def resume(self, kl_coefficient: float | None) -> None:
@@ -202,8 +200,8 @@ class Objective(ABC):
 
 
 class PolicyObjective(Objective):
-    """Policy loss + β · KL − c · entropy, aggregated. The outputs of its model are what its head makes the logits of the
-    trained tokens from, [N, H]."""
+    """Policy loss + β · KL − c · entropy, aggregated. The model's outputs are the inputs of its head, [N, H], from which the
+    head makes the logits of the trained tokens."""
 
     role = "trainer"
     averaged = "actor/pg_loss"
@@ -253,13 +251,13 @@ class PolicyObjective(Objective):
         return columns, self.has_gradient(advantages)
 
     def rate_divisor(self, reduced: Reduced) -> float:
-        """(1 + mean staleness)^power. The bias of a gradient of old samples grows with staleness times learning rate
-        (arXiv:2607.01083); dividing by staleness itself (arXiv:1511.05950) takes more than it has to."""
+        """Return (1 + mean staleness)^power. The bias of a gradient of old samples grows with staleness times learning rate
+        (arXiv:2607.01083); dividing by staleness itself (arXiv:1511.05950) lowers the rate more than needed."""
         staleness = reduced.means.get("staleness/token_mean")
         return (1 + staleness.value) ** self._staleness_power if staleness and staleness.count else 1.0
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
-        """bool [B]: false where the gradient of a sample is exactly 0."""
+        """Return false where the gradient of a sample is exactly 0, bool [B]."""
         always = self._kl_in_loss or self._entropy_coefficient or self._config.moe.losses
         if always or not self._algorithm.loss.zero_without_advantage:
             return np.ones(len(advantages), bool)
@@ -269,7 +267,7 @@ class PolicyObjective(Objective):
         return self._logprobs(batch, outputs)[0]
 
     def _logprobs(self, batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy, [N] each."""
+        """Return log-probability and entropy, [N] each."""
         learns_entropy = self._entropy_coefficient != 0
         return self._backend.token_logprobs(outputs, batch, self._temperature, entropy_gradient=learns_entropy)
 
@@ -344,12 +342,12 @@ class PolicyObjective(Objective):
         return metrics
 
 
-REPLY = {"rows": 1, "turns": 1, "environment_tokens": 0}  # what `episode/*` say where all episodes are replies
-EPISODE_TOKENS, COUNTS = "episode_tokens", "counts"  # columns: as of `AggregationOptions`
+REPLY = {"rows": 1, "turns": 1, "environment_tokens": 0}  # values of `episode/*` if all episodes are replies
+EPISODE_TOKENS, COUNTS = "episode_tokens", "counts"  # columns: as in `AggregationOptions`
 
 
 def _episode_columns(rows: Rows) -> dict[str, np.ndarray]:
-    """[B, 1] each. None where each row is an episode."""
+    """Return the episode columns, [B, 1] each; none if each row is an episode."""
     if len(rows.episode) == rows.leads.sum():
         return {}
     tokens = rows.trained_tokens()
@@ -358,8 +356,8 @@ def _episode_columns(rows: Rows) -> dict[str, np.ndarray]:
 
 
 def _behind_older(age: np.ndarray, rows: Rows) -> np.ndarray:
-    """Tell of each token, bool flat, whether a token of older weights is before the token in its row. After a swap in flight
-    the rollout then had keys and values of these weights. Tokens that another row trains are not seen."""
+    """Return for each token, bool flat, whether its row has a token of older weights before it. After a swap in flight the
+    rollout kept keys and values of those weights. Tokens that another row trains are not seen."""
     before = np.concatenate([[0], np.cumsum(age > 0)])  # one more than tokens: a row without a token may begin at the end
     return before[:-1] > np.repeat(before[rows.start], rows.length)
 
@@ -391,8 +389,8 @@ def _report_advantages(rows: Rows, advantages: np.ndarray, statistics: StepStati
 
 
 def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:
-    """How far two engines are apart on the same tokens under the same weights: the log-probabilities of the one that `sampled`
-    them and of the trainer, of one shape with at least one element, where `counted` is 1 (elsewhere 0).
+    """Add how far two engines differ on the same tokens under the same weights. `sampled`, `trained`: the log-probabilities of
+    the sampling engine and of the trainer, of one shape with at least one element. `counted`: 1 for a token that counts, or 0.
 
     k1 and k3 estimate KL(rollout || trainer) per token, after John Schulman, "Approximating KL divergence" (2020).
     """
@@ -408,7 +406,7 @@ def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: tor
 
 
 def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:
-    """Add how far the engines are apart on tokens that the version being trained sampled over keys of older weights."""
+    """Add how far the engines differ on tokens that the version being trained sampled over keys of older weights."""
     size, tokens = (sampled - trained).abs() * counted, counted.sum()
     statistics.mean("mismatch/older_keys_abs_logprob", size.sum(), tokens)
     statistics.maximum("mismatch/older_keys_max", torch.where(tokens > 0, size.max(), -torch.inf))
@@ -416,7 +414,7 @@ def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: t
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the critic learns, whatever its backend: the value loss on the samples of a step.
+# The critic's objective: the value loss on the samples of a step.
 
 
 METRICS = "critic/"
@@ -425,8 +423,8 @@ METRICS = "critic/"
 class CriticObjective(Objective):
     """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step.
 
-    The value of a token is that of the state before it: the model's output at the token that predicts it. The outputs of its
-    model are these values, float32 [N].
+    The value of a token is the value of the state before the token: the model's output at the token that predicts it. The
+    model's outputs are these values, float32 [N].
     """
 
     role = "critic"
@@ -435,7 +433,7 @@ class CriticObjective(Objective):
     def __init__(self, config: Config, backend: ModelBackend):
         super().__init__(config, backend)
         assert config.critic is not None
-        self._clip = config.critic.value_clip or float("inf")  # how far a value may move from the recorded one
+        self._clip = config.critic.value_clip or float("inf")  # largest change of a value from the recorded one
         reference = config.algorithm.kl_coefficient != 0 and config.algorithm.kl_placement == "reward"
         self.needs = Needs(reference=reference, values=self._algorithm.advantage.needs_values)
 

@@ -1,7 +1,7 @@
-"""From groups as they travel to the arrays that a training step computes on. numpy on the host.
+"""Decode groups into the arrays of a training step. numpy on the host.
 
-B rows (replies; of an episode its branches, which follow one another), R reply tokens of one row, `flat` arrays hold those of
-all rows back to back.
+B rows (replies; an episode's rows are its branches, one after the other), R reply tokens of one row. `flat` arrays hold the
+reply tokens of all rows back to back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runtime.types import GroupPayload, LogprobRequest, Logprobs, TokenSets, Tra
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of some groups. `reference` and `values` are None where the algorithm has no use for them."""
+    """The rows of some groups. `reference` and `values` are None if the algorithm does not use them."""
 
     prompts: np.ndarray  # int32, flat over groups
     prompt_start: np.ndarray  # int64 [groups]
@@ -30,47 +30,47 @@ class Rows:
     group: np.ndarray  # int64 [B], from 0
     sample: np.ndarray  # int64 [B], index of the row's episode within its group
     episode: np.ndarray  # int64 [B], from 0 over all groups
-    start: np.ndarray  # int64 [B], of the reply in the flat arrays
+    start: np.ndarray  # int64 [B], index of the reply's first token in the flat arrays
     length: np.ndarray  # int64 [B], R
     tokens: np.ndarray  # int32 flat
-    mask: np.ndarray  # bool flat; false throughout an episode that is not valid
+    mask: np.ndarray  # bool flat, the trained tokens; false in all of an invalid episode
     behaviour: np.ndarray  # float32 flat
     steps: np.ndarray  # int64 flat, step of the version that sampled the token
     reference: np.ndarray | None  # float32 flat
     values: np.ndarray | None  # float32 flat
-    turn_tokens: np.ndarray  # int64 [K], where the token lies in the flat arrays at which a turn was rewarded
+    turn_tokens: np.ndarray  # int64 [K], flat index of the token at which a turn was rewarded
     turn_rewards: np.ndarray  # float64 [K]
-    rewards: np.ndarray  # float32 [B], of the row's episode
+    rewards: np.ndarray  # float32 [B], reward of the row's episode
     truncated: np.ndarray  # bool [B], whether the reply was cut off by length
-    valid: np.ndarray  # bool [B], whether the row's episode is
+    valid: np.ndarray  # bool [B], whether the row's episode is valid
     kept: TokenSets | None  # flat; None: all tokens were sampled from the whole vocabulary
-    proximal: np.ndarray | None = None  # float32 flat, by the weights at the step's start; None: of the loss's own pass
-    experts: np.ndarray | None = None  # [flat, layers, k], of the tokens that are fed, 0 of a row's last; None: not replayed
+    proximal: np.ndarray | None = None  # float32 flat, under the weights at the step's start; None: use the loss's own pass
+    experts: np.ndarray | None = None  # [flat, layers, k], of the fed tokens, 0 for a row's last token; None: not replayed
     prompt_experts: np.ndarray | None = None  # [flat over groups, layers, k]
 
     def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""
+        """Return `flat` as [len(rows), longest reply of `rows`], 0 beyond each reply."""
         lengths = self.length[rows]
         out = np.zeros((len(rows), int(lengths.max(initial=0))), np.float32)
         out[np.repeat(np.arange(len(rows)), lengths), ramps(lengths)] = flat[spans(self.start[rows], lengths)]
         return out
 
     def by_group(self, flat: np.ndarray) -> list[np.ndarray]:
-        """`flat` of the replies of each group."""
+        """Split `flat` into the parts of each group's replies."""
         sizes = np.bincount(self.group, weights=self.length, minlength=len(self.group_id)).astype(np.int64)
         return [flat[begin : begin + size] for begin, size in zip(starts(sizes), sizes, strict=True)]
 
     def trained(self) -> np.ndarray:
-        """bool [B]: whether the row has a token to train on."""
+        """Return whether each row has a token to train on, bool [B]."""
         return self.trained_tokens() > 0
 
     def trained_tokens(self) -> np.ndarray:
-        """int64 [B]."""
+        """Return the number of trained tokens of each row, int64 [B]."""
         totals = np.concatenate(([0], np.cumsum(self.mask, dtype=np.int64)))
         return totals[self.start + self.length] - totals[self.start]
 
     def turn_begins(self) -> np.ndarray:
-        """bool flat: the first tokens of turns, runs of trained tokens along a row."""
+        """Return the first tokens of turns, bool flat. A turn is a run of trained tokens in a row."""
         begins = self.mask.copy()
         begins[1:] &= ~self.mask[:-1]
         first = self.start[self.length > 0]
@@ -78,7 +78,7 @@ class Rows:
         return begins
 
     def first_of_episode(self, among: np.ndarray) -> np.ndarray:
-        """bool [B]: of the rows `among` (bool [B]) the first of each episode."""
+        """Return the first of the rows `among` (bool [B]) of each episode, bool [B]."""
         found = np.zeros(len(among), bool)
         chosen = np.flatnonzero(among)
         found[chosen[np.unique(self.episode[chosen], return_index=True)[1]]] = True
@@ -86,32 +86,32 @@ class Rows:
 
     @property
     def leads(self) -> np.ndarray:
-        """bool [B]: whether the row is its episode's first."""
+        """Whether the row is the first of its episode, bool [B]."""
         return np.diff(self.episode, prepend=-1) > 0
 
     @property
     def last(self) -> np.ndarray:
-        """int64 [B]: the last row of the row's episode."""
+        """Index of the last row of the row's episode, int64 [B]."""
         return (np.cumsum(np.bincount(self.episode)) - 1)[self.episode]
 
 
 Routes = tuple[int, int, int]
-"""Layers with experts, experts that a token takes, and how many there are."""
+"""Number of layers with experts, of experts that a token takes, and of experts in a layer."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the algorithm takes besides rows and rewards."""
+    """What the algorithm needs besides rows and rewards."""
 
     reference: bool = False
     values: bool = False
-    experts: Routes | None = None  # those that tokens took in the rollout
+    experts: Routes | None = None  # the experts that tokens took in the rollout
 
 
 def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
-    """Decode and check; nothing is computed from a batch that does not meet its schema.
+    """Decode and check `groups`. Nothing is computed from a batch that violates its schema.
 
-    Raises InvalidMessage, naming the group.
+    Raises InvalidMessage, which names the group.
     """
     payloads = [types.decode(GroupPayload, group.payload) for group in groups]
     references = [_reference(group) for group in groups] if needs.reference else None
@@ -123,12 +123,12 @@ def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -
 
 
 def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: Routes | None = None) -> Rows:
-    """As `decode_groups`, of groups not scored yet: rewards are 0, and all episodes valid. `experts`: as of `Needs`."""
+    """Decode groups without scores as `decode_groups` does: rewards 0, all episodes valid. `experts`: as in `Needs`."""
     payloads = [types.decode(GroupPayload, request.payload) for request in requests]
     groups = [
         TrainGroup(
             group_id=request.group_id,
-            tokens=0,  # which nobody asks for
+            tokens=0,  # not used
             payload=request.payload,
             rewards=np.zeros(payload.n, np.float32),
             valid=np.ones(payload.n, np.uint8),
@@ -149,7 +149,7 @@ def _rows(
 ) -> Rows:
     columns = [payload.columns() for payload in payloads]
     episodes = np.array([payload.n for payload in payloads], np.int64)
-    branches = _concatenate([payload.rows for payload in payloads], np.uint32).astype(np.int64)  # of each episode
+    branches = _concatenate([payload.rows for payload in payloads], np.uint32).astype(np.int64)  # number in each episode
     length = _concatenate([payload.lengths for payload in payloads], np.uint32).astype(np.int64)
     first_row = starts(np.array([len(payload.lengths) for payload in payloads], np.int64))
     turns = [
@@ -188,7 +188,7 @@ def _rows(
 
 
 def _experts(payload: GroupPayload) -> tuple[np.ndarray, np.ndarray]:
-    """[T, layers, k] and [P, layers, k]."""
+    """Return the experts of the reply tokens, [T, layers, k], and of the prompt, [P, layers, k]."""
     assert payload.experts is not None
     taken, lengths, prompt = payload.experts.rows, payload.lengths.astype(np.int64), len(payload.prompt)
     out = np.zeros((len(payload.tokens), *taken.shape[1:]), taken.dtype)
@@ -197,12 +197,12 @@ def _experts(payload: GroupPayload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def join(parts: Sequence[Rows]) -> Rows:
-    """The rows of all `parts`, at least one, in their order."""
+    """Return the rows of all `parts`, at least one part, in their order."""
     if len(parts) == 1:
         return parts[0]
     joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
     kept = TokenSets.joined(joined.pop("kept"), [len(tokens) for tokens in joined["tokens"]])
-    # What points into other arrays moves by what lies before the part.
+    # An index into another array moves by the length of that array in the parts before.
     sizes = {name: [len(array) for array in joined[name]] for name in ("prompts", "prompt_start", "tokens")}
     sizes["episodes"] = [int(part.episode.max(initial=-1)) + 1 for part in parts]
     pointers = {
@@ -220,7 +220,7 @@ def join(parts: Sequence[Rows]) -> Rows:
 
 
 def share_prompts(rows: Rows) -> Rows:
-    """As if rows of equal prompts were of one group, whose prompt is computed once."""
+    """Return the rows with rows of equal prompts in one group, so that their prompt is computed once."""
     spans = zip(rows.prompt_start, rows.prompt_length, strict=True)
     prompts = [rows.prompts[start : start + length].tobytes() for start, length in spans]
     return replace(rows, group=np.array([prompts.index(prompt) for prompt in prompts], np.int64)[rows.group])
@@ -270,18 +270,18 @@ def _check(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which rows run together, and where each lies in arrays that hold runs of different lengths back to back. Pure.
+# Which rows run together, and positions in arrays that hold runs of different lengths back to back. Pure functions.
 #
-# Lengths are tokens of a whole sequence; results of `cut_by_length` and `balance` are indices into them.
+# A length is the number of tokens of a whole sequence; `cut_by_length` and `balance` return indices of sequences.
 
 
-SLACK = 0.005  # by how much the largest part may exceed what is possible before `balance` tries harder
+SLACK = 0.005  # the largest part may exceed the lower bound by this fraction before `balance` exchanges items
 
 
 def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut the rows, sorted by length, into runs whose `rows x longest` is at most `budget` tokens.
+    """Cut the rows, sorted by length, into runs with `rows x longest` of at most `budget` tokens.
 
-    Sorting keeps padding small; ties stay in their order. A row longer than the budget runs alone.
+    Sorting keeps padding small; rows of equal length stay in order. A row longer than the budget runs alone.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -293,7 +293,7 @@ def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
-    """Cut ascending `lengths` into runs whose longest is at most `ratio` times the shortest; returns the runs' sizes."""
+    """Cut ascending `lengths` into runs whose longest is at most `ratio` times the shortest, and return the runs' sizes."""
     sizes: list[int] = []
     shortest = 0
     for length in lengths:
@@ -306,24 +306,24 @@ def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
 
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Share items out over `parts` so that the largest sum of costs is small.
+    """Distribute items over `parts` so that the largest sum of costs is small.
 
-    Karmarkar and Karp's largest differencing method; then exchanges, as with few items a part it leaves the largest several
-    per cent above the mean. Deterministic; every index occurs once, in ascending order within its part. Parts may be empty
-    when there are few items.
+    Karmarkar and Karp's largest differencing method, then exchanges: with few items a part, the method leaves the largest part
+    several per cent above the mean. Deterministic. Every index occurs once, in ascending order within its part. Parts may be
+    empty if there are few items.
     """
     if parts < 1:
         raise ValueError(f"parts is at least 1, not {parts}")
     shares = _difference(costs, parts)
-    # No sharing is better than the larger of the mean and the dearest item.
+    # No distribution is better than the larger of the mean and the most expensive item.
     _exchange(costs, shares, max(sum(costs) / parts, max(costs, default=0)) * (1 + SLACK))
     return [sorted(share) for share in shares]
 
 
 def _difference(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Karmarkar and Karp's largest differencing method (1982, UCB/CSD-82-113)."""
-    # A partial solution is its parts in descending order of their sums. The two with the largest spread are merged, the
-    # heaviest parts of one with the lightest of the other.
+    """Partition by Karmarkar and Karp's largest differencing method (1982, UCB/CSD-82-113)."""
+    # A partial solution is its parts in descending order of their sums. The two solutions with the largest spread are merged:
+    # the heaviest parts of one with the lightest parts of the other.
     heap = []
     for index, cost in enumerate(costs):
         heap.append((-cost, index, [(cost, [index])] + [(0, [])] * (parts - 1)))
@@ -338,8 +338,8 @@ def _difference(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _exchange(costs: Sequence[float], shares: list[list[int]], aim: float) -> None:
-    """Move an item of the heaviest part elsewhere, or swap it for another, as long as that lowers the heavier of the two parts
-    and until all parts are within `aim`; each time the change that lowers it most."""
+    """Move an item of the heaviest part to another part, or swap the item for another one, while this lowers the heavier of the
+    two parts and a part exceeds `aim`. Each time, make the change that lowers it most."""
     sums = [sum(costs[index] for index in share) for share in shares]
     while (highest := max(sums)) > aim:
         heavy = sums.index(highest)
@@ -364,7 +364,7 @@ def _exchange(costs: Sequence[float], shares: list[list[int]], aim: float) -> No
 
 
 def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> list[list[int]]:
-    """`balance`, the items of each kind among themselves: for kinds that all parts take up one after the other, together."""
+    """Do `balance` for the items of each kind separately, if all parts process the kinds one after the other, together."""
     shares: list[list[int]] = [[] for _ in range(parts)]
     for kind in sorted(set(kinds)):
         items = [index for index, own in enumerate(kinds) if own == kind]
@@ -374,15 +374,15 @@ def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> li
 
 
 def starts(lengths: np.ndarray) -> np.ndarray:
-    """int64 [n]: where each run begins."""
+    """Return where each run begins, int64 [n]."""
     return np.cumsum(lengths) - lengths
 
 
 def ramps(lengths: np.ndarray) -> np.ndarray:
-    """0 .. length-1 of every run, [sum of lengths]."""
+    """Return 0 .. length-1 of every run, [sum of lengths]."""
     return np.arange(int(lengths.sum())) - np.repeat(starts(lengths), lengths)
 
 
 def spans(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """begin .. begin+length-1 of every run, [sum of lengths]."""
+    """Return begin .. begin+length-1 of every run, [sum of lengths]."""
     return np.repeat(begins, lengths) + ramps(lengths)

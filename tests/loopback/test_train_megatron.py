@@ -221,7 +221,7 @@ def test_weights_that_are_trained_and_adapters_do_not_mix(experts: Path, spread:
         train(tmp_path, Layout(1), resumed=LORA_EXPERT.name)
     (tmp_path / "saved-by-whole").mkdir()
     (tmp_path / "saved-by-whole" / "trainer.json").write_text('{"format": 1, "engine": "megatron"}')
-    message = r"UserError: lora: is set, but checkpoint .* is of a run without; must be left out"
+    message = r"UserError: lora: is set, but checkpoint .* has no adapters; must be left out"
     with pytest.raises(AssertionError, match=message):
         train(tmp_path, Layout(1, lora="all"), resumed="whole")
 

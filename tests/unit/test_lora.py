@@ -196,10 +196,10 @@ class TestOnDisk:
     @pytest.mark.parametrize(
         ("wrote", "reads", "message"),
         [
-            (None, LORA, r"lora: is set, but checkpoint .*save is of a run without; must be left out"),
+            (None, LORA, r"lora: is set, but checkpoint .*save has no adapters; must be left out"),
             (LORA, None, r'lora: is not set, but checkpoint .*save holds adapters; must be {"rank": 4, "alpha": 12\.0, .*}'),
-            (LORA, replace(LORA, rank=8), r"lora\.rank: 8 is not that of checkpoint .*save; must be 4"),
-            (LORA, replace(LORA, alpha=6.0), r"lora\.alpha: 6\.0 is not that of checkpoint .*save; must be 12\.0"),
+            (LORA, replace(LORA, rank=8), r"lora\.rank: 8 differs from checkpoint .*save; must be 4"),
+            (LORA, replace(LORA, alpha=6.0), r"lora\.alpha: 6\.0 differs from checkpoint .*save; must be 12\.0"),
             (LORA, replace(LORA, target_modules=["q_proj"]), r"lora\.target_modules: \['q_proj'\] is not that of .* 'up_proj'"),
         ],
     )

@@ -1,4 +1,4 @@
-"""A Hugging Face model under training by torch alone: in one process, with FSDP2 over several."""
+"""Training of a Hugging Face model by torch alone: in one process, or with FSDP2 over several."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from runtime.weights.plan import TensorSpec
 
 # ---- Experts
 #
-# The experts of a policy under training: replayed as the rollout's tokens took them, balanced, and counted.
+# The experts of a policy under training: replays the rollout's routing, balances the experts, and counts their load.
 #
-# B rows, T packed tokens; L layers with E experts, of which a token takes k.
+# B rows, T packed tokens; L layers with E experts; a token takes k of the E experts.
 
 
 class WatchedExperts:
-    """`replay` before each pass of a model, `balance` behind it, `report` before an update and `correct` with it."""
+    """Call `replay` before each pass of a model, `balance` after it, `report` before an update and `correct` with it."""
 
     def __init__(self, model: Any, shape: ExpertShape | None, moe: Moe):
-        """Without a `shape` nothing is done."""
+        """Find the model's blocks of experts. Without a `shape` there are none, and all methods do nothing."""
         self._moe, (layers, _, self._count) = moe, (0, 0, 1) if shape is None else shape.routes
         self.routes = shape.routes if shape is not None and moe.replay == "routing" else None
         self._sigmoid = shape is not None and shape.corrected
@@ -63,7 +63,7 @@ class WatchedExperts:
 
     def clear(self) -> None:
         """Forget the passes since the last update."""
-        self._loads: torch.Tensor | None = None  # [L, E], of all tokens how many choices an expert has
+        self._loads: torch.Tensor | None = None  # [L, E], how often the tokens chose each expert
         for block in self._blocks:
             block.watch.logits = None
 
@@ -72,10 +72,10 @@ class WatchedExperts:
             block.watch.taken = None if batch.experts is None else batch.experts[:, layer].long()
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
-        """As `ModelBackend.balance`."""
+        """Do what `ModelBackend.balance` says."""
         if not self._blocks:
             return None
-        rows, watches = len(batch.samples), [block.watch for block in self._blocks]  # no row: its one token is nobody's
+        rows, watches = len(batch.samples), [block.watch for block in self._blocks]  # 0 rows: an empty batch's token is padding
         chosen = torch.stack([watch.chosen for watch in watches]) if rows else batch.cells.new_zeros(len(watches), 0, 1)
         loads = [torch.bincount(each.flatten(), minlength=self._count) for each in chosen]
         self._loads = torch.stack(loads).to(statistics.dtype) + (0 if self._loads is None else self._loads)
@@ -95,28 +95,28 @@ class WatchedExperts:
         return found
 
     def report(self, statistics: StepStatistics, rank_info: RankInfo) -> None:
-        """The loads, of all ranks. Collective."""
+        """Sum the loads over all ranks and add them to `statistics`. Collective."""
         if not self._blocks:
             return
         none = torch.zeros(len(self._blocks), self._count, dtype=statistics.dtype, device=statistics.device)
         self._loads = rank_info.summed(none if self._loads is None else self._loads)
-        there = float(self._loads.any())
+        counted = float(self._loads.any())
         part = self._loads / self._loads.sum(1, keepdim=True).clamp(min=1)
-        statistics.mean("moe/load_max", there * self._count * part.amax(1).mean(), there)
+        statistics.mean("moe/load_max", counted * self._count * part.amax(1).mean(), counted)
         entropy = torch.special.entr(part).sum(1).mean() / math.log(max(2, self._count))
-        statistics.mean("moe/load_entropy", there * entropy, there)
+        statistics.mean("moe/load_entropy", counted * entropy, counted)
 
     @torch.no_grad()
     def correct(self) -> None:
-        """DeepSeek-V3's balance without a loss (arXiv:2412.19437, section 2.1.2): what corrects the scores of an expert rises
-        by `moe.bias_update` where its load is less than the mean, and falls by it where it is more."""
+        """Balance as DeepSeek-V3 does without a loss (arXiv:2412.19437, section 2.1.2). The score correction of an expert rises
+        by `moe.bias_update` if its load is less than the mean, and falls by it if its load is more."""
         if self._moe.bias_update and self._loads is not None:
             for block, load in zip(self._blocks, self._loads, strict=True):
                 block.gate.e_score_correction_bias += self._moe.bias_update * torch.sign(load.mean() - load)
 
 
 def shares_of_rows(batch: MicroBatch) -> torch.Tensor:
-    """float32 [B, T]: 1 / (tokens of the row) where a token is one of the row's, those that it shares included."""
+    """Return 1 / (tokens of the row) for each token of a row, shared tokens included, 0 elsewhere; float32 [B, T]."""
     lengths = batch.sequences[:, 1] + batch.sequences[:, 2]
     row = np.repeat(np.arange(len(lengths)), lengths)
     share = np.zeros((len(lengths), batch.input_ids.shape[1]), np.float32)
@@ -125,10 +125,10 @@ def shares_of_rows(batch: MicroBatch) -> torch.Tensor:
 
 
 def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, share: torch.Tensor, sigmoid: bool) -> torch.Tensor:
-    """E · Σ_i f_i · P_i of each row, [B]: f_i is expert i's share of what its tokens chose, P_i its mean probability; 1 where
-    all is balanced (Switch Transformer, arXiv:2101.03961, equations 4 to 6; by rows as DeepSeek-V3 has it, arXiv:2412.19437,
-    equations 17 to 20). `logits` [T, E], `chosen` [T, k], `share` as of `shares_of_rows`; probabilities are the softmax, or
-    with `sigmoid` sigmoids over their sum."""
+    """Return E · Σ_i f_i · P_i of each row, [B]. f_i is expert i's share of the row's choices, P_i its mean probability; 1 if
+    all is balanced (Switch Transformer, arXiv:2101.03961, equations 4 to 6; by rows as in DeepSeek-V3, arXiv:2412.19437,
+    equations 17 to 20). `logits` [T, E], `chosen` [T, k], `share` as in `shares_of_rows`. Probabilities are the softmax, or
+    with `sigmoid` the sigmoids divided by their sum."""
     scores = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
     probability = scores / scores.sum(-1, keepdim=True)
     picks = torch.zeros_like(logits).scatter_(1, chosen, 1.0 / chosen.shape[1])
@@ -136,23 +136,23 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, share: torch.Tensor
 
 
 def z_loss(logits: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """[B]: the mean over a row's tokens of (log Σ exp `logits`)² (ST-MoE, arXiv:2202.08906, equation 5)."""
+    """Return the mean over a row's tokens of (log Σ exp `logits`)², [B] (ST-MoE, arXiv:2202.08906, equation 5)."""
     return share @ torch.logsumexp(logits, -1).square()
 
 
-TRIMMED = 1 << 28  # bytes of weights from which on a step is so long that to return free memory costs nothing
+TRIMMED = 1 << 28  # bytes of weights; with more, a step is so long that returning free memory costs nothing
 _GRADIENT = "gradient/squared"
 
 
 class FsdpBackend(ModelBackend):
-    """Every rank has its own share of the data. float32 master weights; computes in `model.dtype`, by default bfloat16 on
+    """Every rank has its own share of the data. float32 master weights. Computes in `model.dtype`, by default bfloat16 on
     accelerators and float32 on the CPU.
 
-    With `lora` adapters alone are trained, and published; what is exported has them merged.
+    With `lora`, only adapters are trained and sent in weight syncs. An export has the adapters merged into the model.
     """
 
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
-        """Raises UserError for what the configuration or the folder gets wrong."""
+        """Load the model. Raises UserError if the configuration or the folder is wrong."""
         self._source, self._has_value_head = trained.source, trained.has_value_head
         self._compute = compute_dtype(config, rank_info.device)
         adapted = None
@@ -170,32 +170,32 @@ class FsdpBackend(ModelBackend):
         self.routes = self._experts.routes
         to_device(self.model, trained, self._compute, rank_info)
         self._adapters = None if adapted is None else Adapters(self.model, adapted, AdapterBase(self._source))
-        # Tied tensors come once, under their first name, as in a Hugging Face export.
+        # Tied tensors appear once, under their first name, as in a Hugging Face export.
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._fixed = hf_policy.fixed_tensors(self.model)
         self._policy = {**(self.parameters if self._adapters is None else self._adapters.base), **self._fixed}
         self._published = self._policy if self._adapters is None else self._adapters.published
         self._key = trained.optimizer_key
         self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute, self._key)
-        # What is on the host already is not taken there.
+        # On a CPU everything is on the host already.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
         self._on_host: dict[str, HostOffload] = {}
         large = sum(sharding.local(parameter).nbytes for parameter in self.parameters.values()) > TRIMMED
         self._trims = large and rank_info.device.type == "cpu"
-        self._held: dict[str, int] = {}  # how many tensors each of them holds
+        self._held: dict[str, int] = {}  # number of tensors in each HostOffload
         self._loss_factor = sharding.loss_factor(rank_info.device, rank_info.world_size)
         super().__init__(rank_info, self.model.config.vocab_size, shares=rank_info)
         self.packs = passes.packs(self.model)
 
     def _frozen_dtype(self, world_size: int) -> torch.dtype:
-        """Weights that are never updated need no more digits than they came with. torch 2.7's FSDP2 wants one dtype a unit."""
+        """Return the dtype of frozen weights: the stored dtype is precise enough. torch 2.7's FSDP2 wants one dtype a unit."""
         as_stored = world_size == 1 and hf_policy.declared_dtype(self._source) == self._compute
         return self._compute if as_stored else torch.float32
 
     # ------------------------------------------------------------------------------------------ passes
 
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
-        losses = []  # FSDP2 reduces every micro-batch's gradients: it holds none but its own shard of them
+        losses = []  # FSDP2 reduces every micro-batch's gradients, so that a rank holds only its own shard of them
         for number, batch in enumerate(batches):
             with at("forward", f"micro-batch {number}"), torch.set_grad_enabled(backward):
                 lost = loss(batch, self._forward(batch))
@@ -224,8 +224,8 @@ class FsdpBackend(ModelBackend):
         return self._experts.balance(batch, statistics)
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
-        """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
-        [N]."""
+        """Return the outputs at the predictors: the head's inputs [N, H] (the logits if the head is part of the model), or
+        values float32 [N]."""
         self._experts.replay(batch)
         packed = (batch.input_ids, batch.position_ids, batch.packing)
         with self._precision():
@@ -237,7 +237,8 @@ class FsdpBackend(ModelBackend):
             return values.float()
 
     def _precision(self) -> contextlib.AbstractContextManager:
-        """Products are of the dtype to compute in; what layers add to, norms and rotations are float32, as in rollouts."""
+        """Return the context of passes. Products use the compute dtype; residuals, norms and rotations are float32, as in
+        rollouts."""
         if self._compute == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.rank_info.device.type, self._compute)
@@ -254,7 +255,7 @@ class FsdpBackend(ModelBackend):
         return reduced, reduced.means.pop(_GRADIENT).total
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's shards of the summed gradients. A parameter that saw no backward pass has gradient 0, not none."""
+        """Return this rank's shards of the summed gradients. A parameter without a backward pass has gradient 0, not None."""
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -264,7 +265,7 @@ class FsdpBackend(ModelBackend):
         self.optimizer.zero_grad(set_to_none=True)
         self._experts.clear()
         if self._trims:
-            platform.trim()  # activations are gone, and what is published next needs room
+            platform.trim()  # activations are freed, and the next weight sync needs room
 
     def update(self, scale: float, rate: float) -> None:
         torch._foreach_mul_(self.gradients(), scale)
@@ -273,7 +274,7 @@ class FsdpBackend(ModelBackend):
         self.optimizer.step()
         self._experts.correct()
 
-    # ------------------------------------------------------------------------------------------ its device, lent out
+    # ------------------------------------------------------------------------------------------ offload
 
     def offload(self) -> None:
         self.clear_gradients()
@@ -286,21 +287,22 @@ class FsdpBackend(ModelBackend):
             self._on_host[kind].onload()
 
     def _host_of(self, kind: str) -> HostOffload:
-        """The same one as long as it holds all, since its host memory takes long to get: an optimizer has no state at first."""
+        """Return the HostOffload of `kind`. Its host memory takes long to allocate, so it is only made anew if the number of
+        tensors has changed: an optimizer has no state at first."""
         held = [sharding.local(tensor) for tensor in self._resident(kind)]
         if kind not in self._on_host or len(held) != self._held[kind]:
             self._on_host[kind], self._held[kind] = HostOffload(held), len(held)
         return self._on_host[kind]
 
     def _resident(self, kind: str) -> list[torch.Tensor]:
-        """What of `kind` is on the device between steps: no gradients."""
+        """Return the tensors of `kind` that are on the device between steps; no gradients then."""
         if kind == "param":
             return [*self.model.parameters(), *self.model.buffers()]
         states = self.optimizer.state.values() if kind == "optimizer" else ()
         held = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
         return [storage for value in held for storage in optimizers.storages(value)]
 
-    # ------------------------------------------------------------------------------------------ its state on disk
+    # ------------------------------------------------------------------------------------------ checkpoints
 
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         return partial(self._save, folder, self._state(position))
@@ -317,7 +319,7 @@ class FsdpBackend(ModelBackend):
         trained = self.parameters if self._adapters is None else self._adapters.trained
         return state.TrainingState(trained, self.optimizer, self._key, position, self.rank_info, self._adapters, self._fixed)
 
-    # ------------------------------------------------------------------------------------------ the policy, as it leaves
+    # ------------------------------------------------------------------------------------------ weight sync and export
 
     def tensor_specs(self) -> list[TensorSpec]:
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._published}
@@ -328,8 +330,8 @@ class FsdpBackend(ModelBackend):
 
     @torch.no_grad()
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        for place, (name, whole) in enumerate(sharding.wholes(self._published)):
-            if self.rank_info.rank == (targets[place] if targets else 0):
+        for index, (name, whole) in enumerate(sharding.wholes(self._published)):
+            if self.rank_info.rank == (targets[index] if targets else 0):
                 yield self._scaled(name, whole)
 
     def _scaled(self, name: str, part: torch.Tensor) -> torch.Tensor:
@@ -338,17 +340,17 @@ class FsdpBackend(ModelBackend):
     def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         return (
             Shard(
-                place,
+                index,
                 (sharding.rows(tensor),),
                 self._scaled(name, sharding.local(tensor)).to(dtype_of(name, self._wire_dtype)),
             )
-            for place, (name, tensor) in enumerate(self._published.items())
+            for index, (name, tensor) in enumerate(self._published.items())
             if self.rank_info.rank == 0 or sharding.is_sharded(tensor)
         )
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:
-        """With `lora` the adapters besides, in PEFT's format, as the folder `adapter` within."""
+        """Write the policy. With `lora`, also write the adapters in PEFT's format, in the subfolder `adapter`."""
         rank = self.rank_info.rank
         adapted = None if self._adapters is None else self._adapters.merged()
         wholes = sharding.wholes(self._policy) if adapted is None else chain(adapted, self._fixed.items())
@@ -358,7 +360,7 @@ class FsdpBackend(ModelBackend):
 
 
 def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info: RankInfo) -> None:
-    """Bring `model` into training mode and onto its device, or spread it over the ranks."""
+    """Bring `model` into training mode and onto its device, or shard it over the ranks. Raises UserError for `cpu_offload`."""
     world_size, device, settings = rank_info.world_size, rank_info.device, trained.settings
     if settings.cpu_offload and (world_size == 1 or device.type == "cpu"):
         key = f"services.{trained.role}"
@@ -372,12 +374,12 @@ def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _costly())
         model.gradient_checkpointing_enable(options)
     for name, buffer in model.named_buffers():
-        if name.endswith("embed_scale"):  # Gemma's, rounded as rollouts have it that compute in this dtype
+        if name.endswith("embed_scale"):  # Gemma's; rounded as in rollouts, which compute in this dtype
             buffer.copy_(buffer.to(compute))
     model.train()
     if world_size > 1:
         for module in model.modules():
-            if isinstance(module, torch.nn.Embedding):  # which FSDP2 casts; what layers add to is float32
+            if isinstance(module, torch.nn.Embedding):  # FSDP2 casts its output; the residual stream is float32
                 module.register_forward_hook(lambda _, given, made: made.float())
         sharding.shard(model, device, compute, settings.cpu_offload)
     else:
@@ -385,7 +387,7 @@ def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info:
 
 
 def _costly() -> list[Any]:
-    """The operators whose results selective checkpointing keeps."""
+    """Return the operators whose results selective checkpointing keeps."""
     aten: Any = torch.ops.aten
     kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     attention = [getattr(aten, f"_scaled_dot_product_{kind}").default for kind in kinds]

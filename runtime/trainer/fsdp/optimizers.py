@@ -1,6 +1,4 @@
-"""What updates the weights on engine torch, and what it keeps of each parameter: AdamW, Muon beside AdamW, or AdamW with
-moments of 8 bits.
-"""
+"""The optimizers of engine torch and their state: AdamW, Muon beside AdamW, or AdamW with 8-bit moments."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
 _COEFFICIENTS, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # Keller Jordan's
 _BLOCK, _SMALL = 256, 4096
-_RMS = 0.2  # of an update by AdamW, as Moonlight measured it
+_RMS = 0.2  # root mean square of an AdamW update, as measured for Moonlight
 
 
 def make_optimizer(
     options: Optimizer, model: Any, parameters: Mapping[str, torch.nn.Parameter], compute: torch.dtype, key: str
 ) -> torch.optim.Optimizer:
-    """The optimizer that `options`, the section `key`, name; biases and norms do not decay. `compute`: in which dtype Muon
-    orthogonalises. Raises UserError where a package is missing."""
+    """Return the optimizer that `options`, the section `key`, name. Biases and norms have no weight decay. `compute`: the dtype
+    in which Muon orthogonalises. Raises UserError if a package is missing."""
     every = list(parameters.values())
     hidden = hidden_matrices(model, every) if options.name == "muon" else frozenset()
     groups: list[dict[str, Any]] = [
@@ -36,7 +34,7 @@ def make_optimizer(
     settings: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
     if options.name == "adamw_8bit":
         return AdamW8bit(groups, _eight_bits(key), **settings)
-    # Fused where there is a kernel: on a CPU it takes a third of foreach's time.
+    # Fused where a kernel exists: on a CPU it takes a third of foreach's time.
     settings["fused"] = {p.device.type for p in every} <= {"cpu", "cuda"}
     if options.name == "muon":
         groups.append({"params": [p for p in every if p in hidden], "weight_decay": options.weight_decay})
@@ -45,7 +43,7 @@ def make_optimizer(
 
 
 def hidden_matrices(model: Any, parameters: Iterable[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
-    """Those of `parameters` that are matrices of a decoder layer: neither embeddings nor heads."""
+    """Return the matrices of decoder layers among `parameters`: neither embeddings nor heads."""
     layers = set(getattr(model, "_no_split_modules", None) or ())
     units = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in layers]
     within = {parameter for unit in units for parameter in unit.parameters()}
@@ -55,10 +53,10 @@ def hidden_matrices(model: Any, parameters: Iterable[torch.nn.Parameter]) -> fro
 class Muon(torch.optim.AdamW):
     """Muon for some matrices, AdamW for all other parameters (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-    `B ← μ B + (1 - μ) G`, `O = orthogonalised((1 - μ) G + μ B)`, `W ← (1 - ηλ) W - 0.2 η √max(m, n) O` of W [m, n]: an update
-    is as large as AdamW's, so that η and λ are those of AdamW (Moonlight, arXiv:2502.16982, equation 4). It is the step of
-    `torch.optim.Muon` with `match_rms_adamw`, which does not know of matrices that are spread over ranks: here each rank keeps
-    its rows of B, and all of them orthogonalise the whole matrix, so that they agree bit for bit, and with a single rank.
+    `B ← μ B + (1 - μ) G`, `O = orthogonalised((1 - μ) G + μ B)`, `W ← (1 - ηλ) W - 0.2 η √max(m, n) O` of W [m, n]. An update is
+    as large as AdamW's, so that η and λ are those of AdamW (Moonlight, arXiv:2502.16982, equation 4). It is the step of
+    `torch.optim.Muon` with `match_rms_adamw`, which does not support sharded matrices. Here each rank keeps its rows of B, and
+    every rank orthogonalises the whole matrix: ranks agree bit for bit, and with a single rank.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class Muon(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter in self.matrices and parameter.grad is not None:
                     self._update(parameter, parameter.grad, group["lr"], group["weight_decay"])
-                    parameter.grad = None  # which AdamW passes over
+                    parameter.grad = None  # AdamW skips parameters without a gradient
         return super().step(closure)
 
     def _update(self, parameter: torch.nn.Parameter, grad: torch.Tensor, rate: float, decay: float) -> None:
@@ -94,7 +92,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """U Vᵀ of `matrix` = U S Vᵀ, [m, n], roughly: singular values of about 0.7 to 1.2, in its dtype.
+    """Return approximately U Vᵀ of `matrix` = U S Vᵀ, [m, n], in its dtype: singular values of about 0.7 to 1.2.
 
     Newton-Schulz: `X ← a X + (b A + c A²) X`, `A = X Xᵀ`, from `X = matrix / ‖matrix‖`.
     """
@@ -108,7 +106,8 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _eight_bits(key: str) -> Any:
-    """torchao's class of tensors of 8 bits, each a code for a share of the largest of its block. Raises UserError."""
+    """Return torchao's class of 8-bit tensors. A number is a code: a fraction of the largest number of its block. Raises
+    UserError if torchao is missing."""
     try:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
@@ -117,10 +116,10 @@ def _eight_bits(key: str) -> Any:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW whose moments have 8 bits, in blocks of 256 along a rank's rows (Dettmers et al., arXiv:2110.02861), by torchao;
-    but for parameters of which a rank has fewer than 4,096 numbers, or half a block.
+    """AdamW with 8-bit moments, in blocks of 256 along a rank's rows (Dettmers et al., arXiv:2110.02861), by torchao. A
+    parameter with fewer than 4,096 numbers on a rank, or with an incomplete block, has moments of its own dtype.
 
-    Each moment is worked out, moved on, and written down again. torchao's own optimizer does the same compiled, for which it
+    Each moment is decoded, updated and encoded again. torchao's own optimizer compiles the same computation, and therefore
     needs a compiler on each machine.
     """
 
@@ -129,7 +128,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._tensors, self._betas, self._eps = tensors, betas, eps
 
     def zeros(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
-        """A moment of this rank's rows before the first update."""
+        """Return a moment of this rank's rows before the first update."""
         own = sharding.local(parameter)
         if own.numel() < _SMALL or own.numel() % _BLOCK:
             return torch.zeros_like(own)
@@ -159,35 +158,35 @@ class AdamW8bit(torch.optim.Optimizer):
         own.mul_(1 - rate * decay).addcdiv_(mean, (square / second).sqrt() + self._eps, value=-rate / first)
 
 
-# ---------------------------------------------------------------------------------------------- what it keeps of a parameter
-# A state's tensors are sharded as the parameter is. Those of 8 bits hold codes, and a scale for each 256 of them.
+# ---------------------------------------------------------------------------------------------- state of a parameter
+# A state's tensors are sharded as the parameter. An 8-bit tensor has codes, and a scale for each block of 256 codes.
 
 
 def family(optimizer: torch.optim.Optimizer) -> str:
-    """Of which kind its checkpoints are: "adamw", whatever the moments' bits, or "muon"."""
+    """Return the kind of the optimizer's checkpoints: "adamw", whatever the moments' bits, or "muon"."""
     return "muon" if isinstance(optimizer, Muon) else "adamw"
 
 
 def kept(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-    """By what names it keeps tensors of the shape of `parameter`."""
+    """Return the names of the optimizer's tensors with the shape of `parameter`."""
     return MOMENTUM if isinstance(optimizer, Muon) and parameter in optimizer.matrices else MOMENTS
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of such a tensor, in float32."""
+    """Return this rank's rows of a state's tensor, in float32."""
     own: Any = sharding.local(tensor)
     return own.dequantize() if hasattr(own, "codes") else own
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that hold this rank's rows, but for the table of what codes stand for, 1 kB."""
+    """Return the tensors that hold this rank's rows; without the 1 kB table of the codes' values."""
     own: Any = sharding.local(tensor)
     return (own.codes, own.scale) if hasattr(own, "codes") else (own,)
 
 
 def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, read: Callable[[str], torch.Tensor]) -> None:
-    """Make the state of `parameter` that the optimizer would have after so many `updates`; `read` gives this rank's rows of a
-    tensor by its name. A fused kernel keeps the number of updates on the parameter's device."""
+    """Give `parameter` the state that it has after `updates` updates. `read` returns this rank's rows of a tensor by name. A
+    fused kernel keeps the number of updates on the parameter's device."""
     names = kept(optimizer, parameter)
     fused = optimizer.defaults.get("fused") and names == MOMENTS
     state = {"step": torch.tensor(float(updates), device=parameter.device if fused else "cpu")}
@@ -200,11 +199,11 @@ def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, read: C
 
 
 def _encode(held: Any, values: torch.Tensor) -> None:
-    """Have `held`, of 8 bits, stand for `values`, float32 of its shape: bit for bit where they are what such a tensor stood
-    for, in the same blocks.
+    """Encode `values`, float32, in the 8-bit tensor `held` of the same shape. If `values` were decoded from such a tensor with
+    the same blocks, the result is bit for bit that tensor.
 
-    What is furthest from 0 in a block is its scale, or, where that is negative, the lowest of `qmap` times its scale; the
-    quotient then may be the number beside the scale. Which it was the block's other numbers tell.
+    The number furthest from 0 in a block is the block's scale. If that number is negative, it is the lowest of `qmap` times the
+    scale, and the quotient may be off by one float. The block's other numbers show which scale is right.
     """
     blocks, qmap = values.reshape(-1, held.block_size), held.qmap
     top, low = blocks.amax(1), -blocks.amin(1)

@@ -1,6 +1,6 @@
-"""A policy spread over the ranks of the trainer's group: FSDP2, or nothing at all when there is one rank.
+"""A policy sharded over the ranks of the trainer's group by FSDP2, or whole if there is one rank.
 
-Parameters are sharded by rows; every helper is a collective that all ranks call in the same order.
+Parameters are sharded by rows. Every function here is a collective that all ranks call in the same order.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from runtime.errors import UserError
 
 
 def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cpu_offload: bool) -> None:
-    """Apply FSDP2 in place over the default process group: one unit a decoder layer, and one for the rest.
+    """Apply FSDP2 in place over the default process group: one unit for each decoder layer, and one for the rest.
 
-    float32 master shards, gathered and computed in `compute`, gradients reduced in float32: summed (not averaged), of losses
-    that `loss_factor` has multiplied. Raises UserError for a mixture of experts where torch cannot spread one.
+    Master shards are float32, gathered and computed in `compute`. Gradients are reduced in float32 and summed, not averaged;
+    `loss_factor` has multiplied the losses. Raises UserError if torch cannot shard a mixture of experts.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    # Of the group that there is: a mesh made by init_device_mesh has one over NCCL beside a gloo group, where torch sees CUDA.
+    # From the existing group: with CUDA, init_device_mesh would make an NCCL group beside a gloo group.
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
-    # What layers add to stays float32, as under autocast without FSDP2: no layer casts what it is called with.
+    # The residual stream stays float32, as under autocast without FSDP2: no layer casts its inputs.
     options = {} if compute == torch.float32 else {"param_dtype": compute, "reduce_dtype": torch.float32}
     precision = MixedPrecisionPolicy(**options, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
@@ -34,7 +34,7 @@ def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cp
     for unit in [*units, model]:
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         assert isinstance(unit, FSDPModule)
-        if _sums(unit):  # which is what the step's one division at its end expects, and all that gloo has in older torch
+        if _sums(unit):  # sums, as the step divides once at its end; older torch has nothing else over gloo
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
     if any(getattr(model.config, key, 0) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
@@ -42,10 +42,10 @@ def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cp
 
 
 def loss_factor(device: torch.device, world_size: int) -> float:
-    """By what each rank multiplies its loss, so that gradients come out as sums over the ranks. Collective.
+    """Return the factor of each rank's loss that makes gradients sums over the ranks. Collective.
 
-    torch 2.7, which MindSpeed is declared for, has an FSDP2 that asks for the average and cannot be told otherwise; its gloo
-    sums all the same. So what that reduction makes of ones says it.
+    torch 2.7, MindSpeed's version, has an FSDP2 that asks for the average and has no option for sums; its gloo sums all the
+    same. The factor is therefore measured by reducing ones.
     """
     if world_size == 1:
         return 1.0
@@ -59,12 +59,13 @@ def loss_factor(device: torch.device, world_size: int) -> float:
 
 
 def _sums(unit: Any) -> bool:
-    """Whether this torch's FSDP2 can be told to sum."""
+    """Return whether this torch's FSDP2 has an option for sums."""
     return hasattr(unit, "set_gradient_divide_factor") and hasattr(unit, "set_force_sum_reduction_for_comms")
 
 
 def _sum_unused(model: Any) -> None:
-    """An expert that no token of one rank was given to has a gradient on others: all take part in its sum."""
+    """Include unused experts in reductions: an expert without tokens on one rank has a gradient on other ranks. Raises
+    UserError if torch cannot do so."""
     if not hasattr(model, "set_reduce_scatter_unused_params"):
         raise UserError(
             f"model: torch {torch.__version__} cannot spread a mixture of experts over several processes; must be one process, "
@@ -74,7 +75,7 @@ def _sum_unused(model: Any) -> None:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free gathered parameters, which a forward pass without a backward one leaves behind; they would be stale after a step."""
+    """Free gathered parameters, which a forward pass without backward leaves behind: after an update they would be stale."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -83,13 +84,13 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def full(tensor: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
-    """The whole of a parameter or moment, on every rank; with `own`, of what is shaped as it is, of which these are this rank's
-    rows. Not by `full_tensor`, whose gather crashes over gloo on CUDA."""
+    """Return the whole parameter or moment on every rank. With `own`, return the whole tensor of the same shape that has `own`
+    as this rank's rows. `full_tensor` is not used: its gather crashes over gloo on CUDA."""
     own = local(tensor) if own is None else own
     if not is_sharded(tensor):
         return own
     sharded: Any = tensor
-    own = own.to(sharded.device_mesh.device_type)  # where the group is: with `cpu_offload` it is on the host
+    own = own.to(sharded.device_mesh.device_type)  # the group's device: with `cpu_offload` the shard is on the host
     ranks = dist.get_world_size()
     padded = own.new_zeros(-(-tensor.shape[0] // ranks), *tensor.shape[1:])
     padded[: len(own)] = own
@@ -99,19 +100,19 @@ def full(tensor: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def wholes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each of `tensors`, whole, by its name and in their order; one at a time is in memory."""
+    """Yield the name and the whole of each of `tensors`, in order; one whole tensor at a time is in memory."""
     for name, tensor in tensors.items():
         yield name, full(tensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows."""
+    """Return this rank's rows."""
     detached: Any = tensor.detach()
     return detached.to_local() if is_sharded(tensor) else detached
 
 
 def rows(tensor: Any) -> slice:
-    """Which rows of the whole `local(tensor)` holds: FSDP2 gives each rank `ceil(rows / ranks)`, the last ones fewer."""
+    """Return the rows of the whole that `local(tensor)` holds: FSDP2 gives each rank `ceil(rows / ranks)`, the last fewer."""
     if not is_sharded(tensor):
         return slice(0, tensor.shape[0])
     mesh = tensor.device_mesh
@@ -121,5 +122,5 @@ def rows(tensor: Any) -> slice:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, whose class takes half a second to import."""
+    """Return whether `tensor` is a DTensor, without importing that class, which takes half a second."""
     return hasattr(tensor, "device_mesh")

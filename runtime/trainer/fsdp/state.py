@@ -1,13 +1,13 @@
-"""A training engine's state on disk: safetensors and JSON, whole tensors, so that any number of ranks reads it back.
+"""A training engine's state on disk: safetensors and JSON with whole tensors, which any number of ranks can read.
 
 model/              a Hugging Face folder, float32
-adapter/            in its stead where adapters are trained: they alone, as PEFT has them
+adapter/            instead of model/ where adapters are trained: only the adapters, in PEFT's format
 optimizer*.safetensors   float32: Adam's moments `exp_avg.NAME` and `exp_avg_sq.NAME`, or Muon's `momentum_buffer.NAME`
 rng.safetensors     the generators' states: `RANK.DEVICE`
 trainer.json        format, step, the optimizer's kind and step count, coefficient of the KL term, the section `lora`, and
-                    the model that its adapters are on
+                    the base model of the adapters
 
-Adapters are so on disk whatever the engine, and either goes on from them.
+Adapters have this format with both engines, and both engines continue from them.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ GENERATORS = "rng.safetensors"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What is saved, and where it is restored to. `parameters` are what is trained: the model's, or those of `adapters`."""
+    """The state to save or to restore. `parameters` are the trained ones: the model's, or those of `adapters`."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
-    key: str  # the section that the optimizer is of
+    key: str  # the optimizer's section of the configuration
     position: TrainingPosition
     rank_info: RankInfo
     adapters: Adapters | None = None
-    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what the model has besides, which no gradient changes
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the model's other tensors, which no gradient changes
 
     @property
     def config(self) -> LoraConfig | None:
@@ -64,7 +64,7 @@ class TrainingState:
 
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
-    """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer are `source`'s."""
+    """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer come from `source`."""
     _write_weights(folder, state, source)
     updates = _updates(state)
     if updates:
@@ -81,8 +81,8 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
 def describe(
     position: TrainingPosition, optimizer: str, updates: int, config: LoraConfig | None, base: AdapterBase | None
 ) -> str:  # fmt: skip
-    """What trainer.json says; `config` and `base` are of adapters. All ranks call it."""
-    told = {
+    """Return the text of trainer.json; `config` and `base` are of adapters. All ranks call it."""
+    content = {
         "format": FORMAT,
         "step": position.step,
         "optimizer": optimizer,
@@ -91,7 +91,7 @@ def describe(
         "lora": lora.description(config) if config else None,
         "base": base.describe() if base else None,
     }
-    return json.dumps(told) + "\n"
+    return json.dumps(content) + "\n"
 
 
 def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
@@ -106,13 +106,13 @@ def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
 
 
 def _updates(state: TrainingState) -> int:
-    """How often the optimizer has stepped; what it keeps exists from the first step on."""
+    """Return the number of the optimizer's updates; its state exists from the first update on."""
     first = next(iter(state.parameters.values()))
     return int(state.optimizer.state[first]["step"]) if state.optimizer.state else 0
 
 
 def _kept(state: TrainingState) -> dict[str, torch.nn.Parameter]:
-    """By the names in the file, the parameters that they are kept of."""
+    """Return the parameter of each tensor of the optimizer's state, by the tensor's name in the file."""
     return {
         f"{kind}.{name}": parameter
         for name, parameter in state.parameters.items()
@@ -138,9 +138,9 @@ def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load(folder: Path, state: TrainingState) -> TrainingPosition:
-    """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows; returns how far it was.
+    """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows. Return the progress of training.
 
-    Raises UserError, changing nothing, when the checkpoint does not fit the model.
+    Raises UserError, and changes nothing, if the checkpoint does not fit the model.
     """
     description = read_description(folder, state.config, state.base)
     require_same_optimizer(folder, description, optimizers.family(state.optimizer), state.key)
@@ -163,8 +163,8 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
 
 
 def read_description(folder: Path, config: LoraConfig | None, base: AdapterBase | None) -> dict[str, Any]:
-    """Raises UserError unless the checkpoint is engine torch's, or of adapters, on `base` and as `config` has them. All ranks
-    call it."""
+    """Return the content of trainer.json. Raises UserError if the checkpoint is not engine torch's; or if it has adapters and
+    they are not on `base` or do not match `config`. All ranks call it."""
     description = read_object(folder / "trainer.json", f"checkpoint {folder}: trainer.json")
     require_same_adapters(folder, description.get("lora"), config)
     if "engine" in description:
@@ -179,22 +179,23 @@ def read_description(folder: Path, config: LoraConfig | None, base: AdapterBase 
 
 
 def require_same_adapters(folder: Path, saved: dict[str, Any] | None, config: LoraConfig | None) -> None:
-    """Raises UserError unless a run with the adapters `config` can go on from those that are `saved` in checkpoint `folder`."""
+    """Check that a run with the adapters `config` can continue from the adapters `saved` in checkpoint `folder`. Raises
+    UserError if not."""
     if saved is None and config is None:
         return
     if saved is None:
-        raise UserError(f"lora: is set, but checkpoint {folder} is of a run without; must be left out")
+        raise UserError(f"lora: is set, but checkpoint {folder} has no adapters; must be left out")
     if config is None:
         raise UserError(f"lora: is not set, but checkpoint {folder} holds adapters; must be {json.dumps(saved)}")
     for key, value in lora.description(config).items():
         if value != (other := saved.get(key)):
-            raise UserError(f"lora.{key}: {value} is not that of checkpoint {folder}; must be {other}")
+            raise UserError(f"lora.{key}: {value} differs from checkpoint {folder}; must be {other}")
 
 
 def require_same_optimizer(folder: Path, description: Mapping[str, Any], own: str, key: str) -> None:
-    """Raises UserError unless the optimizer of the section `key`, of the kind `own`, is of the kind of the checkpoint's."""
+    """Check that the optimizer of section `key`, of kind `own`, is of the checkpoint's kind. Raises UserError if not."""
     if (saved := description.get("optimizer", "adamw")) != own:
-        raise UserError(f"{key}.name: checkpoint {folder} is of {saved}, which {own} cannot go on from; must be {saved}")
+        raise UserError(f"{key}.name: {own} cannot continue from checkpoint {folder}, which is of {saved}; must be {saved}")
 
 
 def _safetensors(path: Path) -> Any:
@@ -207,8 +208,8 @@ def _safetensors(path: Path) -> Any:
 def open_tensors(
     folder: Path, stem: str, expected: Mapping[str, tuple[int, ...]], stack: contextlib.ExitStack
 ) -> Callable[[str], Any]:  # fmt: skip
-    """Open the files of `stem`, which have tensors of the `expected` names and shapes; gives what reads any part of one, by its
-    name. Raises UserError when names or shapes differ."""
+    """Open the files of `stem`, whose tensors must have the `expected` names and shapes. Return a function that reads any part
+    of a tensor, by its name. Raises UserError if names or shapes differ."""
     files = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         file = stack.enter_context(_safetensors(path))
@@ -233,7 +234,7 @@ def _read_kept(history: Callable[[str], Any], name: str, parameter: torch.nn.Par
 
 
 def _restore_generators(file: Any, state: TrainingState) -> None:
-    """Ranks beyond those that saved keep the generators they have."""
+    """Restore this rank's generators. If the checkpoint has fewer ranks, the further ranks keep their generators."""
     names = [name for name in file.keys() if name.startswith(f"{state.rank_info.rank}.")]  # noqa: SIM118 - it is no mapping
     own = {name.split(".")[1]: file.get_tensor(name) for name in names}
     if own:
