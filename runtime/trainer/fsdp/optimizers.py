@@ -53,8 +53,8 @@ def hidden_matrices(model: Any, parameters: Iterable[torch.nn.Parameter]) -> fro
 class Muon(torch.optim.AdamW):
     """Muon for some matrices, AdamW for all other parameters (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-    `B ← μ B + (1 - μ) G`, `O = orthogonalised((1 - μ) G + μ B)`, `W ← (1 - ηλ) W - 0.2 η √max(m, n) O` of W [m, n]. An update is
-    as large as AdamW's, so that η and λ are those of AdamW (Moonlight, arXiv:2502.16982, equation 4). It is the step of
+    `B ← μ B + (1 - μ) G`, `O = orthogonalised((1 - μ) G + μ B)`, `W ← (1 - ηλ) W - 0.2 η √max(m, n) O` of W [m, n]. An update
+    is as large as AdamW's, so that η and λ are those of AdamW (Moonlight, arXiv:2502.16982, equation 4). It is the step of
     `torch.optim.Muon` with `match_rms_adamw`, which does not support sharded matrices. Here each rank keeps its rows of B, and
     every rank orthogonalises the whole matrix: ranks agree bit for bit, and with a single rank.
     """

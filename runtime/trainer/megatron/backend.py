@@ -1,4 +1,4 @@
-"""A model under training on megatron-core: micro-batches down the pipeline, the distributed optimizer."""
+"""A model under training on megatron-core: pipelined micro-batches and the distributed optimizer."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ T = TypeVar("T")
 
 
 class MegatronBackend(ModelBackend):
-    """Every block of ranks that holds the model has its own share of the data: that of its first rank. Computes in
-    `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU; master weights are float32.
+    """Every block of ranks that holds the model has its own share of the data: the share of its first rank. Computes in
+    `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU. Master weights are float32.
 
-    With `lora` adapters alone are trained, and the policy that leaves it has them merged.
+    With `lora`, only adapters are trained. An export has the adapters merged into the model.
 
-    `megatron.facade.prepare` has been called in this process.
+    `megatron.facade.prepare` must have been called in this process.
     """
 
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
-        """Raises UserError for what the configuration or the folder gets wrong."""
+        """Load the model. Raises UserError if the configuration or the folder is wrong."""
         device, settings = rank_info.device, trained.settings
         compute = compute_dtype(config, device)
         if not trained.has_value_head:
@@ -86,7 +86,7 @@ class MegatronBackend(ModelBackend):
 
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
         def report(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """As megatron-core has it: the sum, its tokens, what to report."""
+            """Return what megatron-core expects: the loss sum, its number of tokens, and the value to report."""
             lost = loss(batch, outputs)
             return lost, torch.ones((), dtype=torch.int, device=lost.device), lost.detach()
 
@@ -119,7 +119,7 @@ class MegatronBackend(ModelBackend):
     def update(self, scale: float, rate: float) -> None:
         self.optimizer.step(scale, rate)
 
-    # ------------------------------------------------------------------------------------------ its device and its state
+    # ------------------------------------------------------------------------------------------ device and checkpoints
 
     def offload(self) -> None:
         self.optimizer.settle()
@@ -143,7 +143,7 @@ class MegatronBackend(ModelBackend):
     def load(self, folder: Path) -> TrainingPosition:
         return self._adapters.load(folder, self.optimizer) if self._adapters is not None else state.load(folder, self.optimizer)
 
-    # ------------------------------------------------------------------------------------------ the policy, as it leaves
+    # ------------------------------------------------------------------------------------------ weight sync and export
 
     def _leaving(self) -> ModelWeights:
         return self._weights if self._adapters is None else self._adapters.published()
@@ -170,10 +170,10 @@ class MegatronBackend(ModelBackend):
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:
-        """With `lora` the adapters besides, in PEFT's format, as the folder `adapter` within."""
+        """Write the policy. With `lora`, also write the adapters in PEFT's format, in the subfolder `adapter`."""
         self.optimizer.settle()
         like = {name: torch.empty(shape, device="meta") for name, shape in self._weights.shapes.items()}
-        # Copies: numpy, by which files are written, never lets go of memory that it was shown, not even to lend a device out.
+        # Copies: files are written through numpy, which never frees memory that it was shown, not even to lend out a device.
         dtype = hf_policy.declared_dtype(self._source)
         whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self._weights.wholes(dtype))
         hf_policy.write_model(folder, like, whole, self.rank_info.rank, dtype, self._source)

@@ -1,12 +1,12 @@
-"""The model in a checkpoint of the trainer on megatron-core, a tensor at a time; readable without megatron.
+"""Read the model in a checkpoint of the trainer on megatron-core, a tensor at a time, without megatron.
 
-trainer.json             of which engine it is
-megatron/                torch's distributed checkpoint: whole tensors, of which every rank has written its part
-megatron/config.json ... the Hugging Face folder's
+trainer.json             the checkpoint's engine
+megatron/                torch's distributed checkpoint: whole tensors; every rank has written its part of them
+megatron/config.json ... files of the Hugging Face folder
 
-Tensors have GPTModel's names without the numbers of layers and experts, which are their first dimensions; or with the layers'
-numbers, where layers differ from each other. Norms may have the names that they have where they are one with the matrix behind
-them. What the optimizer has is named `optimizer.*`.
+Tensors have GPTModel's names without the numbers of layers and experts, which are their first dimensions. If layers differ from
+each other, names have the layers' numbers. A norm may have the name of a norm fused with the matrix after it. Tensors of the
+optimizer are named `optimizer.*`.
 """
 
 from __future__ import annotations
@@ -44,21 +44,19 @@ from runtime.weights.plan import TensorSpec
 
 # ---- Core folder
 #
-# A model in megatron-core's layout on disk, readable without megatron.
+# A model in megatron-core's layout on disk, readable without megatron: layout.json (`Description`), config.json, tokenizer and
+# so on from the Hugging Face folder, and per tensor rank TT and pipeline stage PP
+#     tp_TT_pp_PP.safetensors        the tensors that all expert ranks hold
+#     tp_TT_pp_PP_ep_EE.safetensors  the experts of expert rank EE, if there are any
 #
-# layout.json format, layout, head: `Description` config.json, tokenizer and so on the Hugging Face folder's
-# tp_TT_pp_PP.safetensors what all expert ranks hold of tensor rank TT on pipeline stage PP tp_TT_pp_PP_ep_EE.safetensors
-# the experts of expert rank EE there; only where there are any
-#
-# Tensors have the names that megatron-core's GPTModel gives them on that rank, so a rank loads the union of its one or two
-# files.
+# Tensors have the names of megatron-core's GPTModel on that rank: a rank loads the union of its one or two files.
 
 FORMAT = 1
 LAYOUT = "layout.json"
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What layout.json says."""
+    """The content of layout.json."""
 
     format: int = FORMAT
     layout: Layout
@@ -66,11 +64,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CoreFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file: the parameters of a rank that lie in it."""
+    """One file, with parameters of one rank."""
 
     tensor: int
     stage: int
-    expert: int | None  # None: what all expert ranks hold
+    expert: int | None  # None: the parameters that all expert ranks hold
     parameters: list[Parameter]
 
     @property
@@ -79,17 +77,17 @@ class CoreFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Column(msgspec.Struct, frozen=True):
-    """The files of the tensor ranks 0, 1, ... at one stage, and expert rank: together they hold whole tensors."""
+    """The files of the tensor ranks 0, 1, ... at one stage and expert rank: together they hold whole tensors."""
 
     parts: list[CoreFile]
 
     def rows(self) -> Iterator[tuple[Parameter, ...]]:
-        """One parameter after the other, as each of the tensor ranks has it."""
+        """Yield each parameter as a tuple: the parameter as each tensor rank has it."""
         return zip(*(part.parameters for part in self.parts), strict=True)
 
 
 def columns(family: Family, layout: Layout) -> Iterator[Column]:
-    """All files of a folder, the last ones of each stage those of its experts."""
+    """Yield all files of a folder, the files of experts last in each stage."""
     for stage in range(layout.pipeline):
         yield Column([_core_file(family, layout, tensor, stage, None) for tensor in range(layout.tensor)])
         for expert in range(layout.expert):
@@ -111,7 +109,7 @@ def write_description(folder: Path, description: Description) -> None:
 
 
 def read_description(folder: Path) -> Description:
-    """Raises UserError when `folder` is no such folder, or of another format."""
+    """Read layout.json. Raises UserError if `folder` has no such file or the file has another format."""
     path = folder / LAYOUT
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Description)
@@ -125,10 +123,10 @@ def read_description(folder: Path) -> Description:
 
 
 class CoreFolder:
-    """The files of a folder, of which nothing is read yet."""
+    """The files of a folder. Only headers are read at first."""
 
     def __init__(self, folder: Path, family: Family, layout: Layout):
-        """Reads headers only. Raises UserError, naming the tensors, when a file is missing, torn or of another model."""
+        """Read headers. Raises UserError, which names the tensors, if a file is missing, torn or of another model."""
         self._readers: dict[str, TensorReader] = {}
         for part in (part for column in columns(family, layout) for part in column.parts):
             reader = TensorReader(folder / part.name)
@@ -142,40 +140,40 @@ class CoreFolder:
 
 # ---- Core index
 #
-# The index of torch's distributed checkpoint, `.metadata`: a pickle, of which nothing is run.
+# The index of torch's distributed checkpoint, `.metadata`, is a pickle. No code of the pickle runs.
 #
-# torch unpickles it, and whatever a checkpoint has beside tensors. Here `plain_pickle` reads the index, and tensors alone
-# are read. For an object of torch's there are `Attributes` first; torch's own is made once they are checked.
+# torch would unpickle the index, and everything in a checkpoint that is not a tensor. Here `plain_pickle` reads the index, and
+# only tensors are read. An object of torch's is first read as `Attributes`; the object is made once they are checked.
 
 INDEX = ".metadata"
-_SCALE = 8  # a part of a tensor takes about 85 steps, and 205 bytes: 370,000 parts
-_STATES: dict[str, tuple[type, Any]] = {  # each class, and what its attributes are before they are set
+_SCALE = 8  # a part of a tensor takes about 85 steps and 205 bytes: this allows 370,000 parts
+_STATES: dict[str, tuple[type, Any]] = {  # each class, and its attributes before they are set
     f"{kind.__module__}.{kind.__qualname__}": (kind, () if kind is TensorProperties else {})
     for kind in (
         *(Metadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
         *(TensorProperties, _StorageInfo),
     )
 }
-_UNUSED = {  # what nobody asks for: the layout in memory, and where the checkpoint was written
+_UNUSED = {  # not used: the layout in memory, and where the checkpoint was written
     *("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "torch.serialization._get_layout"),
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")),
-    *(f"pathlib._local.{name}" for name in ("Path", "PosixPath")),  # of Python 3.13
+    *(f"pathlib._local.{name}" for name in ("Path", "PosixPath")),  # in Python 3.13
 }
 
 
 class CoreReader(FileSystemReader):
-    """torch's reader of a checkpoint's folder, which unpickles nothing. The index is read once."""
+    """torch's reader of a checkpoint's folder, without unpickling. The index is read once."""
 
     _index: Metadata | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Raises UserError as `read_index` does."""
+        """Return the index. Raises UserError as `read_index` does."""
         if self._index is None:
             self._index = read_index(Path(self.path) / INDEX)
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Raises UserError where an object, which torch would unpickle, is in the place of a tensor."""
+        """Read the plan's tensors. Raises UserError for an object in place of a tensor, which torch would unpickle."""
         for item in plan.items:
             if item.type is not LoadItemType.TENSOR:
                 raise UserError(f"{self.path}: {plain_pickle.told(item.storage_index.fqn)} is not a tensor; it was not read")
@@ -183,9 +181,9 @@ class CoreReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """What torch makes of an index, but for what a tensor's dtype, shape and place in the files do not say.
+    """Return torch's form of an index, without attributes other than a tensor's dtype, shape and position in the files.
 
-    Raises UserError when the file is missing or torn, and when it names any class that is not an index's.
+    Raises UserError if the file is missing or torn, or if it names a class that does not belong in an index.
     """
     try:
         with path.open("rb") as file:
@@ -200,10 +198,10 @@ def read_index(path: Path) -> Metadata:
 
 
 class _Names:
-    """What an index mentions."""
+    """The names that an index may mention."""
 
     def named(self, full: str) -> Any:
-        """Raises RefusedPickle."""
+        """Return what stands for the object `full`. Raises RefusedPickle for an unknown name."""
         module, _, name = full.rpartition(".")
         if full in _STATES:
             return Function(full, lambda *_: Attributes(full, _STATES[full][1]))
@@ -224,7 +222,7 @@ def _metadata(found: Any) -> Metadata:
     places = _typed(top["storage_data"], dict)
     stored = {_key(key): _place(place) for key, place in places.items()}
     tensors: dict[str, Any] = {}
-    left = len(stored)  # of parts: one list may be that of many tensors, and a short file would have very many
+    left = len(stored)  # remaining parts: tensors may share one list of parts, so that a short file would have very many
     for name, entry in _typed(top["state_dict_metadata"], dict).items():
         tensors[_typed(name, str)] = tensor = _tensor(entry, left)
         if isinstance(tensor, TensorStorageMetadata):
@@ -235,7 +233,7 @@ def _metadata(found: Any) -> Metadata:
 
 
 def _tensor(entry: Any, most_parts: int) -> TensorStorageMetadata | BytesStorageMetadata:
-    """Its parts fill it: none of its elements is left as memory was."""
+    """Return a tensor's entry. Raises Malformed unless its parts fill the tensor, so that no element stays uninitialised."""
     if isinstance(entry, Attributes) and _STATES[entry.name][0] is BytesStorageMetadata:
         return BytesStorageMetadata()
     state = _state(entry, TensorStorageMetadata)
@@ -250,7 +248,7 @@ def _tensor(entry: Any, most_parts: int) -> TensorStorageMetadata | BytesStorage
 
 
 def _chunk(part: Any, size: torch.Size) -> ChunkStorageMetadata:
-    """Raises Malformed when it lies beyond a tensor of `size`."""
+    """Return a part of a tensor. Raises Malformed if the part lies beyond a tensor of `size`."""
     state = _state(part, ChunkStorageMetadata)
     first, sizes = _typed(state["offsets"], torch.Size), _typed(state["sizes"], torch.Size)
     if len(first) != len(size) or any(start + count > most for start, count, most in zip(first, sizes, size, strict=True)):
@@ -265,7 +263,8 @@ def _key(key: Any) -> MetadataIndex:
 
 
 def _place(place: Any) -> _StorageInfo:
-    """In a file of the checkpoint's own folder, as it is: torch could take it from elsewhere, or decompress it."""
+    """Return a part's file and offset. Raises Malformed unless it lies unencoded in the checkpoint's own folder: torch would
+    read it from elsewhere, or decompress it."""
     state = _state(place, _StorageInfo)
     name, first, count = _typed(state["relative_path"], str), _typed(state["offset"], int), _typed(state["length"], int)
     if Path(name).name != name or "\0" in name or min(first, count) < 0 or state.get("transform_descriptors") is not None:
@@ -281,7 +280,7 @@ def _sizes(sizes: Any = ()) -> torch.Size:
 
 
 def _state(value: Any, kind: type) -> Any:
-    """The attributes of what stands for an object of `kind`."""
+    """Return the attributes of what stands for an object of `kind`. Raises Malformed if it is of another kind."""
     if not isinstance(value, Attributes) or _STATES[value.name][0] is not kind:
         raise Malformed(f"it has {plain_pickle.told(value)} in the place of a {kind.__name__}")
     return value.values
@@ -296,7 +295,7 @@ def _typed(value: Any, kind: type) -> Any:
 FOLDER = "megatron"
 TRAINER = "trainer.json"
 OPTIMIZER = "optimizer."
-OWN = "metadata.json"  # megatron-core's, among the Hugging Face folder's files
+OWN = "metadata.json"  # a file of megatron-core's among the files of the Hugging Face folder
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*)\.local_experts\.(\d+)\.(.*)")
 
@@ -306,10 +305,10 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 class CoreCheckpoint:
-    """A checkpoint's folder, or the critic's within it, of which only the headers are read yet."""
+    """A checkpoint's folder, or the critic's within it. Only headers are read at first."""
 
     def __init__(self, folder: Path):
-        """Raises UserError when the checkpoint is another engine's, or cannot be read."""
+        """Read the index. Raises UserError if the checkpoint is of another engine or cannot be read."""
         self.path = folder / FOLDER
         _require_engine(folder)
         self._reader = CoreReader(self.path)
@@ -328,7 +327,7 @@ class CoreCheckpoint:
         return HEAD in self._stored and self._stored[HEAD].size[0] == 1
 
     def require(self, family: Family) -> None:
-        """Raises UserError, naming the tensors, when they are not those of `family`'s model."""
+        """Check that the tensors are those of `family`'s model. Raises UserError, which names the tensors, if not."""
         needed: dict[str, tuple[int, ...]] = {}
         for name, shape in _parameters(family):
             key, index = self._place(name)
@@ -336,7 +335,7 @@ class CoreCheckpoint:
             sizes = tuple(max(size, number + 1) for size, number in zip(before or index, index, strict=False))
             needed[key] = (*sizes, *shape)
         found = {key: tuple(tensor.size) for key, tensor in self._stored.items()}
-        for key in (WORDS, HEAD):  # rows of padding
+        for key in (WORDS, HEAD):  # they may have padding rows
             if key in needed and key in found:
                 found[key] = (min(found[key][0], needed[key][0]), *found[key][1:])
         require_same(str(self.path), needed, found)
@@ -345,11 +344,11 @@ class CoreCheckpoint:
             self.specs[name] = TensorSpec(name, str(dtype).removeprefix("torch."), shape)
 
     def part(self, part: CoreFile) -> CoreCheckpoint:
-        """Where the parameters of `part` are read."""
+        """Return the reader of the parameters of `part`: this one."""
         return self
 
     def get(self, name: str) -> torch.Tensor:
-        """The parameter, a new tensor. Raises UserError when it cannot be read."""
+        """Return the parameter as a new tensor. Raises UserError if it cannot be read."""
         (key, index), spec = self._place(name), self.specs[name]
         tensor = torch.empty((*(1,) * len(index), *spec.shape), dtype=getattr(torch, spec.dtype))
         offsets = torch.Size((*index, *(0,) * len(spec.shape)))
@@ -358,12 +357,12 @@ class CoreCheckpoint:
         planner: Any = _Into(tensor)
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
-        except Exception as error:  # whatever torch raises at what is torn, or wants more than tensors; it advises to trust it
+        except Exception as error:  # any error of torch's about torn files or objects; its text advises to trust the file
             raise UserError(f"{self.path}: {key} cannot be read: {type(error).__name__}") from error
         return tensor.view(spec.shape)
 
     def _place(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The stored tensor in which the parameter `name` of Layout() lies, and where in its first dimensions."""
+        """Return the stored tensor with the parameter `name` of Layout(), and the parameter's index in its first dimensions."""
         index: tuple[int, ...] = ()
         if (layer := _LAYER.fullmatch(name)) is not None and not self._numbered:
             name, index = f"decoder.layers.{layer[2]}", (int(layer[1]),)
@@ -376,7 +375,7 @@ class CoreCheckpoint:
 
 
 class _Into:
-    """What torch's reader asks of a planner: where in `tensor` the parts belong that it reads."""
+    """The planner that torch's reader asks where in `tensor` a part belongs."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor
@@ -388,11 +387,11 @@ class _Into:
         return part
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """`tensor` is the part itself."""
+        """Do nothing: `tensor` is a view of the target."""
 
 
 def _parameters(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """All, as one rank would have them."""
+    """Yield name and shape of all parameters, as a single rank would have them."""
     for column in columns(family, Layout()):
         for parameter in column.parts[0].parameters:
             yield parameter.name, parameter.shape

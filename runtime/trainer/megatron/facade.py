@@ -1,7 +1,7 @@
-"""megatron-core on whatever this process computes on: `prepare` comes before any other import of it.
+"""megatron-core on this process's device. Call `prepare` before any other import of megatron-core.
 
-CUDA is what it is written for. On NPUs MindSpeed's adaptor stands in for what it takes from CUDA. On CPUs its modules, and they
-alone, are given a `torch` in which the few places that name CUDA mean the CPU; nothing of torch itself is changed.
+megatron-core is written for CUDA. On NPUs, MindSpeed's adaptor replaces its use of CUDA. On CPUs, the modules of megatron-core,
+and only these, get a `torch` in which the few names of CUDA stand for the CPU. torch itself does not change.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ _CPU = torch.device("cpu")
 
 
 def prepare(device: torch.device) -> None:
-    """Import what Sluice uses of megatron-core, fit for `device`. Raises UserError, saying what to install."""
+    """Import the used modules of megatron-core for `device`. Raises UserError, which says what to install, if one is absent."""
     if device.type == "npu":
         _import("mindspeed.megatron_adaptor", "engine megatron on NPUs needs MindSpeed: see its own instructions to install it")
     if device.type == "cpu":
-        # Its functions are compiled when they are first called, for which many machines lack a compiler. Told so by the
-        # environment, torch does not even load its own, which takes seconds.
+        # megatron-core compiles functions at their first call, for which many machines lack a compiler. With this variable
+        # torch does not even load its own compiler, which takes seconds.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that are not installed
         for name in _USED:
             _import(f"megatron.core.{name}", f"engine {MEGATRON_NEEDS_CORE}")
-    for told in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecat", ".*CUDA_DEVICE_MAX_CONNECTIONS"):
-        warnings.filterwarnings("ignore", told)  # its own affair, or none of a CPU's
-    # A name that 0.16.1 asks for whenever it routes to experts, and has only with Transformer Engine.
+    for message in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecat", ".*CUDA_DEVICE_MAX_CONNECTIONS"):
+        warnings.filterwarnings("ignore", message)  # warnings inside megatron-core, or irrelevant on a CPU
+    # Version 0.16.1 uses this name whenever it routes to experts, but defines it only with Transformer Engine.
     vars(sys.modules["megatron.core.transformer.moe.moe_utils"]).setdefault("te_general_gemm", None)
-    # Without Transformer Engine it takes that for installed, and asks for a class that there is not.
+    # Without Transformer Engine the module still takes it for installed, and uses a class that does not exist.
     latent: Any = sys.modules["megatron.core.transformer.multi_latent_attention"]
     latent.HAVE_TE = isinstance(getattr(latent, "TELinear", None), type)
-    # Its readers unpickle a checkpoint's index.
+    # megatron-core's readers unpickle a checkpoint's index.
     checkpoints: Any = sys.modules["megatron.core.dist_checkpointing.strategies.torch"]
     checkpoints.FileSystemReader = checkpoints.CachedMetadataFileSystemReader = CoreReader
     checkpoints._get_filesystem_reader = lambda folder, *_, **__: CoreReader(folder)
     if device.type == "cpu":
         _put_on_cpu()
-    # Version 0.12 asks Transformer Engine to quantise those parameters that are of 8 bits, also where there are none.
+    # Version 0.12 asks Transformer Engine to quantise the 8-bit parameters, even if there are none.
     optimizer: Any = sys.modules["megatron.core.optimizer.distrib_optimizer"]
     optimizer.quantize_param_shard = lambda *_, **__: None
-    # What was imported stays. Collections that pass it by are quicker: that at the process's end by seconds.
+    # The imported objects stay. Garbage collections that skip them are faster: the one at the process's end by seconds.
     gc.collect()
     gc.freeze()
 
@@ -84,7 +84,7 @@ def _import(name: str, advice: str) -> None:
 
 
 class _Facade(types.ModuleType):
-    """The module `real`, some of whose names are replaced."""
+    """The module `real` with some names replaced."""
 
     def __init__(self, real: types.ModuleType, **replaced: Any):
         super().__init__(real.__name__)
@@ -96,7 +96,7 @@ class _Facade(types.ModuleType):
 
 
 class _Stream:
-    """The one order in which a CPU computes, where megatron-core means a stream or an event of CUDA's."""
+    """A CPU's sequence of computation, in place of a CUDA stream or event."""
 
     def wait_stream(self, other: _Stream) -> None: ...
 
@@ -124,7 +124,7 @@ def _put_on_cpu() -> None:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = facade  # type: ignore[attr-defined]
     _coalesce_nothing(sys.modules["megatron.core.distributed.param_and_grad_buffer"])
-    # There is no dropout whose generators recomputation would have to restore.
+    # Without dropout, recomputation has no generators to restore.
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0)
     random._set_cuda_rng_state = lambda *_, **__: None
@@ -133,11 +133,11 @@ def _put_on_cpu() -> None:
 
 
 def _coalesce_nothing(buffers: Any) -> None:
-    """What `buffers`, megatron-core's, sum and gather beside computation goes to gloo one by one.
+    """Make `buffers`, megatron-core's module, reduce and gather one by one over gloo, not coalesced.
 
-    With torch 2.13 coalesced gathers in the two threads of a group now and then corrupt the process's memory ("malloc():
-    unaligned tcache chunk detected"). Both threads keep the name of what they did last in one string, without a lock, and of
-    those names "ALLGATHER_COALESCED" is too long to lie within the string: the address sanitizer saw one freed twice.
+    With torch 2.13, coalesced gathers in the two threads of a group sometimes corrupt the process's memory ("malloc():
+    unaligned tcache chunk detected"). Both threads write the name of their last operation to one string, without a lock.
+    "ALLGATHER_COALESCED" is too long for the string's own storage: the address sanitizer saw a name freed twice.
     """
     open_: list[_Works] = []
 
@@ -163,7 +163,7 @@ def _coalesce_nothing(buffers: Any) -> None:
 
 
 class _Works:
-    """What is under way, in the place of torch's handle for what is coalesced."""
+    """The running collectives, in place of torch's handle of coalesced ones."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
@@ -174,7 +174,7 @@ class _Works:
 
 
 def _on_host(tensor: torch.Tensor | None, as_numpy: bool = False, **_: Any) -> Any:
-    """What megatron-core does with tensors of CUDA alone: collectives want numbers of tokens as an array."""
+    """Do what megatron-core does only with CUDA tensors: collectives need numbers of tokens as an array."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor
 
 
@@ -189,8 +189,8 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @contextlib.contextmanager
 def moving(device: torch.device) -> Iterator[None]:
-    """Around what asks tensors whether they are CUDA's, or moves them there: the making of models and optimizers, and the
-    passes of version 0.12. On CPUs they then are, and stay.
+    """Make CPU tensors look like CUDA's, and moves to CUDA do nothing, in this context. For code that asks tensors whether they
+    are CUDA's or moves them there: building models and optimizers, and the passes of version 0.12.
     """
     if device.type != "cpu":
         yield
@@ -209,11 +209,11 @@ def moving(device: torch.device) -> Iterator[None]:
         replaced.type, replaced.cuda = type_name, to_cuda
 
 
-# Collectives over parts of different sizes, which gloo has not: expert ranks get as many tokens as were routed to them.
+# Collectives over parts of different sizes, which gloo lacks: expert ranks get as many tokens as were routed to them.
 
 
 def gather_uneven(wholes: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: Any) -> Any:
-    """As torch.distributed's, but for `wholes` that differ in their first dimension, for which there are no `options`."""
+    """Do torch.distributed's all_gather. `wholes` may differ in their first dimension, but only without `options`."""
     if _same_shapes(wholes):
         return dist.all_gather(wholes, own, group=group, **options)
     assert not options
@@ -227,12 +227,12 @@ def gather_uneven(wholes: list[torch.Tensor], own: torch.Tensor, group: Any = No
 def reduce_scatter_uneven(
     own: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
 ) -> Any:
-    """As torch.distributed's, but for `parts` that differ in their first dimension, for which there are no `options`."""
+    """Do torch.distributed's reduce_scatter. `parts` may differ in their first dimension, but only without `options`."""
     if _same_shapes(parts):
         return dist.reduce_scatter(own, parts, op, group=group, **options)
     assert not options
     for target, part in zip(dist.get_process_group_ranks(group), parts, strict=True):
-        total = part.clone()  # of which those that are not the target's are left undefined
+        total = part.clone()  # dist.reduce leaves it undefined on ranks that are not the target
         if total.numel():
             dist.reduce(total, target, op, group=group)
         if target == dist.get_rank():

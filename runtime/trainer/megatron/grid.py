@@ -1,4 +1,4 @@
-"""Where a rank stands among those that hold parts of one model, and those that hold the same part."""
+"""A rank's position among the ranks that hold parts of one model, and among the ranks that hold the same part."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from runtime.process import platform
 
 
 class ProcessGrid:
-    """The process groups of megatron-core, made once a process. Ranks count tensor-parallel first, then context-parallel, then
-    blocks, pipeline stages last.
+    """The process groups of megatron-core, made once in a process. Ranks count tensor-parallel first, then context-parallel,
+    then blocks, then pipeline stages.
 
-    All ranks of a model-parallel block are given the same data; blocks have different data.
+    All ranks of a model-parallel block get the same data; different blocks get different data.
     """
 
     def __init__(self, settings: Spread, device: torch.device, seed: int, timeout: float):
-        """Collective over torch's default group; a single rank that has none gets one."""
+        """Make the groups. Collective over torch's default group; a single rank without that group makes it."""
         parallel = settings.parallel
         self.device = device
         self.layout = layout_of(parallel)
@@ -38,7 +38,7 @@ class ProcessGrid:
                 expert_model_parallel_size=parallel.expert,
                 distributed_timeout_minutes=math.ceil(timeout / 60),
             )
-            # Without dropout nothing draws from its generators: the kind meant for inference has none to keep.
+            # Without dropout no generator is used: the tracker for inference keeps none.
             tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -55,25 +55,25 @@ class ProcessGrid:
         self.block = parallel_state.get_data_parallel_rank()
         self.model_group = parallel_state.get_model_parallel_group()
         self.leads = self.tensor_rank == self.context_rank == self.pipeline_rank == 0
-        """Whether this rank is the first of its block, which is given the block's data."""
+        """Whether this rank is the first of its block, the one that gets the block's data."""
         self.places = self._places()
-        """(replica, pipeline stage) by rank, of each first rank of a stage in one of the replicas that hold all experts."""
+        """(replica, pipeline stage) by rank, for the first rank of each stage of each replica. A replica has all experts."""
         self.leaders = [[rank for rank, (_, at) in self.places.items() if at == stage] for stage in range(parallel.pipeline)]
-        """Those ranks, by stage."""
+        """The ranks of `places`, by stage."""
         self.stages: list[int] = dist.get_process_group_ranks(self.pipeline_group)
         self.last = self.pipeline_rank == parallel.pipeline - 1
         """Whether this rank's stage is the last one, which computes the loss."""
 
     def _places(self) -> dict[int, tuple[int, int]]:
         own = [self.expert_data_rank, self.pipeline_rank, int(self.tensor_rank == self.expert_rank == 0)]
-        told = torch.tensor(own, dtype=torch.int32, device=self.device)
-        of_ranks = [torch.empty_like(told) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_ranks, told)
+        values = torch.tensor(own, dtype=torch.int32, device=self.device)
+        of_ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, values)
         rows = enumerate(row.tolist() for row in of_ranks)
         return {rank: (replica, stage) for rank, (replica, stage, first) in rows if first}
 
     def of_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the last stage has; `tensor` has that shape and dtype on every stage, and is overwritten on the others."""
+        """Return the last stage's tensor. `tensor` has its shape and dtype on every stage, and is overwritten on the others."""
         if len(self.stages) > 1:
             dist.broadcast(tensor, self.stages[-1], group=self.pipeline_group)
         return tensor
@@ -82,7 +82,7 @@ class ProcessGrid:
         return data if len(self.stages) == 1 else self._broadcast(data, self.stages[-1], self.pipeline_group)
 
     def bytes_of_leader(self, data: bytes) -> bytes:
-        """What the first rank of this rank's block has."""
+        """Return the data of the first rank of this rank's block."""
         for group in (self.context_group, self.model_group):
             ranks = dist.get_process_group_ranks(group)
             data = data if len(ranks) == 1 else self._broadcast(data, ranks[0], group)
@@ -99,11 +99,11 @@ class ProcessGrid:
         return payload.cpu().numpy().tobytes()[: int(size)]
 
     def host_group(self, timeout: float) -> Any:
-        """A group of its own of all ranks, for tensors on the host: what a thread beside the engine's uses. Collective."""
+        """Make a gloo group of all ranks for tensors on the host, used by a thread beside the engine's. Collective."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def close(self) -> None:
         parallel_state.destroy_model_parallel()
-        for name in vars(parallel_state):  # groups that it forgets would keep their ports
+        for name in vars(parallel_state):  # a group that parallel_state still refers to would keep its port
             if isinstance(getattr(parallel_state, name), dist.ProcessGroup):
                 setattr(parallel_state, name, None)

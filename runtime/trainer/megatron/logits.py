@@ -1,6 +1,6 @@
-"""Whether a converted model computes what it did: its logits in the trainer's model against transformers' own.
+"""Check of a converted model: its logits in the trainer's model against the logits in transformers.
 
-In float32 on the CPU, in this process, each model whole: for a model of n parameters about 12 n bytes.
+In float32 on the CPU, in this process, each model whole: about 12 n bytes for a model of n parameters.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from runtime.models.passes import Packing
 from runtime.trainer.megatron import facade
 from runtime.trainer.micro_batch import empty_batch
 
-TOKENS = 64  # of the one sequence that both models read
-TOLERANCE = 1e-4  # of the largest logit; what rounding comes to is below a tenth of it
+TOKENS = 64  # length of the one sequence that both models read
+TOLERANCE = 1e-4  # fraction of the largest logit; rounding stays below a tenth of it
 
 
 def require(family: Family) -> None:
-    """Raises UserError when the check cannot be made: megatron-core is missing, or the model has no logits."""
+    """Check that logits can be compared. Raises UserError if megatron-core is missing or the model has no logits."""
     if family.value_head:
         raise UserError("--check-logits: a model with a value head has no logits; leave one of the two options out")
     try:
@@ -40,10 +40,10 @@ def require(family: Family) -> None:
 
 @torch.no_grad()
 def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Path) -> float:
-    """Between the logits that converted weights, by their Hugging Face names, and the folder `hf`, which hold the same model,
-    give for the same random tokens. Empties `weights`.
+    """Return the largest difference between the logits of the converted `weights`, by Hugging Face names, and of the folder
+    `hf`, which holds the same model, for the same random tokens. Empties `weights`.
 
-    Raises InvariantViolated when it is more than rounding, UserError for a rope scaling that the trainer has not.
+    Raises InvariantViolated if the difference is more than rounding, UserError if the trainer lacks the rope scaling.
     """
     shape = hf_config.read_config(hf, FAMILIES)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -59,7 +59,7 @@ def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Pat
 
 
 def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """[TOKENS, vocabulary]. Empties `weights`."""
+    """Return the logits of the trainer's model, [TOKENS, vocabulary]. Empties `weights`."""
     from runtime.trainer.megatron.grid import ProcessGrid
     from runtime.trainer.megatron.model import PackedModel, transformer_config
     from runtime.trainer.megatron.weights import held_by
@@ -90,7 +90,7 @@ def _transformers_logits(folder: Path, dtype: torch.dtype, tokens: torch.Tensor)
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    for parameter in model.parameters():  # not the rope's frequencies, which stay as they are
+    for parameter in model.parameters():  # the rope's frequencies are no parameters and stay as they are
         parameter.data = parameter.data.to(dtype).float()
     logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits[0]
     return logits

@@ -1,8 +1,9 @@
-"""Low-rank adapters (`families.adapters`) beside the linear layers of a model on megatron-core, which stay as they are.
+"""Low-rank adapters (`families.adapters`) beside the linear layers of a model on megatron-core, which do not change.
 
-An adapter takes what its layer takes, and adds to what that gives; its ranks exchange as many numbers a token as A has rows,
-where those of the layer exchange the model's width. Of what tensor-parallel ranks hold the same, all get the same gradient:
-at once where all see every token, otherwise by the sum that megatron-core makes of what is marked `sequence_parallel`.
+An adapter has its layer's input, and adds to the layer's output. For a token its ranks exchange as many numbers as A has rows,
+while the layer's ranks exchange the model's width. A parameter that is the same on all tensor-parallel ranks gets the same
+gradient on all: at once if all ranks see every token, otherwise by megatron-core's sum over parameters marked
+`sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class LayerAdapter(torch.nn.Module):
-    """The adapters of one linear layer, float32: of the matrices that it is made of, by their numbers, A and B."""
+    """The adapters of one linear layer, float32: A and B by the number of the matrix within the layer."""
 
     def __init__(self, layer: Any, each: Parameter, pairs: Sequence[Pair | None], settings: Lora, seed: int):
-        """`each` is the layer's weight."""
+        """Make the adapters. `each` is the layer's weight."""
         super().__init__()
         self._each, self._rank, self._scaling = each, settings.rank, settings.alpha / settings.rank
         self._apart, self._sequence = layer.explicit_expert_comm, layer.sequence_parallel
@@ -51,22 +52,22 @@ class LayerAdapter(torch.nn.Module):
                 ):
                     held[str(number)] = torch.nn.Parameter(piece.to(layer.weight.device, copy=True))
         for parameter in self.parameters():
-            parameter.allreduce = layer.weight.allreduce  # type: ignore[attr-defined]  # False: other expert ranks have others
+            parameter.allreduce = layer.weight.allreduce  # type: ignore[attr-defined]  # False: differs between expert ranks
         for parameter in (self.up if each.split else self.down).values():
             parameter.sequence_parallel = self._apart or self._sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of this rank's part of the layer's input, [..., in], what is added to its part of the output, [..., out]."""
+        """Return the addition to this rank's part of the layer's output, [..., out], given its part of the input, [..., in]."""
         inner = self._exchanged(F.linear(x, torch.cat([*self.down.values()]).to(x.dtype)))
         parts = zip(self.up.items(), inner.split(self._rank, -1), strict=True)
         return self._joined({number: F.linear(part, up.to(x.dtype)) for (number, up), part in parts})
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the layer's `weight` with what is added to it, float32."""
+        """Return this rank's part of the layer's `weight` with the adapters added, float32."""
         return self._joined({number: self.down[number].T @ up.T for number, up in self.up.items()}).T + weight
 
     def _exchanged(self, inner: torch.Tensor) -> torch.Tensor:
-        """What A made. Experts' tokens are gathered before their layers, and what these make is summed up behind them."""
+        """Exchange A's output between ranks. Not for experts: their tokens are gathered before and summed after the layers."""
         if self._apart:
             return inner
         if self._each.split and self._sequence:
@@ -78,7 +79,7 @@ class LayerAdapter(torch.nn.Module):
         return tensor_parallel.copy_to_tensor_model_parallel_region(inner)
 
     def _joined(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """`parts` [..., a matrix's rows], scaled, as the layer has its matrices: [..., out]. Those without adapters add 0."""
+        """Join and scale `parts` [..., a matrix's rows] as the layer joins its matrices: [..., out]. Missing parts add 0."""
         each, like = self._each, next(iter(parts.values()))
         blocks = [
             parts.get(str(number), like.new_zeros(*like.shape[:-1], source.shape[0] // each.tensor))
@@ -92,8 +93,8 @@ class MegatronAdapters:
     """The adapters of this rank's part of a policy. All ranks call every method alike."""
 
     def __init__(self, passes: MegatronPasses, settings: Lora, base: AdapterBase, seed: int):
-        """Put them into the model of `passes`, of which nothing else is trained then. Raises UserError for layers that there
-        are not."""
+        """Put the adapters into the model of `passes`, and freeze the rest of the model. Raises UserError if the model lacks a
+        target layer."""
         weights, grid, model = passes.weights, passes.grid, passes.model
         self._table = AdapterTable(passes.family, settings.rank, settings.target_modules, grid.layout)
         self._config = lora.peft_config(settings, self._table.targets, base.path)
@@ -109,14 +110,14 @@ class MegatronAdapters:
         self._weights = ModelWeights(self._table, self._trained, grid)
 
     def published(self) -> ModelWeights:
-        """What of them travels (`runtime.models.adapters`), by their names in PEFT's files."""
+        """Return the adapters as in a weight sync (`runtime.models.adapters`), by their names in PEFT's files."""
         scale = self._config.lora_alpha / self._config.r
         parts = {name: each * scale if ".up." in name else each for name, each in self._trained.items()}
         return ModelWeights(self._table, parts, self._grid)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model computes what it did before it was adapted."""
+        """Make the model compute as before it was adapted, within the context."""
         self._on = False
         try:
             yield
@@ -127,16 +128,16 @@ class MegatronAdapters:
         return (outputs[0] + layer.adapter(inputs[0]), outputs[1]) if self._on else outputs
 
     def write(self, folder: Path) -> None:
-        """Write a folder as PEFT has it; rank 0 writes."""
+        """Write a PEFT folder; rank 0 writes."""
         wholes = {name: whole.to("cpu", copy=True) for name, whole in self._weights.wholes(torch.float32)}
         if wholes:
             lora.write(folder, wholes, self._config)
 
-    # ------------------------------------------------------------------------------------------ their state on disk
+    # ------------------------------------------------------------------------------------------ checkpoints
 
     def prepare(self, folder: Path, updates: MegatronOptimizer, position: TrainingPosition) -> Callable[[], None]:
-        """Bring what is saved to the host of rank 0, whole. Returns what writes it, in engine torch's form, while training goes
-        on or not."""
+        """Bring the whole state to the host of rank 0. Return a function that writes it in engine torch's form, also while
+        training goes on."""
         kept = {name: updates.gather(parameter) for name, parameter in self._trained.items()}
         found: dict[str, dict[str, torch.Tensor]] = {}
         for kind in KINDS:
@@ -150,12 +151,12 @@ class MegatronAdapters:
         lora.write(folder / lora.FOLDER, wholes, self._config)
         if moments:
             hf_policy.write_tensors(folder, "optimizer", moments, moments.items(), 0, torch.float32)
-        save_file({}, folder / state.GENERATORS)  # nothing is drawn at random
+        save_file({}, folder / state.GENERATORS)  # no random numbers are used
         (folder / "trainer.json").write_text(description, encoding="utf-8")
 
     @torch.no_grad()
     def load(self, folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
-        """Restore what either engine saved. Raises UserError, changing nothing, when it does not fit the model."""
+        """Restore the state that either engine saved. Raises UserError, and changes nothing, if it does not fit the model."""
         found = state.read_description(folder, self._config, self._base)
         state.require_same_optimizer(folder, found, "adamw", "training.optimizer")
         shapes = self._weights.shapes

@@ -1,4 +1,4 @@
-"""A GPTModel of megatron-core from a Hugging Face description, for packed sequences."""
+"""A GPTModel of megatron-core, built from a Hugging Face description, for packed sequences."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from runtime.trainer.micro_batch import MicroBatch
 #
 # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) on megatron-core, for packed sequences.
 #
-# The parameters are those of megatron-core's `MLASelfAttention`. Its forward pass knows positions that count from 0 alone,
-# and no attention bias; and where tensor parallelism cuts the down-projections, the shared part of the keys has on each
-# rank the gradient of this rank's heads alone.
+# The parameters are those of megatron-core's `MLASelfAttention`. Its forward pass supports only positions that count from 0,
+# and no attention bias. If tensor parallelism cuts the down-projections, its gradient of the keys' shared part is incomplete:
+# each rank has the gradient of its own heads only.
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """`rotary_pos_emb` are cosines and sines [2, T, 1, 1, rotated], already multiplied by what they grow by."""
+    """`rotary_pos_emb` are cosines and sines [2, T, 1, 1, rotated], already multiplied by the rope's amplitude."""
 
     def forward(
         self,
@@ -43,7 +43,7 @@ class LatentSelfAttention(MLASelfAttention):
         attention_bias: Any,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[T, 1, H], with sequence parallelism a part of it -> the same, and no bias."""
+        """Compute attention: [T, 1, H] (with sequence parallelism a part of it) -> the same, and no bias."""
         config: Any = self.config
         if config.q_lora_rank is None:
             query, _bias = self.linear_q_proj(hidden_states)
@@ -55,7 +55,7 @@ class LatentSelfAttention(MLASelfAttention):
 
         entries = self._whole(self.linear_kv_down_proj, hidden_states)
         latent, shared = entries.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
-        # All ranks' heads use it, and its gradient is the sum of theirs.
+        # All ranks' heads use the shared part, and its gradient is the sum of theirs.
         shared = tensor_parallel.copy_to_tensor_model_parallel_region(shared)
         turned = _rotated(shared.unsqueeze(2), *rotary_pos_emb)
         made, _bias = self.linear_kv_up_proj(self.kv_layernorm(self._part_of_sequence(latent)))
@@ -66,54 +66,54 @@ class LatentSelfAttention(MLASelfAttention):
         return output, None
 
     def _whole(self, down: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """What a down-projection, whose rows are spread over the ranks, makes of all tokens: [T, 1, width]."""
+        """Return a down-projection of all tokens, [T, 1, width]. The projection's rows are sharded over the ranks."""
         part, _bias = down(hidden)
         whole: torch.Tensor = tensor_parallel.gather_from_tensor_model_parallel_region(part)
         return whole
 
     def _part_of_sequence(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens, with sequence parallelism."""
+        """Return this rank's tokens; without sequence parallelism all tokens."""
         if not self.config.sequence_parallel:
             return whole
         part: torch.Tensor = tensor_parallel.scatter_to_sequence_parallel_region(whole)
         return part
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """[T, 1, heads of this rank, d]."""
+        """Return `projected` as [T, 1, heads of this rank, d]."""
         return projected.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[T, 1, n, rotated], whose pairs are neighbours, not halves: those of the result are halves, of queries as of keys."""
+    """Rotate `x` [T, 1, n, rotated], whose pairs are neighbours. The result's pairs are halves, for queries and keys alike."""
     first, second = x[..., 0::2], x[..., 1::2]
     rotated = torch.cat((first, second), -1) * cos + torch.cat((-second, first), -1) * sin
     return rotated.to(x.dtype)
 
 
 class Norm(torch.nn.RMSNorm):
-    """torch's, as a layer's specification has it: megatron-core's own refuses sequence parallelism."""
+    """torch's RMSNorm with the arguments of a layer specification: megatron-core's own rejects sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps)
-        # Its gradient is summed over the tensor-parallel ranks, each of which saw a part of the sequence.
+        # Its gradient is summed over the tensor-parallel ranks, as each rank saw a part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class LatentNorm(Norm):
-    """In latent attention."""
+    """The norm in latent attention."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any):
         super().__init__(config, hidden_size, LATENT_EPS)
 
 
 class PackedAttention(torch.nn.Module):
-    """The core attention. How tokens are packed comes as the attention's bias: nothing on the way looks at that.
+    """The core attention. The packing arrives as the attention bias, which no code on the way looks at.
 
-    Context-parallel ranks have T tokens each, and gather their keys and values; these gradients are summed over the ranks.
+    Context-parallel ranks have T tokens each, and gather their keys and values, whose gradients are summed over the ranks.
     """
 
     def __init__(self, *_: Any, scaling: float, window: int, **__: Any):
-        """`scaling`: of the scores. `window`: how many tokens it reaches back to, its own included; 0: to the first."""
+        """Set up the attention. `scaling`: factor of the scores. `window`: tokens in reach, its own included; 0: all."""
         super().__init__()
         self._options: dict[str, Any] = {"scaling": scaling, "sliding_window": window or None}
         self._group = parallel_state.get_context_parallel_group()
@@ -121,7 +121,7 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *, attention_bias: Any, **_: Any
     ) -> torch.Tensor:
-        """[T, 1, heads, d] each, key and value of fewer heads -> [T, 1, heads · d]."""
+        """Attend: [T, 1, heads, d] each, key and value with fewer heads -> [T, 1, heads · d]."""
         if self._group.size() > 1:
             both, widths = torch.cat((key, value), -1), (key.shape[-1], value.shape[-1])
             key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group).split(widths, -1)
@@ -131,8 +131,8 @@ class PackedAttention(torch.nn.Module):
 
 
 class PackedModel(GPTModel):
-    """This rank's part. It takes a micro-batch, and gives what the next stage takes, or, on the last one, what the head takes
-    of the tokens that predict the trained ones, [N, H]. With a value head, values [N].
+    """This rank's part of the model. It takes a micro-batch and returns the input of the next stage. The last stage returns the
+    head's input at the predictors of the trained tokens, [N, H]; with a value head, values [N].
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
@@ -154,13 +154,13 @@ class PackedModel(GPTModel):
         if value_head and self.post_process:
             self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False)
         self._frequencies = shape.rope.frequencies(shape.rotary_dim or shape.head_dim)
-        self._amplitude = None if shape.latent is None else shape.rope.amplitude  # otherwise a part of attention's scaling
+        self._amplitude = None if shape.latent is None else shape.rope.amplitude  # otherwise part of the attention's scaling
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.input_ids, position_ids=batch.position_ids)
-            if torch.is_grad_enabled():  # of an embedding that is not trained recomputation would see no use in gradients
+            if torch.is_grad_enabled():  # with an embedding that is not trained, recomputation would skip the gradients
                 hidden.requires_grad_()
         hidden = self.decoder(
             hidden_states=hidden,
@@ -173,8 +173,8 @@ class PackedModel(GPTModel):
         return self._values(hidden, batch.predictors) if self._value_head else self._chosen(hidden, batch.predictors)
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """[T, 1, 1, head_dim], of latent attention their cosines and sines. Replies go on from where their prompt ends,
-        wherever it lies."""
+        """Return the angles [T, 1, 1, head_dim]; for latent attention, their cosines and sines. A reply's positions go on from
+        its prompt's, wherever the prompt is packed."""
         angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
         twice = torch.cat((angles, angles), -1)[:, None, None]
         return twice if self._amplitude is None else torch.stack((twice.cos(), twice.sin())) * self._amplitude
@@ -187,14 +187,14 @@ class PackedModel(GPTModel):
         return chosen
 
     def head_weight(self) -> torch.Tensor:
-        """[v, H], on the last stage: what makes logits of the part of the vocabulary that is this rank's."""
+        """Return the head's weight [v, H] of this rank's part of the vocabulary. Last stage only."""
         weight: torch.Tensor = self.output_layer.weight
         if self.pre_process and self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         return weight[: self._vocabulary_share]
 
     def _values(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
-        """float32, the same on every tensor-parallel rank."""
+        """Return the values, float32, the same on every tensor-parallel rank."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         values: torch.Tensor = self.output_layer(hidden[:, 0].index_select(0, predictors))
@@ -202,7 +202,7 @@ class PackedModel(GPTModel):
 
 
 def _layers(config: TransformerConfig, shape: ModelConfig) -> list[ModuleSpec]:
-    """Of this rank's stage."""
+    """Return the layers of this rank's stage."""
     sparse: Any = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     kinds = list(zip(sparse, shape.windows or [0] * shape.layers, strict=True))
     made = {(has, window): _layer(config, shape, config.num_moe_experts if has else None, window) for has, window in set(kinds)}
@@ -219,7 +219,7 @@ def _layer(config: TransformerConfig, shape: ModelConfig, experts: int | None, w
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     if shape.rotary_dim and shape.rope.amplitude != 1.0:
         raise UserError("model.path: rope_type yarn with partial_rotary_factor is not supported with megatron-core")
-    # What cosines and sines are multiplied by, in queries and in keys.
+    # The amplitude multiplies cosines and sines, in queries and in keys.
     scaling = shape.score_scale or shape.head_dim**-0.5 * shape.rope.amplitude**2
     options = {"scaling": scaling, "window": window}
     parts.self_attention.submodules.core_attention = ModuleSpec(PackedAttention, params=options)
@@ -232,7 +232,7 @@ def _layer(config: TransformerConfig, shape: ModelConfig, experts: int | None, w
 
 
 def _stages(layers: Sequence[int]) -> dict[str, Any]:
-    """Where the pipeline's stages differ. Those in the middle are alike; of two, the last has the rest."""
+    """Return the options for stages of different sizes. Middle stages are alike; of two stages, the last has the rest."""
     if len(layers) < 2:
         return {}
     last = {"num_layers_in_last_pipeline_stage": layers[-1]} if len(layers) > 2 else {}
@@ -240,7 +240,7 @@ def _stages(layers: Sequence[int]) -> dict[str, Any]:
 
 
 def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype) -> TransformerConfig:
-    """What megatron-core needs to know of a model of this shape."""
+    """Return megatron-core's configuration of a model of this shape."""
     parallel = settings.parallel
     options: dict[str, Any] = {}
     if isinstance(settings, Trainer) and settings.activation_checkpointing:
@@ -254,7 +254,7 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
             "qk_head_dim": shape.latent.plain,
             "qk_pos_emb_head_dim": shape.latent.rotated,
             "v_head_dim": shape.latent.value,
-            "rope_type": "rope",  # what rotates is not megatron-core's
+            "rope_type": "rope",  # rotation is not done by megatron-core
         }
     kind: type[TransformerConfig] = TransformerConfig if shape.latent is None else MLATransformerConfig
     return kind(
@@ -276,8 +276,8 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,  # every micro-batch has its own
-        moe_token_dispatcher_type="alltoall",  # which that asks for
+        variable_seq_lengths=True,  # every micro-batch has its own length
+        moe_token_dispatcher_type="alltoall",  # needed for variable lengths
         calculate_per_token_loss=True,  # gradients are sums; the step divides them
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
@@ -288,7 +288,7 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
         hidden_dropout=0.0,
         attention_dropout=0.0,
         perform_initialization=False,  # the weights are read from a folder
-        # No kernels that only CUDA, or only Apex, has.
+        # No kernels that need CUDA or Apex.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -300,14 +300,14 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
 
 
 def _routing(experts: ExpertShape, layers: int, parallel: int) -> dict[str, Any]:
-    """As transformers routes: logits in the model's dtype, their softmax in float32; for corrected scores all in float32. No
-    token is dropped, no loss balances, and what corrects scores stays as it is."""
+    """Return the options that route as transformers does: logits in the model's dtype, softmax in float32; corrected scores
+    all in float32. No token is dropped, no loss balances, and the score corrections do not change."""
     found: dict[str, Any] = {
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(layers)],
         "moe_router_topk": experts.per_token,
-        # The softmax over the chosen experts alone is that over all of them, normalised.
+        # Softmax over only the chosen experts equals softmax over all experts, normalised.
         "moe_router_pre_softmax": not experts.normalized,
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": parallel,

@@ -1,9 +1,9 @@
-"""megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments shared out.
+"""megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments sharded.
 
-With `overlap` both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the
-update's last backward pass has made them: whoever runs it says so (`passes`), as an update's micro-batches may come in several
-calls. The new weights are gathered while the next forward pass begins, each layer of which waits for its own; whoever reads
-weights otherwise waits for all (`settle`).
+With `overlap`, both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the last
+backward pass of the update has made them. The caller of `passes` says which call is the last, as an update's micro-batches may
+come in several calls. The new weights are gathered while the next forward pass begins, and each layer waits for its own. Other
+readers wait for all weights (`settle`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from runtime.config import Optimizer
 from runtime.trainer.megatron import facade
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""What the optimizer keeps of each weight: itself in float32, and Adam's moments."""
+"""The optimizer's state of each weight: the weight in float32, and Adam's moments."""
 
 
 class MegatronOptimizer:
-    """A model's gradients, as sums over everything that was added since they were cleared, and its updates by AdamW."""
+    """A model's gradients, as sums over all passes since they were cleared, and the model's updates by AdamW."""
 
     def __init__(
         self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device, overlap: bool = False
     ):
-        """`model` holds the weights to begin with, those that are trained in `dtype`. Biases and norms do not decay."""
+        """Wrap `model`, which has the initial weights, the trained ones in `dtype`. Biases and norms have no weight decay."""
         self._decay = options.weight_decay
         self.device = device
         self._blocks = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -47,7 +47,7 @@ class MegatronOptimizer:
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=self._overlaps,
                 overlap_param_gather=self._overlaps,
-                align_param_gather=True,  # `step` begins all of it
+                align_param_gather=True,  # `step` begins all gathers
             ),
             module=model,
         )
@@ -72,38 +72,38 @@ class MegatronOptimizer:
 
     def clear(self) -> None:
         for buckets in self._buckets():
-            if buckets.grad_reduce_handle is not None:  # of an update that is given up
+            if buckets.grad_reduce_handle is not None:  # of an abandoned update
                 buckets.grad_reduce_handle.wait()
                 buckets.grad_reduce_handle = None
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of this rank's part of the model, before `finish` those of its block alone."""
+        """Return the gradients of this rank's part of the model; before `finish`, the sums over its block only."""
         return [parameter.main_grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     @contextlib.contextmanager
     def passes(self, last: bool) -> Iterator[None]:
-        """Around one run of megatron-core's schedules: the last of an update, behind which comes `finish`, or another one."""
+        """Wrap one run of megatron-core's schedules. `last`: it is the update's last run, and `finish` comes next."""
         self._config.no_sync_func = (
             self.model.no_sync if last else None
-        )  # the schedule's, around all but the last backward pass
+        )  # the schedule enters it around all backward passes except the last one
         with contextlib.nullcontext() if last else self.model.no_sync():
             yield
 
     def settle(self) -> None:
-        """Wait until this rank has all weights as the last step made them."""
+        """Wait until this rank has all weights of the last step."""
         for buckets in self._buckets():
             if buckets.param_gather_handle is not None:
                 buckets.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def finish(self) -> float:
-        """Sum the gradients over the blocks. Returns their squared norm, of the whole model; perhaps NaN."""
+        """Sum the gradients over the blocks. Return the squared norm of the whole model's gradients; perhaps NaN."""
         if self._overlaps:
-            self.settle()  # there may have been no pass since the last step
+            self.settle()  # perhaps no pass has run since the last step
             for buckets in self._buckets():
-                # The last groups may all be without gradient, so that no backward pass has begun it. The first one never does,
-                # but with version 0.12.
+                # If the last groups have no gradient, no backward pass has begun the reduction. The first backward pass never
+                # begins one, except with version 0.12.
                 if buckets.grad_reduce_handle is None and not getattr(buckets, "is_first_batch", False):
                     buckets.start_grad_sync()
         finalize_model_grads([self.model], None)
@@ -116,7 +116,7 @@ class MegatronOptimizer:
         return float(total)
 
     def step(self, scale: float, rate: float) -> None:
-        """Update the weights by the gradients that `finish` left, times `scale`."""
+        """Update the weights by the gradients from `finish`, times `scale`."""
         parameters = [parameter for part in self._parts() for parameter in part.get_parameters()]
         torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], scale)
         for group in self.optimizer.param_groups:
@@ -128,12 +128,13 @@ class MegatronOptimizer:
         self._count += 1
 
     def _buckets(self) -> Iterator[Any]:
-        """What is summed, or gathered, together."""
+        """Yield the groups of buckets that are reduced, or gathered, together."""
         yield from self.model.bucket_groups
         yield from self.model.expert_parallel_bucket_groups
 
     def _await_head(self, model: Any) -> None:
-        """The head's weights are read without a call of its module, which megatron-core would have wait for them."""
+        """Make the head's weights ready before the final norm: they are read without a call of the head's module, which is
+        where megatron-core would wait for them."""
         head = getattr(getattr(model, "output_layer", None), "weight", None)
         if head is not None and head.requires_grad:
             buckets = self.model.param_to_bucket_group[head]
@@ -144,11 +145,11 @@ class MegatronOptimizer:
     def _parts(self) -> Iterator[Any]:
         yield from getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
-    # ------------------------------------------------------------------------------------------ its state
+    # ------------------------------------------------------------------------------------------ state
 
     def tensors(self, kind: str) -> Iterator[torch.Tensor]:
-        """What lies on the device of the kind "param", "grad" or "optimizer": all that the parameters, their gradients, or what
-        the optimizer has besides are views of, and the parameters that are not trained."""
+        """Yield the device's tensors of the kind "param", "grad" or "optimizer": the buffers that the parameters or their
+        gradients are views of, the untrained parameters, or the optimizer's own tensors."""
         buffers = [*self.model.buffers, *self.model.expert_parallel_buffers]
         if kind == "param":
             yield from (buffer.param_data for buffer in buffers)
@@ -159,13 +160,13 @@ class MegatronOptimizer:
             weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
             for part in self._parts():
                 for master in part.get_parameters():
-                    if master.untyped_storage().data_ptr() not in weights:  # as it does in float32
+                    if master.untyped_storage().data_ptr() not in weights:  # in float32 the master is the weight itself
                         yield master
                     yield from self._moments(part, master).values()
 
     @property
     def count(self) -> int:
-        """How often Adam has stepped."""
+        """Number of Adam's steps."""
         return self._count
 
     @count.setter
@@ -176,25 +177,25 @@ class MegatronOptimizer:
                 if isinstance(part.optimizer, torch.optim.AdamW):
                     for parameter in group["params"]:
                         part.optimizer.state[parameter]["step"] = torch.tensor(float(count))
-                else:  # a fused one counts by group
+                else:  # a fused optimizer counts by group
                     group["step"] = count
 
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """By kind, float32 of the parameter's shape: what the blocks share out. Collective over those that hold it."""
+        """Return by kind the whole state, float32 of the parameter's shape, from all blocks. Collective over its holders."""
         wholes = torch.zeros(len(KINDS), parameter.numel(), device=self.device)
         held = self._held(parameter)
         if held is not None:
             begin, end, parts = held
             for whole, kind in zip(wholes, KINDS, strict=True):
                 whole[begin:end] = parts[kind]
-        # megatron-core so marks what other expert ranks do not hold.
+        # megatron-core so marks parameters that other expert ranks do not hold.
         everywhere = getattr(parameter, "allreduce", True)
         dist.all_reduce(wholes, group=self._blocks if everywhere else self._expert_blocks)
         return {kind: whole.view(parameter.shape) for kind, whole in zip(KINDS, wholes, strict=True)}
 
     @torch.no_grad()
     def scatter(self, parameter: torch.nn.Parameter, wholes: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part of what `gather` gave."""
+        """Restore this rank's part of the state that `gather` returned."""
         held = self._held(parameter)
         if held is not None:
             begin, end, parts = held
@@ -202,7 +203,7 @@ class MegatronOptimizer:
                 part.copy_(wholes[kind].flatten()[begin:end])
 
     def _held(self, parameter: torch.nn.Parameter) -> tuple[int, int, dict[str, torch.Tensor]] | None:
-        """Which elements of `parameter` this rank updates, and their state by kind; None for none of them."""
+        """Return the range of elements of `parameter` that this rank updates, and their state by kind; None: no elements."""
         for part in self._parts():
             if parameter in part.model_param_group_index_map:
                 group, order = part.model_param_group_index_map[parameter]
@@ -216,7 +217,7 @@ class MegatronOptimizer:
         return {kind: part.optimizer.state[master][kind] for kind in KINDS[1:]}
 
     def _make_moments(self) -> None:
-        """As they are before the first step: a checkpoint's are loaded into those that exist."""
+        """Make moments of 0, as before the first step: a checkpoint's moments are loaded into existing tensors."""
         for part in self._parts():
             for parameter in part.get_parameters():
                 zeros = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}
@@ -225,7 +226,7 @@ class MegatronOptimizer:
 
 
 def _no_decay(settings: OptimizerConfig) -> dict[str, Any]:
-    """What older versions do unasked, newer ones want to be told."""
+    """Return the option for no decay of biases and norms, which newer versions need and older ones do without."""
     if "config_overrides" in inspect.signature(core.get_megatron_optimizer).parameters:
         return {"config_overrides": core.get_standard_config_overrides(settings)}
     return {}

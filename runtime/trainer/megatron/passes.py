@@ -1,4 +1,4 @@
-"""A model on megatron-core, and passes through it: micro-batches down the pipeline, and what the last stage found for all."""
+"""A model on megatron-core, and passes through it: micro-batches through the pipeline, and the last stage's results for all."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ from runtime.trainer.micro_batch import MicroBatch, padded, query_rows
 
 # ---- Context
 #
-# Context parallelism: the ranks of a group compute a part of each micro-batch's tokens each.
+# Context parallelism: each rank of a group computes a part of each micro-batch's tokens.
 #
-# With C ranks the packed tokens are cut into 2C chunks, and rank c has chunks c and 2C - 1 - c: under the causal mask the
-# later tokens of a sequence are more work, and so all ranks have about as much. Queries stay where they are; keys and
-# values are gathered, in the order of the ranks. A rank has the logits of the trained tokens that it predicts. What is
-# computed of these, a number for each, is gathered before it is laid out by samples, so every rank has the whole loss, and
-# the gradient of its own tokens.
+# With C ranks the packed tokens are cut into 2C chunks. Rank c has chunks c and 2C - 1 - c: under the causal mask later tokens
+# are more work, and so all ranks have about as much. Queries stay where they are; keys and values are gathered, in the order of
+# ranks. A rank has the logits of the trained tokens that it predicts, and computes a number of each. These numbers are gathered
+# before they are arranged by samples. Every rank then has the whole loss, and the gradient of its own tokens.
 
 
 @dataclass(frozen=True)
 class ContextShard(MicroBatch):
-    """A rank's part of a micro-batch: its tokens, of which its n `predictors` and `targets` are. The rest is of the whole."""
+    """A rank's part of a micro-batch: its tokens, and its n `predictors` and `targets`. Other fields are of the whole."""
 
-    chosen: torch.Tensor  # int64 [n], which of the N trained tokens the rank predicts
+    chosen: torch.Tensor  # int64 [n], which of the N trained tokens this rank predicts
     group: dist.ProcessGroup
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Values [n] of this rank's trained tokens among those of all, [N]. Gradients reach this rank's own."""
+        """Return [N] values of all trained tokens, given `values` [n] of this rank's. Gradients reach only this rank's."""
         found = values.new_zeros(len(self.cells))
         found[self.chosen] = values.detach()
         dist.all_reduce(found, group=self.group)
@@ -60,16 +59,16 @@ class ContextShard(MicroBatch):
 
 
 def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> ContextShard:
-    """This rank's part of `batch`, of a multiple of `multiple` tokens."""
+    """Return this rank's part of `batch`, with a number of tokens that is a multiple of `multiple`."""
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     before = batch.input_ids.shape[1]
     batch = padded(batch, 2 * count * multiple)
     total, device = batch.input_ids.shape[1], batch.input_ids.device
-    paths = np.concatenate([batch.paths, np.arange(before, total)])  # what is padding attends to itself
+    paths = np.concatenate([batch.paths, np.arange(before, total)])  # padding attends to itself
     sequences = np.concatenate([batch.sequences, [[len(batch.paths), 0, total - before]]])
     where = np.concatenate([tokens_of(each, count, total) for each in range(count)])
     own = tokens_of(rank, count, total)
-    place = np.full(total, -1)  # among this rank's tokens
+    place = np.full(total, -1)  # index among this rank's tokens
     place[own] = np.arange(len(own))
     predictors = place[batch.predictors.cpu().numpy()]
     chosen = np.flatnonzero(predictors >= 0)
@@ -92,21 +91,21 @@ def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> C
 
 
 def tokens_of(rank: int, count: int, total: int) -> np.ndarray:
-    """int64 [total / count], ascending: the packed tokens of a rank; `total` is a multiple of 2 · `count`."""
+    """Return the packed tokens of a rank, int64 [total / count], ascending; `total` is a multiple of 2 · `count`."""
     return np.arange(total).reshape(2 * count, -1)[[rank, 2 * count - 1 - rank]].ravel()
 
 
 def packing_of(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray, place: np.ndarray, device: torch.device) -> Packing:
-    """How the tokens `own` attend; `paths` and `sequences` as in MicroBatch. `place`, int64 [T]: where each packed token's key
-    lies."""
+    """Return how the tokens `own` attend; `paths` and `sequences` as in MicroBatch. `place`, int64 [T]: index of each packed
+    token's key among the gathered keys."""
     asks = np.full(len(place), -1)
     asks[own] = np.arange(len(own))
     return query_rows(paths, _stretches(paths, sequences, own), asks, place, device, ratio=1.0)
 
 
 def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """int64 [stretches, 3]: tokens in a row of one sequence, of one chunk: where the sequence begins in `paths`, how many of it
-    come before, and how many they are."""
+    """Return the stretches of consecutive tokens of one sequence in one chunk, int64 [stretches, 3]: (start of the sequence in
+    `paths`, tokens of the sequence before the stretch, tokens in the stretch)."""
     path, shared, tokens = sequences[sequences[:, 2] > 0].T
     begin = paths[path + shared]
     size, found = len(own) // 2, []
@@ -119,7 +118,7 @@ def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.
 
 # ---- Vocab parallel
 #
-# Log-probability and entropy from logits whose vocabulary is spread over the ranks of a group; nobody sees a whole row.
+# Log-probability and entropy from logits whose vocabulary is sharded over the ranks of a group; no rank has a whole row.
 #
 # With x the logits of one token, divided by the temperature, m their maximum, Z = Σ exp(x − m) and p = exp(x − m) / Z: log
 # p_t = x_t − m − log Z, H = m + log Z − Σ p x, ∂ log p_t / ∂x_j = [j = t] − p_j, ∂H / ∂x_j = −p_j (log p_j + H).
@@ -134,10 +133,10 @@ def token_logprobs(
     start: int,
     entropy_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `algorithms.losses.token_logprobs` computes, of the logits [N, v] of the tokens `start` … `start + v - 1`.
+    """Compute `algorithms.losses.token_logprobs` from the logits [N, v] of the vocabulary's tokens `start` … `start + v - 1`.
 
     tokens int64 [N] -> log-probabilities [N], entropies [N], on every rank of `group`; half precision is computed in float32.
-    Two collectives in the forward pass and none in the backward one: the gradient is that of this rank's logits.
+    Two collectives in the forward pass and none in the backward pass: the gradient is that of this rank's logits.
     """
     scaled = logits if logits.dtype.itemsize >= 4 else logits.float()
     if temperature != 1.0:
@@ -152,7 +151,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`local`: the tokens, counted from this rank's first."""
+        """Compute both numbers. `local`: the tokens, counted from this rank's first."""
         size = logits.shape[1]
         largest = logits.amax(1) if size else logits.new_full((len(logits),), -torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -181,7 +180,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class MegatronPasses:
-    """What is trained, or only asked, on megatron-core. `facade.prepare` has been called in this process."""
+    """A model on megatron-core, for training or inference. `facade.prepare` must have been called in this process."""
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class MegatronPasses:
     ) -> None:
         """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic.
 
-        `timeout`: seconds of a collective. Raises UserError for what the folder or the layout gets wrong.
+        `timeout`: seconds of a collective. Raises UserError if the folder or the layout is wrong.
         """
         family, shape = hf_config.read_family(source, value_head), hf_config.read_config(source, FAMILIES)
         grid = ProcessGrid(settings, device, seed, timeout)
@@ -214,10 +213,10 @@ class MegatronPasses:
         self.grid = grid
         self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
         self.passed: torch.nn.Module = self.model
-        """What passes go through: the model, perhaps wrapped."""
+        """The module of the passes: the model, perhaps wrapped."""
 
     def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Each of `batches` with its `output`, on every stage; no gradients."""
+        """Yield each of `batches` with its `output`, on every stage; no gradients."""
         held = list(batches)
         sizes = [len(batch.targets) for batch in held]
 
@@ -230,10 +229,10 @@ class MegatronPasses:
         yield from zip(held, self.of_last_stage(found, sizes), strict=True)
 
     def pipeline(self, batches: list[MicroBatch], report: Any, **options: Any) -> list[torch.Tensor]:
-        """What `report` gives for each of `batches` on the last stage; nothing on the others."""
+        """Return the value of `report` for each of `batches` on the last stage; nothing on the others."""
 
         def step(waiting: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            with at("forward"):  # so that the whole goes on with each micro-batch
+            with at("forward"):  # a span for each micro-batch, so that the run shows progress
                 batch = self._share(next(waiting))
                 return model(batch), partial(report, batch)
 
@@ -246,14 +245,14 @@ class MegatronPasses:
                 data_iterator=iter(batches),
                 model=[self.passed],
                 num_microbatches=len(batches),
-                seq_length=1,  # stages tell each other how long each is
+                seq_length=1,  # stages send each other the real length of each micro-batch
                 micro_batch_size=1,
                 **options,
             )
         return found
 
     def _share(self, batch: MicroBatch) -> MicroBatch:
-        """What this rank computes of `batch`."""
+        """Return this rank's part of `batch`."""
         if self.grid.context > 1:
             return part_of(batch, self.grid.context_group, self._multiple)
         return padded(batch, self._multiple)
@@ -261,7 +260,7 @@ class MegatronPasses:
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float = 1.0, *, entropy_gradient: bool = False
     ) -> PerToken:
-        """As `ModelBackend.token_logprobs`. The chunks are the same on all ranks that share the vocabulary."""
+        """Do what `ModelBackend.token_logprobs` says. The chunks are the same on all ranks that share the vocabulary."""
         start, width = self.model.vocabulary_start, self.shape.vocab_size // self.grid.layout.tensor
         numbers = partial(
             token_logprobs,
@@ -273,7 +272,7 @@ class MegatronPasses:
         return token_numbers(numbers, outputs, self.model.head_weight(), width, batch, start)
 
     def of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """`parts`, float32 of these sizes, on every stage."""
+        """Return the last stage's `parts`, float32 of these sizes, on every stage."""
         flat = torch.empty(sum(sizes), device=self.grid.device)
         if self.grid.last and sizes:
             torch.cat([part.detach().float() for part in parts], out=flat)

@@ -1,11 +1,10 @@
-"""A training engine's state on disk as megatron-core shards it: any layout reads what any other has written.
+"""A training engine's state on disk as megatron-core shards it: any layout reads what any other layout has written.
 
 megatron/           dist_checkpointing's: weights, master weights and Adam's moments; and the Hugging Face folder's description
 trainer.json        format, engine, step, Adam's step count, coefficient of the KL term
 
-Each rank writes its part in its own process, in whatever thread (`Writer`). megatron-core's own writer forks, which a process
-with threads of its own must not, and leaves a helper process behind. What is written is the same: torch's distributed
-checkpoint.
+Each rank writes its part in its own process, in any thread (`Writer`). megatron-core's own writer forks, which is unsafe in a
+process with threads, and it leaves a helper process behind. The files are the same: torch's distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ ENGINE = "megatron"
 def prepare(
     folder: Path, updates: MegatronOptimizer, position: TrainingPosition, source: str, writer: Writer
 ) -> Callable[[], None]:
-    """Copy what is saved to the host. Returns what writes each rank's part, while training goes on or not.
+    """Copy the state to the host. Return a function that writes each rank's part, also while training goes on.
 
-    Collective. Configuration and tokenizer are `source`'s.
+    Collective. Configuration and tokenizer come from `source`.
     """
     target = folder / FOLDER
-    target.mkdir(parents=True, exist_ok=True)  # where nodes share no folder, on each
+    target.mkdir(parents=True, exist_ok=True)  # on each node, if nodes share no folder
     if dist.get_rank() == 0:
         description = {
             "format": FORMAT,
@@ -69,12 +68,12 @@ def prepare(
 
 
 def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
-    """Restore what `save` wrote, whatever the layout was. Collective. Raises UserError when it does not fit the model."""
+    """Restore what `save` wrote in any layout. Collective. Raises UserError if the state does not fit the model."""
     description = _description(folder)
     target, sharded = folder / FOLDER, core.TorchDistLoadShardedStrategy()
     wanted = _described(updates, lambda parameter, _: {kind: torch.empty(parameter.shape) for kind in KINDS})
     model = wanted["model"]
-    # What modules keep for Transformer Engine, which is none of ours.
+    # Objects that modules keep for Transformer Engine; they are not restored.
     objects = {name: model.pop(name).data for name in list(model) if isinstance(model[name], ShardedObject)}
     _require_same(folder, wanted, sharded.load_tensors_metadata(target))
     found = dist_checkpointing.load(wanted, str(target), sharded, _NothingInCommon())
@@ -86,7 +85,7 @@ def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
 
 
 def needed(folder: Path, updates: MegatronOptimizer) -> set[str]:
-    """The files with tensors that this rank reads of the checkpoint. Raises UserError when its index is not whole."""
+    """Return the checkpoint's files with tensors that this rank reads. Raises UserError if the index is torn."""
     index, found = read_index(folder / FOLDER / INDEX), set()
     wanted = _described(updates, lambda parameter, _: {kind: torch.empty(parameter.shape) for kind in KINDS})
     for tensor in _tensors(wanted):
@@ -100,7 +99,7 @@ def needed(folder: Path, updates: MegatronOptimizer) -> set[str]:
 
 
 def _saved(updates: MegatronOptimizer) -> dict[str, Any]:
-    """`_described`, with copies on the host: what several ranks hold is copied, and written, by one of them."""
+    """Return `_described` with copies on the host. Of ranks that hold the same tensor, one copies and writes it."""
 
     def wholes(parameter: torch.nn.Parameter, entry: Any) -> dict[str, torch.Tensor]:
         return {kind: _host_copy(whole, entry) for kind, whole in updates.gather(parameter).items()}
@@ -113,15 +112,15 @@ def _saved(updates: MegatronOptimizer) -> dict[str, Any]:
 
 
 def _host_copy(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
-    """A copy of its own; where another rank writes `entry`, its shape alone."""
+    """Return a copy of `tensor`; if another rank writes `entry`, only its shape."""
     return tensor.to("cpu", copy=True) if is_main_replica(entry.replica_id) else tensor.to("meta")
 
 
 def _described(
     updates: MegatronOptimizer, wholes: Callable[[torch.nn.Parameter, Any], Mapping[str, torch.Tensor]]
 ) -> dict[str, Any]:  # fmt: skip
-    """What is saved, or loaded into: the parameters as they are, and each one's master weights and moments alike, as `wholes`
-    gives them by kind for a parameter and its description.
+    """Return the tree to save or to load into: the parameters as they are, and with the same sharding each parameter's master
+    weights and moments. `wholes` returns these by kind for a parameter and its entry.
 
     megatron-core's own description of its optimizer's state does not fit torch's AdamW, and pads where it must not.
     """
@@ -148,7 +147,7 @@ def _description(folder: Path) -> dict[str, Any]:
 
 
 def _require_same(folder: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Names and global shapes. The vocabulary's padding depends on the layout."""
+    """Check names and global shapes; the vocabulary's padding may differ. Raises UserError if the model is another one."""
     wrong = []
     for tensor in _tensors(wanted):
         found = saved.get(tensor.key)
@@ -170,18 +169,18 @@ def _tensors(tree: Any) -> Iterator[ShardedTensor]:
 
 
 class _NothingInCommon(TorchCommonLoadStrategy):
-    """common.pt, in which our checkpoints have nothing, is not read: version 0.12 unpickles it."""
+    """Does not read common.pt, in which our checkpoints have nothing: version 0.12 would unpickle it."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         return {}
 
 
 class Writer(core.TorchDistSaveShardedStrategy):
-    """What `dist_checkpointing.save` calls to write tensors. It leaves that to what `take` returns."""
+    """The strategy that `dist_checkpointing.save` calls to write tensors. The function from `take` does the writing."""
 
     def __init__(self, group: Any, name: str, deadline: float, gather: bool = False):
-        """`group` is of gloo, spans all ranks, waits for `deadline` seconds, and has no other use; `name` is the role.
-        `gather`: rank 0's node gets what others have written."""
+        """Set up the writer. `group` is a gloo group of all ranks for this use only, with a timeout of `deadline` seconds;
+        `name` is the role. `gather`: rank 0's node gets the files of all others."""
         super().__init__("torch_dist", 1)
         self._group, self._name, self._deadline, self._gather = group, name, deadline, gather
 
@@ -190,10 +189,10 @@ class Writer(core.TorchDistSaveShardedStrategy):
         self._saved = core.mcore_to_pyt_state_dict(by_key, False), Path(checkpoint_dir)
 
     def take(self) -> Callable[[], None]:
-        """What writes the tensors that were saved: collective over `group`, in any thread. It returns when all ranks have
-        written all to disk, and raises ServiceFault, phase "save", naming rank and file."""
+        """Return a function that writes the saved tensors: collective over `group`, in any thread. It returns when all ranks
+        have written everything to disk. It raises ServiceFault, phase "save", which names rank and file."""
         saved = self._saved
-        del self._saved  # its memory is free once it is written
+        del self._saved  # so that the memory is free once it is written
         return partial(self._write, *saved)
 
     def _write(self, state: dict[str, Any], folder: Path) -> None:
@@ -221,9 +220,9 @@ class Writer(core.TorchDistSaveShardedStrategy):
 
 class _Files(checkpoint.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Raises OSError, which unlike what torch raises names the file. It travels to the other ranks."""
+        """Write this rank's data. Raises OSError, which names the file, unlike torch's error, and reaches the other ranks."""
         try:
             return super().write_data(plan, planner)
         except (OSError, RuntimeError) as error:
-            told = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise OSError(f"{self.path}/{plan.storage_data.prefix}0.distcp: {told}") from error
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise OSError(f"{self.path}/{plan.storage_data.prefix}0.distcp: {reason}") from error

@@ -1,4 +1,4 @@
-"""A model's weights in Hugging Face names: into a rank's part when training starts, and out of all ranks' parts afterwards."""
+"""A model's weights under Hugging Face names: read into a rank's part before training, and assembled from all ranks after."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.weights.delta import Shard
 
-_CORRECTION = "router.expert_bias"  # a buffer, which is no parameter to megatron-core
+_CORRECTION = "router.expert_bias"  # a buffer in megatron-core, not a parameter
 
 
 def held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What the mapping's parameters are in `model`, by their names. What corrects a router's scores becomes float32."""
+    """Return the mapping's parameters in `model`, by their names. The router's score correction becomes float32."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
         if name.endswith(_CORRECTION):
@@ -30,31 +30,31 @@ def held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class ModelWeights:
-    """The weights of this rank's part of a model, or of the adapters on it. What is collective is so over the ranks that hold
-    all of the model once: other replicas pass it by.
+    """The weights of this rank's part of a model, or of the adapters on it. Collectives are over the ranks that together hold
+    the model once; other replicas do not take part.
     """
 
     def __init__(self, family: Family | AdapterTable, held: Mapping[str, torch.Tensor], grid: ProcessGrid):
-        """`held`: by name, what `family` says that this rank has."""
+        """Hold the tensors `held`, by name: what `family` says that this rank has."""
         self._family, self._grid, self._parameters = family, grid, held
         self.merged: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-        """By the names of those parameters that leave otherwise than they are held, what makes them so."""
+        """Functions that change parameters before they are sent or exported, by the parameters' names."""
         for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
-            # Of what the ranks hold the same, the gradient counts once in the norm. megatron-core says so only where it
+            # The gradient of a parameter that all ranks hold counts once in the norm. megatron-core sets this mark only when it
             # initialises the weights.
             self._parameters[each.name].tensor_model_parallel = each.split is not None  # type: ignore[attr-defined]
         self.shapes = family.tensors()
-        """Of the Hugging Face tensors, in the order in which `wholes` gives them."""
+        """Shapes of the Hugging Face tensors, in the order of `wholes`."""
 
     def parameters(self, stage: int, expert_rank: int) -> list[Parameter]:
-        """As the ranks of pipeline stage `stage` hold them that are expert rank `expert_rank`."""
+        """Return the parameters that the ranks of pipeline stage `stage` with expert rank `expert_rank` hold."""
         grid = self._grid
         coordinates = {"tensor_rank": grid.tensor_rank, "pipeline_rank": stage, "expert_rank": expert_rank}
         return self._family.parameters(grid.layout, **coordinates)
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Read this rank's part from the Hugging Face folder `path`, and no more. Raises UserError when it does not fit."""
+        """Read only this rank's part from the Hugging Face folder `path`. Raises UserError if the folder does not fit."""
         files = WeightFiles(path)
         assert isinstance(self._family, Family)
         self._family.require_tensors(files.shapes, f"model {path}")
@@ -64,11 +64,11 @@ class ModelWeights:
             for each in mine:
                 known = all(
                     source.name in files.shapes for source in each.sources
-                )  # but for a value head that is to begin at 0
+                )  # False for a new value head, which begins at 0
                 self._parameters[each.name].copy_(each.from_hf(read) if known else torch.zeros(each.shape))
 
     def stages(self) -> list[int]:
-        """For each of `shapes`, the pipeline stage that holds it."""
+        """Return for each of `shapes` the pipeline stage that holds it."""
         found = {
             source.name: stage
             for stage in range(self._grid.layout.pipeline)
@@ -80,8 +80,8 @@ class ModelWeights:
 
     @torch.no_grad()
     def wholes(self, dtype: torch.dtype, targets: Mapping[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """On rank `targets[name]`, one of the grid's leaders, each Hugging Face tensor in `dtype`, one at a time; without
-        `targets` all are on rank 0. The others send their pieces meanwhile."""
+        """Yield each Hugging Face tensor in `dtype`, one at a time, on rank `targets[name]`, one of the grid's leaders; without
+        `targets`, on rank 0. The other ranks send their pieces meanwhile."""
         for stage in range(self._grid.layout.pipeline):
             for expert_rank, each in self._rows(stage):
                 if not each.copy:
@@ -89,21 +89,21 @@ class ModelWeights:
 
     @torch.no_grad()
     def shards(self, dtype: torch.dtype, targets: Sequence[int]) -> Iterator[Shard]:
-        """This rank's parts of the Hugging Face tensors, in `dtype`, of those whose target is in its replica of the model. Of
-        what the ranks of a stage hold the same, the first of them has it."""
-        grid, places = self._grid, {name: place for place, name in enumerate(self.shapes)}
+        """Yield this rank's parts of the Hugging Face tensors whose target is in its replica of the model, in `dtype`. Of the
+        ranks of a stage that hold the same part, the first one yields it."""
+        grid, indices = self._grid, {name: index for index, name in enumerate(self.shapes)}
         for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
             others = (each.split is None and grid.tensor_rank) or (not each.expert and grid.expert_rank)
             if each.copy or others:
                 continue
-            for source, index, block in each.blocks(self._sent(each, dtype)):
-                replica, _ = grid.places[targets[place := places[source.name]]]
+            for source, region, block in each.blocks(self._sent(each, dtype)):
+                replica, _ = grid.places[targets[index := indices[source.name]]]
                 if replica == grid.expert_data_rank:
-                    yield Shard(place, index, block)
+                    yield Shard(index, region, block)
 
     def _rows(self, stage: int) -> Iterator[tuple[int, Parameter]]:
-        """All parameters of a stage and the expert rank that each is taken from: a layer's experts in the order of their
-        numbers, the rest from the first."""
+        """Yield all parameters of a stage with the expert rank that each is taken from: a layer's experts by their numbers, all
+        other parameters from the first expert rank."""
         of_ranks = [self.parameters(stage, expert_rank) for expert_rank in range(self._grid.layout.expert)]
         for expert, rows in groupby(zip(*of_ranks, strict=True), lambda row: row[0].expert):
             columns = enumerate(zip(*rows, strict=True))
@@ -112,7 +112,7 @@ class ModelWeights:
     def _whole(
         self, each: Parameter, stage: int, expert_rank: int, dtype: torch.dtype, targets: Mapping[str, int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Within each target's replica of the model, by way of the stage's first expert rank."""
+        """Yield a parameter's tensors in each target's replica of the model, sent by way of the stage's first expert rank."""
         grid = self._grid
         places = [grid.places[targets.get(source.name, 0)] for source in each.sources]
         if all(replica != grid.expert_data_rank for replica, _ in places):
@@ -123,7 +123,7 @@ class ModelWeights:
             held = (whole for _, whole in each.to_hf(pieces)) if grid.tensor_rank == 0 else held
         if grid.tensor_rank:
             return
-        for source, (replica, target), whole in zip(each.sources, places, held):  # noqa: B905 - the one without end
+        for source, (replica, target), whole in zip(each.sources, places, held):  # noqa: B905 - `held` may be endless
             if replica != grid.expert_data_rank:
                 continue
             empty = partial(torch.empty, source.shape, dtype=dtype_of(source.name, dtype), device=grid.device)
@@ -140,7 +140,7 @@ class ModelWeights:
         return held.to(dtype_of(each.sources[0].name, dtype))
 
     def _pieces(self, each: Parameter, own: torch.Tensor) -> list[torch.Tensor]:
-        """Those of the tensor-parallel ranks."""
+        """Return the pieces of all tensor-parallel ranks."""
         if each.pieces == 1:
             return [own]
         pieces = [torch.empty_like(own) for _ in range(each.pieces)]
@@ -151,7 +151,7 @@ class ModelWeights:
 def _moved(
     tensor: torch.Tensor | None, origin: int, target: int, group: dist.ProcessGroup, empty: Callable[[], torch.Tensor]
 ) -> torch.Tensor | None:
-    """What rank `origin` of `group` has, on its rank `target`; on the others what they have."""
+    """Send rank `origin`'s tensor to rank `target` of `group` and return it there; other ranks return `tensor`."""
     if origin == target:
         return tensor
     ranks = dist.get_process_group_ranks(group)
