@@ -1,7 +1,7 @@
-"""Adapters as they travel, and what a rollout makes of them: its model folder's weights with the adapters in them.
+"""Adapters in a weight sync, and how a rollout merges them into the weights of its model folder.
 
-An adapted matrix W [out, in] of the folder has two tensors: A [rank, in], named as W with `DOWN` behind, and B [out, rank],
-with `UP`, which has the scale in it. The policy's matrix is W + B A (LoRA, arXiv 2106.09685, section 4.1).
+An adapted matrix W [out, in] of the folder has two tensors: A [rank, in], named W plus `DOWN`, and B [out, rank], named W plus
+`UP` and already scaled. The policy's matrix is W + B A (LoRA, arXiv 2106.09685, section 4.1).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from runtime.models.hf_weights import WeightFiles, fingerprint
 
 # ---- Adapters
 #
-# What low-rank adapters begin with, and the model that they are put on, whatever the engine.
+# Initial values and base model of low-rank adapters, for all engines.
 
 
 def start_of(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """The values that A begins with, float32 [rank, in], by its name in PEFT's files: uniform within 1 / √in, as PEFT has them.
+    """Return the initial A, float32 [rank, in], by its name in PEFT's files: uniform within 1 / √in, as in PEFT.
 
-    They depend on `seed` and `name` alone: neither on the engine nor on what else a rank holds.
+    The values depend only on `seed` and `name`, not on the engine or on the rank's other tensors.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
@@ -36,7 +36,7 @@ def start_of(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 class AdapterBase:
-    """The model that adapters are trained on, which a checkpoint of them names by a fingerprint of its weights."""
+    """The model that adapters are trained on. A checkpoint of adapters names it by a fingerprint of the weights."""
 
     def __init__(self, path: str):
         self.path = str(Path(path).absolute())
@@ -49,7 +49,7 @@ class AdapterBase:
         return {"path": self.path, "fingerprint": self.fingerprint}
 
     def require(self, folder: Path, saved: Any) -> None:
-        """Raises UserError unless the adapters of checkpoint `folder`, which says `saved` of their base, are this one's."""
+        """Check that `saved`, the base in checkpoint `folder` of adapters, is this model. Raises UserError if not."""
         if isinstance(saved, dict) and (other := str(saved.get("fingerprint"))) != self.fingerprint:
             raise UserError(
                 f"model.path: {self.path} (fingerprint {self.fingerprint}) is not what the adapters of checkpoint {folder} "
@@ -59,18 +59,18 @@ class AdapterBase:
 
 # ---- Offload
 #
-# Memory of a device that is lent out for a while: what lay there is on the host until it is wanted back.
+# Memory of a device that is lent out for a while: its content is on the host until the device is back.
 
 
 class HostOffload:
-    """The storages of some tensors, on their device or on the host. Every view of them is valid again once they are back.
+    """The storages of some tensors, on their device or on the host. After `onload` every view of them is valid again.
 
-    The host's memory, page-locked where the device is an accelerator, is kept from one time to the next: it takes long to get.
+    The host's memory, page-locked if the device is an accelerator, is kept for the next time: it takes long to allocate.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = True, frozen: bool = False):
-        """Without `keep` what they hold is lost, and they come back as zeros. Of a storage that several share there is one.
-        `frozen`: what they hold never changes, and is copied to the host once."""
+        """Hold the tensors' storages, each once. Without `keep` their content is lost, and they come back as zeros. `frozen`:
+        their content never changes, and is copied to the host once."""
         self._tensors = list(tensors)  # until the first `offload`
         self._storages: list[torch.UntypedStorage] = []
         self._nbytes: list[int] = []
@@ -78,7 +78,7 @@ class HostOffload:
         self._hosts: list[torch.Tensor] = []
 
     def offload(self) -> None:
-        """Copy to the host, and free the device's memory. For tensors that are on the device."""
+        """Copy the tensors to the host and free the device's memory. They must be on the device."""
         if self._tensors:
             storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in self._tensors)}
             self._storages = [storage for storage in storages.values() if storage.nbytes()]
@@ -93,7 +93,7 @@ class HostOffload:
             storage.resize_(0)
 
     def onload(self) -> None:
-        """Bring back what `offload` took off."""
+        """Bring the tensors back to the device."""
         for storage, nbytes in zip(self._storages, self._nbytes, strict=True):
             storage.resize_(nbytes)
         for storage, host in zip(self._storages, self._hosts, strict=False):
@@ -108,7 +108,7 @@ def _host(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """uint8 [nbytes], a view."""
+    """Return a view of the storage, uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -116,27 +116,27 @@ DOWN, UP = ".lora_A", ".lora_B"
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are adapters, and not a model's weights."""
+    """Return whether tensors of these names are adapters, not a model's weights."""
     return any(name.endswith(UP) for name in names)
 
 
 def base_of(names: Iterable[str], folder: str) -> str:
-    """The fingerprint of what tensors of these names are added to, the weights of `folder`; "" where they are no adapters."""
+    """Return the fingerprint of `folder`, the base of adapters of these names; "" if the names are not adapters'."""
     return fingerprint(folder) if are_adapters(names) else ""
 
 
 def require_base(base: str, folder: str) -> None:
-    """Raises UserError unless `folder` has the weights whose fingerprint `base` is."""
+    """Check that the weights of `folder` have the fingerprint `base`. Raises UserError if not."""
     if (found := fingerprint(folder)) != base:
         raise UserError(f"model.path: {folder!r} has other weights here ({found}) than where adapters are trained ({base})")
 
 
 @torch.no_grad()
 def merged(files: WeightFiles, adapters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The policy's weights, one at a time, in the order of `files`: those that are adapted in float32, the others as the folder
-    has them. The files are read anew, and lie in the system's cache as long as there is room: nobody holds a copy of the base.
+    """Yield the policy's weights, one at a time, in the order of `files`: adapted weights in float32, all others as in the
+    folder. The files are read each time, from the system's cache if there is room: no copy of the base stays in the process.
 
-    Raises InvalidMessage, before the first one, for adapters that do not fit.
+    Raises InvalidMessage, before the first weight, if adapters do not fit.
     """
     _require_fit(files.shapes, adapters)
     for name, weight in files:
@@ -146,7 +146,7 @@ def merged(files: WeightFiles, adapters: Mapping[str, torch.Tensor]) -> Iterator
 
 
 def adapted(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """float32 [out, in]: a matrix with its adapter, which is float32."""
+    """Return a matrix plus its float32 adapter, float32 [out, in]."""
     return torch.addmm(weight.float(), up, down)
 
 

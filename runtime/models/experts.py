@@ -1,5 +1,5 @@
-"""The MLP of a mixture of experts, all experts at once: tokens are sorted by expert, so that each expert's products are of
-its tokens alone, and all else is done to every token in one go. Plain torch, with gradients.
+"""The MLP of a mixture of experts, all experts at once. Tokens are sorted by expert, so that each expert multiplies only its
+own tokens, and everything else is one operation over all tokens. Plain torch, with gradients.
 
 m tokens, each with k of E experts; H hidden size, I an expert's intermediate size.
 """
@@ -17,20 +17,20 @@ from torch import nn
 from runtime.models.families.shape import ExpertShape
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
-"""[E, out, in], or E of [out, in]."""
+"""[E, out, in], or E tensors of [out, in]."""
 
 Routed = tuple[torch.Tensor, torch.Tensor]
-"""Of each token the weights of its experts, and which ones they are: [m, k] each."""
+"""For each token the weights and the numbers of its experts: [m, k] each."""
 
-_grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)  # which older versions of torch lack
-_GROUPED = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # dtypes that it takes
+_grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)  # missing in older versions of torch
+_GROUPED = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # dtypes that grouped_mm supports
 _LIMIT, _STEEPNESS = 7.0, 1.702  # of gpt-oss's MLP
 _BAGS = {"cpu"}  # devices on which embedding_bag is faster than index_add
 
 
 def route(logits: torch.Tensor, per_token: int, normalized: bool, taken: torch.Tensor | None = None) -> Routed:
-    """From the router's `logits` [m, E] each token's experts and their float32 weights, [m, k] each. The weights are those of a
-    softmax over all experts, `normalized` to a sum of 1 or not. `taken` [m, k]: the experts, whatever the logits say."""
+    """Return each token's experts and their float32 weights, [m, k] each, from the router's `logits` [m, E]. The weights are a
+    softmax over all experts, with `normalized` scaled to a sum of 1. `taken` [m, k]: use these experts instead."""
     scores = torch.softmax(logits, -1, dtype=torch.float32)
     weights, chosen = scores.topk(per_token, -1) if taken is None else (scores.gather(1, taken), taken)
     return (weights / weights.sum(-1, keepdim=True) if normalized else weights), chosen
@@ -39,9 +39,10 @@ def route(logits: torch.Tensor, per_token: int, normalized: bool, taken: torch.T
 def route_corrected(
     logits: torch.Tensor, correction: torch.Tensor, shape: ExpertShape, taken: torch.Tensor | None = None
 ) -> Routed:
-    """DeepSeek-V3's (arXiv:2412.19437, section 2.1.2, equations 12 to 16): scores are the sigmoids of `logits` [m, E]. By their
-    sums with `correction` [E] the groups are chosen whose two best experts have the largest sum, and out of these the experts;
-    weights are the scores alone, [m, k], float32, normalised and multiplied by `shape.scale`. `taken`: as of `route`."""
+    """Route as DeepSeek-V3 does (arXiv:2412.19437, section 2.1.2, equations 12 to 16). Scores are the sigmoids of `logits`
+    [m, E]; `correction` [E] is added only for the choice. The chosen groups are those whose two best experts have the largest
+    sum; the experts come from these groups. Weights are the scores, [m, k], float32, normalised and multiplied by
+    `shape.scale`. `taken`: as in `route`."""
     scores = torch.sigmoid(logits.float())
     choice = scores.detach() + correction
     if shape.groups > 1:
@@ -55,13 +56,13 @@ def route_corrected(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[n, 2 · I], first all gates, to [n, I] (Shazeer 2020, arXiv:2002.05202)."""
+    """Return [n, I] from [n, 2 · I], all gates first (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = gate_up.chunk(2, 1)
     return F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
 def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[n, 2 · I], gates and others in turn, to [n, I], as gpt-oss has it (arXiv:2508.10925)."""
+    """Return [n, I] from [n, 2 · I], gates and ups in turn, as in gpt-oss (arXiv:2508.10925)."""
     gate, up = gate_up[:, ::2].clamp(max=_LIMIT), gate_up[:, 1::2].clamp(-_LIMIT, _LIMIT)
     return (up + 1) * (gate * torch.sigmoid(_STEEPNESS * gate))
 
@@ -75,9 +76,9 @@ def mixture(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     gated: Callable[[torch.Tensor], torch.Tensor] = swiglu,
 ) -> torch.Tensor:
-    """[m, H] to the sum [m, H] of what each token's `chosen` experts [m, k] make of it, by `weights` [m, k].
+    """Return the outputs of each token's `chosen` experts [m, k], summed with `weights` [m, k]: [m, H] from `x` [m, H].
 
-    `gate_up` are E of [2 · I, H], `down` E of [H, I]; `biases` [E, 2 · I] and [E, H] are added to their products.
+    `gate_up` are E of [2 · I, H], `down` E of [H, I]; `biases` [E, 2 · I] and [E, H] are added to the products.
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
@@ -88,12 +89,12 @@ def mixture(
     weights = weights.to(x.dtype)
     if x.device.type not in _BAGS:
         return torch.zeros_like(x).index_add(0, token, made * weights.flatten()[order].unsqueeze(1))
-    place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
-    return F.embedding_bag(place.view(chosen.shape), made, per_sample_weights=weights, mode="sum")
+    position = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
+    return F.embedding_bag(position.view(chosen.shape), made, per_sample_weights=weights, mode="sum")
 
 
 def _products(x: torch.Tensor, weights: Weights, counts: torch.Tensor) -> torch.Tensor:
-    """The rows of `x`, `counts` [E] of each expert one behind the other, by the weights of their experts."""
+    """Multiply the rows of `x`, sorted by expert, `counts` [E] for each expert, by the weights of their experts."""
     if isinstance(weights, torch.Tensor) and _grouped_mm is not None and _is_grouped(x):
         return _grouped_mm(x, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     parts = x.split(counts.tolist())
@@ -101,24 +102,24 @@ def _products(x: torch.Tensor, weights: Weights, counts: torch.Tensor) -> torch.
 
 
 def _is_grouped(x: torch.Tensor) -> bool:
-    """Whether the grouped product takes rows as these, which have to begin at multiples of 16 bytes."""
+    """Return whether the grouped product supports such rows, which must begin at multiples of 16 bytes."""
     return x.dtype in _GROUPED.get(x.device.type, ()) and x.shape[1] * x.itemsize % 16 == 0
 
 
-_APART = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE", "Glm4MoeMoE"}  # their experts are modules
+_APART = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE", "Glm4MoeMoE"}  # each expert is a module
 
 
 class RouterWatch:
-    """What the router of one block is told before a pass, and tells of it."""
+    """Input and record of one block's router in a pass."""
 
     keeps = False  # whether it keeps the logits
-    taken: torch.Tensor | None = None  # int64 [m, k]: the experts that tokens are given to; None: those that it chooses
+    taken: torch.Tensor | None = None  # int64 [m, k]: the experts to use, set before a pass; None: the router chooses
     logits: torch.Tensor | None = None  # [m, E]
-    chosen: torch.Tensor | None = None  # int64 [m, k], those that tokens were given to
-    own: torch.Tensor | None = None  # and those that it would have chosen
+    chosen: torch.Tensor | None = None  # int64 [m, k], the experts that tokens went to
+    own: torch.Tensor | None = None  # int64 [m, k], the experts that the router chose or would have chosen
 
     def through(self, logits: torch.Tensor, choose: Callable[..., Routed]) -> Routed:
-        """`choose(taken=...)` makes of `logits` what `route` does."""
+        """Route by `choose(taken=...)`, which routes as `route` does, and record the choice."""
         weights, chosen = choose(taken=self.taken)
         with torch.no_grad():
             self.own = chosen if self.taken is None else choose()[1]
@@ -127,21 +128,21 @@ class RouterWatch:
 
 
 def join_experts(model: nn.Module) -> None:
-    """Have transformers' blocks of experts, which go from one expert to the next, compute as `mixture`, each
-    with a RouterWatch as its `watch`. Names stay."""
+    """Make transformers' blocks of experts, which loop over the experts, compute with `mixture`. Each block gets a RouterWatch
+    as its `watch`. Names do not change."""
     module: Any
     for module in model.modules():
         kind = type(module).__name__
         if kind == "GptOssMLP":
             module.watch, module.forward = RouterWatch(), partial(_joined_block, module)
         elif kind in _APART and "SiLU" in type(module.experts[0].act_fn).__name__:
-            module.watch, module.jitter_noise = RouterWatch(), 0.0  # Mixtral's; the policy must be the one that sampled
+            module.watch, module.jitter_noise = RouterWatch(), 0.0  # Mixtral's noise would make it another policy
             module.forward = partial(_corrected_block if hasattr(module, "shared_experts") else _block, module, module.forward)
 
 
 def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block's forward pass. `apart`: its own, one expert after the other, for experts that are more than three matrices:
-    those with adapters."""
+    """Run the block. `apart` is its own forward pass, one expert after the other. It is used if experts are more than three
+    matrices: experts with adapters."""
     if not _are_plain(block.experts):
         found: tuple[torch.Tensor, torch.Tensor] = apart(hidden_states)
         return found
@@ -152,7 +153,7 @@ def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -
 
 
 def _corrected_block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
-    """The same of DeepSeek-V3's and GLM-4.5's, with corrected scores and shared experts. The router computes in float32."""
+    """Run a block of DeepSeek-V3 or GLM-4.5, with corrected scores and shared experts. The router computes in float32."""
     gate = block.gate
     if not _are_plain(block.experts) or not gate.norm_topk_prob:
         found: torch.Tensor = apart(hidden_states)
@@ -176,7 +177,7 @@ def _corrected_block(block: Any, apart: Callable[..., Any], hidden_states: torch
 
 
 def _joined_block(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of gpt-oss's, whose experts are joined already, and which gives the weights for the logits."""
+    """Run a block of gpt-oss, whose experts are joined tensors. Its second result is the weights, not the logits."""
     x, experts = hidden_states.flatten(0, -2), block.experts
     logits = F.linear(x, block.router.weight, block.router.bias)
     weights, chosen = block.watch.through(logits, partial(route, logits, block.router.top_k, True))
@@ -192,7 +193,7 @@ def _are_plain(experts: Any) -> bool:
 
 
 def _stacked(experts: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gate and up, and down. Not as one tensor for one grouped product: the copy of all weights would be kept until the
+    """Return gate and up, and down, of each expert. One tensor for a grouped product would keep a copy of all weights until the
     backward pass."""
     names = ("w1", "w3", "w2") if hasattr(experts[0], "w1") else ("gate_proj", "up_proj", "down_proj")
     gate, up, down = ([getattr(expert, name).weight for expert in experts] for name in names)

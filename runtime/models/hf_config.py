@@ -1,4 +1,4 @@
-"""The shape of a model by the config.json of its Hugging Face folder. Loads neither torch nor transformers."""
+"""Read the shape of a model from the config.json of its Hugging Face folder. Loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DECODED = tuple(FAMILIES)
 """The families that the lean decoder computes."""
 
 PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
-"""Families whose sequences, packed by transformers' model, have been compared with each alone. Others are trained padded."""
+"""Families whose packed sequences in transformers equal each sequence alone, by test. Other families are trained padded."""
 
 _UNTRUE = (
     *(
@@ -39,15 +39,15 @@ _UNTRUE = (
         ".distcp",
     ),
     *(".index.json", "quantize_config.json", "quant_config.json", "adapter_config.json", "trainer_state.json"),
-    *("_results.json", "README.md"),  # what is said of the model that was
+    *("_results.json", "README.md"),  # they describe the model before
 )
-"""How names end of what is not true of a model that was trained further, or is its weights."""
+"""Ends of the names of weight files, and of files that are not true of a model that was trained further."""
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class ModelConfig(ModelShape, frozen=True, kw_only=True):
-    """What a decoder-only model computes. Of latent attention `kv_heads` is 1, and `head_dim` what of a head is rotated."""
+    """The computation of a decoder-only model. With latent attention `kv_heads` is 1, and `head_dim` a head's rotated part."""
 
     family: str  # config.json's model_type
     norm_eps: float
@@ -57,12 +57,12 @@ class ModelConfig(ModelShape, frozen=True, kw_only=True):
     output_bias: bool  # of the attention's output projection
     qk_norm: bool
     windows: tuple[int, ...] = ()
-    """Of each layer, how many tokens attention reaches back to, its own included; 0: to the first. (): so in all layers."""
-    rotary_dim: int = 0  # of a head, its first elements that are rotated; 0: all
-    local_theta: float | None = None  # of the rotary embeddings of layers with a window, where these have their own
+    """For each layer, the tokens in reach of attention, its own included; 0: all tokens. (): all tokens in all layers."""
+    rotary_dim: int = 0  # first elements of a head that are rotated; 0: all
+    local_theta: float | None = None  # rope's theta in layers with a window, if they have their own
     score_scale: float | None = None  # of attention; None: head_dim^-1/2
     sinks: bool = False
-    output_norms: bool = False  # of what attention and MLP give, before it is added
+    output_norms: bool = False  # norms of the outputs of attention and MLP, before the residual addition
     centred_norms: bool = False  # norms multiply by 1 + their weight
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
@@ -70,17 +70,17 @@ class ModelConfig(ModelShape, frozen=True, kw_only=True):
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """Of a layer and a token in the key-value cache: parts, heads of each, and a head's width."""
+        """Of a layer and a token in the key-value cache: number of parts, heads of each part, and a head's width."""
         return (2, self.kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.cached)
 
 
 def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:
-    """Parse `folder`/config.json. Raises UserError when it is missing, malformed or of a model that is none of `families`."""
+    """Parse `folder`/config.json. Raises UserError if it is missing or malformed, or its family is not in `families`."""
     return parse(read_raw(folder), f"model {Path(folder) / 'config.json'}", families)
 
 
 def read_raw(folder: str | Path) -> dict[str, Any]:
-    """`folder`/config.json. Raises UserError when it is missing or malformed."""
+    """Return the content of `folder`/config.json. Raises UserError if it is missing or malformed."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"model {folder}: no such folder")
@@ -91,7 +91,7 @@ def read_raw(folder: str | Path) -> dict[str, Any]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that a model.safetensors.index.json names. Raises UserError for what is no name of such a file beside it."""
+    """Return the files in a model.safetensors.index.json. Raises UserError unless each is a shard in the index's folder."""
     weight_map = read_object(index, f"model {index}").get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
     if not all(isinstance(name, str) and name.isprintable() and Path(name).name == name for name in names):
@@ -102,11 +102,11 @@ def shard_names(index: Path) -> list[str]:
 
 
 def described_files(folder: str | Path) -> list[Path]:
-    """What a model trained from the one in `folder` takes over, by path within: everything beside the weights that is still
-    true of it.
+    """Return the files, by path within `folder`, that also hold for a model trained from this one: all except the weights and
+    files about them.
 
-    Links lead to files within, or, in the hub's cache, to its blobs: a folder of somebody else's could publish any file here.
-    Raises UserError for other links and for what is no file.
+    A link must lead to a file within, or, in the hub's cache, to its blobs: otherwise a foreign folder could publish any file
+    of this machine. Raises UserError for other links and for anything that is not a file.
     """
     root = Path(folder).resolve()
     homes = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -121,13 +121,13 @@ def described_files(folder: str | Path) -> list[Path]:
 
 
 def read_family(folder: str | Path, value_head: bool = False) -> Family:
-    """The mapping to megatron-core of the model in `folder`, as `family_for` has it. Raises UserError."""
+    """Return the mapping to megatron-core of the model in `folder`. Raises UserError as `family_for`."""
     return family_for(read_raw(folder), f"model {Path(folder) / 'config.json'}", value_head=value_head)
 
 
 def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODED) -> ModelConfig:
-    """Of the contents of a config.json, which messages call `where`. Raises UserError when it is malformed, of a model that is
-    none of `families`, or has what these are not computed with."""
+    """Parse the contents of a config.json; `where` is its name in messages. Raises UserError if it is malformed, if its family
+    is not in `families`, or if it has an unsupported feature."""
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in families:
         raise UserError(f"{where}: model_type {family!r} is not supported; must be one of {', '.join(families)}")
@@ -161,7 +161,7 @@ def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def experts_of(raw: Mapping[str, Any]) -> ExpertShape | None:
-    """Of the contents of a config.json, the experts of a model of a known family; None where it has none."""
+    """Return the experts in the contents of a config.json; None if the family is unknown or has no experts."""
     try:
         return parse(raw, "", FAMILIES).experts
     except UserError:
@@ -169,14 +169,14 @@ def experts_of(raw: Mapping[str, Any]) -> ExpertShape | None:
 
 
 def packs(raw: Mapping[str, Any]) -> bool:
-    """Whether transformers' model of this config.json is known to run packed. One that is not may carry something from one
-    sequence to the next, as a recurrent state, and nothing that it tells of itself would say so."""
+    """Return whether transformers' model of this config.json is known to run packed. An unknown model may carry state from one
+    sequence to the next, for example a recurrent state, and nothing in config.json says so."""
     return raw.get("model_type") in PACKED and not unpackable(raw)
 
 
 def unpackable(raw: Mapping[str, Any]) -> str:
-    """Why a model of transformers cannot run packed, as far as its config.json says it; "" for nothing. Layers that mix tokens
-    otherwise than by the attention function would mix the packed sequences, and that is a scaled softmax here."""
+    """Return why a model of transformers cannot run packed, as far as its config.json shows; "" if it can. Layers that mix
+    tokens by more than the attention function would mix packed sequences. Packed attention is a scaled softmax."""
     kind = raw.get("model_type")
     if others := sorted(set(raw.get("layer_types") or ()) - _PACKABLE_LAYERS):
         return f"a {kind} model cannot run packed ({', '.join(others)}); all layers must be full or sliding attention"
@@ -186,7 +186,7 @@ def unpackable(raw: Mapping[str, Any]) -> str:
 
 
 def unread(raw: Mapping[str, Any]) -> str:
-    """Why weights in the folder of this config.json cannot be trained; "" for nothing."""
+    """Return why the weights in the folder of this config.json cannot be trained; "" if they can."""
     stored = raw.get(quantized.KEY) or {}
     if isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4":
         return "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights"

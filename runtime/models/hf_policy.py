@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal language model for training, on packed sequences or padded rows, and writing such folders.
+"""Load a Hugging Face causal language model for training, on packed sequences or padded rows, and write model folders.
 
 `transformers` is imported inside the functions: it takes seconds, and only these roles need it.
 """
@@ -33,17 +33,17 @@ SHARD_BYTES = 4 << 30
 
 
 def load_policy(path: str) -> Any:
-    """The `transformers.PreTrainedModel` of folder `path`, as `load_model` gives it."""
+    """Load the `transformers.PreTrainedModel` of folder `path` for training, as `load_model` does."""
     return load_model("AutoModelForCausalLM", path, "model.path", trained=True)
 
 
 def load_model(factory: str, path: str, key: str, new: Collection[str] = (), trained: bool = False, **options: Any) -> Any:
-    """The model of folder `path` by a factory of transformers, float32 on the CPU, without dropout, its attention packed; one
-    to be `trained` that is not known to run packed keeps the attention that it has, for padded rows.
+    """Load the model of folder `path` by a factory of transformers: float32, on the CPU, without dropout, with packed
+    attention. With `trained`, a model that is not known to run packed keeps its own attention, for padded rows.
 
-    `new` names weights that the folder need not have; `options` are keys of its configuration. `key` is where the configuration
-    names the folder. Raises UserError when `path` is no such folder, weights are missing, of other shapes or without a place,
-    or the architecture cannot run packed where it has to.
+    `new` names weights that the folder may lack; `options` are keys of the model's configuration; `key` is the configuration
+    key of the folder. Raises UserError if `path` is no model folder, if weights are missing, have other shapes or do not belong
+    to the model, or if the architecture must run packed and cannot.
     """
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"{key}: {path!r} is not a Hugging Face model folder (it has no config.json)")
@@ -61,13 +61,13 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
     transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
-        vars(config).pop(quantized.KEY, None)  # for which transformers needs kernels that only CUDA has
+        vars(config).pop(quantized.KEY, None)  # with this key transformers needs kernels that only CUDA has
         for name, value in list(vars(config).items()):
             if type(value) is float and ("drop" in name or "jitter" in name):
-                setattr(config, name, 0.0)  # the policy must be the one that sampled
+                setattr(config, name, 0.0)  # dropout would make it another policy than the one that sampled
         attention = PACKED_ATTENTION if not trained or hf_config.packs(config.to_dict()) else None
         if attention is None and getattr(config, "attn_logit_softcapping", None) is not None:
-            attention = "eager"  # which has it, unlike what transformers takes else
+            attention = "eager"  # the only attention in transformers with softcapping
         model, report = getattr(transformers, factory).from_pretrained(
             path,
             config=config,
@@ -96,7 +96,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # nothing is padded: this token was sampled, and its embedding learns as any other's
+            module.padding_idx = None  # there is no padding: this token was sampled, and its embedding must learn
     return _dequantized(model.float(), files)
 
 
@@ -109,26 +109,26 @@ def _require_packable(model: PreTrainedModel, where: str) -> None:
 
 
 def _require_names(model: PreTrainedModel, found: Collection[str], where: str) -> None:
-    """What is published and saved has the names that the folder has. transformers 5 joins the experts of a layer."""
+    """Check that parameters have the folder's names, for weight syncs and exports: transformers 5 joins a layer's experts."""
     import transformers
 
     own = [*(name for name, _ in model.named_parameters()), *fixed_tensors(model)]
     if strange := [name for name in own if name not in found]:
         raise UserError(
             f"{where}: transformers {transformers.__version__} holds {len(strange)} weights otherwise than the folder does "
-            f"({', '.join(strange)}); needs a folder as that version saves it: of experts a version below 5, or engine megatron"
+            f"({', '.join(strange)}); needs a folder saved by that version; with experts a version below 5, or engine megatron"
         )
 
 
 def _require_places(model: PreTrainedModel, unexpected: Iterable[str], files: WeightFiles, where: str, trained: bool) -> None:
-    """Of the known families, and of all that is trained, the folder has no weights but the model's."""
+    """Check that all weights of the folder belong to the model, if its family is known or it is `trained`."""
     if (trained or model.config.model_type in FAMILIES) and (lost := (set(unexpected) & files.shapes.keys()) - {LM_HEAD}):
         raise UserError(f"{where}: {len(lost)} weights have no place in the model: {', '.join(sorted(lost))}")
 
 
 @torch.no_grad()
 def _dequantized(model: Any, files: WeightFiles) -> Any:
-    """`model`, whose quantised weights transformers read without their scales, with them; one at a time."""
+    """Return `model` with its quantised weights scaled, one at a time: transformers read them without their scales."""
     with files.slices() as read:
         for name in files.scales:
             model.get_parameter(name).copy_(read(name)[:])
@@ -136,17 +136,17 @@ def _dequantized(model: Any, files: WeightFiles) -> Any:
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of the model's buffers those that a folder has, such as what corrects routers. The policy has them, and nobody trains
-    them."""
+    """Return the model's buffers that a folder stores, such as the router's score correction. They belong to the policy, but
+    are not trained."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def take_head(model: Any) -> nn.Linear | None:
-    """Have `model` give what its head takes in the place of logits, the product of that and the head's weight; returns the
-    head, which stays where it is.
+    """Make `model` return its head's input instead of logits, and return the head, which stays in the model. The head's weight
+    times that input is the logits.
 
-    None for a model that may do more than multiply: it gives logits as before.
+    Returns None for a model that may do more than this product; the model then returns logits as before.
     """
     head: nn.Linear = model.get_output_embeddings()
     capped = getattr(model.config, "final_logit_softcapping", None) is not None
@@ -157,7 +157,7 @@ def take_head(model: Any) -> nn.Linear | None:
 
 
 def declared_dtype(path: str) -> torch.dtype:
-    """The dtype that the folder's config.json declares for its weights; float32 when it declares none."""
+    """Return the dtype that config.json declares for the weights, by default float32. Raises UserError if torch lacks it."""
     raw = hf_config.read_raw(path)
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name), None)
@@ -167,10 +167,10 @@ def declared_dtype(path: str) -> torch.dtype:
 
 
 def write_description(source: str | Path, folder: Path, dtype: torch.dtype | None, but: Collection[str] = ()) -> None:
-    """Everything of a model folder but its weights that is still true: configuration, tokenizer, templates, code, licence. Not
+    """Copy the files of a model folder that stay true, without weights: configuration, tokenizer, templates, code, licence. Not
     the files named in `but`.
 
-    `dtype` is what config.json then declares; None: what it declared. Raises UserError as `described_files`.
+    `dtype` is the dtype to declare in config.json; None: the declared one. Raises UserError as `described_files`.
     """
     for name in hf_config.described_files(source):
         if str(name) not in but:
@@ -178,12 +178,12 @@ def write_description(source: str | Path, folder: Path, dtype: torch.dtype | Non
             shutil.copyfile(Path(source) / name, folder / name)
     config = folder / "config.json"
     raw = hf_config.read_raw(folder)
-    changed = raw.pop(quantized.KEY, None) is not None  # what is written is not quantised
+    changed = raw.pop(quantized.KEY, None) is not None  # the written weights are not quantised
     if (
         isinstance(code := raw.get("auto_map"), dict)
         and (kept := {k: v for k, v in code.items() if "--" not in str(v)}) != code
     ):
-        raw["auto_map"], changed = kept, True  # not of another repository: whoever trusts this folder's code has not seen that
+        raw["auto_map"], changed = kept, True  # drops code of other repositories: trusting this folder does not cover it
     if dtype is not None:
         raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
     if changed or dtype is not None:
@@ -200,7 +200,7 @@ def write_model(
 ) -> None:
     """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes.
 
-    `whole` are its tensors, which come with the names and sizes of `like`, in its order.
+    `whole` yields its tensors, in the order, with the names and with the sizes of `like`.
     """
     write_tensors(folder, "model", like, whole, rank, dtype)
     if rank == 0:
@@ -215,7 +215,7 @@ def write_tensors(
     rank: int,
     dtype: torch.dtype,
 ) -> None:
-    """As `write_model`, tensors alone: files named after `stem`."""
+    """Do what `write_model` does, for tensors only: files named after `stem`."""
     if rank == 0:
         dtypes = {name: dtype_of(name, dtype) for name in like}
         specs = [TensorSpec(name, str(dtypes[name]).removeprefix("torch."), tuple(t.shape)) for name, t in like.items()]
@@ -223,16 +223,16 @@ def write_tensors(
             for name, tensor in whole:
                 writer.write(name, tensor.to("cpu", dtypes[name]))
     else:
-        for _ in whole:  # take part in the gathering
+        for _ in whole:  # takes part in the gathers
             pass
 
 
 class ShardWriter(contextlib.ExitStack):
-    """Writes tensors as safetensors files of at most SHARD_BYTES, named as Hugging Face names them. At its end raises
-    InvariantViolated when a tensor was not written once in whole."""
+    """Writes tensors as safetensors files of at most SHARD_BYTES, with Hugging Face's file names. On exit raises
+    InvariantViolated unless each tensor was written exactly once as a whole."""
 
     def __init__(self, folder: Path, stem: str, specs: Iterable[TensorSpec]):
-        """`specs`: all the tensors, in the order in which the files have them."""
+        """Create the files. `specs`: all tensors, in the order of the files."""
         super().__init__()
         shards: list[list[TensorSpec]] = [[]]
         used = 0
@@ -256,17 +256,16 @@ class ShardWriter(contextlib.ExitStack):
             (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
-        """The tensor, or some of its rows from `row` on; nothing is held in memory."""
+        """Write the tensor, or some of its rows from `row` on, without holding it in memory."""
         self._writers[name].write(name, tensor, row)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A critic's model: a language model's body with one number a token, in the layout of Hugging Face's sequence classifiers.
-#
-# So a reward model's checkpoint is read as it is, and a critic's is one that other tools read.
+# A critic's model: a language model's body with one number a token, in the layout of Hugging Face's sequence classifiers. The
+# checkpoint of a reward model is read without a conversion, and other tools read a critic's checkpoint.
 
 
-LABEL = "value"  # the one label of a critic's checkpoint, by which it can be told from a reward model
+LABEL = "value"  # the one label of a critic's checkpoint, which distinguishes it from a reward model's
 
 
 class ValueModel(nn.Module):
@@ -285,14 +284,14 @@ class ValueModel(nn.Module):
         getattr(self, self._body).gradient_checkpointing_enable(options)
 
     def forward(self, keep: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """[N] values at the cells `keep` (int64 [N]) of `arguments`, as of `fed`."""
+        """Return the values [N] at the cells `keep` (int64 [N]) of `arguments`, which are those of `fed`."""
         hidden = getattr(self, self._body)(**arguments).last_hidden_state.flatten(0, 1)
         values: torch.Tensor = self.score(hidden.index_select(0, keep)).squeeze(-1)
         return values
 
 
 def describe_critic(folder: Path, architecture: str) -> None:
-    """Make the config.json of `folder`, which is the language model's, that of a classifier with one label."""
+    """Change the config.json of `folder` from the language model's to that of a classifier with one label."""
     path = folder / "config.json"
     raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     raw |= {"architectures": [architecture], "id2label": {"0": LABEL}, "label2id": {LABEL: 0}}
@@ -300,9 +299,9 @@ def describe_critic(folder: Path, architecture: str) -> None:
 
 
 def load_critic(path: str) -> ValueModel:
-    """float32 on the CPU, without dropout. A folder without a `score` head gets one that is 0.
+    """Load a critic: float32, on the CPU, without dropout. Without a `score` head in the folder, the head is 0.
 
-    Raises UserError when `path` is no model folder, weights of the body are missing, or the head gives more than one number.
+    Raises UserError if `path` is no model folder, weights of the body are missing, or the head has more than one output.
     """
     model = load_model("AutoModelForSequenceClassification", path, "critic.path", new={VALUE_HEAD}, trained=True, num_labels=1)
     if VALUE_HEAD not in WeightFiles(path).shapes:

@@ -1,4 +1,4 @@
-"""Reading the weights of a Hugging Face model folder: safetensors, without the transformers package."""
+"""Read the weights of a Hugging Face model folder: safetensors, without the transformers package."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from runtime.run_files import read_object
 
 log = logging.getLogger("sluice")
 
-_PREDICTING = 100  # more layers for multi-token prediction than any model has
+_PREDICTING = 100  # no model has as many layers for multi-token prediction
 
 
 def weight_paths(folder: str | Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises UserError when it has none, or an index that cannot be read."""
+    """Return the safetensors files of a model folder. Raises UserError if there are none or their index cannot be read."""
     single, index = Path(folder) / "model.safetensors", Path(folder) / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -33,8 +33,8 @@ def weight_paths(folder: str | Path) -> list[Path]:
 
 
 def misfit(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], optional: str = "") -> str | None:
-    """What is wrong with a set of weights of these names and shapes, in one line; None when it is that which is `expected`,
-    perhaps without the tensor `optional`."""
+    """Return what is wrong with weights of the names and `shapes`, in one line. Return None if they are as `expected`; the
+    tensor `optional` may be missing."""
     missing = sorted(expected.keys() - shapes.keys() - {optional})
     unknown = sorted(shapes.keys() - expected.keys())
     if missing or unknown:
@@ -51,8 +51,8 @@ class WeightFiles:
     float32 (`quantized`)."""
 
     def __init__(self, folder: str | Path):
-        """Reads names and shapes only. Raises UserError when there are no weights, a shard is missing or torn, or weights are
-        quantised in a way that is not known."""
+        """Read names and shapes. Raises UserError if there are no weights, a shard is missing or torn, or the quantisation is
+        unknown."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.left_out: list[str] = []
         """The tensors of layers for multi-token prediction, which are not used."""
@@ -60,12 +60,12 @@ class WeightFiles:
         self.blocks = quantized.blocks_of(raw, f"model {folder}/config.json")
         self._files: dict[Path, list[str]] = {}
         self.scales: dict[str, str] = {}
-        """Of the quantised weights, the names of their scales."""
+        """The scales' names, by the names of the quantised weights."""
         dtypes: dict[str, str] = {}
         for path in weight_paths(folder):
             try:
                 with safe_open(path, framework="pt") as file:
-                    # Buffers that old checkpoints stored; they follow from config.json.
+                    # Without buffers that old checkpoints stored: they follow from config.json.
                     names = [name for name in list(file.keys()) if not name.endswith("rotary_emb.inv_freq")]
                     for name in names:
                         part = file.get_slice(name)
@@ -83,8 +83,8 @@ class WeightFiles:
         self._drop(self.left_out)
         self.scales = {name: scales for name, scales in self.scales.items() if name in self.shapes}
         if self.left_out:
-            told = f"{len(self.left_out)} tensors of layers for multi-token prediction are left out"
-            log.info("model %s: %s: %s, ...", folder, told, self.left_out[0])
+            left_out = f"{len(self.left_out)} tensors of layers for multi-token prediction are left out"
+            log.info("model %s: %s: %s, ...", folder, left_out, self.left_out[0])
 
     def _drop(self, names: Iterable[str]) -> None:
         gone = set(names)
@@ -92,7 +92,7 @@ class WeightFiles:
         self._files = {path: [name for name in names if name not in gone] for path, names in self._files.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, one at a time, so that no more than one tensor lies in memory twice."""
+        """Yield name and tensor, one at a time, so that at most one tensor is in memory twice."""
         with self.slices() as read:
             for path, names in self._files.items():
                 with safe_open(path, framework="pt") as file:
@@ -101,7 +101,7 @@ class WeightFiles:
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[Callable[[str], Any]]:
-        """While it is open: what reads any part of a tensor, by the tensor's name."""
+        """Open the files and yield a function that returns a readable slice of a tensor, by the tensor's name."""
         with contextlib.ExitStack() as stack:
             opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self._files}
 
@@ -116,8 +116,8 @@ class WeightFiles:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """A hash of a model's weights: of names, shapes and the first row of each, however they are spread over files. Raises
-    UserError as `WeightFiles`."""
+    """Return a hash of a model's weights: of each name, shape and first row, in whatever files. Raises UserError as
+    `WeightFiles`."""
     files, digest = WeightFiles(folder), xxhash.xxh3_64()
     with files.slices() as read:
         for name, shape in sorted(files.shapes.items()):
@@ -132,9 +132,9 @@ def _description(folder: str | Path) -> dict[str, Any]:
 
 
 def predicting_layers(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names begin of the tensors of layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), by
-    config.json: the layers behind the model's; Qwen3-Next has them apart. They predict further tokens from a layer's output,
-    and change no logits."""
+    """Return the prefixes of the tensors of layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), by
+    config.json: the layers after the model's; Qwen3-Next names them separately. They predict further tokens from a layer's
+    output, and change no logits."""
     layers, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
     if type(layers) is not int or type(count) is not int or not 0 < count < _PREDICTING:
         return ("mtp.",)

@@ -1,5 +1,5 @@
-"""What engines need, hold and cannot do, as far as it is known before one is made: for the engines, and for the checks that
-come before them. Loads no torch.
+"""Needs, memory and limits of engines, as far as known before an engine is made. Used by the engines and by the checks that run
+before them. Loads no torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
 
 
 def needs_torchao(key: str) -> str:
-    """What is wrong with the optimizer of section `key` where the package is missing."""
+    """Return the error for the optimizer of section `key` if torchao is missing."""
     return f"{key}.name: adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
 
 
 def uncut(tied: bool, pipeline: int, version: str) -> str:
-    """What keeps megatron-core of this version from cutting such a model into pipeline stages; "" for nothing."""
+    """Return why this version of megatron-core cannot cut such a model into pipeline stages; "" if it can."""
     if not (tied and pipeline > 1 and version.startswith("0.12.")):
         return ""
     return (
@@ -42,14 +42,14 @@ def layout_of(parallel: Parallel) -> Layout:
 
 
 def longest_text(config: Config) -> int:
-    """Tokens of prompt and reply that a rollout has to hold."""
+    """Return the number of tokens of prompt and reply that a rollout must be able to hold."""
     reply = max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
     return max(config.data.max_prompt_tokens + reply, config.gateway.context if config.gateway is not None else 0)
 
 
 def kv_cache_bytes(model: Mapping[str, Any], slots: int, max_len: int, dtype_bytes: int) -> int:
-    """Bytes of a static KV cache: keys and values, 2 · layers · kv_heads · head_dim · bytes · slots · length; of latent
-    attention layers · (kv_lora_rank + qk_rope_head_dim) · bytes · slots · length.
+    """Return the bytes of a static KV cache: keys and values, 2 · layers · kv_heads · head_dim · bytes · slots · length; with
+    latent attention layers · (kv_lora_rank + qk_rope_head_dim) · bytes · slots · length.
 
     `model` is a config.json of the Llama family; `num_key_value_heads` and `head_dim` have the family's defaults.
     """
@@ -62,8 +62,8 @@ def kv_cache_bytes(model: Mapping[str, Any], slots: int, max_len: int, dtype_byt
 
 
 def rank_memory(config: Config, role: str, model: Mapping[str, Any], on_cpus: bool = False) -> RankBytes:
-    """What the rank of `role`, on megatron-core, holds that holds most. `model` is a config.json. Raises UserError for one that
-    has no mapping."""
+    """Return the memory of the rank of `role` on megatron-core that holds most. `model` is a config.json. Raises UserError if
+    the model has no mapping."""
     settings: Spread = getattr(config.services, role)
     trains = isinstance(settings, Trainer)
     dtype = config.model.dtype if isinstance(settings, Trainer) else settings.dtype
@@ -80,14 +80,14 @@ def rank_memory(config: Config, role: str, model: Mapping[str, Any], on_cpus: bo
 
 
 def adapters_of(config: Config, role: str, family: Family) -> AdapterTable | None:
-    """What `role` trains in the place of the weights; None where these. Raises UserError as the table does."""
+    """Return the adapters that `role` trains; None if it trains the weights. Raises UserError as AdapterTable does."""
     if config.lora is None or role != "trainer":
         return None
     return AdapterTable(family, config.lora.rank, config.lora.target_modules, layout_of(config.services.trainer.parallel))
 
 
 def memory_fault(config: Config, role: str, held: RankBytes, available: int) -> str:
-    """Why a rank that holds `held` cannot be where there are `available` bytes; "" where it can."""
+    """Return why `available` bytes are too few for a rank that holds `held`; "" if they suffice."""
     if held.total <= available:
         return ""
     settings: Spread = getattr(config.services, role)
@@ -107,7 +107,7 @@ def memory_fault(config: Config, role: str, held: RankBytes, available: int) -> 
 
 
 def _microbatch_tokens(config: Config, settings: Spread) -> int:
-    """Of the largest micro-batch: as many as are allowed, or as a step has where these are fewer."""
+    """Return the tokens of the largest micro-batch: the number allowed, or that of a whole step if smaller."""
     if not isinstance(settings, Trainer):
         return settings.max_tokens_per_microbatch
     sequences = config.training.groups_per_step * config.sampling.group_size

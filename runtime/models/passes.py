@@ -1,12 +1,12 @@
-"""How a loaded model computes a micro-batch: packed, or every sequence whole in a right-padded row of its own.
+"""The passes of a loaded model over a micro-batch: packed, or each sequence whole in a right-padded row of its own.
 
-Packed, it runs on one row of T tokens: every prompt once, then the replies. Only attention sees sequences: tokens are gathered
-into rows (a shared prompt into each of its replies' rows), attended causally and put back. So linear layers, norms and the head
-waste nothing on padding or on repeated prompts, and gradients are exact: the gathers' backward sums over the copies.
+A packed pass runs on one row of T tokens: every prompt once, then the replies. Only attention sees sequences. It gathers tokens
+into rows (a shared prompt into each of its replies' rows), attends causally and puts the outputs back. Linear layers, norms and
+the head waste nothing on padding or repeated prompts. Gradients are exact: the gathers' backward sums over the copies.
 
-Rows of their own are for models that mix tokens otherwise than by attention, as by a recurrent state, which would go on from
-one packed sequence into the next. All rows are right-padded: tokens see those before them alone, so no padding reaches one, and
-no mask is needed.
+Padded rows are for models that mix tokens by more than attention. A recurrent state, for example, would go on from one packed
+sequence into the next. All rows are right-padded. Tokens see only earlier tokens, so that padding has no effect and no mask is
+needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import nn
 
 from runtime.errors import UserError
 
-PACKED_ATTENTION = "sluice_packed"  # the name of `packed_attention` at transformers
-_UNGROUPED = {"npu"}  # devices whose attention kernel wants as many key heads as query heads
+PACKED_ATTENTION = "sluice_packed"  # the name of `packed_attention` in transformers
+_UNGROUPED = {"npu"}  # devices whose attention kernel needs as many key heads as query heads
 
 
 @dataclass(frozen=True)
@@ -29,32 +29,32 @@ class Packing:
     """How T packed tokens make up attention rows. The rows are split into buckets of similar length."""
 
     rows: list[torch.Tensor]  # int64 [rows of the bucket, its longest]: packed index of each cell; 0 in padding
-    cells: torch.Tensor  # int64 [T]: cell of the concatenated buckets from which a packed token takes its output
+    cells: torch.Tensor  # int64 [T]: the cell of the concatenated buckets with a packed token's output
     queries: list[torch.Tensor] | None = None
-    """Where a part of the tokens attends to all, int64 [rows of the bucket, at most its longest]: which of the part are at the
-    ends of the rows. `rows` are then of all tokens' indices, `cells` of the part."""
+    """Set if only some tokens are queries, int64 [rows of the bucket, at most its longest]: indices among the queries of the
+    tokens at the rows' ends. `rows` are then indices of all tokens, `cells` of the queries."""
 
 
 def exact_on_cpu(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two factors of the logits as float32 on a CPU, as they are on an accelerator.
 
-    Products of bfloat16 are added up in float32. Logits that are rounded afterwards make half of the gap between rollouts and
-    trainer. Known limit: accelerators round them, as torch gives no gradient of a product whose result has another dtype.
+    Products of bfloat16 are summed in float32. Rounding the logits afterwards would make half of the gap between rollouts and
+    trainer. Known limit: accelerators do round them, as torch has no gradient of a product with a result of another dtype.
     """
     return (hidden.float(), head.float()) if hidden.device.type == "cpu" else (hidden, head)
 
 
 def packs(model: Any) -> bool:
-    """Whether a loaded model runs packed."""
+    """Return whether a loaded model runs packed."""
     return bool(model.config._attn_implementation == PACKED_ATTENTION)
 
 
 def fed(
     model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, packing: Packing
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """What a loaded model is called with for T packed tokens; and which of the cells that it then computes these are, int64
-    [T], None where they are the same. Where the model does not run packed, `packing` has one bucket: a pass is one call, as all
-    ranks of FSDP2 make equally many."""
+    """Return the arguments of a loaded model for T packed tokens, and the cells of these tokens in the model's output, int64
+    [T]; None if cells and tokens are the same. For a model that does not run packed, `packing` has one bucket: a pass is then
+    one call, and all ranks of FSDP2 make the same number of calls."""
     if packs(model):
         return {"input_ids": input_ids, "position_ids": position_ids, "packing": packing, "use_cache": False}, None
     (rows,) = packing.rows
@@ -64,17 +64,17 @@ def fed(
 def predict(
     model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, packing: Packing, predictors: torch.Tensor
 ) -> torch.Tensor:
-    """What the head of a language model gives at the packed indices `predictors` (int64 [N]) alone: logits [N, vocabulary];
-    after `take_head` what it takes."""
+    """Return the head's output at only the packed indices `predictors` (int64 [N]): logits [N, vocabulary], or after
+    `take_head` the head's input."""
     arguments, cells = fed(model, input_ids, position_ids, packing)
     if cells is None:
         return model(**arguments, logits_to_keep=predictors).logits[0]  # type: ignore[no-any-return]
     chosen = cells[predictors]
 
-    def alone(head: nn.Module, taken: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def only_chosen(head: nn.Module, taken: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         return (F.embedding(chosen, taken[0].flatten(0, 1))[None],)
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(alone)
+    hook = model.get_output_embeddings().register_forward_pre_hook(only_chosen)
     try:
         return model(**arguments).logits[0]  # type: ignore[no-any-return]
     finally:
@@ -82,7 +82,7 @@ def predict(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Attention for packed sequences, several of which may begin with the same tokens.
+# Attention for packed sequences. Several sequences may begin with the same tokens.
 
 
 def packed_attention(
@@ -98,10 +98,10 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A Hugging Face attention function. query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]. With
-    `packing.queries`, key and value have more tokens. `s_aux` [heads]: the model's attention sinks.
+    """Attend, as a Hugging Face attention function. query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads,
+    d]. With `packing.queries`, key and value have more tokens. `s_aux` [heads]: the model's attention sinks.
 
-    Raises UserError for models whose attention is more than a scaled softmax.
+    Raises UserError if the model's attention is more than a scaled softmax.
     """
     if options.get("softcap") is not None:
         raise UserError("model.path: this model's attention uses 'softcap', which the torch trainer does not support")
@@ -114,7 +114,7 @@ def packed_attention(
     for ends, rows in zip(packing.queries or packing.rows, packing.rows, strict=True):
         count, length = rows.shape
         asked = ends.shape[1]
-        # Gathers are embedding look-ups because their backward is deterministic on accelerators.
+        # Gathers are embedding look-ups, as their backward is deterministic on accelerators.
         q = F.embedding(ends, queries).view(count, asked, heads, head_dim).transpose(1, 2)
         k = F.embedding(rows, keys).view(count, length, kv_heads, head_dim).transpose(1, 2)
         v = F.embedding(rows, values).view(count, length, kv_heads, value_dim).transpose(1, 2)
@@ -134,7 +134,7 @@ def packed_attention(
 
 
 def _causality(asked: int, length: int, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
-    """For the last `asked` tokens of a row as queries."""
+    """Return the causal options of attention for the last `asked` tokens of a row as queries."""
     if asked == length and (sliding_window is None or sliding_window >= length):
         return {"is_causal": True}
     return {"attn_mask": _mask(asked, length, sliding_window, device)}
@@ -148,14 +148,14 @@ def _mask(asked: int, length: int, sliding_window: int | None, device: torch.dev
 def with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scale: float, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention sinks (Xiao et al. 2023, arXiv:2309.17453), as gpt-oss has them: a learned number a head, which is one more
-    score in each softmax and has no value.
+    """Return query, key, value and mask for plain attention that has the same result as attention with `sinks` [heads].
 
-    What plain attention by `scale` and `mask` (bool, true where a query sees a key) is to be given, so that it has `sinks`
-    [heads]: query, key, value and mask. Of the result the last element of a head is left out.
+    Attention sinks (Xiao et al. 2023, arXiv:2309.17453) as in gpt-oss: a learned number for each head is one more score in each
+    softmax, without a value. `mask`: bool, true where a query sees a key. `scale`: of the scores. Drop the last element of each
+    head of the result.
 
-    query [b, heads, t, d], key and value [b, kv_heads, s, d]. In front there is one more key, and an element more of each: of
-    this key it is 1, of the others 0, and of a query its head's sink.
+    query [b, heads, t, d], key and value [b, kv_heads, s, d]. The result has one more key in front, and one more element in
+    each vector: 1 in the new key, 0 in all other keys, and the head's sink in a query.
     """
     own = (sinks / scale).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     key, value = (F.pad(each, (0, 1, 1, 0)) for each in (key, value))

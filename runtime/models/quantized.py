@@ -1,6 +1,6 @@
-"""Weights stored in float8 by blocks, read as float32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+"""Read weights stored in float8 by blocks as float32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
 
-A matrix `NAME` of float8_e4m3fn has beside it `NAME_scale_inv`, one number for each of its blocks, by which that block is
+A matrix `NAME` of float8_e4m3fn comes with `NAME_scale_inv`: one number for each block of the matrix, by which the block is
 multiplied. Blocks at the lower and the right edge may be cut off.
 """
 
@@ -23,8 +23,8 @@ Blocks = tuple[int, int]  # rows and columns of a block
 
 
 def blocks_of(config: Mapping[str, Any], where: str) -> Blocks | None:
-    """The blocks of a model's weights, by its config.json, which messages call `where`; None: they are not quantised. Raises
-    UserError for another kind of quantisation."""
+    """Return the block size of a model's weights, by its config.json; None: not quantised. `where` is the file's name in
+    messages. Raises UserError for another kind of quantisation."""
     if fault := fault_of(config):
         raise UserError(f"{where}: {fault}")
     found = config.get(KEY)
@@ -32,12 +32,12 @@ def blocks_of(config: Mapping[str, Any], where: str) -> Blocks | None:
 
 
 def fault_of(config: Mapping[str, Any]) -> str:
-    """How weights are quantised of which this module knows nothing; "" for others, and for none."""
+    """Return what is unsupported about the quantisation of a config.json; "" if nothing is, or it has none."""
     found = config.get(KEY)
     if found is None:
         return ""
-    told: dict[str, Any] = found if isinstance(found, dict) else {}
-    method, number, size = told.get("quant_method"), told.get("fmt", "e4m3"), told.get("weight_block_size")
+    given: dict[str, Any] = found if isinstance(found, dict) else {}
+    method, number, size = given.get("quant_method"), given.get("fmt", "e4m3"), given.get("weight_block_size")
     sound = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
     if (method, number) == ("fp8", "e4m3") and sound:
         return ""
@@ -48,7 +48,7 @@ def fault_of(config: Mapping[str, Any]) -> str:
 
 
 def scales_of(name: str, shapes: Mapping[str, tuple[int, ...]], blocks: Blocks, where: str) -> str:
-    """The name of the scales of the quantised matrix `name`. Raises UserError unless `shapes` has them, one for each block."""
+    """Return the name of the scales of the quantised matrix `name`. Raises UserError unless `shapes` has one per block."""
     scales, size = name + SCALES, shapes[name]
     needed = tuple(-(-length // block) for length, block in zip(size, blocks, strict=False))
     if shapes.get(scales) != needed or len(size) != 2:
@@ -58,7 +58,7 @@ def scales_of(name: str, shapes: Mapping[str, tuple[int, ...]], blocks: Blocks, 
 
 
 class Dequantized:
-    """A quantised matrix, whose parts are read as float32."""
+    """A quantised matrix with parts that are read as float32."""
 
     def __init__(self, stored: Sliceable, scales: Sliceable, shape: tuple[int, ...], blocks: Blocks):
         self._stored, self._scales, self._shape, self._blocks = stored, scales, shape, blocks

@@ -1,5 +1,5 @@
-"""Rotary position embeddings (Su et al. 2021, RoFormer, arXiv:2104.09864): what a config.json says of them, and their
-frequencies, as transformers has both. Loads torch only to compute.
+"""Rotary position embeddings (Su et al. 2021, RoFormer, arXiv:2104.09864): their keys in config.json and their frequencies,
+both as in transformers. Loads torch only to compute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LinearScaling(msgspec.Struct, frozen=True, tag="linear"):
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True, tag="llama3"):
-    """Llama 3.1's: low frequencies are divided by `factor`, high ones kept, those between interpolated."""
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept, those in between interpolated."""
 
     factor: _Factor
     low_freq_factor: float
@@ -41,14 +41,14 @@ class Llama3Scaling(msgspec.Struct, frozen=True, tag="llama3"):
 
     def frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
         found = 1.0 / periods
-        turns = self.original_max_position_embeddings * found / (2 * math.pi)  # over the original context
+        turns = self.original_max_position_embeddings * found / (2 * math.pi)  # in the original context
         kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return found * (kept + (1 - kept) / self.factor)
 
 
 class YarnScaling(msgspec.Struct, frozen=True, tag="yarn"):
-    """YaRN (Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4): frequencies with more than `beta_fast` turns over the
-    original context are kept, those with fewer than `beta_slow` divided by `factor`, and cosines and sines grow."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4). Frequencies with more than `beta_fast` turns in the
+    original context are kept, and those with fewer than `beta_slow` divided by `factor`. Cosines and sines are scaled up."""
 
     factor: _Factor
     original_max_position_embeddings: _Length
@@ -71,7 +71,7 @@ class YarnScaling(msgspec.Struct, frozen=True, tag="yarn"):
         return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
     def _index(self, turns: float, dim: int, theta: float) -> float:
-        """Of the frequency that makes so many turns over the original context (section 3.2, equation 17 solved for d)."""
+        """Return the index of the frequency with `turns` turns in the original context (section 3.2, equation 17 for d)."""
         return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     @property
@@ -87,18 +87,18 @@ _SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """How positions rotate queries and keys."""
+    """The rotation of queries and keys by position."""
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
 
     @property
     def amplitude(self) -> float:
-        """By what cosines and sines are multiplied."""
+        """The factor of cosines and sines."""
         return 1.0 if self.scaling is None else self.scaling.amplitude
 
     def frequencies(self, dim: int) -> torch.Tensor:
-        """float32 [dim / 2]: by what an angle grows from one position to the next, where `dim` elements of a head rotate."""
+        """Return the angles' steps from one position to the next, float32 [dim / 2]; `dim` elements of a head rotate."""
         import torch
 
         periods: torch.Tensor = self.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -106,18 +106,18 @@ class Rope(msgspec.Struct, frozen=True):
 
 
 def yarn_growth(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's factor of attention's temperature, its square root (section 3.4, equation 22)."""
+    """Return the square root of YaRN's attention temperature factor (section 3.4, equation 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> Rope:
-    """From `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
-    Raises UserError for a kind that is unknown, and for keys that are missing or wrong. `where` is what messages call the file.
+    Raises UserError if the kind is unknown or a key is missing or wrong. `where` is the file's name in messages.
     """
     options = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if isinstance(options, Mapping):
-        options = options.get("full_attention", options)  # where layers with a window have their own
+        options = options.get("full_attention", options)  # layers with a window may have options of their own
     if not isinstance(options, Mapping):
         raise UserError(f"{where}: rope_scaling is {options!r}; must be an object or null")
     given = {key: value for key, value in options.items() if value is not None}

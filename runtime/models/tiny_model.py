@@ -1,4 +1,4 @@
-"""A byte-level tokenizer with a chat template, and a small Qwen2 with random weights, as one Hugging Face folder.
+"""Make a byte-level tokenizer with a chat template, and a small Qwen2 with random weights, as one Hugging Face folder.
 
 torch and transformers are imported where they are used, so that the tokenizer can be made without them.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
 
-END_OF_TEXT = "<|endoftext|>"  # pads
-END_OF_TURN = "<|im_end|>"  # ends every message, and thereby a reply
+END_OF_TEXT = "<|endoftext|>"  # padding
+END_OF_TURN = "<|im_end|>"  # ends every message, and so a reply
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-CALL_TOKENS = ("<tool_call>", "</tool_call>")  # around a call, as Hermes and Qwen write it; they are text, not special
+CALL_TOKENS = ("<tool_call>", "</tool_call>")  # around a call, as in Hermes and Qwen; they are text, not special tokens
 CONTEXT_TOKENS = 512
 
 CHAT_TEMPLATE = (
@@ -51,7 +51,7 @@ INITIALIZER_RANGE = 0.06
 
 
 def byte_symbols() -> list[str]:
-    """The character that stands for each byte value in a byte-level vocabulary (GPT-2's reversible mapping).
+    """Return the character of each byte value in a byte-level vocabulary (GPT-2's reversible mapping).
 
     Printable characters of Latin-1 stand for themselves; the others take code points from 256 on, in order.
     """
@@ -61,7 +61,7 @@ def byte_symbols() -> list[str]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Token ids 0 to 255 are the bytes of UTF-8; then come SPECIAL_TOKENS and CALL_TOKENS, in this order."""
+    """Make the tokenizer. Token ids 0 to 255 are the bytes of UTF-8; then come SPECIAL_TOKENS and CALL_TOKENS, in order."""
     tokenizer = Tokenizer(models.BPE(vocab={symbol: byte for byte, symbol in enumerate(byte_symbols())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,8 +89,8 @@ def write_tokenizer(folder: Path, context_tokens: int = CONTEXT_TOKENS) -> Token
 
 
 def make_model(settings: Warmup, tokenizer: Tokenizer, vocabulary: int = 0) -> Qwen2ForCausalLM:
-    """A Qwen2 with random float32 weights and tied embeddings; `save_pretrained` writes its files. Seeded by `seed`.
-    `vocabulary`: of the model, where it is larger than the tokenizer's, as those of published models are."""
+    """Make a Qwen2 with random float32 weights, seeded by `seed`, and tied embeddings; `save_pretrained` writes its files.
+    `vocabulary`: the model's, if larger than the tokenizer's, as in published models."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -114,18 +114,18 @@ def make_model(settings: Warmup, tokenizer: Tokenizer, vocabulary: int = 0) -> Q
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `tiny:FAMILY` in the place of a model's folder: a small random model of that family, to rehearse a configuration with.
+# `tiny:FAMILY` in place of a model's folder: a small random model of that family, to rehearse a configuration.
 #
-# The folder is a Hugging Face folder like any other, made where it is missing, and the same bytes wherever it is made. Its
-# sizes are multiples of what configs/models spreads models over. Neither torch nor transformers is loaded.
+# The folder is a Hugging Face folder like any other. It is made if missing, with the same bytes on every machine. Its sizes are
+# multiples of the parallel sizes in configs/models. Neither torch nor transformers is loaded.
 
 
 NAMES = ", ".join(f"{PREFIX}{name}" for name in sorted(FAMILIES))
 
-MOST_TOKENS = 131_072  # more than any configuration of ours asks for
+MOST_TOKENS = 131_072  # more than any of our configurations needs
 DEVIATION = 0.06  # of the weights
 SEED = 7
-RECIPE = 4  # part of the cache's key: raise it when this file changes what a folder holds
+RECIPE = 4  # part of the cache's key: raise it when this file changes the content of a folder
 
 _SIZES = {
     "vocab_size": 256 + len(SPECIAL_TOKENS) + len(CALL_TOKENS),
@@ -134,10 +134,10 @@ _SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "head_dim": 32,  # the least that vLLM takes on CPUs
+    "head_dim": 32,  # the smallest that vLLM supports on CPUs
 }
 _OWN: dict[str, dict[str, Any]] = {
-    "qwen2": {"hidden_size": 256},  # vLLM divides it by the heads, whatever head_dim says
+    "qwen2": {"hidden_size": 256},  # vLLM divides it by the heads and ignores head_dim
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     "mistral": {"sliding_window": 64},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -171,22 +171,22 @@ _OWN: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
-        "topk_method": "noaux_tc",  # without which vLLM corrects no scores
+        "topk_method": "noaux_tc",  # without this key vLLM does not correct scores
     },
 }
 
 
 def fault(path: str) -> str:
-    """What is wrong with a path that begins with PREFIX; "" for nothing, and for a folder."""
+    """Return what is wrong with a path that begins with PREFIX; "" if nothing is, or the path is a folder."""
     if not path.startswith(PREFIX) or path.removeprefix(PREFIX) in FAMILIES:
         return ""
     return f"'{path}' is not one of {NAMES}"
 
 
 def described(path: str, *, scores: bool = False) -> dict[str, Any] | None:
-    """The config.json that `tiny:FAMILY` stands for; None for a folder, and for an unknown family.
+    """Return the config.json that `tiny:FAMILY` stands for; None for a folder or an unknown family.
 
-    `scores`: of a reward model, a sequence classifier with one label.
+    `scores`: for a reward model, a sequence classifier with one label.
     """
     name = path.removeprefix(PREFIX)
     if not path.startswith(PREFIX) or name not in FAMILIES:
@@ -212,9 +212,9 @@ def described(path: str, *, scores: bool = False) -> dict[str, Any] | None:
 
 
 def made(config: Config) -> Config:
-    """The configuration with folders in the place of every `tiny:FAMILY`; those that are missing are written.
+    """Return the configuration with a folder in place of every `tiny:FAMILY`; write the folders that are missing.
 
-    Raises UserError when they cannot be.
+    Raises UserError if a folder cannot be written.
     """
     cache = Path((config.warmup or Warmup()).cache)
 
@@ -238,7 +238,7 @@ def made(config: Config) -> Config:
 
 
 def _written(cache: Path, described: dict[str, Any], scores: bool) -> Path:
-    """The folder with that config.json, which appears whole or not at all."""
+    """Return the folder of that config.json. If it is missing, write it; it appears whole or not at all."""
     digest = hashlib.sha256(json.dumps([RECIPE, SEED, DEVIATION, described], sort_keys=True).encode()).hexdigest()
     folder = cache / f"tiny-{described['model_type']}-{digest[:16]}"
     if folder.exists():
@@ -251,7 +251,7 @@ def _written(cache: Path, described: dict[str, Any], scores: bool) -> Path:
             _write(whole, described, family_for(described, value_head=scores, mapped=False))
             try:
                 whole.rename(folder)
-            except OSError:  # a folder that is not empty is never replaced: another process was first
+            except OSError:  # another process was first: rename never replaces a folder that is not empty
                 if not (folder / "config.json").exists():
                     raise
     except OSError as error:
@@ -268,7 +268,7 @@ def _write(folder: Path, described: dict[str, Any], family: Family) -> None:
 
 
 def _weights(family: Family) -> Iterator[tuple[str, np.ndarray]]:
-    """Norms that multiply by 1, biases of 0, normal matrices: float32."""
+    """Yield the weights, float32: norms that multiply by 1, biases of 0, normally distributed matrices."""
     import numpy as np
 
     random = np.random.default_rng(SEED)

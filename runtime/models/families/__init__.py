@@ -32,10 +32,10 @@ __all__ = ["FAMILIES", "Family", "Layout", "Parameter", "family_for"]
 def family_for(
     config: Mapping[str, Any], where: str = "config.json", *, value_head: bool = False, mapped: bool = True
 ) -> Family:
-    """The mapping of the model that a Hugging Face config.json describes. `where` is what messages call that file.
+    """Return the mapping of the model that a Hugging Face config.json describes. `where` is the file's name in messages.
 
-    `value_head`: of a critic, which has one number a token in the place of the language model's head. `mapped`: a mapping to
-    megatron-core is asked for, not names and shapes alone. Raises UserError for a family or a feature without it, naming it.
+    `value_head`: for a critic, with one number a token instead of the language model's head. `mapped`: a mapping to
+    megatron-core is needed, not only names and shapes. Raises UserError, which names a family or feature without mapping.
     """
     name = config.get("model_type")
     allowed = f"must be one of {', '.join(name for name, family in FAMILIES.items() if not (mapped and family.unmapped))}"

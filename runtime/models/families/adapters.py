@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685, section 4.1) of a model, as ranks of megatron-core hold them.
 
-Each matrix W [out, in] of Hugging Face's has its own A [rank, in] and B [out, rank], also where several make one parameter of
-megatron-core. Where tensor parallelism cuts W by rows it cuts B so, and each rank has A; where by columns, the other way round.
+Each matrix W [out, in] of Hugging Face has its own A [rank, in] and B [out, rank], even if several make one parameter of
+megatron-core. If tensor parallelism cuts W by rows, it cuts B by rows, and each rank has A; if by columns, it cuts A.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Pair = tuple[Parameter, Parameter]
 
 
 def travelling(name: str) -> str:
-    """By what name an adapter is published (`runtime.models.adapters`), from that in PEFT's files."""
+    """Return an adapter's name in a weight sync (`runtime.models.adapters`), given its name in PEFT's files."""
     module, _, end = name.removeprefix(PREFIX).removesuffix(_MATRIX).rpartition(".")
     return f"{module}{_MATRIX}.{end}"
 
 
 class AdapterTable:
-    """Which parameters the adapters of a model are, in PEFT's names: what `Family` is for the model itself."""
+    """The parameters of a model's adapters, under PEFT's names, as `Family` has those of the model itself."""
 
     def __init__(self, family: Family, rank: int, targets: Sequence[str], layout: Layout):
-        """`targets`: as of `target_modules`; `layout` divides the model. Raises UserError for a layer that there is not, and
-        unless each rank has some, and expert ranks of a stage as many."""
+        """Find the adapters. `targets`: as in `target_modules`; `layout` shards the model. Raises UserError if a layer does not
+        exist, unless each rank has adapters, and unless all expert ranks of a stage have the same number."""
         self._family, self._rank = family, rank
         sources = [source for each in family.parameters(Layout()) if _is_linear(each) for source in each.sources]
         self.targets = target_modules([source.name.removesuffix(_MATRIX) for source in sources], targets)
@@ -45,16 +45,16 @@ class AdapterTable:
                 )
 
     def parameters(self, layout: Layout, **coordinates: int) -> list[Parameter]:
-        """All of a rank, in the order of the layers; `coordinates` as of `Family.parameters`."""
+        """Return all parameters of a rank, in the order of layers; `coordinates` as in `Family.parameters`."""
         held = self._family.parameters(layout, **coordinates)
         return [parameter for each in held for pair in self.pairs(each) if pair is not None for parameter in pair]
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each, whole."""
+        """Return the name and whole shape of each tensor."""
         return {source.name: source.shape for each in self.parameters(Layout()) for source in each.sources}
 
     def pairs(self, each: Parameter) -> list[Pair | None]:
-        """The adapters of the matrices that `each` is made of, None for one that has none."""
+        """Return the adapters of the matrices that make up `each`; None for a matrix without."""
         if not _is_linear(each):
             return []
         return [self._pair(each, number, source) for number, source in enumerate(each.sources)]
@@ -79,9 +79,9 @@ class AdapterTable:
 
 
 def target_modules(layers: Iterable[str], wanted: Sequence[str]) -> list[str]:
-    """By which names adapters are put on `layers`, linear ones: `wanted`, or all but those of routers; the ends of their names.
+    """Return the names by which adapters are put on linear `layers`: `wanted`, or all except routers; ends of layers' names.
 
-    Raises UserError for a wanted one that there is not.
+    Raises UserError if a wanted layer does not exist.
     """
     found = list(layers)
     names = sorted({name.rpartition(".")[2] for name in found})
@@ -94,10 +94,10 @@ def target_modules(layers: Iterable[str], wanted: Sequence[str]) -> list[str]:
 
 
 def is_target(name: str, targets: Collection[str]) -> bool:
-    """Whether PEFT finds the layer `name` by one of `targets`: its name, or the end of it after a dot."""
+    """Return whether PEFT finds the layer `name` by one of `targets`: the whole name, or its end after a dot."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def _is_linear(each: Parameter) -> bool:
-    """Of a layer: the embedding and the head have no adapters, nor has a router."""
+    """Return whether `each` is a linear layer's weight; embedding, head and router have no adapters."""
     return each.name.startswith("decoder.layers.") and each.split is not None and len(each.sources[0].shape) == 2

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and what has its shape: R1, V3.1, Moonlight, Kimi-K2 (arXiv:2412.19437, section 2.1)."""
+"""DeepSeek-V3 and models of its shape: R1, V3.1, Moonlight, Kimi-K2 (arXiv:2412.19437, section 2.1)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeepseekV3(Family):
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
-        """All layers but the first `first_k_dense_replace` have experts."""
+        """Return the sizes. All layers except the first `first_k_dense_replace` have experts."""
         latent = LatentShape(
             query_rank=None if config.get("q_lora_rank") is None else number(config, "q_lora_rank", where),
             rank=number(config, "kv_lora_rank", where),
@@ -38,14 +38,14 @@ class DeepseekV3(Family):
         )
         if latent.rotated % 2:
             raise UserError(f"{where}: qk_rope_head_dim is {latent.rotated}; must be even")
-        # A head of one's own for every query: what config.json says of key-value heads and of head_dim has no effect.
+        # Every query head has its own key-value head: config.json's key-value heads and head_dim have no effect.
         alike = {"num_key_value_heads": config.get("num_attention_heads"), "head_dim": latent.head}
         return replace(read_shape({**config, **alike}, where), latent=latent, experts=read_experts(config, where))
 
     @classmethod
     def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
-        """In the cache there is one key-value head, of which a part is rotated. YaRN's temperature is of all scores, and by
-        `mscale_all_dim`."""
+        """Return the traits. The cache has one key-value head, which is partly rotated. YaRN's temperature scales all scores,
+        by `mscale_all_dim`."""
         assert shape.latent is not None
         scaling, scale = read_rope(config, where).scaling, shape.latent.head**-0.5
         if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
@@ -53,7 +53,7 @@ class DeepseekV3(Family):
         return {"kv_heads": 1, "head_dim": shape.latent.rotated, "score_scale": scale}
 
     def attention(self) -> Iterator[ParameterMapping]:
-        """Multi-head latent attention with its norm."""
+        """Yield the rows of multi-head latent attention and its norm."""
         latent, heads, hidden = self.shape.latent, self.shape.heads, self.shape.hidden_size
         assert latent is not None
         yield norm("input_layernorm", "input_layernorm", hidden)
@@ -107,6 +107,6 @@ def read_experts(config: Mapping[str, Any], where: str) -> ExpertShape:
 
 
 def _rows(name: str, source: str, rows: int, columns: int) -> ParameterMapping:
-    """Cut by rows; those of the down-projections are gathered again behind it."""
+    """Return a mapping cut by rows; the output of down-projections is gathered again."""
     tensor = SourceTensor(f"self_attn.{source}.weight", (rows, columns))
     return ParameterMapping(name=f"self_attention.{name}.weight", sources=(tensor,), split=0)

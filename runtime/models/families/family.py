@@ -1,4 +1,4 @@
-"""What model families have in common: a decoder of layers between an embedding and a head."""
+"""The common part of model families: a decoder of layers between an embedding and a head."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from runtime.models.families.shape import ModelShape, read_shape
 if TYPE_CHECKING:
     import torch
 
-HEAD, WORDS = "output_layer.weight", "embedding.word_embeddings.weight"  # at megatron-core, whatever head it is
+HEAD, WORDS = "output_layer.weight", "embedding.word_embeddings.weight"  # in megatron-core, for any kind of head
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
-SHOWN = 10  # names that a message tells of those that are wrong
-_SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}  # of all families, but for their own
+SHOWN = 10  # wrong names that a message lists
+_SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}  # of all families; they may override it
 
 
 class Family:
     """One model of a family: its mapping between Hugging Face's tensors and megatron-core's parameters.
 
-    A subclass says in what a layer is not Llama's. The table knows nothing of ranks; `parameters` cuts it for one. So
-    the converter, the trainer's loading and export and the weight publication share it:
+    A subclass defines how a layer differs from Llama's. The table is independent of ranks; `parameters` shards it for one rank.
+    The converter, the trainer's loading and export, and the weight sync share it:
 
     - load: for each of the rank's `parameters`, `from_hf` with a reader of Hugging Face tensors by name.
-    - export, publish: for each of them that is no `copy`, gather its `pieces` over the tensor-parallel group, then `to_hf`.
-      Stages, and expert ranks for their experts, hold different tensors; each contributes its own.
+    - export and weight sync: for each that is no `copy`, gather its `pieces` over the tensor-parallel group, then `to_hf`.
+      Stages hold different tensors, and so do expert ranks for their experts; each contributes its own.
     """
 
-    model_type: ClassVar[str]  # config.json's
+    model_type: ClassVar[str]  # in config.json
     architecture: ClassVar[str]  # the stem of its class names in transformers: "Qwen2" of Qwen2ForCausalLM
-    unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with the only value that is computed
-    only_mapped: ClassVar[Mapping[str, Any]] = {}  # and those with the only value that has a mapping to megatron-core
-    defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that config.json may leave out, unlike Llama's
-    unmapped: ClassVar[str] = ""  # what of it megatron-core has no place for; its table then has names and shapes alone
+    unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with their only supported value
+    only_mapped: ClassVar[Mapping[str, Any]] = {}  # keys with the only value that has a mapping to megatron-core
+    defaults: ClassVar[Mapping[str, Any]] = {}  # of optional keys of config.json, where Llama's differ
+    unmapped: ClassVar[str] = ""  # its parts without a mapping to megatron-core; the table then has only names and shapes
     centred_norms: ClassVar[bool] = False  # norms multiply by 1 + their weight
     qkv_bias: bool = False  # of the attention
     qk_norm: bool = False  # each head of q and k is normalised
 
     def __init__(self, config: Mapping[str, Any], where: str, value_head: bool = False):
-        """Read the sizes from a config.json. `value_head`: one number a token in the place of the language model's head.
+        """Read the sizes from a config.json. `value_head`: one number a token instead of the language model's head.
 
-        Raises UserError for sizes that are missing or wrong and for what the table has no row for.
+        Raises UserError if sizes are missing or wrong, or if the table lacks a row for a feature.
         """
         config = {**self.defaults, **config}
         _require_values(config, self.only_mapped, where, " with megatron-core")
@@ -56,37 +56,37 @@ class Family:
 
     @classmethod
     def supported(cls, config: Mapping[str, Any], where: str) -> ModelShape:
-        """The sizes, of a config.json with the `defaults`. Raises UserError, also for what nobody here computes."""
+        """Return the sizes in a config.json with the `defaults`. Raises UserError, also for an unsupported value."""
         _require_values(config, {**_SUPPORTED, **cls.unsupported}, where)
         return cls.read(config, where)
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
-        """The sizes. Raises UserError."""
+        """Return the sizes. Raises UserError."""
         return read_shape(config, where)
 
     @classmethod
     def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
-        """Fields of `hf_config.ModelConfig` in which its decoder is not Llama's, beside those above. Raises UserError."""
+        """Return fields of `hf_config.ModelConfig`, other than those above, that differ from Llama's. Raises UserError."""
         return {}
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:
-        """The rows of the table for layer `number`, counted from 0."""
+        """Yield the table's rows for layer `number`, counted from 0."""
         yield from self.attention()
         has_experts = self.shape.experts is not None and number in self.shape.experts.layers
         yield from experts(self.shape) if has_experts else dense(self.shape)
 
     def attention(self) -> Iterator[ParameterMapping]:
-        """Those of its attention, with the norm before it."""
+        """Yield the rows of a layer's attention and of the norm before it."""
         return attention(self.shape, bias=self.qkv_bias, qk_norm=self.qk_norm)
 
     @property
     def tied(self) -> bool:
-        """The output layer is the embedding: one parameter, or a copy where they lie on different pipeline stages."""
+        """Whether the output layer is the embedding: one parameter, or a copy if they are on different pipeline stages."""
         return self.shape.tied and not self.value_head
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each Hugging Face tensor, in the order of the layers."""
+        """Return name and shape of each Hugging Face tensor, in the order of the layers."""
         found: dict[str, tuple[int, ...]] = {}
         for parameter in self.parameters(Layout()):
             found.update((source.name, source.shape) for source in parameter.sources)
@@ -95,7 +95,7 @@ class Family:
     def parameters(
         self, layout: Layout, *, tensor_rank: int = 0, pipeline_rank: int = 0, expert_rank: int = 0
     ) -> list[Parameter]:
-        """All parameters of a rank, in the order of the layers. `layout` must suit the model (`layout.require(shape)`)."""
+        """Return all parameters of a rank, in the order of layers. `layout` must suit the model (`layout.require(shape)`)."""
         return [
             *self._ends(layout, tensor_rank, pipeline_rank, first=True),
             *self._layers(layout, tensor_rank, pipeline_rank, expert_rank),
@@ -103,10 +103,10 @@ class Family:
         ]
 
     def require_tensors(self, found: Mapping[str, tuple[int, ...]], where: str) -> None:
-        """Raises UserError unless the tensors `found`, names and shapes, are this model's: none missing, none too many.
+        """Check that the tensors `found`, names and shapes, are exactly this model's. Raises UserError if not.
 
-        With a value head, the language model's is left out of account, and the value head may be missing: it begins at 0.
-        A tied model may have its head written out.
+        With a value head, the language model's head is ignored, and the value head may be missing: it begins at 0. A tied model
+        may have a stored head.
         """
         left_out = {LM_HEAD} if self.value_head or self.tied else set()
         given = {VALUE_HEAD} if self.value_head else set()
@@ -135,7 +135,7 @@ class Family:
                 )
 
     def _ends(self, layout: Layout, tensor_rank: int, pipeline_rank: int, *, first: bool) -> Iterator[Parameter]:
-        """What comes before the layers, or after them."""
+        """Yield the parameters before the layers, or after them."""
         last_stage, hidden = layout.pipeline - 1, self.shape.hidden_size
         held = partial(Parameter, tensor=layout.tensor, tensor_rank=tensor_rank)
         vocabulary = partial(held, split=0, padded=layout.padded_vocab(self.shape))
@@ -161,15 +161,15 @@ def _require_values(config: Mapping[str, Any], only: Mapping[str, Any], where: s
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of the Hugging Face tensor `name` in a model of `dtype`. What corrects a router's scores stays float32: it is larger than
-    the differences between these, and half precision would choose other experts."""
+    """Return the dtype of the Hugging Face tensor `name` in a model of `dtype`. The router's score correction stays float32: it
+    is larger than the differences between scores, and half precision would choose other experts."""
     import torch
 
     return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
 def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UserError unless both have the same names and shapes: a line a kind of fault, with the first names of each."""
+    """Check that names and shapes are the same. Raises UserError with a line for each kind of fault and the first names."""
     faults = {
         "missing": [name for name in needed if name not in found],
         "too many": [name for name in found if name not in needed],
@@ -189,10 +189,10 @@ def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mappi
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parts that decoder layers are made of: megatron-core's parameters, whole, and what makes each.
+# The parts of decoder layers: megatron-core's whole parameters, and the sources of each.
 #
-# Names are relative to the layer: `decoder.layers.N.` at megatron-core (GPTModel with the local layer specification, experts
-# in a SequentialMLP), `model.layers.N.` at Hugging Face.
+# Names are relative to the layer: `decoder.layers.N.` in megatron-core (GPTModel with the local layer specification, experts in
+# a SequentialMLP), `model.layers.N.` in Hugging Face.
 
 
 class ParameterMapping(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,17 +201,17 @@ class ParameterMapping(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # megatron-core's; `{expert}` stands for the expert's number on its rank
     sources: tuple[SourceTensor, ...]
     split: int | None = None  # dimension of the sources that tensor parallelism cuts
-    groups: int = 1  # by which the sources are interleaved, all tensor ranks together; 1: they are concatenated
+    groups: int = 1  # by which the sources are interleaved, on all tensor ranks together; 1: they are concatenated
     expert: int | None = None  # its number in the layer
 
 
 def norm(name: str, source: str, size: int) -> ParameterMapping:
-    """Replicated, as is all that is not a large matrix."""
+    """Return the row of a norm. It is replicated, as all parameters except large matrices are."""
     return ParameterMapping(name=f"{name}.weight", sources=(SourceTensor(f"{source}.weight", (size,)),))
 
 
 def attention(shape: ModelShape, *, bias: bool = False, qk_norm: bool = False) -> Iterator[ParameterMapping]:
-    """Grouped-query attention with its norm. `bias`: of q, k and v."""
+    """Yield the rows of grouped-query attention and its norm. `bias`: q, k and v have biases."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     rows = {"q": q, "k": kv, "v": kv}
     yield norm("input_layernorm", "input_layernorm", shape.hidden_size)
@@ -230,13 +230,13 @@ def attention(shape: ModelShape, *, bias: bool = False, qk_norm: bool = False) -
 
 
 def dense(shape: ModelShape, before: str = "post_attention_layernorm") -> Iterator[ParameterMapping]:
-    """A gated MLP with its norm, which is called `before`."""
+    """Yield the rows of a gated MLP and its norm, which Hugging Face names `before`."""
     yield norm("pre_mlp_layernorm", before, shape.hidden_size)
     yield from gated("mlp", "mlp", shape.hidden_size, shape.intermediate_size)
 
 
 def experts(shape: ModelShape) -> Iterator[ParameterMapping]:
-    """Routed experts, each a gated MLP, with their norm and router, what corrects their scores, and experts for all tokens."""
+    """Yield the rows of routed experts, each a gated MLP, with norm, router, score correction, and shared experts."""
     assert shape.experts is not None
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", shape.hidden_size)
     yield ParameterMapping(

@@ -1,4 +1,4 @@
-"""Gemma 3's language model: norms before and behind attention and MLP, and layers that attend to a window, most of them."""
+"""Gemma 3's language model: norms before and after attention and MLP, and a window in most layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gemma3(Family):
 
     @classmethod
     def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
-        """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says which."""
+        """Return the traits. Every `sliding_window_pattern`-th layer is full, unless `layer_types` says otherwise."""
         every = config.get("sliding_window_pattern", 6)
         kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(shape.layers)]
         local = (config.get("rope_parameters") or {}).get("sliding_attention", {})  # as transformers 5 writes it

@@ -1,4 +1,4 @@
-"""GLM-4.5 and its smaller Air: grouped-query attention, of whose heads a part is rotated, and DeepSeek-V3's experts."""
+"""GLM-4.5 and its smaller Air: grouped-query attention with partly rotated heads, and DeepSeek-V3's experts."""
 
 from __future__ import annotations
 

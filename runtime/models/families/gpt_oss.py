@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, every other layer over a window, and a mixture of experts with biases in every layer."""
+"""gpt-oss: attention with sinks, a window in every other layer, and a mixture of experts with biases in every layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GptOss(Family):
     architecture = "GptOss"
     unmapped = "its attention's sinks and its experts' biases"
     qkv_bias = True
-    # Weights of mxfp4 are to be dequantised first.
+    # Weights of mxfp4 must be dequantised first.
     unsupported = {"attention_bias": True, "quantization_config": None, "swiglu_limit": 7.0}  # noqa: RUF012
     defaults = {  # noqa: RUF012
         "attention_bias": True,
@@ -43,7 +43,7 @@ class GptOss(Family):
 
     @classmethod
     def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
-        """The layers attend to a window and to all in turn, unless `layer_types` says which."""
+        """Return the traits. Layers with a window and full layers alternate, unless `layer_types` says otherwise."""
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.layers)]
         found = windows({**config, "layer_types": config.get("layer_types") or kinds}, where)
         return {"windows": found, "output_bias": True, "sinks": True}

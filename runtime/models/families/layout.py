@@ -1,4 +1,4 @@
-"""How megatron-core cuts a model up: tensor, pipeline and expert parallelism, as far as it decides what a rank holds."""
+"""How megatron-core shards a model: tensor, pipeline and expert parallelism, as far as they decide what a rank holds."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from runtime.models.families.shape import ModelShape
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank holds follows from this and its three coordinates (tensor, pipeline and expert rank).
+    """Sizes of a sharding. With a rank's three coordinates (tensor, pipeline and expert rank) they decide what the rank holds.
 
-    Data and context parallelism are no part of it: such ranks hold the same parameters. Experts are cut over tensor
-    parallelism as well (megatron-core's default: expert tensor parallelism equals tensor parallelism), so expert ranks are
-    some of the data-parallel ones, and the three coordinates are independent. With `whole_experts` they are not cut, and
-    `expert` are the groups that they are spread over, whichever ranks those are.
+    Data and context parallelism are not part of it: such ranks hold the same parameters. Tensor parallelism also shards each
+    expert (megatron-core's default: expert tensor parallelism equals tensor parallelism). Expert ranks are then some of the
+    data-parallel ranks, and the three coordinates are independent. With `whole_experts` experts are not sharded, and `expert`
+    is the number of groups that hold them, of any ranks.
     """
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
-    layers_per_stage: tuple[int, ...] = ()  # of each pipeline stage; (): the same number for all
+    layers_per_stage: tuple[int, ...] = ()  # for each pipeline stage; (): the same number for all
     make_vocab_size_divisible_by: int = 1  # the padded vocabulary is a multiple of this times `tensor`
     whole_experts: bool = False
-    empty_stages: bool = False  # `layers_per_stage` may be 0: MindSpeed has layers that only pass tokens on
+    empty_stages: bool = False  # `layers_per_stage` may be 0: MindSpeed has layers that only forward tokens
 
     def stage_layers(self, shape: ModelShape, pipeline_rank: int) -> range:
-        """The model's layers that lie on a stage."""
+        """Return the model's layers on a stage."""
         counts = self.layers_per_stage or (shape.layers // self.pipeline,) * self.pipeline
         first = sum(counts[:pipeline_rank])
         return range(first, first + counts[pipeline_rank])
 
     def padded_vocab(self, shape: ModelShape) -> int:
-        """Rows of the embedding and of the output layer, all tensor ranks together. Those past the vocabulary are 0.
+        """Return the rows of the embedding and of the output layer, on all tensor ranks together. Padding rows are 0.
 
-        Their logits are 0 too, not minus infinity: a softmax has to leave them out.
+        Their logits are 0 too, not minus infinity: a softmax must leave them out.
         """
         multiple = self.make_vocab_size_divisible_by * self.tensor
         return -(-shape.vocab_size // multiple) * multiple
 
     def expert_range(self, count: int, expert_rank: int) -> range:
-        """The experts of a layer that lie on an expert rank."""
+        """Return the experts of a layer on an expert rank."""
         each = count // self.expert
         return range(expert_rank * each, (expert_rank + 1) * each)
 
     def require(self, shape: ModelShape) -> None:
-        """Raises UserError, a line for each dimension of the model that this layout does not divide."""
+        """Check that this layout suits the model. Raises UserError, with a line for each dimension that it does not divide."""
         if faults := self.faults(shape):
             raise UserError("\n".join(faults))
 
     def faults(self, shape: ModelShape) -> list[str]:
-        """What keeps a model of this shape from being laid out so; a line each."""
+        """Return why a model of this shape cannot have this layout, one fault a line."""
         sizes = {
             "tensor parallel": self.tensor,
             "pipeline parallel": self.pipeline,
@@ -85,11 +85,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                     f"pipeline parallel is {self.pipeline}; must divide the layers ({shape.layers}), or give layers per stage"
                 ]
             return []
-        told = f"layers per stage are {','.join(map(str, counts))}; must be"
+        start = f"layers per stage are {','.join(map(str, counts))}; must be"
         if len(counts) != self.pipeline:
-            return [f"{told} as many numbers as pipeline parallel ({self.pipeline})"]
+            return [f"{start} as many numbers as pipeline parallel ({self.pipeline})"]
         if min(counts) < (0 if self.empty_stages else 1) or sum(counts) != shape.layers:
-            return [f"{told} positive and add up to the layers ({shape.layers})"]
+            return [f"{start} positive and add up to the layers ({shape.layers})"]
         return []
 
     def _expert_faults(self, shape: ModelShape) -> list[str]:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what shares their layers."""
+"""Llama 2 and 3, and models with the same layers."""
 
 from __future__ import annotations
 

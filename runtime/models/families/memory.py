@@ -1,4 +1,4 @@
-"""What a rank of a layout holds, in bytes: exact for weights, gradients and optimizer, an estimate for activations."""
+"""Memory of a rank of a layout, in bytes: exact for weights, gradients and optimizer, an estimate for activations."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from runtime.models.families.family import Family
 from runtime.models.families.layout import Layout
 from runtime.models.families.shape import ModelShape
 
-CHUNK_ELEMENTS = 1 << 26  # logits that a trainer makes at once: 256 MiB in float32
+CHUNK_ELEMENTS = 1 << 26  # logits that a trainer computes at once: 256 MiB in float32
 GRADIENT = 4  # float32
-_LOGIT = 12  # a logit's: its float32 copy, what is kept of it for the backward pass, and its gradient
+_LOGIT = 12  # bytes a logit: its float32 copy, what the backward pass keeps of it, and its gradient
 _LAYER = (
-    34  # of a token's width: what a layer's backward pass wants, after arXiv:2205.05198, equation 2, without attention's scores
+    34  # bytes a token and unit of width that a layer's backward pass needs, after arXiv:2205.05198, equation 2, without scores
 )
 
 
 class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the rank that holds most."""
+    """Memory of the rank that holds most."""
 
     weights: int
     gradients: int = 0
     optimizer: int = 0
     activations: int
     constant: int = 0
-    """Of the activations, what does not grow with more tokens: a whole chunk of logits."""
+    """The part of the activations that does not grow with more tokens: a whole chunk of logits."""
 
     @property
     def total(self) -> int:
@@ -35,7 +35,7 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group of ranks does with the model. `width`: bytes of a weight as it computes."""
+    """The work of a group of ranks with the model. `width`: bytes of a weight in computations."""
 
     ranks: int
     tokens: int  # of a micro-batch
@@ -46,9 +46,9 @@ class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_bytes(family: Family, layout: Layout, work: ModelWork, adapters: AdapterTable | None = None) -> RankBytes:
-    """The largest over the stages of a pipeline. An element of a weight costs `width` bytes, and in training 4 of its gradient.
-    Master weight and moments, 12 (8 where the weight itself is float32), are shared out over the ranks that hold the same:
-    the blocks, and of experts those blocks that have the same ones. With `adapters` these alone are trained, in float32.
+    """Return the largest memory of the pipeline's stages. An element of a weight costs `width` bytes, and in training 4 for its
+    gradient. Master weight and moments, 12 bytes (8 if the weight itself is float32), are sharded over the ranks that hold the
+    same element: the blocks, or for experts the blocks with the same experts. With `adapters`, only these train, in float32.
     """
     stages = (_of_stage(family, layout, work, stage, adapters) for stage in range(layout.pipeline))
     return max(stages, key=lambda each: each.total)
@@ -78,7 +78,7 @@ def _of_stage(family: Family, layout: Layout, work: ModelWork, stage: int, adapt
 
 
 def _logits(family: Family, layout: Layout, work: ModelWork, stage: int) -> tuple[int, bool]:
-    """Bytes, and whether they are those of a whole chunk."""
+    """Return the bytes of logits, and whether they are those of a whole chunk."""
     if stage < layout.pipeline - 1 or family.value_head:
         return 0, False
     every = work.tokens * layout.padded_vocab(family.shape) // layout.tensor
@@ -87,11 +87,11 @@ def _logits(family: Family, layout: Layout, work: ModelWork, stage: int) -> tupl
 
 
 def _activations(family: Family, layout: Layout, work: ModelWork, stage: int) -> int:
-    """Of the micro-batches under way on the stage, one for each stage from it to the last one. With checkpointing they keep
-    what goes into each layer, and one layer is worked on. What is sent between experts is left out, and logits.
+    """Return the bytes of the micro-batches in flight on the stage, one for each stage from it to the last. With checkpointing
+    they keep each layer's input, and one layer is recomputed. Logits and data sent between experts are left out.
     """
     shape = family.shape
-    row = work.tokens * shape.hidden_size * work.width  # what goes into a layer
+    row = work.tokens * shape.hidden_size * work.width  # a layer's input
     layer = (row * _LAYER // 2 + work.tokens * work.width * _beyond(shape)) // layout.tensor
     if not work.trains:
         return layer
@@ -102,7 +102,7 @@ def _activations(family: Family, layout: Layout, work: ModelWork, stage: int) ->
 
 
 def _beyond(shape: ModelShape) -> int:
-    """Elements a token of the heads of latent attention, queries, keys, values and what attention gives, beyond the four times
-    the width that `_LAYER` counts for those of other attention."""
+    """Return the elements a token of latent attention's heads (queries, keys, values and outputs) beyond four times the width,
+    which `_LAYER` counts for other attention."""
     latent = shape.latent
     return 0 if latent is None else max(0, 2 * shape.heads * (latent.head + latent.value) - 4 * shape.hidden_size)

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers, whose attention may reach back over a window of tokens alone."""
+"""Mistral: Llama's layers, with attention that may be limited to a window of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a mixture of experts in every layer, whose chosen experts' weights add up to 1."""
+"""Mixtral: Mistral with a mixture of experts in every layer. The weights of the chosen experts add up to 1."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Other names that megatron-core's parameters have on a rank, beside those of the table in `family`. Pure.
+"""Other names of megatron-core's parameters on a rank, beside the names in the table of `family`. Pure.
 
-Transformer Engine makes a norm one with the matrix behind it, and a layer's experts numbered weights of one module; grouped
-matrix products have them as one tensor. A reward model of MindSpeed has its head beside the language model's.
+Transformer Engine fuses a norm with the matrix after it, and numbers a layer's experts within one module. Grouped matrix
+products have the experts as one tensor. A reward model of MindSpeed has its head beside the language model's.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import msgspec
 from runtime.models.families.family import HEAD
 from runtime.models.families.parameter import Parameter
 
-FUSED = {  # of a layer
+FUSED = {  # in a layer
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-REWARD_HEAD = "rm_head.weight"  # [1, hidden], its columns cut over tensor ranks
+REWARD_HEAD = "rm_head.weight"  # [1, hidden], columns sharded over tensor ranks
 REWARD_BIAS = "rm_head.bias"
 _DOWN = re.compile(r"(.*\.self_attention)\.linear_(q|kv)_down_proj\.weight")
-_MINDSPEED = {  # the ends of its names
+_MINDSPEED = {  # ends of MindSpeed's names
     "self_attention.linear_q_up_proj.weight": "self_attention.linear_qb.weight",
     "self_attention.linear_kv_up_proj.weight": "self_attention.linear_kvb.weight",
     "self_attention.kv_layernorm.weight": "self_attention.k_layernorm.weight",
@@ -37,19 +37,19 @@ class ExpertStorage(Enum):
 
     SEQUENTIAL = "a matrix each"
     NUMBERED = "a matrix each, as Transformer Engine names them"
-    GROUPED = "one matrix, of which each expert has a transposed part"
+    GROUPED = "one matrix with a transposed part for each expert"
 
 
 class LatentStorage(Enum):
     """How latent attention's down-projections are stored on a tensor rank."""
 
     CUT = "a part of each"
-    WHOLE = "all of each, as Transformer Engine has them"
-    JOINED = "all of both as one, as MindSpeed-LLM has them"
+    WHOLE = "all of each, as in Transformer Engine"
+    JOINED = "all of both as one, as in MindSpeed-LLM"
 
 
 class Naming(msgspec.Struct, frozen=True, kw_only=True):
-    """How a checkpoint is to name what has several names."""
+    """The names that a checkpoint uses for parameters with several names."""
 
     fused: bool = False
     experts: ExpertStorage = ExpertStorage.SEQUENTIAL
@@ -58,14 +58,14 @@ class Naming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank stores a parameter: whole, or as part number `expert` of a tensor that has the others' too, transposed."""
+    """Where a rank stores a parameter: whole, or transposed as part `expert` of a tensor of several experts."""
 
     name: str
     expert: int | None = None
 
 
 def places(name: str) -> Iterator[tuple[Naming, Place]]:
-    """All that a parameter may be stored as."""
+    """Yield all places where a parameter may be stored."""
     yield Naming(), Place(name)
     for own, fused in FUSED.items():
         if name.endswith(own):
@@ -77,7 +77,7 @@ def places(name: str) -> Iterator[tuple[Naming, Place]]:
 
 
 def place(name: str, naming: Naming, names: Collection[str]) -> Place:
-    """Where the parameter is stored by `naming`, on a rank that has `names`.
+    """Return where `naming` stores the parameter, on a rank that has `names`.
 
     A norm without its matrix, such as the one before experts, stays on its own.
     """
@@ -91,7 +91,7 @@ def place(name: str, naming: Naming, names: Collection[str]) -> Place:
 
 
 def latent_stored(held: Sequence[Parameter], storage: LatentStorage) -> list[Parameter]:
-    """A rank's parameters, those of latent attention as `storage` has them. MindSpeed-LLM has other names for some."""
+    """Return a rank's parameters, with latent attention's in `storage`. MindSpeed-LLM has other names for some."""
     if storage is LatentStorage.CUT:
         return list(held)
     whole = [msgspec.structs.replace(each, split=None) if _DOWN.fullmatch(each.name) else each for each in held]
@@ -100,9 +100,9 @@ def latent_stored(held: Sequence[Parameter], storage: LatentStorage) -> list[Par
     found: list[Parameter] = []
     for each in whole:
         down = _DOWN.fullmatch(each.name)
-        if down is not None and down[2] == "kv":  # behind that of the queries, its norm and its up-projection
-            place = next(index for index, other in enumerate(found) if other.name == f"{down[1]}.linear_qkv.weight")
-            found[place] = msgspec.structs.replace(found[place], sources=(*found[place].sources, *each.sources))
+        if down is not None and down[2] == "kv":  # comes after the queries' down-projection, norm and up-projection
+            index = next(index for index, other in enumerate(found) if other.name == f"{down[1]}.linear_qkv.weight")
+            found[index] = msgspec.structs.replace(found[index], sources=(*found[index].sources, *each.sources))
             continue
         name = f"{down[1]}.linear_qkv.weight" if down is not None else each.name
         for own, other in _MINDSPEED.items():
@@ -112,5 +112,5 @@ def latent_stored(held: Sequence[Parameter], storage: LatentStorage) -> list[Par
 
 
 def reward_headed(parameter: Parameter) -> Parameter:
-    """A parameter as MindSpeed's reward model has it: the head is cut by columns."""
+    """Return a parameter as in MindSpeed's reward model: the head is sharded by columns."""
     return msgspec.structs.replace(parameter, name=REWARD_HEAD, split=1) if parameter.name == HEAD else parameter

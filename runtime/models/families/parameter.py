@@ -3,11 +3,11 @@
 All of megatron-core's layouts for these models are one operation with different numbers:
 
 1. cut: of each Hugging Face tensor, the rank takes its block of `split` (0: rows, column-parallel layers; 1: columns,
-   row-parallel ones; None: the whole, replicated). Vocabulary rows are padded with zeros at the end first.
-2. fuse: the blocks are interleaved by `groups`. With one group that is concatenation: `[gate; up]`. Attention's q, k and v
-   are interleaved by key-value head: `[q heads of the group; its k; its v]` for one group after the other.
+   row-parallel ones; None: the whole, replicated). Vocabulary rows are first padded with zeros at the end.
+2. fuse: the blocks are interleaved by `groups`. One group means concatenation: `[gate; up]`. Attention's q, k and v are
+   interleaved by key-value head: `[q heads of the group; its k; its v]` for each group in turn.
 
-The cut comes first, so each half of `[gate; up]` is sharded on its own, and a rank never holds more than its share.
+The cut comes first: each half of `[gate; up]` is sharded on its own, and a rank never holds more than its share.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Sliceable(Protocol):
-    """A torch.Tensor, or what reads a part of one from a file, as `safetensors.safe_open(...).get_slice(name)` does."""
+    """A torch.Tensor, or a reader of a part of one in a file, such as `safetensors.safe_open(...).get_slice(name)`."""
 
     def __getitem__(self, index: Any) -> Any: ...
 
 
 class SourceTensor(msgspec.Struct, frozen=True):
-    """A tensor under its Hugging Face name, whole."""
+    """The name and whole shape of a Hugging Face tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,35 +39,35 @@ class SourceTensor(msgspec.Struct, frozen=True):
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter as one rank of a layout holds it.
 
-    `from_hf` makes it from Hugging Face tensors, `to_hf` makes those again from the pieces of the tensor-parallel ranks.
+    `from_hf` makes it from Hugging Face tensors; `to_hf` makes these again from the pieces of the tensor-parallel ranks.
     """
 
-    name: str  # megatron-core's on this rank: layers and experts are numbered from 0 on each pipeline stage and expert rank
+    name: str  # megatron-core's on this rank: layers and experts count from 0 on each pipeline stage and expert rank
     sources: tuple[SourceTensor, ...]
     split: int | None  # dimension of the sources that tensor parallelism cuts; None: every tensor rank holds the same
     groups: int = 1  # groups on this rank by which the sources are interleaved
     tensor: int = 1  # ranks of tensor parallelism
     tensor_rank: int = 0
-    padded: int = 0  # what sources[0].shape[0] is padded to before the cut; 0: nothing
-    expert: bool = False  # of one expert: held by one expert rank alone; otherwise by all
-    copy: bool = False  # of a parameter that another stage holds (tied embeddings): to read, not to export
+    padded: int = 0  # number of rows of sources[0] after padding, before the cut; 0: no padding
+    expert: bool = False  # part of one expert: only one expert rank holds it; otherwise all do
+    copy: bool = False  # copy of a parameter of another stage (tied embeddings): is loaded, but not exported
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """On this rank."""
+        """Shape on this rank."""
         blocks = [self._block_shape(source) for source in self.sources]
         return (sum(block[0] for block in blocks), *blocks[0][1:])
 
     @property
     def pieces(self) -> int:
-        """How many tensor ranks' pieces `to_hf` takes: all, or one where they hold the same."""
+        """Number of tensor ranks' pieces that `to_hf` takes: all, or one if they hold the same."""
         return 1 if self.split is None else self.tensor
 
     def from_hf(self, read: Callable[[str], Sliceable]) -> torch.Tensor:
-        """This rank's piece. Of what `read` gives for each source's name only the rank's part is taken.
+        """Return this rank's piece. Of each source that `read` returns by name, only the rank's part is taken.
 
         The sources must have the declared shapes (`Family.require_tensors`). The piece has their dtype, and may share memory
-        with what was read. Raises UserError when the sources are of several dtypes.
+        with the sources. Raises UserError if the sources have several dtypes.
         """
         import torch
 
@@ -81,9 +81,9 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def to_hf(self, pieces: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The sources, by name, whole, from the pieces of tensor ranks 0, 1, ...: `self.pieces` of them.
+        """Yield the sources, whole, by name, from the pieces of tensor ranks 0, 1, ...: `self.pieces` of them.
 
-        They may share memory with the pieces. Raises InvariantViolated for another number or shape of pieces.
+        They may share memory with the pieces. Raises InvariantViolated if number or shape of the pieces differ.
         """
         import torch
 
@@ -96,13 +96,13 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
             yield source.name, whole[: source.shape[0]] if self.padded else whole
 
     def blocks(self, piece: torch.Tensor) -> Iterator[tuple[SourceTensor, tuple[slice, ...], torch.Tensor]]:
-        """What this rank's piece is of each source: `source[index] == block`, without the padding."""
+        """Yield this rank's block of each source: `source[index] == block`, without the padding."""
         for source, block in zip(self.sources, self._parted(piece), strict=True):
             index = self._index(source)
             yield source, index, block[: index[0].stop - index[0].start] if self.padded else block
 
     def _cut(self, source: SourceTensor, whole: Sliceable) -> torch.Tensor:
-        """The rank's block of a source."""
+        """Return the rank's block of a source."""
         block: torch.Tensor = whole[self._index(source)]
         missing = self._block_shape(source)[0] - block.shape[0]
         if missing == 0:
@@ -112,7 +112,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         return torch.cat([block, block.new_zeros(missing, *block.shape[1:])])
 
     def _index(self, source: SourceTensor) -> tuple[slice, ...]:
-        """Where in a source the rank's block lies."""
+        """Return the slices of the rank's block within a source."""
         if self.split is None:
             return (slice(0, source.shape[0]),)
         size, end = self._block_shape(source)[self.split], source.shape[self.split]
@@ -121,7 +121,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         return (held,) if self.split == 0 else (slice(0, source.shape[0]), held)
 
     def _parted(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The rank's block of each source, out of its piece."""
+        """Yield the rank's block of each source, taken from its piece."""
         if len(self.sources) == 1:
             yield piece
             return

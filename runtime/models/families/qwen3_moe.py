@@ -17,7 +17,7 @@ class Qwen3Moe(Family):
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
-        """Which layers have experts: every `decoder_sparse_step`-th, without those of `mlp_only_layers`."""
+        """Return the sizes. Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
         layers = range(number(config, "num_hidden_layers", where))
         step = number(config, "decoder_sparse_step", where) if "decoder_sparse_step" in config else 1
         single = set(config.get("mlp_only_layers") or ())

@@ -1,4 +1,4 @@
-"""The sizes of a model, as its Hugging Face config.json tells them."""
+"""The sizes of a model in its Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ import msgspec
 
 from runtime.errors import UserError
 
-LATENT_EPS = 1e-6  # of the norms in latent attention, whatever config.json says of the others
+LATENT_EPS = 1e-6  # of the norms in latent attention, whatever config.json says about other norms
 
 
 class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     """The mixture-of-experts layers of a model."""
 
-    count: int  # in each of these layers
+    count: int  # experts in each of these layers
     intermediate_size: int  # of one expert
-    per_token: int  # experts that a token is given to
-    normalized: bool  # the weights of those add up to 1
-    layers: frozenset[int]  # those that have experts; the others have one MLP
-    block: str = "mlp"  # what a layer calls them, and each its gate, up and down projections
+    per_token: int  # experts that a token goes to
+    normalized: bool  # the weights of these experts add up to 1
+    layers: frozenset[int]  # the layers with experts; other layers have one MLP
+    block: str = "mlp"  # name of a layer's block of experts; `parts`: of an expert's gate, up and down projections
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    biased: bool = False  # router and experts have biases; those of a layer are joined, and their MLP is gpt-oss's
-    corrected: bool = False  # scores are sigmoids, and a bias that no gradient reaches takes part in the choice of experts
-    groups: int = 1  # of neighbouring experts; a token chooses some of them first, and its experts out of these
+    biased: bool = False  # router and experts have biases; a layer's experts are joined, and their MLP is gpt-oss's
+    corrected: bool = False  # scores are sigmoids, and a bias without gradient is added for the choice of experts
+    groups: int = 1  # of neighbouring experts; a token first chooses groups, and its experts from these groups
     groups_per_token: int = 1
-    scale: float = 1.0  # by which the weights are multiplied
-    shared_size: int = 0  # intermediate size of what all tokens are given to besides; 0: there is none
+    scale: float = 1.0  # factor of the weights
+    shared_size: int = 0  # intermediate size of the shared experts, which all tokens go to; 0: none
 
     @property
     def routes(self) -> tuple[int, int, int]:
-        """The layers, experts a token, and experts in each."""
+        """Number of layers with experts, experts a token, and experts in a layer."""
         return len(self.layers), self.per_token, self.count
 
 
 class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the keys and values of all heads are made of
-    one vector a token, `rank` wide, but for a part of the keys that is rotated and that all heads share."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). The keys and values of all heads are computed
+    from one vector a token, `rank` wide. Only a rotated part of the keys, which all heads share, is not."""
 
-    query_rank: int | None  # of the vector that queries are made of; None: they are made of the hidden state
+    query_rank: int | None  # width of the vector that queries are computed from; None: from the hidden state
     rank: int
-    plain: int  # of a head of queries and keys, what is not rotated
+    plain: int  # part of a head of queries and keys that is not rotated
     rotated: int
-    value: int  # a head of the values
+    value: int  # width of a head of values
 
     @property
     def head(self) -> int:
-        """A head of queries and keys."""
+        """Width of a head of queries and keys."""
         return self.plain + self.rotated
 
     @property
     def cached(self) -> int:
-        """What of a token has to be remembered, for all heads."""
+        """Numbers in the cache for a token, for all heads."""
         return self.rank + self.rotated
 
 
@@ -61,7 +61,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of an MLP that is not of experts
+    intermediate_size: int  # of an MLP without experts
     layers: int
     heads: int
     kv_heads: int
@@ -72,12 +72,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_shape(config: Mapping[str, Any], where: str) -> ModelShape:
-    """The shape of a model without experts. `where` is what messages call the file.
+    """Read the shape of a model without experts. `where` is the file's name in messages.
 
-    Raises UserError for a key that is missing or of a wrong type, and for heads that are no multiple of key-value heads.
+    Raises UserError if a key is missing or of a wrong type, or heads are no multiple of key-value heads.
     """
     heads = number(config, "num_attention_heads", where)
-    # Written as null, these two mean what they mean when they are left out.
+    # null has the same meaning for these two keys as leaving them out.
     kv_heads = heads if config.get("num_key_value_heads") is None else number(config, "num_key_value_heads", where)
     hidden_size = number(config, "hidden_size", where)
     head_dim = hidden_size // heads if config.get("head_dim") is None else number(config, "head_dim", where)
@@ -96,7 +96,7 @@ def read_shape(config: Mapping[str, Any], where: str) -> ModelShape:
 
 
 def number(config: Mapping[str, Any], key: str, where: str) -> int:
-    """`config[key]`. Raises UserError unless it is a positive integer."""
+    """Return `config[key]`. Raises UserError unless it is a positive integer."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{where}: {key} is {value!r}; must be a positive integer")
@@ -104,9 +104,9 @@ def number(config: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def windows(config: Mapping[str, Any], where: str, *, alike: bool = False) -> tuple[int, ...]:
-    """Of each layer, how many tokens attention reaches back to, its own included; 0: to the first. (): so in all layers.
+    """Return for each layer the tokens in reach of attention, its own included; 0: all tokens. (): all tokens in all layers.
 
-    By `sliding_window`, and unless all layers are `alike` by `layer_types`. Raises UserError for layers of another kind.
+    Reads `sliding_window`, and `layer_types` unless all layers are `alike`. Raises UserError for layers of another kind.
     """
     layers = number(config, "num_hidden_layers", where)
     kinds = ["sliding_attention"] * layers if alike else config.get("layer_types")
@@ -119,10 +119,10 @@ def windows(config: Mapping[str, Any], where: str, *, alike: bool = False) -> tu
 
 
 def read_routed(config: Mapping[str, Any], where: str, count_key: str, **own: Any) -> ModelShape:
-    """`read_shape` of a model with experts, whose number in a layer config.json calls `count_key`. They are in all layers, as
-    wide as an MLP, and their weights add up to 1, unless `own`, fields of ExpertShape, says otherwise.
+    """Read the shape of a model with experts; `count_key` is the key of the number of experts in a layer. All layers have
+    experts, experts are as wide as an MLP, and weights add up to 1, unless `own`, fields of ExpertShape, says otherwise.
 
-    Raises UserError as well for a number of experts a token that cannot be.
+    Also raises UserError if the number of experts a token is impossible.
     """
     shape = read_shape(config, where)
     given: dict[str, Any] = {
