@@ -39,10 +39,9 @@ def route(logits: torch.Tensor, per_token: int, normalized: bool, taken: torch.T
 def route_corrected(
     logits: torch.Tensor, correction: torch.Tensor, shape: ExpertShape, taken: torch.Tensor | None = None
 ) -> Routed:
-    """Route as DeepSeek-V3 does (arXiv:2412.19437, section 2.1.2, equations 12 to 16). Scores are the sigmoids of `logits`
-    [m, E]; `correction` [E] is added only for the choice. The chosen groups are those whose two best experts have the largest
-    sum; the experts come from these groups. Weights are the scores, [m, k], float32, normalised and multiplied by
-    `shape.scale`. `taken`: as in `route`."""
+    """Route as DeepSeek-V3 does (arXiv:2412.19437, section 2.1.2, equations 12 to 16). Scores are sigmoids of `logits` [m, E];
+    `correction` [E] is added only for the choice. The groups with the largest sums of their two best experts are chosen, and
+    the experts from them. Weights [m, k] are float32 scores, normalised, times `shape.scale`. `taken`: as in `route`."""
     scores = torch.sigmoid(logits.float())
     choice = scores.detach() + correction
     if shape.groups > 1:

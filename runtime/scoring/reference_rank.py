@@ -1,4 +1,4 @@
-"""One rank of a reference that is spread over several: log-probabilities of its share of the groups."""
+"""One rank of a reference that is sharded over several: log-probabilities of its share of the groups."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from runtime.types import LogprobRequest, Logprobs
 
 # ---- Scorer megatron
 #
-# The forward-only scorer of a frozen model on megatron-core: what `scorer_torch` computes, by a model that is spread over
-# several processes. Nothing is kept for training: no gradients, no optimizer.
+# The forward-only scorer of a frozen model on megatron-core. It computes what `scorer_torch` computes, with a model that is
+# sharded over several processes. It keeps nothing for training: no gradients, no optimizer.
 
 
 class MegatronScorer:
-    """Every block of ranks that holds the model has its own share of the requests: that of its first rank.
+    """Every block of ranks that holds the model has its own share of the requests: the share of its first rank.
 
-    `megatron.facade.prepare` has been called in this process.
+    `megatron.facade.prepare` must have been called in this process.
     """
 
     def __init__(self, config: Config, world_size: int, device: torch.device):
-        """Load the reference's model. Raises UserError for what the configuration or the folder gets wrong."""
+        """Load the reference's model. Raises UserError if the configuration or the folder is wrong."""
         from runtime.trainer.megatron.passes import (
             MegatronPasses,
-        )  # not before `prepare`, which imports MindSpeed first on NPUs
+        )  # imported after `prepare`, which must import MindSpeed first on NPUs
 
         settings = config.services.reference
         source = config.model.reference or config.model.path
@@ -51,10 +51,10 @@ class MegatronScorer:
         self.weights: Iterable[torch.Tensor] = self._model.parameters()
 
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
-        """log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order; on the other
-        ranks of the block nothing. Collective: every rank calls it.
+        """Return log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order, on
+        the block's first rank; on its other ranks nothing. Collective: every rank calls it.
 
-        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
+        Raises InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary.
         """
         shared = types.decode(list[LogprobRequest], self._grid.bytes_of_leader(types.encode(list(requests))))
         found = score(shared, self._shape.vocab_size, self._infer)
@@ -73,7 +73,7 @@ class ReferenceRank(GroupRank):
         self._scorer = OffloadableScorer(scorer, away=reference_takes_part(config))
 
     def compute_logprobs(self, command: ComputeLogprobs) -> list[bytes]:
-        """The encoded Logprobs of this rank's groups, in their order."""
+        """Return the encoded Logprobs of this rank's groups, in their order."""
         return [types.encode(logprobs) for logprobs in self._scorer.logprobs(command.groups)]
 
     def onload(self, command: Onload) -> None:
@@ -84,7 +84,7 @@ class ReferenceRank(GroupRank):
 
 
 def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
-    """Build this rank's scorer; with several ranks, join its group first. Raises UserError for a bad model."""
+    """Join the group if there are several ranks, and build this rank's scorer. Raises UserError for a bad model."""
     device = join_group("reference", config.services.reference, world_size, config.deadlines.score)
     require_memory("reference", config, config.model.reference or config.model.path, device)
     use_megatron(config.services.reference, device)

@@ -1,7 +1,7 @@
 """The forward-only engine of a reward model: a Hugging Face sequence classifier with one label, on packed texts.
 
-Its number for a text is the head's output at the last token that is not padding, as transformers has it. Texts of a group begin
-with the same tokens: these are computed once in a micro-batch.
+A text's score is the head's output at the last token that is not padding, as in transformers. Texts of a group begin with the
+same tokens, which are computed once in a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import REWARD_MODEL_COLUMN, GroupPayload, ScoreRequest, Scores, common
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a reward model reads of a reply, and how its numbers become scores.
+# The input of a reward model, and the conversion of its numbers to scores.
 
 
 log = logging.getLogger("sluice")
@@ -39,22 +39,22 @@ Texts = Sequence[Sequence[np.ndarray]]  # token ids of prompt and reply (of an e
 
 
 class Classifier(Protocol):
-    """A model that gives one number for a text."""
+    """A model that returns one number for a text."""
 
     vocab_size: int
     positions: int
 
     def score(self, groups: Texts) -> list[np.ndarray]:
-        """float32, one for each text of each group."""
+        """Return one float32 for each text of each group."""
 
 
 class ModelScorer:
     """Scores groups by `rewards.model`, weighted."""
 
     def __init__(self, settings: config.RewardModel, policy: str, model: Classifier, fail: bool):
-        """`policy` is the policy's folder. `fail`: a sample without a finite score raises instead of being masked.
+        """Set up the scorer. `policy` is the policy's folder. `fail`: a sample without a finite score raises, not masked.
 
-        Raises UserError when the model is to read text and its folder cannot render or tokenise it.
+        Raises UserError if the model reads text and its folder cannot render or tokenise it.
         """
         self._settings = settings
         self._model = model
@@ -65,9 +65,9 @@ class ModelScorer:
         log.info("%s reads %s", settings.path, "the policy's tokens" if self._own is None else "conversations as text")
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
-        """Scores of each group, in order. A sample that is too long, or whose score is not finite, has valid 0 and is counted.
+        """Return the scores of each group, in order. A sample that is too long, or has no finite score, is counted as invalid.
 
-        Raises InvalidMessage, computing nothing, for what cannot be read; ServiceFault with `on_error: fail`.
+        Raises InvalidMessage before any pass if a payload cannot be read; ServiceFault with `on_error: fail`.
         """
         payloads = [types.decode(GroupPayload, request.payload) for request in requests]
         texts = self._tokens(payloads) if self._own is None else self._conversations(self._own, requests, payloads)
@@ -85,8 +85,8 @@ class ModelScorer:
         return [[np.concatenate((payload.prompt, row.tokens)) for row in payload.last_rows] for payload in payloads]
 
     def _conversations(self, own: Tokenizer, requests: Sequence[ScoreRequest], payloads: Sequence[GroupPayload]) -> Texts:
-        """The problem's messages, and all that stands behind them as one message of the assistant, by the model's own chat
-        template."""
+        """Return the tokens of conversations by the model's own chat template. A conversation is the problem's messages, then
+        everything after them as one message of the assistant."""
         for request in requests:
             if not request.messages:
                 raise InvalidMessage(f"group {request.group_id}: no messages, which a reward model that reads text needs")
@@ -101,11 +101,11 @@ class ModelScorer:
 
 
 def _own_tokenizer(settings: config.RewardModel, policy: Tokenizer) -> Tokenizer | None:
-    """The reward model's, when it is to read text; None when it reads the policy's tokens."""
+    """Return the reward model's tokenizer if the model reads text; None if it reads the policy's tokens."""
     if settings.input == "tokens" or (settings.input == "auto" and not (Path(settings.path) / "tokenizer.json").is_file()):
         return None
     own = Tokenizer(settings.path)
-    # Tokens that only the reward model has, for padding say, do no harm.
+    # Tokens that only the reward model has, such as padding, do no harm.
     if settings.input == "auto" and policy.vocabulary.items() <= own.vocabulary.items():
         return None
     try:
@@ -127,18 +127,18 @@ KEY = "rewards.model.path"
 
 class TorchRewardModel:
     def __init__(self, path: str, *, device: torch.device, dtype: torch.dtype, max_tokens_per_microbatch: int):
-        """Raises UserError when `path` is no folder of a causal sequence classifier with one label, or is incomplete."""
+        """Load the model. Raises UserError unless `path` is a complete causal sequence classifier with one label."""
         classifier = hf_policy.load_model("AutoModelForSequenceClassification", path, KEY, num_labels=1)
         if not hasattr(classifier, "score"):
             raise UserError(f"{KEY}: {path!r}: a {classifier.config.model_type} model has no `score` head on its last token")
         self._body = getattr(classifier, classifier.base_model_prefix).requires_grad_(False).eval()
-        for parameter in self._body.parameters():  # but not the buffers: rotary frequencies stay float32
+        for parameter in self._body.parameters():  # buffers stay as they are: rotary frequencies need float32
             parameter.data = parameter.data.to(dtype)
         self._body.to(device)
-        # In float32 whatever the weights are: steps of bfloat16 would make different replies equal.
+        # float32 for any weights: bfloat16 is so coarse that different replies would have equal scores.
         self._head = classifier.score.requires_grad_(False).float().to(device)
         self._pad = classifier.config.pad_token_id
-        # A critic's output at a token is the value of the state behind it, and it never learned one of a finished reply.
+        # A critic's output at a token is the value of the state after it; it never learned the value after a finished reply.
         self._is_critic = classifier.config.id2label == {0: LABEL}
         self._device = device
         self._budget = max_tokens_per_microbatch
@@ -147,7 +147,7 @@ class TorchRewardModel:
 
     @torch.inference_mode()
     def score(self, groups: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-        """float32, one for each text (int token ids, none empty) of each group."""
+        """Return one float32 for each text (int token ids, none empty) of each group."""
         texts = [text for group in groups for text in group]
         sizes = np.array([len(group) for group in groups], np.int64)
         owner, shared = np.repeat(np.arange(len(groups)), sizes), np.array([_common(group) for group in groups], np.int64)
@@ -157,7 +157,7 @@ class TorchRewardModel:
         return np.split(values, np.cumsum(sizes)[:-1]) if groups else []
 
     def _forward(self, texts: Sequence[np.ndarray], owner: np.ndarray, shared: np.ndarray) -> np.ndarray:
-        """One micro-batch: what the texts of each group share is there once, with the first of them."""
+        """Return the scores of one micro-batch. Tokens that a group's texts share are packed once, with its first text."""
         order = np.argsort(owner, kind="stable")
         lengths = np.array([len(texts[index]) for index in order], np.int64)
         first = np.diff(owner[order], prepend=-1) != 0
@@ -175,7 +175,7 @@ class TorchRewardModel:
         return scores.squeeze(1).cpu().numpy()
 
     def _last(self, text: np.ndarray) -> int:
-        """The token at which the score is read."""
+        """Return the index of the token at which the score is read."""
         if self._is_critic:
             return max(len(text) - 2, 0)
         real = np.flatnonzero(text != self._pad) if self._pad is not None else [len(text) - 1]
@@ -186,5 +186,5 @@ class TorchRewardModel:
 
 
 def _common(texts: Sequence[np.ndarray]) -> int:
-    """With how many equal tokens all `texts` begin; 0 when there is none."""
+    """Return the number of equal tokens that all `texts` begin with; 0 without texts."""
     return min((common(texts[0], text) for text in texts), default=0)

@@ -1,7 +1,7 @@
 """The forward-only scorer of a frozen model: log-probabilities of replies that another model sampled.
 
-A row is a prompt followed by as many of its replies as fit, each reply seeing the prompt and itself alone: a group's
-prompt is computed once, and short replies need no padding.
+A row is a prompt and as many of its replies as fit. Each reply sees only the prompt and itself: a group's prompt is computed
+once, and short replies need no padding.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from runtime.types import GroupPayload, LogprobRequest, Logprobs, TokenSets
 
 # ---- Scorer policy
 #
-# The forward-only scorer of a frozen model that Sluice's own decoder does not compute: what `scorer_torch` says, by
-# transformers' model, as the trainer runs it.
+# The forward-only scorer of a frozen model that Sluice's own decoder does not support. It computes what `TorchScorer` computes
+# with transformers' model, as the trainer runs it.
 
-Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # log-probabilities [N] at a column `temperature`
+Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # log-probabilities [N]; column `temperature`
 
 
 def require_temperatures(requests: Sequence[LogprobRequest]) -> None:
-    """Raises InvalidMessage for one that is none."""
+    """Check the temperatures. Raises InvalidMessage unless all are above 0."""
     for request in requests:
         if not request.temperature > 0:
             raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
 
 
 def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> list[Logprobs]:
-    """log_softmax(logits / temperature)[token] of every reply token, over the tokens that it was sampled from, as the requests
-    are in order.
+    """Return log_softmax(logits / temperature)[token] of every reply token, over the tokens that sampling allowed, in the order
+    of the requests.
 
-    Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
+    Raises InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary.
     """
     require_temperatures(requests)
     rows = train_rows.decode_samples(requests, vocab_size)
     predicted = ramps(rows.length) + np.repeat(rows.prompt_length[rows.group], rows.length) > 0
-    rows = replace(rows, mask=predicted)  # also of tokens that are not trained on
+    rows = replace(rows, mask=predicted)  # includes tokens that are not trained
     values = np.zeros(len(rows.tokens), np.float32)
     temperatures = np.array([request.temperature for request in requests], np.float32)[rows.group]
     for batch, numbers in infer(rows, {"temperature": np.repeat(temperatures, rows.length)}):
@@ -63,9 +63,9 @@ def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> 
 
 class PolicyScorer:
     def __init__(self, model_path: str, *, device: torch.device, dtype: torch.dtype, max_tokens_per_microbatch: int):
-        """Raises UserError when the model cannot be loaded."""
+        """Load the model. Raises UserError if it cannot be loaded."""
         self._model = hf_policy.load_policy(model_path).eval().requires_grad_(False)
-        for parameter in self._model.parameters():  # not the buffers, as those of rotary embeddings want float32
+        for parameter in self._model.parameters():  # buffers stay as they are: rotary embeddings need float32
             parameter.data = parameter.data.to(dtype)
         self._model.to(device)
         self.device = device
@@ -75,7 +75,7 @@ class PolicyScorer:
 
     @torch.inference_mode()
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
-        """As `score`."""
+        """Return the log-probabilities as `score`."""
         return score(requests, self._model.config.vocab_size, self._infer)
 
     def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
@@ -85,15 +85,15 @@ class PolicyScorer:
             yield batch, token_numbers(token_logprobs, logits, None, logits.shape[1], batch)[0]
 
 
-# Attention within a row is dense over its replies: beyond this length, sharing the prompt costs more than it saves.
+# Attention within a row is dense over its replies: beyond this length, a shared prompt costs more than it saves.
 _ROW_TOKENS = 512
-_LENGTH_RATIO = 1.25  # longest to shortest row of a micro-batch: padding against the number of calls
-_LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
+_LENGTH_RATIO = 1.25  # longest to shortest row of a micro-batch; trades padding against the number of calls
+_LOGIT_ELEMENTS = 1 << 26  # in one chunk of logits, float32: 256 MiB
 
 
 @dataclass
 class _Row:
-    """One prompt and some of its replies, with where their log-probabilities go in the request's result."""
+    """One prompt and some of its replies, with the offsets of their log-probabilities in the request's result."""
 
     request: int
     prompt: np.ndarray
@@ -109,7 +109,7 @@ class _Row:
 
 class TorchScorer:
     def __init__(self, model_path: str, *, device: torch.device, dtype: torch.dtype, max_tokens_per_microbatch: int):
-        """Raises UserError when the model cannot be loaded."""
+        """Load the model. Raises UserError if it cannot be loaded."""
         self._decoder = Decoder.from_pretrained(model_path, device, dtype)
         self.device = device
         self.weights: Iterable[torch.Tensor] = self._decoder.weights.tensors()
@@ -118,10 +118,10 @@ class TorchScorer:
 
     @torch.inference_mode()
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
-        """log_softmax(logits / temperature)[token] of every reply token, over the tokens that it was sampled from, as the
-        requests are in order.
+        """Return log_softmax(logits / temperature)[token] of every reply token, over the tokens that sampling allowed, in the
+        order of the requests.
 
-        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
+        Raises InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary.
         """
         require_temperatures(requests)
         rows, results = [], []
@@ -134,7 +134,7 @@ class TorchScorer:
             results.append(Logprobs(group_id=request.group_id, values=values))
         if rows:
             self._decoder.reserve_positions(max(row.length for row in rows))
-        # Apart, because a dense mask over a long causal row would be large; rows of several replies are short.
+        # Separate, as a dense mask over a long causal row would be large; rows of several replies are short.
         for several in (False, True):
             alike = [row for row in rows if (len(row.replies) > 1) == several]
             for batch in _microbatches(alike, self._budget):
@@ -142,7 +142,7 @@ class TorchScorer:
         return results
 
     def _score(self, batch: Sequence[_Row], results: list[Logprobs]) -> None:
-        """One micro-batch: rows sorted by falling length, all of one reply or all of several."""
+        """Score one micro-batch: rows sorted by falling length, all of one reply or all of several."""
         width = batch[0].length
         tokens, positions = np.zeros((2, len(batch), width), np.int64)
         segment = np.full((len(batch), width), -1)  # 0 the prompt, then the replies; -1 padding
@@ -158,8 +158,8 @@ class TorchScorer:
                 tokens[index, start:end] = reply
                 positions[index, start:end] = len(row.prompt) + np.arange(len(reply))
                 segment[index, start:end] = number
-                # The prompt's last token predicts the first token of every reply. Without a prompt nothing does, and it is not
-                # trained: its number means nothing.
+                # The prompt's last token predicts the first token of every reply. Without a prompt no token does; that first
+                # token is not trained, and its number has no meaning.
                 first = index * width + max(len(row.prompt) - 1, 0)
                 sources.append(np.concatenate(([first], index * width + np.arange(start, end - 1))))
                 targets.append(reply)
@@ -170,14 +170,14 @@ class TorchScorer:
         hidden = self._decoder.forward(self._to_device(tokens), self._to_device(positions), allowed).flatten(0, 1)
         sets = TokenSets.joined(kept, [len(reply) for reply in targets])
         values = self._gather(hidden, *(np.concatenate(each) for each in (sources, targets, inverse)), kept=sets)
-        place = 0
+        position = 0
         for row in batch:
             for offset, reply in zip(row.offsets, row.replies, strict=True):
-                results[row.request].values[offset : offset + len(reply)] = values[place : place + len(reply)]
-                place += len(reply)
+                results[row.request].values[offset : offset + len(reply)] = values[position : position + len(reply)]
+                position += len(reply)
 
     def _allowed(self, segment: np.ndarray) -> torch.Tensor:
-        """bool [b, t, t]: causal, within the prompt and the query's own reply. Padding sees padding: no query sees nothing."""
+        """Return the mask, bool [b, t, t]: causal, the prompt and the query's own reply. Padding attends to padding."""
         own = self._to_device(segment)
         t = segment.shape[1]
         causal = torch.ones((t, t), dtype=torch.bool, device=self.device).tril()
@@ -192,7 +192,7 @@ class TorchScorer:
         *,
         kept: TokenSets | None,
     ) -> np.ndarray:
-        """Log-probability of token `targets[i]` predicted at `sources[i]`; logits exist for these positions alone."""
+        """Return the log-probability of token `targets[i]` predicted at `sources[i]`. Only these positions have logits."""
         values = []
         chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
         for start in range(0, len(sources), chunk):
@@ -229,8 +229,8 @@ def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]
 
 
 def _microbatches(rows: Sequence[_Row], budget: int) -> Iterator[Sequence[_Row]]:
-    """Rows by falling length, cut where one is much shorter than the first, or the padded tokens would exceed the budget; a row
-    never splits."""
+    """Yield rows by falling length. A micro-batch ends before a row that is much shorter than its first, or if padded tokens
+    would exceed the budget. A row is never split."""
     rows = sorted(rows, key=lambda row: -row.length)
     start = 0
     while start < len(rows):
@@ -244,21 +244,21 @@ def _microbatches(rows: Sequence[_Row], budget: int) -> Iterator[Sequence[_Row]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A reference whose devices are others' as well: the model is on them while it is asked.
+# A reference that shares its devices with other roles: the model is on them only while it scores.
 
 
 class LogprobScorer(Protocol):
     device: torch.device
-    weights: Iterable[torch.Tensor]  # which never change
+    weights: Iterable[torch.Tensor]  # they never change
 
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]: ...
 
 
 class OffloadableScorer:
-    """`scorer`, which comes back to its device with the first question, if nobody called it back before."""
+    """`scorer` with a model that `Onload`, or else the next request, brings back to its device."""
 
     def __init__(self, scorer: LogprobScorer, away: bool):
-        """`away`: it gives up its device now."""
+        """Wrap `scorer`. `away`: give up the device now."""
         self._scorer = scorer
         self._on_host = HostOffload(scorer.weights if scorer.device.type != "cpu" else (), frozen=True)
         self._away = False
@@ -266,7 +266,7 @@ class OffloadableScorer:
             self.handle(Offload())
 
     def handle(self, command: Onload | Offload) -> None:
-        """Nothing is done where it was done already."""
+        """Move the model off or onto the device, unless it is there already."""
         if self._away != isinstance(command, Offload):
             self._away = not self._away
             if self._away:

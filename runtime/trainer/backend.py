@@ -195,8 +195,7 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
-        """Run forward passes, and with `backward` also backward passes that add to the gradients. Return the loss of each of
-        `batches`, a sum.
+        """Run forward passes, with `backward` also backward passes that add to the gradients; return each batch's loss, a sum.
 
         `last`: no gradient is added after these before `reduce`, so that ranks may begin to reduce.
         """

@@ -1,4 +1,4 @@
-"""Conversations as supervised training takes them: rows of tokens, and which of them the assistant wrote."""
+"""Conversations in supervised training: rows of tokens, and a mask of the tokens that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from runtime.data.templates import Message
 from runtime.errors import UserError
 
 Render = Callable[[Sequence[Message], bool], str]
-"""A conversation as text; with True, up to where the assistant's reply begins."""
+"""Renders a conversation as text; with True, up to where the assistant's reply begins."""
 
 
 class SftRow(NamedTuple):
-    """One row of a batch. The last token is one that is taught."""
+    """One row of a batch. The last token is a taught one."""
 
     tokens: np.ndarray  # int32 [T]
-    mask: np.ndarray  # bool [T]: what the assistant writes, up to the token that ends its reply
+    mask: np.ndarray  # bool [T]: the assistant's tokens, up to the token that ends its reply
 
 
 def turns(render: Render, conversation: Sequence[Message], origin: str) -> list[list[str]]:
-    """What the assistant is given and what it writes, in turn: of one row; or of several, each of which ends with another
-    reply, where the template writes earlier replies otherwise than they were generated (as Qwen3's, which leaves out thoughts).
+    """Return rows of text parts: the assistant's input and its reply, in turn. A conversation is one row if its template writes
+    earlier replies as they were generated. Otherwise (Qwen3's template leaves out earlier thoughts) it is several rows. Each of
+    these ends with another reply.
 
-    Raises UserError for a template, of which `origin` tells, that writes something else before a reply than generation begins
-    with.
+    Raises UserError, which names the template by `origin`, if the text before a reply is not that before a generated reply.
     """
     rows: list[list[str]] = []
     before = ""
@@ -35,7 +35,7 @@ def turns(render: Render, conversation: Sequence[Message], origin: str) -> list[
             continue
         given, whole = render(conversation[:index], True), render(conversation[: index + 1], False)
         if not whole.startswith(given):
-            raise UserError(f"{origin}: writes a reply otherwise than behind the prompt that generation begins with")
+            raise UserError(f"{origin}: does not write a reply directly after the prompt that generation begins with")
         if rows and given.startswith(before):
             rows[-1] += [given[len(before) :], whole[len(given) :]]
         else:
@@ -45,12 +45,12 @@ def turns(render: Render, conversation: Sequence[Message], origin: str) -> list[
 
 
 def taught_row(parts: Sequence[Sequence[int]], stop_ids: Sequence[int]) -> SftRow:
-    """From the tokens of what the assistant is given and what it writes, in turn. What the template puts behind the token that
-    ends a reply is given, as nobody generates it."""
+    """Return the row of an assistant's inputs and replies, in turn, as tokens. Tokens that the template puts after the token
+    that ends a reply are not taught, as generation never makes them."""
     tokens: list[int] = []
     mask: list[bool] = []
     for index, part in enumerate(parts):
-        ends = [place + 1 for place, token in enumerate(part) if token in stop_ids]
+        ends = [position + 1 for position, token in enumerate(part) if token in stop_ids]
         taught = (ends[-1] if ends else len(part)) if index % 2 else 0
         tokens += part
         mask += [True] * taught + [False] * (len(part) - taught)

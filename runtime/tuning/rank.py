@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, one rank of it: `python -m runtime.tuning.rank CONFIG`, alone or started by `launcher.node.ranks`.
+"""Supervised fine-tuning, one rank: `python -m runtime.tuning.rank CONFIG`, alone or started by `launcher.node.ranks`.
 
 Every rank reads the conversations, and computes its share of each step's. Rank 0 logs the metrics, and prints one JSON object
 a line: `{"event": "progress", "step", "steps", "loss"}`, at the end `{"event": "done", "step", "steps", "loss", "said"}`.
@@ -51,13 +51,13 @@ from runtime.trainer.step import ModelTrainer, model_trainer
 from runtime.tuning.conversations import SftRow, taught_row, turns
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
-# ---- Lessons
+# ---- Dataset
 #
-# What `sluice tune` teaches: the conversations of `data.train`, rendered and encoded once, and which of them come when.
+# The conversations of `data.train`, rendered and encoded once, and their order.
 
 
 class SftDataset(NamedTuple):
-    """Conversations, those of several sources one after the other, and the rows of each. `said`: what became of the files'."""
+    """The conversations of all sources, one source after the other, and the rows of each. `said`: a summary of the files."""
 
     problems: list[Problem]
     rows: list[list[SftRow]]
@@ -65,12 +65,12 @@ class SftDataset(NamedTuple):
     said: str
 
     def stream(self, config: Config) -> PromptStream:
-        """In which order they come."""
+        """Return the stream that draws the conversations in order."""
         return PromptStream(self.problems, config.run.seed, config.data.shuffle, self.shares, config.data.curriculum)
 
 
 def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
-    """All conversations of `data.train`: a row's prompt, or chat, and its label as the reply. Raises UserError."""
+    """Read all conversations of `data.train`. The input is a row's prompt or chat, the reply its label. Raises UserError."""
     data = config.data
     problems: list[Problem] = []
     rows: list[list[SftRow]] = []
@@ -78,7 +78,7 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
     dropped: Counter[str] = Counter()
     for key, source in sources(data):
         if prepared.is_prepared(Path(source.path)):
-            raise UserError(f"{key}: {source.path} was made by sluice data prepare, of prompts; name the files it was made of")
+            raise UserError(f"{key}: {source.path} has prompts made by sluice data prepare; name the files that it was made of")
         difficulty = data.curriculum.key if data.curriculum else ""
         found = load_problems(source.path, row_format_of(source, data), key, difficulty, partial(column_key, key))
         encoded = _encoded(found.problems, tokenizer)
@@ -96,7 +96,7 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
 
 
 def _encoded(problems: list[Problem], tokenizer: Tokenizer) -> list[list[SftRow]]:
-    """The rows of each conversation."""
+    """Return the rows of each conversation."""
     template = tokenizer.template
 
     def render(messages: Sequence[Message], prompt: bool) -> str:
@@ -111,8 +111,8 @@ def _encoded(problems: list[Problem], tokenizer: Tokenizer) -> list[list[SftRow]
 
 # ---- Objective
 #
-# What supervised training learns: the likelihood of what the assistant wrote. It trains by the same steps and on the same
-# engines as reinforcement learning does (`runtime.trainer.step`), with groups that somebody else wrote.
+# Supervised training learns the likelihood of the assistant's tokens. It uses the steps and engines of reinforcement learning
+# (`runtime.trainer.step`), with groups from a dataset.
 
 PREFIX = "tune/"
 
@@ -148,12 +148,12 @@ class SupervisedObjective(Objective):
 def supervised_trainer(
     config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
 ) -> ModelTrainer:
-    """The policy of `model.path` under supervision; otherwise as `policy_trainer`."""
+    """Load the policy of `model.path` for supervised training; otherwise as `policy_trainer`."""
     return model_trainer(SupervisedObjective, config, RankInfo(rank, world_size, torch.device(device)))
 
 
 def taught_group(number: int, rows: Sequence[SftRow], shared: int) -> TrainGroup:
-    """Rows whose first `shared` tokens are the same, of which none is taught: they are computed once."""
+    """Return a group of `rows`. The rows have the same first `shared` tokens, which are not taught and are computed once."""
     samples = [
         Sample(
             tokens=row.tokens[shared:],
@@ -173,20 +173,18 @@ def taught_group(number: int, rows: Sequence[SftRow], shared: int) -> TrainGroup
     )
 
 
-# ---- Conversations
-#
-# Conversations as supervised training takes them: rows of tokens, and which of them the assistant wrote.
+# ---- Rank
 
 
 class TuneRank:
-    """Steps from the beginning, or the checkpoint `run.resume`, to the last one or to a signal; then a checkpoint and the
-    model. All ranks make the same calls in the same order."""
+    """Runs steps from the beginning, or from the checkpoint `run.resume`, to the last one or a signal. Then it saves a
+    checkpoint and the model. All ranks make the same calls in the same order."""
 
     def __init__(self, config: Config, rank: int, world_size: int, device: torch.device):
-        """Raises UserError for what the configuration, the data or the model's folder gets wrong."""
+        """Load data and model. Raises UserError if the configuration, the data or the model's folder is wrong."""
         config = alone(config)
         self.stopped = False
-        """Whether the user wants it to end: after the step under way."""
+        """Whether to end after the present step: the user has sent SIGTERM."""
         self._lessons = read_lessons(config, Tokenizer.of(config))
         self._stream = self._lessons.stream(config)
         self._wanted = config.tune.epochs * len(self._lessons.problems)  # conversations
@@ -211,7 +209,7 @@ class TuneRank:
             step, loss = self._trainer.step, result.metrics.get(f"{PREFIX}loss", math.nan)
             if trackers is not None:
                 await trackers.log(step, self._metrics(result, time.monotonic() - begun))
-                self._tell("progress", loss)
+                self._print_event("progress", loss)
             if every and step % every == 0:
                 self._save()
         if self._trainer.step > self._saved:
@@ -219,7 +217,7 @@ class TuneRank:
         self._export()
         if trackers is not None:
             await trackers.close()
-            self._tell("done", loss, said=self._lessons.said)
+            self._print_event("done", loss, said=self._lessons.said)
 
     def _step(self) -> StepResult:
         self._trainer.begin_step(self._trainer.step)
@@ -227,7 +225,7 @@ class TuneRank:
         return self._trainer.apply()
 
     def _share(self) -> list[TrainGroup]:
-        """This rank's rows of the next conversations, of which no two ranks that are given data have one."""
+        """Return this rank's rows of the next conversations. Ranks with different shares of the data have different rows."""
         count = min(self._config.tune.batch_size, self._wanted - self._stream.state().position)
         rows = [row for _ in range(count) for row in self._lessons.rows[self._stream.draw().index]]
         parts = balance([len(row.tokens) for row in rows], self._shares)
@@ -241,11 +239,11 @@ class TuneRank:
         return {**result.metrics, f"{PREFIX}epoch": passes, f"{PREFIX}tps": speed, "timing/update": result.seconds}
 
     def _save(self) -> None:
-        """A checkpoint, whole or not at all."""
+        """Save a checkpoint, whole or not at all."""
         folder, first = checkpoint.folder_for(self._folder, self._trainer.step), self._info.rank == 0
         with checkpoint.as_storage_full(folder):
             partial = checkpoint.begin(folder) if first else checkpoint.partial_of(folder)
-            self._info.largest([0])  # nobody writes before the folder is there
+            self._info.largest([0])  # no rank writes before the folder exists
             self._trainer.save(str(partial))
             if first:
                 version, stream = PolicyVersion(step=self._trainer.step), self._stream.state()
@@ -261,13 +259,13 @@ class TuneRank:
         with checkpoint.atomic_folder(folder) as partial:
             self._trainer.backend.export(partial)
 
-    def _tell(self, event: str, loss: float, **more: str) -> None:
-        told = {"event": event, "step": self._trainer.step, "steps": self._steps, "loss": loss, **more}
-        print(json.dumps(told), flush=True)
+    def _print_event(self, event: str, loss: float, **more: str) -> None:
+        line = {"event": event, "step": self._trainer.step, "steps": self._steps, "loss": loss, **more}
+        print(json.dumps(line), flush=True)
 
 
 def main(path: str) -> int:
-    """The exit code: 2 for what the user can mend, 1 for a fault, each of which is a line."""
+    """Run the fine-tuning. Return the exit code: 2 for a user's mistake, 1 for a fault. Each error is a line on stderr."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = loading.load(path)

@@ -1,9 +1,9 @@
 """Supervised warm-up: a tiny model that answers about half of the held-out problems, for reinforcement learning to improve.
 
-The corpus is careless on purpose, as scraped text is: each time a sum with a carry is drawn, its answer forgets the carry
-with probability `forgotten_carry`, and a key that ends in a digit is answered with this digit instead of being looked up.
-The model learns both ways and, greedy, follows the more common one, so its accuracy settles near the share of problems
-that are always done right. The problems written for what follows have right answers only.
+The corpus is careless on purpose, as scraped text is. With probability `forgotten_carry`, a drawn sum with a carry forgets the
+carry, and a key that ends in a digit is answered with that digit instead of being looked up. The model learns both ways and
+greedily follows the more common one. Its accuracy settles near the share of problems that are always right. The problems
+written for reinforcement learning have only right answers.
 
 `python -m runtime.tuning.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
 `{"event": "progress", "step", "loss", "accuracy", "target", "seconds"}`, at the end
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from runtime.types import TrainGroup
 
 RECIPE = 4  # part of the cache's key: raise it when this file changes what a setting produces
-CHECK_EVERY = 10  # steps between two looks at the held-out accuracy
+CHECK_EVERY = 10  # steps between two measurements of the held-out accuracy
 RAMP_STEPS = 20  # of the learning rate
-LARGEST = 1 << 16  # tokens of a micro-batch: a step is one
-AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is what is measured and saved
+LARGEST = 1 << 16  # tokens of a micro-batch: a step is one micro-batch
+AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is measured and saved
 
-# Training ends once this share of the held-out replies is what the corpus would say, carry forgotten or not. Accuracy alone
-# would end it in the steep middle of learning, where a model that guesses digits scores as high as one that adds.
+# Training ends only if this share of the held-out replies is as in the corpus, carry forgotten or not. Accuracy alone would end
+# it in the steep middle of learning, where a model that guesses digits scores as high as a model that adds.
 FLUENCY = 0.95
 
-# The same of replies that are sampled, for lookups: what is copied letter by letter is right, greedily, long before it is sure.
+# The same for sampled replies, for lookups: greedily, copied letters are right long before the model is sure of them.
 SAMPLED_FLUENCY = 0.9
 
 Progress = Callable[[dict[str, object]], None]
@@ -59,7 +59,7 @@ Conversation = Sequence[dict[str, Any]]
 
 
 class SftProblem(arithmetic.Answered, Protocol):
-    """One of a task's."""
+    """A problem of a task."""
 
     def conversation(self, careless: bool = False) -> list[dict[str, Any]]: ...
 
@@ -68,19 +68,19 @@ class TaughtRows(NamedTuple):
     """Conversations as the chat template renders them."""
 
     tokens: torch.Tensor  # int64 [N, T], padded right
-    mask: torch.Tensor  # bool [N, T]: what the assistant writes
-    shared: int  # tokens that all begin with: the tools
+    mask: torch.Tensor  # bool [N, T]: the tokens that the assistant writes
+    shared: int  # tokens that all rows begin with: the tools
 
 
 def _task(settings: Warmup) -> tuple[Sequence[SftProblem], Sequence[SftProblem], list[dict[str, Any]]]:
-    """Problems to train on, held-out ones, and the tools that the assistant is told of."""
+    """Return problems to train on, held-out problems, and the tools that the assistant may call."""
     if settings.task == "lookup":
         return *lookups(settings.eval_problems, settings.seed), [TOOL]
     return *arithmetic.split(settings.min_operand, settings.max_operand, settings.eval_problems, settings.seed), []
 
 
 def cache_folder(settings: Warmup) -> Path:
-    """Where the result for these settings lies, or would lie. It is complete once it exists."""
+    """Return the folder of the result for these settings. The folder is complete if it exists."""
     key = {k: v for k, v in msgspec.to_builtins(settings).items() if k not in ("cache", "max_seconds")}
     digest = hashlib.sha256(json.dumps([RECIPE, key], sort_keys=True).encode()).hexdigest()
     return Path(settings.cache) / f"warmup-{digest[:16]}"
@@ -89,8 +89,8 @@ def cache_folder(settings: Warmup) -> Path:
 def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: None) -> None:
     """Write `folder`: model/ (a Hugging Face folder), train.jsonl, eval.jsonl and warmup.json (accuracy, steps, seconds).
 
-    The folder appears whole or not at all; when another process was first, its folder stays. Raises UserError when the
-    model is not fluent, with an accuracy between `accuracy` and `max_accuracy`, within `max_seconds`.
+    The folder appears whole or not at all; if another process was first, its folder stays. Raises UserError if the model does
+    not become fluent, with an accuracy between `accuracy` and `max_accuracy`, within `max_seconds`.
     """
     train, held_out, tools = _task(settings)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -109,19 +109,19 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
         (whole / "warmup.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
         try:
             whole.rename(folder)
-        except OSError:  # a folder that is not empty is never replaced
+        except OSError:  # rename never replaces a folder that is not empty
             if not (folder / "warmup.json").exists():
                 raise
     progress({"event": "done", "folder": str(folder), **result})
 
 
 class Corpus:
-    """The training problems, each draw of which may be careless."""
+    """The training problems. Each drawn answer may be careless."""
 
     def __init__(
         self, tokenizer: Tokenizer, problems: Sequence[SftProblem], tools: list[dict[str, Any]], careless: float, seed: int
     ):
-        """`careless`: the probability of that."""
+        """Encode the problems. `careless`: the probability of a careless answer."""
         import torch
 
         self._careful, self._shared = _taught(tokenizer, [p.conversation() for p in problems], tools)
@@ -130,7 +130,7 @@ class Corpus:
         self._random = torch.Generator().manual_seed(seed)
 
     def draw(self, count: int) -> TrainGroup:
-        """`count` rows, drawn with replacement."""
+        """Return `count` rows, drawn with replacement."""
         import torch
 
         from runtime.tuning.rank import taught_group
@@ -142,12 +142,12 @@ class Corpus:
 
 
 class Examination:
-    """What a model says to the held-out problems."""
+    """Measurement of a model's replies to the held-out problems."""
 
     def __init__(
         self, tokenizer: Tokenizer, held_out: Sequence[SftProblem], tools: list[dict[str, Any]], sampled: bool = False
     ):
-        """`sampled`: fluency is that of replies at temperature 1, otherwise of greedy ones."""
+        """Encode the held-out problems. `sampled`: measure fluency on replies at temperature 1, otherwise on greedy ones."""
         slips = [wrong for p in held_out if (wrong := p.conversation(careless=True)) != p.conversation()]
         self._right = _rows(tokenizer, [p.conversation() for p in held_out], tools)
         self._slips = _rows(tokenizer, slips, tools)
@@ -155,11 +155,11 @@ class Examination:
         self._sampled = sampled
 
     def accuracy(self, model: torch.nn.Module) -> float:
-        """The share of right replies, greedy."""
+        """Return the share of right greedy replies."""
         return greedy_accuracy(model, self._right)
 
     def is_fluent(self, model: torch.nn.Module) -> bool:
-        """Whether most replies are right, or wrong by carelessness alone."""
+        """Return whether most replies are right, or wrong only by carelessness."""
         share = sampled_accuracy if self._sampled else greedy_accuracy
         careless = share(model, self._slips) * self._slips_share if self._slips_share else 0.0
         return share(model, self._right) + careless >= (SAMPLED_FLUENCY if self._sampled else FLUENCY)
@@ -173,7 +173,7 @@ def _fit(
     settings: Warmup,
     progress: Progress,
 ) -> dict[str, float]:
-    """Train the model of `folder` until the mean of its weights, `average`, is fluent and as accurate as wanted."""
+    """Train the model of `folder` until the running mean of its weights, `average`, is fluent and has the wanted accuracy."""
     from runtime.tuning.rank import supervised_trainer
 
     options = Optimizer(learning_rate=settings.learning_rate, warmup_steps=RAMP_STEPS, betas=(0.9, 0.95))
@@ -203,17 +203,17 @@ def _fit(
 
 
 def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> None:
-    """The running mean of the weights: `decay` · the mean before + (1 − `decay`) · the weights."""
+    """Update the running mean of the weights: `decay` · the mean before + (1 − `decay`) · the weights."""
     means = dict(average.named_parameters())
     for spec, weight in zip(trainer.backend.tensor_specs(), trainer.backend.gather(), strict=True):
         means[spec.name].data.lerp_(weight, 1 - decay)
 
 
 def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
-    """The share of rows in which greedy decoding reproduces exactly what the assistant writes.
+    """Return the share of rows in which greedy decoding reproduces exactly the assistant's tokens.
 
-    One forward pass decides it: decoding reproduces a reply if and only if each of its tokens is the most likely one after
-    the tokens before it.
+    One forward pass is enough: decoding reproduces a reply if and only if each of its tokens is the most likely one after the
+    tokens before it.
     """
     import torch
 
@@ -223,8 +223,8 @@ def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
 
 
 def sampled_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
-    """The share of conversations in which sampling at temperature 1 says what the assistant writes in `rows`: the mean of the
-    probabilities of its tokens, multiplied along each row."""
+    """Return the share of conversations in which sampling at temperature 1 gives the assistant's tokens in `rows`: the mean
+    over rows of the product of the tokens' probabilities."""
     import torch
 
     with torch.no_grad():
@@ -234,8 +234,8 @@ def sampled_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
 
 
 def _predicted(model: torch.nn.Module, rows: TaughtRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [N, S, V] of the tokens behind the shared ones and the first, these tokens, and their mask [N, S]. What all rows
-    begin with is computed once for all of them."""
+    """Return logits [N, S, V] of the tokens after the shared ones and the first one, these tokens, and their mask [N, S]. The
+    tokens that all rows begin with are computed once."""
     tokens, mask, shared = rows
     cache = None
     if shared:
@@ -248,7 +248,7 @@ def _predicted(model: torch.nn.Module, rows: TaughtRows) -> tuple[torch.Tensor, 
 def _taught(
     tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]]
 ) -> tuple[list[SftRow], int]:
-    """A row of each, and how many tokens all begin with: the tools."""
+    """Return a row of each conversation, and the number of tokens that all rows begin with: the tools."""
     template = ChatTemplate(tiny_model.CHAT_TEMPLATE, {}, "the tiny model")
 
     def render(messages: Sequence[Message], prompt: bool) -> str:
@@ -262,7 +262,7 @@ def _taught(
 
 
 def _rows(tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]]) -> TaughtRows:
-    """Padded to the longest."""
+    """Return the conversations as rows, padded to the longest."""
     import torch
 
     rows, shared = _taught(tokenizer, conversations, tools)
@@ -276,7 +276,7 @@ def _rows(tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: li
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the warm-up for the settings in `arguments`; 0 when the cache folder is complete, 2 on a user's mistake."""
+    """Run the warm-up for the settings in `arguments`. Return 0 if the cache folder is complete, 2 on a user's mistake."""
 
     def emit(line: dict[str, object]) -> None:
         print(json.dumps(line), flush=True)
@@ -295,8 +295,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         import torch
 
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the scratch folder goes too
-        torch.set_num_threads(1)  # so small a model gains little from two, and loses all of it on busy cores
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the scratch folder is removed
+        torch.set_num_threads(1)  # a small model gains little from two threads, and nothing on busy cores
         warm_up(settings, folder, emit)
     except UserError as error:
         emit({"event": "error", "message": str(error)})

@@ -179,8 +179,7 @@ def read_description(folder: Path, config: LoraConfig | None, base: AdapterBase 
 
 
 def require_same_adapters(folder: Path, saved: dict[str, Any] | None, config: LoraConfig | None) -> None:
-    """Check that a run with the adapters `config` can continue from the adapters `saved` in checkpoint `folder`. Raises
-    UserError if not."""
+    """Check that adapters `config` can continue from the adapters `saved` in checkpoint `folder`. Raises UserError if not."""
     if saved is None and config is None:
         return
     if saved is None:
