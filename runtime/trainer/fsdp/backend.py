@@ -237,7 +237,7 @@ class FsdpBackend(ModelBackend):
             return values.float()
 
     def _precision(self) -> contextlib.AbstractContextManager:
-        """Return the passes' context. Products use the compute dtype; residuals, norms and rotations float32, as in rollouts."""
+        """Return a pass's context. Products use the compute dtype; residuals, norms and rotations float32, as in rollouts."""
         if self._compute == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.rank_info.device.type, self._compute)
