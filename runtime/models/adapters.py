@@ -52,8 +52,8 @@ class AdapterBase:
         """Check that `saved`, the base in checkpoint `folder` of adapters, is this model. Raises UserError if not."""
         if isinstance(saved, dict) and (other := str(saved.get("fingerprint"))) != self.fingerprint:
             raise UserError(
-                f"model.path: {self.path} (fingerprint {self.fingerprint}) is not what the adapters of checkpoint {folder} "
-                f"were trained on, which is {saved.get('path')} (fingerprint {other})"
+                f"model.path: {self.path} (fingerprint {self.fingerprint}) is not the base of the adapters in checkpoint "
+                f"{folder}, which is {saved.get('path')} (fingerprint {other})"
             )
 
 
@@ -128,7 +128,7 @@ def base_of(names: Iterable[str], folder: str) -> str:
 def require_base(base: str, folder: str) -> None:
     """Check that the weights of `folder` have the fingerprint `base`. Raises UserError if not."""
     if (found := fingerprint(folder)) != base:
-        raise UserError(f"model.path: {folder!r} has other weights here ({found}) than where adapters are trained ({base})")
+        raise UserError(f"model.path: {folder!r} has other weights here ({found}) than in the trainer ({base})")
 
 
 @torch.no_grad()

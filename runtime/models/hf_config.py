@@ -97,7 +97,7 @@ def shard_names(index: Path) -> list[str]:
     if not all(isinstance(name, str) and name.isprintable() and Path(name).name == name for name in names):
         names = [""]
     if not all(name.endswith(".safetensors") for name in names):
-        raise UserError(f"model {index}: not an index of safetensors shards, which are files beside it")
+        raise UserError(f"model {index}: not an index of safetensors shards in the same folder")
     return sorted(set(names))
 
 

@@ -55,9 +55,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
     except UserError as error:
         raise UserError(f"{key}: {path!r} cannot be loaded: {error}") from error
     if (Path(path) / "adapter_config.json").exists():
-        raise UserError(
-            f"{key}: {path!r} has an adapter, of whatever model its adapter_config.json names; merge it, or remove it"
-        )
+        raise UserError(f"{key}: {path!r} contains an adapter (adapter_config.json); merge it into the weights, or remove it")
     transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
@@ -78,7 +76,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
             output_loading_info=True,
         )
     except KeyError as error:  # some models look attention up in a table of their own
-        raise UserError(f"{key}: {path!r} cannot run packed: its attention is not exchangeable") from error
+        raise UserError(f"{key}: {path!r} cannot run packed: its attention cannot be replaced") from error
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes
         raise UserError(f"{key}: {path!r} cannot be loaded: {' '.join(str(error).split())}") from error
     for fault in ("missing_keys", "mismatched_keys"):
@@ -103,7 +101,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
 def _require_packable(model: PreTrainedModel, where: str) -> None:
     fault, kind = hf_config.unpackable(model.config.to_dict()), model.config.model_type
     if not fault and not getattr(model, "_supports_attention_backend", False):
-        fault = f"a {kind} model cannot run packed (its attention is not exchangeable); must be full or sliding attention"
+        fault = f"a {kind} model cannot run packed (its attention cannot be replaced); must be full or sliding attention"
     if fault:
         raise UserError(f"{where}: {fault}")
 
@@ -115,7 +113,7 @@ def _require_names(model: PreTrainedModel, found: Collection[str], where: str) -
     own = [*(name for name, _ in model.named_parameters()), *fixed_tensors(model)]
     if strange := [name for name in own if name not in found]:
         raise UserError(
-            f"{where}: transformers {transformers.__version__} holds {len(strange)} weights otherwise than the folder does "
+            f"{where}: transformers {transformers.__version__} holds {len(strange)} weights under other names than the folder "
             f"({', '.join(strange)}); needs a folder saved by that version; with experts a version below 5, or engine megatron"
         )
 
@@ -123,7 +121,7 @@ def _require_names(model: PreTrainedModel, found: Collection[str], where: str) -
 def _require_places(model: PreTrainedModel, unexpected: Iterable[str], files: WeightFiles, where: str, trained: bool) -> None:
     """Check that all weights of the folder belong to the model, if its family is known or it is `trained`."""
     if (trained or model.config.model_type in FAMILIES) and (lost := (set(unexpected) & files.shapes.keys()) - {LM_HEAD}):
-        raise UserError(f"{where}: {len(lost)} weights have no place in the model: {', '.join(sorted(lost))}")
+        raise UserError(f"{where}: {len(lost)} weights do not belong to the model: {', '.join(sorted(lost))}")
 
 
 @torch.no_grad()
@@ -162,7 +160,7 @@ def declared_dtype(path: str) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"model.path: {path!r}: config.json declares the dtype {name!r}, which is not one of torch's")
+        raise UserError(f"model.path: {path!r}: config.json declares the dtype {name!r}, which torch does not have")
     return dtype
 
 

@@ -94,8 +94,8 @@ def memory_fault(config: Config, role: str, held: RankBytes, available: int) -> 
     gigabytes, fixed = f"{available / 1e9:.1f} GB", held.total - held.activations
     if fixed >= available:
         return (
-            f"services.{role}.processes: {settings.processes} of them need {fixed / 1e9:.1f} GB each without any activations, "
-            f"and have {gigabytes}; must be more, or the model be spread over more of them (services.{role}.parallel)"
+            f"services.{role}.processes: {settings.processes} processes need {fixed / 1e9:.1f} GB each without activations, "
+            f"and have {gigabytes}; must be more, or shard the model over more of them (services.{role}.parallel)"
         )
     constant = held.constant if fixed + held.constant < available else 0
     most = (available - fixed - constant) * _microbatch_tokens(config, settings) // (held.activations - constant)

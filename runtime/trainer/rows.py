@@ -258,7 +258,7 @@ def _check(
     payload.check_sets(vocab_size)
     tokens = len(payload.prompt) + sum(map(fed, payload.lengths.tolist()))
     if experts is not None and (payload.experts is None or not payload.experts.fit(tokens, *experts)):
-        raise InvalidMessage(f"{where}: its experts are not those of {tokens} tokens of this model, which moe.replay takes")
+        raise InvalidMessage(f"{where}: its experts do not fit {tokens} tokens of this model; moe.replay needs them")
     if payload.turn_rewards:
         mask, begins = payload.loss_mask.expand(), starts(payload.lengths.astype(np.int64))
         for turn in payload.turn_rewards:
@@ -266,7 +266,7 @@ def _check(
                 raise InvalidMessage(f"{where}: {turn} is of a token that is not trained in this row")
     for part in given:
         if len(part.values) != len(payload.tokens):
-            raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} for other replies")
+            raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} do not match its replies")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     empty if there are few items.
     """
     if parts < 1:
-        raise ValueError(f"parts is at least 1, not {parts}")
+        raise ValueError(f"parts: {parts}; must be at least 1")
     shares = _difference(costs, parts)
     # No distribution is better than the larger of the mean and the most expensive item.
     _exchange(costs, shares, max(sum(costs) / parts, max(costs, default=0)) * (1 + SLACK))

@@ -396,6 +396,8 @@ async def test_another_base_is_refused_in_one_line(tmp_path: Path) -> None:
     site = Site(tmp_path)
     other = make_policy(tmp_path / "other", initializer_range=0.2)
     async with site.stage(site.path, other) as here:
-        with pytest.raises(UserError, match=rf"^model\.path: '{other}' has other weights here \(\w+\) than where .*\)$"):
+        with pytest.raises(
+            UserError, match=rf"^model\.path: '{other}' has other weights here \(\w+\) than in the trainer .*\)$"
+        ):
             await here.publish(1)
         assert here.rollouts[1].service._engine.version.step == 0

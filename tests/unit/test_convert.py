@@ -184,7 +184,7 @@ def halve(hf: Path) -> None:
     change(hf / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", torch.Tensor.bfloat16)
 
 
-MISSING = "1 tensors are missing: model.norm.weight", "12 tensors are too many: more.00, ", "more.09, ..."
+MISSING = "1 tensors are missing: model.norm.weight", "12 tensors are unexpected: more.00, ", "more.09, ..."
 DTYPES = "linear_qkv.weight is made of tensors of several dtypes", "k_proj.weight bfloat16"
 
 
@@ -275,7 +275,7 @@ class TestRefusedToHf:
             (lambda core: cut(first(core)), "tp_01_pp_00.safetensors: is not a whole safetensors file"),
             (
                 lambda core: change_json(core / "config.json", model_type="qwen3"),
-                "tp_00_pp_00.safetensors: 2 tensors are too many: decoder.layers.0.self_attention.linear_qkv.bias",
+                "tp_00_pp_00.safetensors: 2 tensors are unexpected: decoder.layers.0.self_attention.linear_qkv.bias",
             ),
             (
                 lambda core: change_json(core / "config.json", intermediate_size=64),

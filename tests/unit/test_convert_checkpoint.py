@@ -134,7 +134,7 @@ class TestRefused:
         del tensors["decoder.final_layernorm.weight"]
         tensors |= {f"more.{number:02d}": torch.zeros(1) for number in range(12)}
         saved = save(tmp_path / "saved", "qwen2", tensors)
-        told = ("1 tensors are missing: decoder.final_layernorm.weight", "12 tensors are too many: more.00, ", "more.09, ...")
+        told = ("1 tensors are missing: decoder.final_layernorm.weight", "12 tensors are unexpected: more.00, ", "more.09, ...")
         self.refuse(tmp_path, capsys, saved, *told)
 
     def test_another_engines(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ class TestRefused:
         [
             ("config.json", json.dumps(OTHER).encode(), "linear_fc2.weight [4, 32, 48] instead of [5, 32, 48]"),
             ("config.json", json.dumps(OTHER).encode(), "embedding.word_embeddings.weight [104, 32]"),
-            (".metadata", b"\x80\x02}q", "megatron/.metadata: is not a whole index of a checkpoint: "),
+            (".metadata", b"\x80\x02}q", "megatron/.metadata: is not a complete checkpoint index: "),
             (".metadata", pickle.dumps(Running(Path("run"))), "megatron/.metadata: its pickle wants posix.system"),
             ("__0_0.distcp", bytes(100), "cannot be read: "),
         ],
@@ -161,16 +161,16 @@ class TestRefused:
         ("change", "told"),
         [
             (lambda index: setattr(index, "planner_data", Running(Path("run"))), "wants posix.system"),
-            (lambda index: places(index, relative_path="../../elsewhere"), "it wants '../../elsewhere'"),
-            (lambda index: places(index, transform_descriptors=("zstd",)), "it wants '__0_0.distcp'"),
-            (lambda index: places(index, offset="0"), "has '0' in the place of a int"),
-            (lambda index: index.storage_data.clear(), "more parts of tensors than places for them"),
+            (lambda index: places(index, relative_path="../../elsewhere"), "it refers to '../../elsewhere'"),
+            (lambda index: places(index, transform_descriptors=("zstd",)), "it refers to '__0_0.distcp'"),
+            (lambda index: places(index, offset="0"), "has '0' instead of a int"),
+            (lambda index: index.storage_data.clear(), "more parts of tensors than positions"),
             (lambda index: of_norm(index).chunks.clear(), r"parts of a tensor [32] do not fill it"),
-            (lambda index: of_norm(index).chunks.extend(of_norm(index).chunks * 10**5), "more parts of tensors than places"),
+            (lambda index: of_norm(index).chunks.extend(of_norm(index).chunks * 10**5), "more parts of tensors than positions"),
             (lambda index: setattr(of_norm(index).chunks[0], "offsets", torch.Size([1])), "lies beyond its tensor [32]"),
             (lambda index: setattr(of_norm(index).chunks[0], "offsets", torch.Size([0, 0])), "lies beyond its tensor [32]"),
-            (lambda index: setattr(of_norm(index), "properties", None), "has None in the place of a TensorProperties"),
-            (lambda index: setattr(index, "storage_data", None), "has None in the place of a dict"),
+            (lambda index: setattr(of_norm(index), "properties", None), "has None instead of a TensorProperties"),
+            (lambda index: setattr(index, "storage_data", None), "has None instead of a dict"),
             (lambda index: index.__dict__.pop("storage_data"), "KeyError: 'storage_data'"),
         ],
     )

@@ -441,7 +441,7 @@ RANKS: list[tuple[str, By, str]] = [
     ("01_000", set_tensor(NORM, torch.Tensor.bfloat16), f"{NORM} is bfloat16, on another rank float32"),
     ("01_000", set_tensor(NORM, lambda whole: whole[:8]), f"1 tensors are of another shape: {NORM} [8] instead of [32]"),
     ("01_001", lambda state: state["model"].pop(NORM), f"1 tensors are missing: {NORM}"),
-    ("01_001", put_tensors({f"more.{n:02d}": torch.zeros(1) for n in range(12)}), "12 tensors are too many: more.00, "),
+    ("01_001", put_tensors({f"more.{n:02d}": torch.zeros(1) for n in range(12)}), "12 tensors are unexpected: more.00, "),
     ("01_001", put_tensors({"odd": [1]}), "odd of model is no tensor"),
     ("00_000", lambda state: state["model"].pop(NORM.replace(".0.", ".1.")), "1 tensors are missing"),
     ("01_001", put(opt=Call(os.system, "exit")), "its pickle wants posix.system, which no"),

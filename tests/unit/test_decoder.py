@@ -143,7 +143,7 @@ def test_a_folder_that_is_not_a_model_is_a_user_error(tmp_path: Path) -> None:
     maps = ("{}", *(f'{{"weight_map": {{"a": {name}}}}}' for name in ('"../model.safetensors"', "1", '""')))
     for content in maps:
         (tmp_path / "model.safetensors.index.json").write_text(content)
-        with pytest.raises(UserError, match="not an index of safetensors shards, which are files beside it"):
+        with pytest.raises(UserError, match="not an index of safetensors shards in the same folder"):
             load(tmp_path)
     for raw, told in ((b"\xff", "not valid JSON"), (b"[" * 100_000, "not valid JSON"), (b"[]", "is not a JSON object")):
         (tmp_path / "model.safetensors.index.json").write_bytes(raw)

@@ -326,7 +326,7 @@ class TestRefusals:
         lines = str(raised.value).splitlines()
         assert lines[0].startswith("weights: 12 tensors are missing: model.layers.0.self_attn.q_proj.bias, ")
         assert lines[0].endswith(", model.layers.3.self_attn.q_proj.bias, ...")
-        assert lines[1].startswith("weights: 8 tensors are too many: model.layers.0.self_attn.q_norm.weight, ")
+        assert lines[1].startswith("weights: 8 tensors are unexpected: model.layers.0.self_attn.q_norm.weight, ")
         assert "model.embed_tokens.weight [101, 64] instead of [101, 32]" in lines[2]
 
     def test_heads_that_are_not_needed_may_be_there(self) -> None:

@@ -236,7 +236,7 @@ class TestOnDisk:
 
     def test_a_checkpoint_of_adapters_is_no_model(self, policy: str, tmp_path: Path):
         folder = saved(policy_trainer(lora_config(policy)), tmp_path / "save")
-        with pytest.raises(UserError, match=rf"^{folder}: holds adapters alone, .*; the run's folder model has them merged$"):
+        with pytest.raises(UserError, match=rf"^{folder}: holds only adapters, .*; the run's folder model has them merged$"):
             CoreCheckpoint(folder)
 
 

@@ -197,5 +197,5 @@ class TestLayersThatPredictFurtherTokens:
         edit(tmp_path, num_nextn_predict_layers=0)
         with pytest.raises(UserError, match=f"{len(more)} unknown"):
             Decoder.from_pretrained(tmp_path, torch.device("cpu"), torch.float32)
-        with pytest.raises(UserError, match=f"{len(more)} weights have no place in the model: {', '.join(more)}"):
+        with pytest.raises(UserError, match=f"{len(more)} weights do not belong to the model: {', '.join(more)}"):
             hf_policy.load_policy(str(tmp_path))

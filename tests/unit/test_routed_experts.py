@@ -237,7 +237,7 @@ def test_experts_that_are_not_those_of_the_tokens_are_refused(
     group = random_experts(make_groups(2)[:1], SHAPES["qwen3_moe"])[0]
     payload = types.decode(GroupPayload, group.payload)
     wrong = replace(group, payload=types.encode(replace(payload, experts=change(payload.experts))))
-    fault = f"group 0: its experts are not those of {fed_tokens(payload)} tokens of this model, which moe.replay takes"
+    fault = f"group 0: its experts do not fit {fed_tokens(payload)} tokens of this model; moe.replay needs them"
     with pytest.raises(InvalidMessage, match=fault):
         run_step(policy_trainer(with_moe(folders("qwen3_moe"), replay="routing")), [wrong])
 

@@ -216,7 +216,7 @@ def test_nothing_is_opened_that_is_no_safetensors_file_of_the_folder(tmp_path: P
         assert any("not an index of safetensors shards" in fault for fault in semantic_faults(config, {}, 1 << 40))
     index.write_text(json.dumps({"weight_map": {"a": "w.safetensors"}}))
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
-    with pytest.raises(UserError, match=r"has an adapter, of whatever model its adapter_config\.json names"):
+    with pytest.raises(UserError, match=r"contains an adapter \(adapter_config\.json\)"):
         hf_policy.load_policy(str(folder))
 
 

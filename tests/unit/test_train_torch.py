@@ -328,7 +328,7 @@ def test_weights_without_a_place_are_named(tmp_path: Path) -> None:
     with_changed_weights(
         tmp_path, lambda tensors: tensors.update(extra, **{"mtp.norm.weight": torch.zeros(1)})
     )  # which nobody asks for
-    with pytest.raises(UserError, match=r"^model\.path: .*: 3 weights have no place in the model: ") as caught:
+    with pytest.raises(UserError, match=r"^model\.path: .*: 3 weights do not belong to the model: ") as caught:
         policy_trainer(make_config(str(tmp_path)))
     assert all(name in str(caught.value) for name in extra) and "mtp" not in str(caught.value)
 
@@ -340,7 +340,9 @@ def test_weights_that_transformers_holds_under_other_names_are_named(tmp_path: P
     with_changed_weights(
         tmp_path, lambda tensors: [tensors.update({n.removeprefix("model."): tensors.pop(n)}) for n in list(tensors)]
     )
-    with pytest.raises(UserError, match=rf"^model\.path: .* holds {len(names)} weights otherwise than the folder") as caught:
+    with pytest.raises(
+        UserError, match=rf"^model\.path: .* holds {len(names)} weights under other names than the folder"
+    ) as caught:
         policy_trainer(make_config(str(tmp_path)))
     assert all(name in str(caught.value) for name in names)
 

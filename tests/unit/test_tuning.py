@@ -70,9 +70,7 @@ def test_a_reply_that_is_written_otherwise_later_has_a_row_of_its_own() -> None:
 
 def test_a_template_whose_replies_stand_elsewhere_than_generation_begins_is_refused() -> None:
     thinking = APPENDING.replace("<a>{% endif %}", "<a><think>{% endif %}")
-    with pytest.raises(
-        UserError, match=r"^a template: does not write a reply directly after the prompt that generation begins"
-    ):
+    with pytest.raises(UserError, match=r"^a template: does not write a reply directly after the prompt that generation"):
         turns(template(thinking), chat("1+2", "3"), "a template")
 
 

@@ -172,7 +172,7 @@ def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mappi
     """Check that names and shapes are the same. Raises UserError with a line for each kind of fault and the first names."""
     faults = {
         "missing": [name for name in needed if name not in found],
-        "too many": [name for name in found if name not in needed],
+        "unexpected": [name for name in found if name not in needed],
         "of another shape": [
             f"{name} {list(found[name])} instead of {list(shape)}"
             for name, shape in needed.items()

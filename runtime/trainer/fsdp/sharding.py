@@ -68,7 +68,7 @@ def _sum_unused(model: Any) -> None:
     UserError if torch cannot do so."""
     if not hasattr(model, "set_reduce_scatter_unused_params"):
         raise UserError(
-            f"model: torch {torch.__version__} cannot spread a mixture of experts over several processes; must be one process, "
+            f"model: torch {torch.__version__} cannot shard a mixture of experts over several processes; must be one process, "
             "a newer torch, or engine megatron"
         )
     model.set_reduce_scatter_unused_params(True)

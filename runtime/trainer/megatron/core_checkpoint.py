@@ -194,7 +194,7 @@ def read_index(path: Path) -> Metadata:
     except RefusedPickle as error:
         raise UserError(f"{path}: {error}") from error
     except FAULTS as error:
-        raise UserError(f"{path}: is not a whole index of a checkpoint: {plain_pickle.line(error)}") from error
+        raise UserError(f"{path}: is not a complete checkpoint index: {plain_pickle.line(error)}") from error
 
 
 class _Names:
@@ -214,7 +214,7 @@ class _Names:
         raise RefusedPickle(full)
 
     def outside(self, identity: Any) -> Any:
-        raise Malformed(f"it wants {plain_pickle.told(identity)} from outside")
+        raise Malformed(f"it refers to external data: {plain_pickle.told(identity)}")
 
 
 def _metadata(found: Any) -> Metadata:
@@ -228,7 +228,7 @@ def _metadata(found: Any) -> Metadata:
         if isinstance(tensor, TensorStorageMetadata):
             left -= len(tensor.chunks)
             if not all(MetadataIndex(name, part.offsets) in stored for part in tensor.chunks):
-                raise Malformed(f"it does not say where all of {plain_pickle.told(name)} is")
+                raise Malformed(f"it lacks positions of parts of {plain_pickle.told(name)}")
     return Metadata(tensors, storage_data=stored, storage_meta=StorageMeta(), version=str(top.get("version"))[:20])
 
 
@@ -240,7 +240,7 @@ def _tensor(entry: Any, most_parts: int) -> TensorStorageMetadata | BytesStorage
     dtype = getattr(torch, _typed(_state(state["properties"], TensorProperties)[0], str))
     size, listed = _typed(state["size"], torch.Size), _typed(state["chunks"], list)
     if len(listed) > most_parts:
-        raise Malformed("it has more parts of tensors than places for them")
+        raise Malformed("it has more parts of tensors than positions")
     parts = [_chunk(part, size) for part in listed]
     if sum(part.sizes.numel() for part in parts) != size.numel():
         raise Malformed(f"the parts of a tensor {list(size)} do not fill it")
@@ -268,27 +268,27 @@ def _place(place: Any) -> _StorageInfo:
     state = _state(place, _StorageInfo)
     name, first, count = _typed(state["relative_path"], str), _typed(state["offset"], int), _typed(state["length"], int)
     if Path(name).name != name or "\0" in name or min(first, count) < 0 or state.get("transform_descriptors") is not None:
-        raise Malformed(f"it wants {plain_pickle.told(name)}, from {first} on")
+        raise Malformed(f"it refers to {plain_pickle.told(name)} at {first}, not to plain data in its folder")
     return _StorageInfo(name, first, count)
 
 
 def _sizes(sizes: Any = ()) -> torch.Size:
     good = isinstance(sizes, tuple) and len(sizes) <= 64 and all(type(size) is int and size >= 0 for size in sizes)
     if not good or math.prod(max(size, 1) for size in sizes) >= 1 << 63:
-        raise Malformed("it has a tensor of no shape")
+        raise Malformed("a tensor has an invalid shape")
     return torch.Size(sizes)
 
 
 def _state(value: Any, kind: type) -> Any:
     """Return the attributes of what stands for an object of `kind`. Raises Malformed if it is of another kind."""
     if not isinstance(value, Attributes) or _STATES[value.name][0] is not kind:
-        raise Malformed(f"it has {plain_pickle.told(value)} in the place of a {kind.__name__}")
+        raise Malformed(f"it has {plain_pickle.told(value)} instead of a {kind.__name__}")
     return value.values
 
 
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise Malformed(f"it has {plain_pickle.told(value)} in the place of a {kind.__name__}")
+        raise Malformed(f"it has {plain_pickle.told(value)} instead of a {kind.__name__}")
     return value
 
 
@@ -401,7 +401,7 @@ def _require_engine(folder: Path) -> None:
     path = folder / TRAINER
     description = read_object(path, str(path))
     if description.get("lora"):
-        raise UserError(f"{folder}: holds adapters alone, in PEFT's format; the run's folder model has them merged")
+        raise UserError(f"{folder}: holds only adapters, in PEFT's format; the run's folder model has them merged")
     if "engine" not in description:
         raise UserError(f"{folder}: is a checkpoint of engine torch, whose folder model is a Hugging Face folder already")
     if description["engine"] != "megatron":

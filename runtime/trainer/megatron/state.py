@@ -141,7 +141,7 @@ def _description(folder: Path) -> dict[str, Any]:
     if (description.get("engine"), description.get("format")) != (ENGINE, FORMAT):
         raise UserError(
             f"checkpoint {folder}: is of engine {description.get('engine', 'torch')!r}, format {description.get('format')!r}; "
-            f"engine {ENGINE} reads its own, format {FORMAT}"
+            f"engine {ENGINE} reads only its own, of format {FORMAT}"
         )
     return description
 
