@@ -53,7 +53,7 @@ class AdapterBase:
         if isinstance(saved, dict) and (other := str(saved.get("fingerprint"))) != self.fingerprint:
             raise UserError(
                 f"model.path: {self.path} (fingerprint {self.fingerprint}) is not the base of the adapters in checkpoint "
-                f"{folder}, which is {saved.get('path')} (fingerprint {other})"
+                f"{folder}; their base is {saved.get('path')} (fingerprint {other})"
             )
 
 

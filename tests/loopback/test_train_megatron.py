@@ -207,8 +207,8 @@ def test_adapters_of_another_base_are_refused(experts: Path, spread: dict[str, A
     base = json.loads((tmp_path / f"saved-by-{LORA_EXPERT.name}" / "trainer.json").read_text())["base"]
     assert base["path"] == str(experts / "policy")
     told = (
-        rf"model\.path: {tmp_path}/policy \(fingerprint \w+\) is not the base of the adapters in checkpoint .*, which "
-        rf"is {experts}/policy \(fingerprint {base['fingerprint'][:16]}\)\n"
+        rf"model\.path: {tmp_path}/policy \(fingerprint \w+\) is not the base of the adapters in checkpoint .*; their "
+        rf"base is {experts}/policy \(fingerprint {base['fingerprint'][:16]}\)\n"
     )
     with pytest.raises(AssertionError, match=f"UserError: {told}"):
         train(tmp_path, LORA_EXPERT, resumed=LORA_EXPERT.name)

@@ -143,7 +143,7 @@ def test_adapters_alone_are_trained_against_the_policy_without_them_and_come_bac
     save_file(before | {name: before[name] + 1}, other / "model.safetensors", metadata={"format": "pt"})
     going = ("model={}", f"model.path={other}", "training.steps=14", "run.resume=auto")
     both = [rf"{path} \(fingerprint \w+\)" for path in (other, base)]
-    told = rf"model\.path: {both[0]} is not the base of the adapters in .*, which is {both[1]}"
+    told = rf"model\.path: {both[0]} is not the base of the adapters in .*; their base is {both[1]}"
     assert re.search(told, refused(config, folder, *overrides, *going, whole=True))
 
 

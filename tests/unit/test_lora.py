@@ -227,7 +227,9 @@ class TestOnDisk:
         assert_same(weights(moved), weights(engine))
         before = weights(changed)
         both = [rf"{path} \(fingerprint \w{{16}}\)" for path in (other, policy)]
-        with pytest.raises(UserError, match=rf"^model\.path: {both[0]} is not .* checkpoint {folder} .*, which is {both[1]}$"):
+        with pytest.raises(
+            UserError, match=rf"^model\.path: {both[0]} is not .* checkpoint {folder}; their base is {both[1]}$"
+        ):
             changed.load(str(folder))
         assert_same(weights(changed), before)
         told = json.loads((folder / "trainer.json").read_text())
