@@ -473,7 +473,7 @@ FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (lambda core: cut(core / "release/mp_rank_01_000" / FILE), "mp_rank_01_000/model_optim_rng.pt: is not a whole file"),
     (lambda core: (core / TRACKER).unlink(), "core: has no latest_checkpointed_iteration.txt"),
     (lambda core: (core / TRACKER).write_text("../.."), "is '../..'; must be the number of an"),
-    (lambda core: (core / TRACKER).write_text("7"), "names iter_0000007, of which there is no fold"),
+    (lambda core: (core / TRACKER).write_text("7"), "names iter_0000007, but there is no such fold"),
     (lambda core: (core / "layout.json").write_text("{}"), "has layout.json, which is for sluice convert mcore2hf"),
     (lambda core: (core / "trainer.json").write_text("{}"), "has trainer.json, which is for sluice convert mcore2hf"),
     (config(rope_theta=1e6), "args.rotary_base is 10000.0; by config.json, rope_theta 1000000.0, it is 1000000.0"),
