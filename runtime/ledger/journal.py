@@ -139,7 +139,7 @@ class LedgerWriter:
             if self._writing is None:
                 self._writing = asyncio.create_task(self._write_pending())
                 self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())  # all callers may be gone
-                await asyncio.shield(self._writing)  # cancelling a caller must not interrupt the write
+            await asyncio.shield(self._writing)  # cancelling a caller must not interrupt the write
 
     async def run(self, tick: float) -> None:
         """Flush new records, at most every `tick` seconds, until cancelled. Raises what `flush` raises."""
