@@ -236,7 +236,7 @@ class Apply(Command[StepResult], frozen=True):
 
 class Save(Command[list[str]], frozen=True):
     """Write the state after the commands before into the empty folder `folder`. If nodes share no folder, ranks write parts for
-    the encoded Position `place`, answer with the parts' names, and keep only older parts of the steps in `keep`."""
+    the encoded Position `place` and answer with the parts' names. Of older parts they keep those of the steps `keep`."""
 
     folder: str
     place: bytes = b""

@@ -127,7 +127,7 @@ class EvaluationRoles:
 
 
 class Roles(EvaluationRoles):
-    """Also the current processes of the groups under training. An attempt keeps the processes that it began with."""
+    """Adds reference, trainer and critic as they serve now. An attempt keeps the processes that it began with."""
 
     def __init__(self, register: Register, patience: float):
         """Look up the roles. Raises Unreachable if trainer or critic is lost."""
@@ -255,7 +255,7 @@ class WorkPool(ABC):
         return self.is_open and bool(self.register.units(self._role, UnitState.SERVING))
 
     def least_loaded(self) -> RolePort:
-        """Return the open rollout with the lowest load. Requires one open rollout."""
+        """Return the serving unit with the lowest load. Requires one serving unit."""
         least: RolePort = self.register.port(self._loads.least(self.register.members(self._role, UnitState.SERVING)))
         return least
 

@@ -10,8 +10,8 @@ due, its content, and which are kept (`Checkpoints`).
     kept         rollouts; the ledger with all groups, their replies and scores; evaluations up to the checkpoint
     done again   the steps after the checkpoint; replies that were in generation as the attempt ended
 
-A loss ends the run if lost processes are not started again, before the first version is published, if the run is interrupted,
-or if more attempts in a row than `services.trainer.restarts.attempts` made no progress.
+A loss ends the run in four cases: lost processes are not started again; the first version is not published yet; the run is
+interrupted; more attempts in a row than `services.trainer.restarts.attempts` made no progress.
 """
 
 from __future__ import annotations
