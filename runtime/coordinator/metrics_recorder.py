@@ -294,8 +294,8 @@ class Probes:
         return not all(asked.done() for asked in self._asked.values())
 
     async def answers(self, version: PolicyVersion) -> list[bytes]:
-        """Return the rollouts' answers for `version`, once each has answered or run out of time. Return none if the rollouts
-        have another version. `close_step` must follow."""
+        """Return the rollouts' answers for `version`, once each has answered or run out of time. Return an empty list if
+        the rollouts have another version. `close_step` must follow."""
         self._compared, self._unanswered = [], 0
         self._look_if_due()
         if version != self._version or self.given_before:

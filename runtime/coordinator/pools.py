@@ -113,7 +113,7 @@ class Replicas:
         while not (serving := self._serving):  # check again: the replica may be lost before this task runs
             if await wait_for(self._register, missing, now() + self._patience):
                 why = "; ".join(f"{unit.name}: {unit.reason}" for unit in self._register.units(self._role) if unit.reason)
-                raise ServiceFault(self._role, "run", f"{why}; no other has come", self._patience)
+                raise ServiceFault(self._role, "run", f"{why}; no replacement has come", self._patience)
         replica: RolePort = serving[turn % len(serving)].port
         return replica
 

@@ -81,7 +81,7 @@ class TrainLoop:
         while self.next < self._buffer.step or await self._devices.next_lease():
             async with self._devices.lease("trainer") as lease:
                 unpublished = await self._steps(tasks, lease)
-            # At the lease's end its last version was published, unless `_finish` did that. So commit and record it here.
+            # A shared lease publishes its last version at its end. Then commit and record this version here.
             if lease.version is not None:
                 self._buffer.commit(lease.version.step)
             if unpublished is not None:
@@ -96,7 +96,7 @@ class TrainLoop:
             if position is not None:
                 await self.saved()  # one checkpoint at a time
             if self._running is not None:
-                await self._running  # the previous step, until its version is committed
+                await self._running  # until the previous step is published and recorded
             # Write what a new coordinator must know of this step and the previous one, before the update is ordered.
             await self._ledger.flush()
             # Order the update, and right behind it the weight sync of the new version.
