@@ -200,7 +200,7 @@ class TestOnDisk:
             (LORA, None, r'lora: is not set, but checkpoint .*save holds adapters; must be {"rank": 4, "alpha": 12\.0, .*}'),
             (LORA, replace(LORA, rank=8), r"lora\.rank: 8 differs from checkpoint .*save; must be 4"),
             (LORA, replace(LORA, alpha=6.0), r"lora\.alpha: 6\.0 differs from checkpoint .*save; must be 12\.0"),
-            (LORA, replace(LORA, target_modules=["q_proj"]), r"lora\.target_modules: \['q_proj'\] is not that of .* 'up_proj'"),
+            (LORA, replace(LORA, target_modules=["q_proj"]), r"lora\.target_modules: \['q_proj'\] differs from .* 'up_proj'"),
         ],
     )
     def test_another_lora_is_refused(self, policy: str, tmp_path: Path, wrote: Lora | None, reads: Lora | None, message: str):

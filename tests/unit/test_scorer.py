@@ -542,7 +542,7 @@ def test_a_tokenizer_of_its_own_needs_a_chat_template(tmp_path: Path, policy: st
     write_other_tokenizer(folder)
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match=r"rewards\.model\.path: .*it reads text, but: .* has no chat template"):
+    with pytest.raises(UserError, match=r"rewards\.model\.path: .*it reads text: .* has no chat template"):
         make_model_scorer(folder, policy)
 
 
