@@ -42,8 +42,8 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
     attention. With `trained`, a model that is not known to run packed keeps its own attention, for padded rows.
 
     `new` names weights that the folder may lack; `options` are keys of the model's configuration; `key` is the configuration
-    key of the folder. Raises UserError if `path` is no model folder, if weights are missing, have other shapes or do not belong
-    to the model, or if the architecture must run packed and cannot.
+    key of the folder. Raises UserError if `path` is no model folder, or if the architecture must run packed and cannot. Also
+    raises UserError if weights are missing, have other shapes or do not belong to the model.
     """
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"{key}: {path!r} is not a Hugging Face model folder (it has no config.json)")

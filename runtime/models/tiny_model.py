@@ -45,8 +45,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# Three times Hugging Face's default: at a width of 128 the weights of 0.02 leave attention nearly uniform,
-# and supervised training then needs twice the steps before it picks the digits apart.
+# Three times Hugging Face's default. At a width of 128, weights of 0.02 leave attention nearly uniform. Supervised training
+# then needs twice the steps to distinguish digits.
 INITIALIZER_RANGE = 0.06
 
 

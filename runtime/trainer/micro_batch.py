@@ -104,10 +104,10 @@ REACH = 8  # at most this many tokens are gathered by attention for each packed 
 
 
 def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows `chosen` in tree order, the number of tokens of each that the model gets, and the number of these that
-    the row shares with the row before it. int64 [B] each, prompts included.
+    """Return the rows `chosen` in tree order, with each row's number of fed tokens and of tokens shared with the row before.
+    int64 [B] each, prompts included.
 
-    Each row has a reply of at least one token. The last token of a reply predicts nothing and is not fed.
+    Each row has a reply of at least one token. The last token of a reply predicts nothing and is not fed to the model.
     """
     replies = {row: rows.tokens[rows.start[row] : rows.start[row] + rows.length[row] - 1] for row in chosen.tolist()}
     order = sorted(replies, key=lambda row: (rows.group[row], rows.episode[row], replies[row].tobytes()))

@@ -338,8 +338,8 @@ def _difference(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _exchange(costs: Sequence[float], shares: list[list[int]], aim: float) -> None:
-    """Move an item of the heaviest part to another part, or swap the item for another one, while this lowers the heavier of the
-    two parts and a part exceeds `aim`. Each time, make the change that lowers it most."""
+    """Move an item of the heaviest part to another part, or swap two items, until no part exceeds `aim` or no change helps. A
+    change must lower the heavier of the two parts. Each time, make the change that lowers it most."""
     sums = [sum(costs[index] for index in share) for share in shares]
     while (highest := max(sums)) > aim:
         heavy = sums.index(highest)

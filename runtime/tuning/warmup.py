@@ -48,7 +48,7 @@ LARGEST = 1 << 16  # tokens of a micro-batch: a step is one micro-batch
 AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is measured and saved
 
 # Training ends only if this share of the held-out replies is as in the corpus, carry forgotten or not. Accuracy alone would end
-# it in the steep middle of learning, where a model that guesses digits scores as high as a model that adds.
+# it in the steep middle of learning: there, guessing digits scores as high as adding.
 FLUENCY = 0.95
 
 # The same for sampled replies, for lookups: greedily, copied letters are right long before the model is sure of them.

@@ -32,7 +32,7 @@ class AdapterTable:
 
     def __init__(self, family: Family, rank: int, targets: Sequence[str], layout: Layout):
         """Find the adapters. `targets`: as in `target_modules`; `layout` shards the model. Raises UserError if a layer does not
-        exist, unless each rank has adapters, and unless all expert ranks of a stage have the same number."""
+        exist, a rank has no adapters, or expert ranks of a stage have different numbers of them."""
         self._family, self._rank = family, rank
         sources = [source for each in family.parameters(Layout()) if _is_linear(each) for source in each.sources]
         self.targets = target_modules([source.name.removesuffix(_MATRIX) for source in sources], targets)

@@ -41,7 +41,7 @@ def require(family: Family) -> None:
 @torch.no_grad()
 def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Path) -> float:
     """Return the largest difference between the logits of the converted `weights`, by Hugging Face names, and of the folder
-    `hf`, which holds the same model, for the same random tokens. Empties `weights`.
+    `hf` of the same model. Both get the same random tokens. Empties `weights`.
 
     Raises InvariantViolated if the difference is more than rounding, UserError if the trainer lacks the rope scaling.
     """

@@ -120,8 +120,8 @@ def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.
 #
 # Log-probability and entropy from logits whose vocabulary is sharded over the ranks of a group; no rank has a whole row.
 #
-# With x the logits of one token, divided by the temperature, m their maximum, Z = Σ exp(x − m) and p = exp(x − m) / Z: log
-# p_t = x_t − m − log Z, H = m + log Z − Σ p x, ∂ log p_t / ∂x_j = [j = t] − p_j, ∂H / ∂x_j = −p_j (log p_j + H).
+# x are the logits of one token, divided by the temperature; m their maximum, Z = Σ exp(x − m), p = exp(x − m) / Z. Then
+# log p_t = x_t − m − log Z, H = m + log Z − Σ p x, ∂ log p_t / ∂x_j = [j = t] − p_j, ∂H / ∂x_j = −p_j (log p_j + H).
 
 
 def token_logprobs(
