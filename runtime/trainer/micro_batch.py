@@ -63,9 +63,9 @@ def query_rows(
     for bucket, before in _buckets(stretches, ratio):
         begin, tokens = bucket[:, :1], bucket[:, 1:].sum(1, keepdims=True)
         cell = np.arange(int(tokens.max()))
-        there = cell < tokens
-        packed = paths[np.where(there, begin + cell, begin)]
-        real = there[:, before:]
+        valid = cell < tokens
+        packed = paths[np.where(valid, begin + cell, begin)]
+        real = valid[:, before:]
         asked = np.where(real, asks[packed[:, before:]], 0)
         cells[asked[real]] = used + np.flatnonzero(real)
         used += real.size

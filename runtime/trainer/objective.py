@@ -78,7 +78,7 @@ class RowAdvantages:
         if turns is not None:
             per_token = per_token.index_put((turns.rows, turns.tokens), turns.values, accumulate=True)
         return AdvantageInputs(
-            rewards=rewards if penalties is None else rewards - _of_episodes(penalties.sum(1), rows),
+            rewards=rewards if penalties is None else rewards - _episode_sums(penalties.sum(1), rows),
             groups=torch.from_numpy(rows.group),
             valid=torch.from_numpy(rows.valid),
             mask=mask,
@@ -111,7 +111,7 @@ class RowAdvantages:
         return (torch.from_numpy(rows.rewards).double() + added).where(valid, 0.0)
 
 
-def _of_episodes(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _episode_sums(values: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return the sum of `values` [B] over the rows of each row's episode, [B]."""
     episode = torch.from_numpy(rows.episode)
     return values.new_zeros(len(values)).index_add(0, episode, values)[episode]
@@ -232,7 +232,7 @@ class PolicyObjective(Objective):
         if self._config.critic is not None:
             _report_advantages(rows, advantages, statistics)
         age = (step - rows.steps) * rows.mask
-        fresh, older = (age == 0) & rows.mask, _behind_older(age, rows) if self._keeps_keys else np.zeros_like(rows.mask)
+        fresh, older = (age == 0) & rows.mask, _after_older(age, rows) if self._keeps_keys else np.zeros_like(rows.mask)
         columns = _episode_columns(rows) | {
             "advantages": advantages,
             "behaviour": rows.behaviour * rows.mask,
@@ -355,7 +355,7 @@ def _episode_columns(rows: Rows) -> dict[str, np.ndarray]:
     return {EPISODE_TOKENS: of_episode[:, None], COUNTS: rows.first_of_episode(tokens > 0)[:, None]}
 
 
-def _behind_older(age: np.ndarray, rows: Rows) -> np.ndarray:
+def _after_older(age: np.ndarray, rows: Rows) -> np.ndarray:
     """Return for each token, bool flat, whether its row has a token of older weights before it. After a swap in flight the
     rollout kept keys and values of those weights. Tokens that another row trains are not seen."""
     before = np.concatenate([[0], np.cumsum(age > 0)])  # one more than tokens: a row without a token may begin at the end

@@ -21,7 +21,7 @@ Pair = tuple[Parameter, Parameter]
 """A and B."""
 
 
-def travelling(name: str) -> str:
+def sync_name(name: str) -> str:
     """Return an adapter's name in a weight sync (`runtime.models.adapters`), given its name in PEFT's files."""
     module, _, end = name.removeprefix(PREFIX).removesuffix(_MATRIX).rpartition(".")
     return f"{module}{_MATRIX}.{end}"

@@ -12,7 +12,7 @@ from runtime import types
 from runtime.config import Config
 from runtime.models import hf_policy
 from runtime.models.adapters import AdapterBase, HostOffload
-from runtime.models.families.adapters import travelling
+from runtime.models.families.adapters import sync_name
 from runtime.models.families.family import dtype_of
 from runtime.process import platform
 from runtime.trainer.backend import (
@@ -145,28 +145,28 @@ class MegatronBackend(ModelBackend):
 
     # ------------------------------------------------------------------------------------------ weight sync and export
 
-    def _leaving(self) -> ModelWeights:
+    def _sync_weights(self) -> ModelWeights:
         return self._weights if self._adapters is None else self._adapters.published()
 
     def tensor_specs(self) -> list[TensorSpec]:
-        name_of = str if self._adapters is None else travelling
-        dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._leaving().shapes}
-        return [TensorSpec(name_of(name), dtypes[name], shape) for name, shape in self._leaving().shapes.items()]
+        name_of = str if self._adapters is None else sync_name
+        dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._sync_weights().shapes}
+        return [TensorSpec(name_of(name), dtypes[name], shape) for name, shape in self._sync_weights().shapes.items()]
 
     def holders(self) -> list[tuple[int, ...]]:
-        return [tuple(self._grid.leaders[stage]) for stage in self._leaving().stages()]
+        return [tuple(self._grid.leaders[stage]) for stage in self._sync_weights().stages()]
 
     @torch.no_grad()
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         self.optimizer.settle()
-        leaving = self._leaving()
-        for _, whole in leaving.wholes(self._wire_dtype, dict(zip(leaving.shapes, targets, strict=bool(targets)))):
+        weights = self._sync_weights()
+        for _, whole in weights.wholes(self._wire_dtype, dict(zip(weights.shapes, targets, strict=bool(targets)))):
             yield whole
 
     @torch.no_grad()
     def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         self.optimizer.settle()
-        return self._leaving().shards(self._wire_dtype, targets)
+        return self._sync_weights().shards(self._wire_dtype, targets)
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:
