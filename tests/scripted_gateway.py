@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ReplyEnd, Told, ToolCall
+from runtime.gateway.conversation import Completion, Message, OnText, PolicyCall, PolicyReply, Refused, ReplyEnd, ToolCall
 from runtime.gateway.episode import Begun
 from runtime.types import EpisodeTask
 
@@ -76,30 +76,30 @@ class ScriptedBackend:
                 return episode
         raise Refused(401, "the key is of no open episode")
 
-    async def call(self, episode: Any, call: PolicyCall, told: Told | None) -> Completion:
+    async def call(self, episode: Any, call: PolicyCall, on_text: OnText | None) -> Completion:
         episode.calls.append(call)
         self.under_way.set()
         try:
             if not self.hold_after:
                 await self.hold.wait()
-            return await self._answer(episode, call, told)
+            return await self._answer(episode, call, on_text)
         except asyncio.CancelledError:
             self.cancelled.append(call)
             self.withdrawn.set()
             raise
 
-    async def _answer(self, episode: Any, call: PolicyCall, told: Told | None) -> Completion:
+    async def _answer(self, episode: Any, call: PolicyCall, on_text: OnText | None) -> Completion:
         prompt = words_of(prompt_text(call)) if call.tokens is None else list(call.tokens)
         if len(prompt) > CONTEXT:
             message = f"this model's maximum context length is {CONTEXT} tokens, and the prompt has {len(prompt)}"
             raise Refused(400, message, "messages", code="context_length_exceeded")
         id = f"c{next(self._numbers)}"
-        replies = tuple([await self._reply(call, id, index, told) for index in range(call.n)])
+        replies = tuple([await self._reply(call, id, index, on_text) for index in range(call.n)])
         episode.conversations[id] = (*call.messages, replies[0].message)
         tokens = np.array([one if isinstance(one, int) else len(one) for one in prompt], np.int32)
         return Completion(id=id, created=1_700_000_000.0, model=self.model, prompt=tokens, replies=replies)
 
-    async def _reply(self, call: PolicyCall, id: str, index: int, told: Told | None) -> PolicyReply:
+    async def _reply(self, call: PolicyCall, id: str, index: int, on_text: OnText | None) -> PolicyReply:
         message = said(call)
         text, stop = message.content, ""
         for candidate in call.stop:
@@ -110,8 +110,8 @@ class ScriptedBackend:
         if cut:
             words, message = words[: call.max_tokens], replace(message, tool_calls=())
         for end in range(1, len(words) + 1):
-            if told is not None:
-                told(id, index, "".join(words[:end]))
+            if on_text is not None:
+                on_text(id, index, "".join(words[:end]))
             await (self.hold.wait() if end == self.hold_after else asyncio.sleep(0))
         message = replace(message, content="".join(words))
         tokens = np.array([len(word) for word in words] + [0] * (not cut), np.int32)

@@ -1,9 +1,9 @@
-"""One call of the policy: its prompt from the episode's graph, its replies from a rollout, and both into the graph.
+"""Answer one call of the policy: build its prompt from the graph, get replies from a rollout, add them to the graph.
 
     PolicyCall ── extend (thread) ──► prompt ── generate ──► tokens ── parse (thread) ──► graph.add ──► Completion
 
-A reply is generated in pieces where its client reads it as it comes, or a stop text has to be looked for: each piece goes on
-where the one before ended, with the keys and values that the rollout kept.
+A reply is generated in pieces if its client streams it, or if a stop text must be found. Each piece continues the piece before
+it, from the KV cache that the rollout kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from runtime import timeouts
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
-from runtime.gateway.conversation import TOO_LONG, Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
+from runtime.gateway.conversation import TOO_LONG, Completion, OnText, PolicyCall, PolicyReply, Refused, ReplyEnd
 from runtime.gateway.episode import GatewayEpisode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
@@ -42,21 +42,21 @@ from runtime.types import (
 
 T = TypeVar("T")
 
-BRIEF = 1024  # tokens that are read as messages in less than a millisecond: sooner than a thread would give them back
-PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply, and of all further ones
+BRIEF = 1024  # tokens; up to so many parse in less than a millisecond, which is faster than a thread
+PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply; all further pieces have the last size
 
 
 Rollouts = Callable[[GroupRequest, str, PolicyVersion], Awaitable[tuple[list[Sample], str]]]
-"""Gives the replies, of which no token is older than the version, and the rollout that made them: the one that is named, if it
-serves, else another. Raises DeadlineExceeded, and Unreachable where none serves."""
+"""Returns the replies and the rollout that made them: the named rollout if it serves, else another. No token is older than the
+version. Raises DeadlineExceeded; raises Unreachable if no rollout serves."""
 
 
 class PolicyCalls:
-    """Has calls answered, of episodes and of none."""
+    """Answers calls, both of episodes and outside any episode."""
 
     def __init__(self, *, model: str, renderer: TemplateRenderer, rollouts: Rollouts, context: int, run: SamplingParams | None):
-        """`context`: tokens of a conversation at most. `run`: how a run samples, which its loss is computed for, so that what a
-        call says of it is not heeded; None: as each call says, where there is no run."""
+        """Set the limits. `context`: tokens that a conversation may have. `run`: the sampling of the run. The loss is computed
+        for it, so a call cannot override it. None without a run: each call chooses its own sampling."""
         self._model, self._renderer, self._rollouts, self._context, self._run = model, renderer, rollouts, context, run
         self._threads = ThreadPoolExecutor(2, "conversations")
         self.counts: Counter[str] = Counter()
@@ -67,9 +67,10 @@ class PolicyCalls:
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def answer(self, episode: GatewayEpisode, call: PolicyCall, told: Told | None = None) -> Completion:
-        """Raises Refused: 400 for what does not fit, 408 at the deadline, 503 where no rollout serves."""
+    async def answer(self, episode: GatewayEpisode, call: PolicyCall, on_text: OnText | None = None) -> Completion:
+        """Return the replies. Raises Refused: 400 for an invalid call, 408 at the deadline, 503 if no rollout serves."""
         began, completion_id, task = time.time(), f"call-{secrets.token_hex(12)}", episode.request
+        # Rendering a long conversation takes milliseconds: a thread does it, and the event loop stays free.
         extension: Extension = await self._in_thread(episode.graph.extend, call)
         request = GroupRequest(
             group_id=0,
@@ -84,18 +85,19 @@ class PolicyCalls:
         stops = call.stop if call.parallel_tool_calls else (*call.stop, self._renderer.end_of_call())
         stops = tuple(filter(None, stops))
         try:
-            if stops or told is not None:
-                each = partial(told, completion_id) if told is not None else None
+            if stops or on_text is not None:
+                each = partial(on_text, completion_id) if on_text is not None else None
                 work = (
                     self._in_pieces(episode, replace(request, n=1, first=i), extension.forced, stops, each)
                     for i in range(call.n)
                 )
+                # The replies run beside each other. Each wait ends with a piece from a rollout, or at the deadline.
                 replies = await asyncio.gather(*work)
             else:
                 samples = await self._generate(episode, request)
                 replies = [(sample, "") for sample in samples]
-        except InvalidMessage as error:  # the engine's word on what the call wants
-            raise Refused(400, str(error).partition(": ")[2]) from None  # without the group, which callers know nothing of
+        except InvalidMessage as error:  # the engine refuses the call's parameters
+            raise Refused(400, str(error).partition(": ")[2]) from None  # cut off the group; callers do not know groups
         except DeadlineExceeded as error:
             raise Refused(408, str(error)) from None
         except Unreachable as error:
@@ -104,7 +106,7 @@ class PolicyCalls:
         if sum(len(sample.tokens) for sample, _ in replies) <= BRIEF:
             made = [read() for read in reading]
         else:
-            made = await asyncio.gather(*map(self._in_thread, reading))
+            made = await asyncio.gather(*map(self._in_thread, reading))  # parse long replies in threads
         completion = Completion(
             id=completion_id, created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
         )
@@ -118,7 +120,7 @@ class PolicyCalls:
         return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
 
     def _sampling(self, task: PlayRequest | None, call: PolicyCall, prompt: int, given: int) -> SamplingParams:
-        """`given`: of the tokens of `prompt`, those that are new. Raises Refused where the conversation is too long."""
+        """Return the sampling of one call. `given`: new tokens in `prompt`. Raises Refused if the conversation is too long."""
         room = self._context - prompt
         if room < 1:
             raise Refused(
@@ -140,7 +142,7 @@ class PolicyCalls:
         return replace(run, max_new_tokens=most, stop_token_ids=stops, experts_from=begin)
 
     async def _generate(self, episode: GatewayEpisode, request: GroupRequest) -> list[Sample]:
-        """With an id that no other call has: they are below those of evaluations, and above those of probes."""
+        """Generate under a group id that no other call has, below the ids of evaluations and above the ids of probes."""
         own = replace(request, group_id=GATEWAY_GROUPS - 1 - secrets.randbits(60))
         least = PolicyVersion() if episode.request is None else episode.request.version
         samples, episode.rollout = await self._rollouts(own, episode.rollout, least)
@@ -152,9 +154,9 @@ class PolicyCalls:
         request: GroupRequest,
         forced: Sequence[int],
         stops: Sequence[str],
-        told: Callable[[int, str], None] | None,
+        on_text: Callable[[int, str], None] | None,
     ) -> tuple[Sample, str]:
-        """One reply, and the stop text that ended it."""
+        """Return one reply and the stop text that ended it."""
         index, left, parts = request.first, request.sampling.max_new_tokens, list[Sample]()
         for number, size in enumerate(chain(PIECES, repeat(PIECES[-1]))):
             grown = np.concatenate([request.prompt, *(part.tokens for part in parts)])
@@ -167,28 +169,28 @@ class PolicyCalls:
             left -= len(part.tokens)
             whole = _joined(parts)
             cut, stop = (await self._in_thread(self._cut, whole, stops)) if stops else (whole, "")
-            if told is not None:
-                told(index, (await self._in_thread(partial(self._visible, cut, forced, stop, stops))))
+            if on_text is not None:
+                on_text(index, (await self._in_thread(partial(self._visible, cut, forced, stop, stops))))
             if stop or part.finish_reason == "stop" or not left:
                 return cut, stop
         raise AssertionError("pieces have no end")
 
     def _cut(self, sample: Sample, stops: Sequence[str]) -> tuple[Sample, str]:
-        """Up to the token with which the first stop text is there whole."""
+        """Cut the sample behind the first token that completes a stop text. Return the sample and the stop text, or ""."""
         text = self._renderer.decode(sample.tokens)
         found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
         if not found:
             return sample, ""
         _, stop = min(found)
 
-        def has_it(size: int) -> bool:  # the text of more tokens has it if that of fewer has
+        def has_it(size: int) -> bool:  # monotonic: more tokens keep the stop text
             return stop in self._renderer.decode(sample.tokens[:size])
 
         least = bisect_left(range(len(sample.tokens)), True, lo=1, key=has_it)
         return replace(sample.part(slice(least)), finish_reason="stop"), stop
 
     def _visible(self, sample: Sample, forced: Sequence[int], stop: str, stops: Sequence[str]) -> str:
-        """Of a reply so far, what its client may see: nothing that may be the beginning of a stop text."""
+        """Return the text that the client may see so far, without a possible beginning of a stop text."""
         text: str = self._renderer.visible(sample.tokens, forced)
         return text.partition(stop)[0] if stop else without_start_of(stops, text)
 
@@ -202,8 +204,8 @@ class PolicyCalls:
 
 
 def _unfed(sampling: SamplingParams, known: int) -> int:
-    """`SamplingParams.experts_from` of a request whose first `known` tokens were given or sampled in one before: the last of
-    these was not fed then."""
+    """Return `SamplingParams.experts_from` of a continued request. An earlier request gave or sampled the first `known` tokens;
+    the last of these tokens was not fed to the model yet."""
     return max(known - 1, 0) if sampling.experts_from >= 0 else -1
 
 

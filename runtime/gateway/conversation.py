@@ -1,4 +1,4 @@
-"""A call of the policy and what comes of it, whichever API's words it was made in.
+"""A call of the policy and its answer, independent of the API that the client uses.
 
 HTTP ── dialects ──► PolicyCall ──► episodes, which keep the graph ──► Completion ── dialects ──► HTTP
 """
@@ -15,15 +15,15 @@ from runtime.errors import SluiceError
 from runtime.types import RoutedExperts, TokenSets
 
 ReplyEnd = Literal["stop", "length", "tool_calls"]
-TOO_LONG = "context_length_exceeded"  # OpenAI's code of such an error
+TOO_LONG = "context_length_exceeded"  # OpenAI's error code for a conversation that is too long
 
-# What conversations keep has `gc=False`: nothing in it knows itself, and a gateway has more of it than could be looked through
-# for such things while programs wait.
+# Structs that conversations keep have `gc=False`. They form no reference cycles. A gateway has so many of them that garbage
+# collection would make programs wait.
 
 
 class Refused(SluiceError):
-    """A request that is answered with an error: its HTTP `status`, and the field `param` where one is at fault. `retry_after`:
-    seconds until another try may succeed. `code`: OpenAI's, as TOO_LONG is."""
+    """A request that gets an error: its HTTP `status` and, if a field is wrong, the field `param`. `retry_after`: seconds until
+    a retry may succeed. `code`: an error code of OpenAI, such as TOO_LONG."""
 
     def __init__(self, status: int, message: str, param: str = "", retry_after: float | None = None, code: str = ""):
         super().__init__(message)
@@ -31,7 +31,7 @@ class Refused(SluiceError):
 
 
 class ToolCall(Struct, frozen=True, gc=False):
-    """`arguments` are JSON text, as they were written."""
+    """A tool call of the assistant. `arguments` is JSON text, unchanged."""
 
     id: str
     name: str
@@ -39,18 +39,18 @@ class ToolCall(Struct, frozen=True, gc=False):
 
 
 class Message(Struct, frozen=True, gc=False):
-    """`reasoning` is what the assistant thought, where that is told apart; clients may leave it out when they send it back."""
+    """One message. `reasoning`: the assistant's thoughts if the format separates them; clients may drop them later."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""  # of a tool's message: the call that it answers
+    tool_call_id: str = ""  # in a tool's message: the call that the message answers
     name: str = ""
     reasoning: str = ""
 
 
 class Tool(Struct, frozen=True, gc=False):
-    """`parameters` is a JSON schema."""
+    """A tool that the policy may call. `parameters` is a JSON schema."""
 
     name: str
     description: str = ""
@@ -58,7 +58,7 @@ class Tool(Struct, frozen=True, gc=False):
 
 
 class PolicyCall(Struct, frozen=True, kw_only=True):
-    """What the policy is asked. The prompt is `messages`, or `tokens`, or `text`. None: the run's own."""
+    """A request to the policy. The prompt is `messages`, `tokens` or `text`. A None setting: the run's value."""
 
     messages: tuple[Message, ...] = ()
     tokens: tuple[int, ...] | None = None
@@ -75,12 +75,12 @@ class PolicyCall(Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    branch: str = ""  # a part of the episode that has a name
-    repeats: str = ""  # what makes another request the same call: "key:" and its idempotency key, else "body:" and a digest
+    branch: str = ""  # the name of a part of the episode
+    repeats: str = ""  # equal for repeats of one request: "key:" and the idempotency key, else "body:" and a digest
 
 
 class PolicyReply(Struct, frozen=True, gc=False):
-    """One of the n replies to a call, as it was sampled, a stop token included. `stop`: the stop text that ended it."""
+    """One of the n replies to a call, as sampled, with its stop token. `stop`: the stop text that ended the reply."""
 
     message: Message
     tokens: np.ndarray  # int32
@@ -88,12 +88,12 @@ class PolicyReply(Struct, frozen=True, gc=False):
     versions: np.ndarray  # int64, PolicyVersion.pack()
     end: ReplyEnd
     stop: str = ""
-    kept: TokenSets | None = None  # as of `Sample`, and so are those
+    kept: TokenSets | None = None  # `kept` and `experts`: as in `Sample`
     experts: RoutedExperts | None = None
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """The answer to a call. `id` is what a reward may name. `prompt`: int32, what the engine was given."""
+    """The answer to a call. A reward may name its `id`. `prompt`: int32, the input of the engine."""
 
     id: str
     created: float  # seconds since the epoch
@@ -102,5 +102,5 @@ class Completion(Struct, frozen=True, kw_only=True):
     replies: tuple[PolicyReply, ...]
 
 
-Told = Callable[[str, int, str], None]
-"""Is told a completion's id, the index of one of its replies, and its visible text so far, which only grows."""
+OnText = Callable[[str, int, str], None]
+"""Receives the id of a completion, the index of a reply, and this reply's visible text so far. The text only grows."""

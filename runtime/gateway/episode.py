@@ -1,4 +1,4 @@
-"""An episode of a gateway, the group that it belongs to, and what leaves the gateway of it."""
+"""An episode of a gateway, the group of the episode, and the result that leaves the gateway."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ KEY_BYTES = 24
 
 
 class Begun(Struct, frozen=True):
-    """An episode, as who plays it is told. `base` is the path below which it is addressed, "/episodes/ID"; `key` is its own."""
+    """An episode as its player sees it. `base`: the path of its API, "/episodes/ID". `key`: the episode's own key."""
 
     id: str
     key: str
     base: str
-    task: EpisodeTask | None  # None: of the caller's own
+    task: EpisodeTask | None  # None: the caller has its own task
 
 
 class GatewayEpisode:
-    """One that is open, or was; or, open to nobody, that of a call which belongs to none."""
+    """An open or ended episode; or the private episode of a single call that belongs to no episode."""
 
     def __init__(self, renderer: TemplateRenderer, group: EpisodeRun | None = None, index: int = 0):
-        """`group`: None where there is no run; `index`: in it."""
+        """Create the episode. `group`: None without a run. `index`: position in the group."""
         self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(KEY_BYTES)
         self.graph = EpisodeGraph(renderer)
         self.group, self.index = group, index
         self.request = None if group is None else group.request
         self.reward: float | None = None
-        self.left_out = ""  # why it is not trained on; "": it is
-        self.log: dict[str, float] = {}  # figures that its agent told
-        self.branches: dict[str, str] = {}  # by the name of each the newest completion
-        self.overflowed = False  # a call was refused, as the conversation was too long
-        self.stop_reason = ""  # of one that is over
-        self.rollout = ""  # that it keeps to
+        self.left_out = ""  # why training leaves the episode out; "": training uses it
+        self.log: dict[str, float] = {}  # figures that the agent reported
+        self.branches: dict[str, str] = {}  # the newest completion of each named branch
+        self.overflowed = False  # a call was refused because the conversation was too long
+        self.stop_reason = ""  # set once the episode is over
+        self.rollout = ""  # the rollout that answered last; the next call prefers it
         self.calls = 0  # so far
-        self.call_seconds: float | None = None  # that one may take; None: as `deadlines.generate` says
-        self.under_way: dict[str, SharedCall] = {}  # by what makes a request the same
-        self.answered: dict[str, Completion] = {}  # the newest, to those that had an idempotency key
+        self.call_seconds: float | None = None  # limit of one call; None: `deadlines.generate`
+        self.under_way: dict[str, SharedCall] = {}  # by `PolicyCall.repeats`
+        self.answered: dict[str, Completion] = {}  # the newest answers to requests with an idempotency key
         self.timer: asyncio.TimerHandle | None = None
         self._phase, self._since = "", 0.0
         self._tools, self._tools_since = "", 0.0
 
     def enter(self, phase: str) -> None:
-        """It is in `phase` from now on, "" where in none. The one before is a span of this process."""
+        """Enter `phase` ("": none). Record a span of this process for the phase before."""
         now = time.monotonic()
         self.calls_tools()
         if self._phase:
@@ -71,19 +71,19 @@ class GatewayEpisode:
         return f"environment {name}" if name else "a program"
 
     def calls_tools(self, names: Iterable[str] = ()) -> None:
-        """The policy has called these; what it called before is done, and the time until now is a span of this process."""
+        """Note that the policy called these tools. Record a span for the tools that it called before: they are done now."""
         now = time.monotonic()
         if self._tools:
             self.trace(spans.TOOL, self._tools_since, now, f"{self._player}: {self._tools}")
         self._tools, self._tools_since = ", ".join(dict.fromkeys(names)), now
 
     def begin(self) -> None:
-        """It is played, though whoever plays it told of no phase."""
+        """Enter the phase "run", unless the player has reported a phase."""
         if not self._phase:
             self.enter("run")
 
     def trace(self, name: str, start: float, end: float, who: str) -> None:
-        """A span of it, on the clock of time.monotonic; of one that belongs to no group there is none."""
+        """Record a span of the episode, in seconds of time.monotonic. An episode without a group has no spans."""
         if self.request is not None:
             spans.log.add(name, start, end, spans.EPISODES, self.request.group_id, detail=f"{self.index} {who}")
 
@@ -93,28 +93,28 @@ class GatewayEpisode:
 
     @property
     def seed(self) -> int:
-        """In [0, 2^63): of one that belongs to a group."""
+        """Seed of an episode that belongs to a group, in [0, 2^63)."""
         assert self.request is not None
         return mixed(self.request.seed, self.request.first + self.index)
 
     @property
     def outcome(self) -> str:
-        """Its stop reason, or why it is left out."""
+        """Stop reason, or the reason why training leaves the episode out."""
         return LEFT_OUT + self.left_out if self.left_out else self.stop_reason
 
 
 class EpisodeRun:
-    """A group whose episodes are played."""
+    """A group of episodes that are played."""
 
     def __init__(self, request: PlayRequest, done: asyncio.Future[GeneratedGroup]):
         self.request, self.done = request, done
-        self.episodes: dict[int, GatewayEpisode] = {}  # by their index
-        self.left = request.n  # that are not over
-        self.repeated: Counter[str] = Counter()  # by reason, episodes that are played again
+        self.episodes: dict[int, GatewayEpisode] = {}  # by index
+        self.left = request.n  # episodes that are not over
+        self.repeated: Counter[str] = Counter()  # episodes that are played again, by reason
 
 
 class SharedCall:
-    """A call under way, for which repeats of the same request wait too. It is withdrawn when nobody does."""
+    """A running call that repeats of the same request share. It is cancelled when no request waits for it."""
 
     def __init__(self, work: asyncio.Task[Completion]):
         self._work, self._waiting = work, 0
@@ -139,8 +139,8 @@ def finished(
     repeated: Mapping[str, int],
     given: bool,
 ) -> GeneratedGroup:
-    """What leaves the gateway: header and encoded payload. A group of which nothing is trained is as if it were of no version
-    yet. `given`: whether what they earned counts."""
+    """Return the result of the group: header and encoded payload. A group without trained tokens gets the request's version.
+    `given`: whether the rewards of the episodes count."""
     messages = tuple(Message(each["role"], each["content"]) for each in request.task.messages)
     task = np.array(renderer.render(messages, ()) if messages else [], np.int32)
     payload, versions = payload_of(request.group_id, [episode.graph for episode in episodes], task)
@@ -170,10 +170,10 @@ def finished(
 
 
 def _earned(episode: GatewayEpisode) -> float:
-    """NaN: nothing that counts."""
+    """Return the reward that counts, or NaN if none does."""
     return math.nan if episode.reward is None or episode.left_out else episode.reward
 
 
 def mixed(seed: int, *parts: int) -> int:
-    """A seed in [0, 2^63) for one part of what has `seed`."""
+    """Return a seed in [0, 2^63), derived from `seed` and `parts`."""
     return xxhash.xxh3_64_intdigest(types.encode([seed, *parts])) >> 1

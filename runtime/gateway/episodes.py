@@ -1,10 +1,10 @@
-"""The episodes of one gateway: who plays which task, each one's graph, and the group that comes of them.
+"""The episodes of a gateway: which program plays which task, the graph of each episode, and the resulting group.
 
-    coordinator ── play(group) ──► tasks that wait ◄── begin ── a program     which plays an episode: calls, rewards, end
+    coordinator ── play(group) ──► waiting tasks ◄── begin ── a program     which plays an episode: calls, rewards, end
                                         │
                      a group's n episodes, each with its graph ── all ended ──► GeneratedGroup
 
-Used on one event loop. What takes longer than a millisecond is done in threads: `PolicyCalls` sees to that.
+Used on one event loop. `PolicyCalls` moves work of more than a millisecond to threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import xxhash
 from runtime import timeouts
 from runtime.environments.messages import STOP_REASONS
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
-from runtime.gateway.conversation import TOO_LONG, Completion, Message, PolicyCall, Refused, Told
+from runtime.gateway.conversation import TOO_LONG, Completion, Message, OnText, PolicyCall, Refused
 from runtime.gateway.episode import Begun, EpisodeRun, GatewayEpisode, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process.aio import done_within, first_error, now
@@ -35,14 +35,14 @@ from runtime.types import GeneratedGroup, PlayRequest
 log = logging.getLogger("sluice")
 
 
-KEYED = "key:"  # begins the name of a request that has an idempotency key
-ANSWERED = 256  # answers that are kept for repeats of their requests
+KEYED = "key:"  # prefix of `PolicyCall.repeats` if the request has an idempotency key
+ANSWERED = 256  # answers kept for repeats of their requests
 
-Answer = Callable[[GatewayEpisode, PolicyCall, Told | None], Awaitable[Completion]]
+Answer = Callable[[GatewayEpisode, PolicyCall, OnText | None], Awaitable[Completion]]
 
 
 class Episodes:
-    """What programs ask is refused by raising Refused."""
+    """Serves programs and the coordinator. Methods that programs use raise Refused to refuse a request."""
 
     def __init__(
         self,
@@ -56,26 +56,26 @@ class Episodes:
         serves: bool,
         rewarded: bool,
     ):
-        """`answer`: has a call answered. `most`: episodes at once. `seconds`: `deadlines.episode`. `serves`: there is no run,
-        and calls need no episode. `rewarded`: the run has rewards besides those of whoever plays."""
+        """Create without episodes. `answer`: answers a call. `most`: open episodes. `seconds`: `deadlines.episode`. `serves`:
+        there is no run, and calls need no episode. `rewarded`: the run has rewards besides those of the players."""
         self.model, self.key = model, ""
         self._renderer, self._answer, self._most, self._seconds = renderer, answer, most, seconds
         self._name, self._serves, self._rewarded = name, serves, rewarded
-        self._waiting: deque[tuple[EpisodeRun, int]] = deque()  # tasks that nobody plays yet
-        self._came = asyncio.Event()  # one of them
-        self._asked = self._warns = False  # whether a program ever asked for one; whether the log will say that none did
+        self._waiting: deque[tuple[EpisodeRun, int]] = deque()  # tasks without a player
+        self._came = asyncio.Event()  # set when such a task comes
+        self._asked = self._warns = False  # a program has asked for a task; a warning that none did is scheduled
         self.players: Callable[[EpisodeRun, int], Awaitable[None]] | None = None
-        """Has one of a group's episodes played, where its task names an environment."""
+        """Plays one of a group's episodes if its task names an environment."""
         self._open: dict[str, GatewayEpisode] = {}
         self._by_key: dict[str, GatewayEpisode] = {}
-        self._outside = GatewayEpisode(renderer)  # nobody's: what calls of no episode are the same, by their keys
+        self._outside = GatewayEpisode(renderer)  # keeps calls outside episodes, by their idempotency keys
         self.counts: Counter[str] = Counter()
         self.forks: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------------------ groups, from the coordinator
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:
-        """Answered once all its episodes are over. Raises DeadlineExceeded when no program asked for one of them in time."""
+        """Return the group once all its episodes are over. Raises DeadlineExceeded if a task finds no program in time."""
         loop = asyncio.get_running_loop()
         group = EpisodeRun(request, loop.create_future())
         if request.task.environment:
@@ -85,23 +85,23 @@ class Episodes:
         self._came.set()
         if not self._warns:
             self._warns = True
-            loop.call_later(timeouts.NO_PROGRAM_ASKS, self._tell_of_nobody)
+            loop.call_later(timeouts.NO_PROGRAM_ASKS, self._warn_unasked)
         try:
             return await group.done
-        finally:  # also where the coordinator withdraws it
+        finally:  # also if the coordinator withdraws the group
             timer.cancel()
             self._waiting = deque(each for each in self._waiting if each[0] is not group)
             self._leave_all(group)
 
     async def _have_played(self, group: EpisodeRun) -> GeneratedGroup:
-        """By the environment that its task names. Raises what `players` does."""
+        """Play the group in the environment that its task names. Raises the errors of `players`."""
         assert self.players is not None
         try:
             async with asyncio.TaskGroup() as together:
                 for index in range(group.request.n):
                     together.create_task(self.players(group, index))  # type: ignore[arg-type]  # a coroutine
             return await group.done
-        except Exception as error:  # noqa: BLE001 - it comes in a group
+        except Exception as error:  # noqa: BLE001 - an ExceptionGroup
             raise first_error(error) from None
         finally:
             self._leave_all(group)
@@ -109,9 +109,9 @@ class Episodes:
     def _leave_all(self, group: EpisodeRun) -> None:
         for episode in group.episodes.values():
             self.close_one(episode, "cancelled")
-        group.episodes.clear()  # which know the group: what knows itself is not freed at once
+        group.episodes.clear()  # breaks the reference cycle with the group, so that both are freed at once
 
-    def _tell_of_nobody(self) -> None:
+    def _warn_unasked(self) -> None:
         if not self._asked and self._waiting:
             log.warning("%d episodes wait, and no program has asked for one (POST /v1/episodes)", len(self._waiting))
 
@@ -124,9 +124,9 @@ class Episodes:
             self.close_one(episode, "timeout")
 
     def _finish(self, group: EpisodeRun) -> None:
-        """All its episodes are over."""
+        """Set the result of a group whose episodes are all over."""
         episodes = [group.episodes[index] for index in range(group.request.n)]
-        # Where the run has rewards of its own those who play may give none at all; what is left out is left out all the same.
+        # If the run has rewards, players may give none. An episode that is left out stays left out in any case.
         given = not self._rewarded or any(episode.left_out or episode.reward is not None for episode in episodes)
         try:
             found = finished(group.request, episodes, self._renderer, group.repeated, given)
@@ -135,11 +135,11 @@ class Episodes:
         else:
             group.done.set_result(found)
 
-    # ------------------------------------------------------------------------------------------ what programs ask
+    # ------------------------------------------------------------------------------------------ requests of programs
 
     async def begin(self, key: str, wait: float = 0.0) -> Begun:
-        """The next task's episode, for who knows the gateway's own key. Refused: 401; 429 where there is no task within `wait`
-        seconds, or where more episodes are not admitted."""
+        """Begin the next task's episode, for a caller with the gateway's own key. Raises Refused: 401; 429 if no task comes
+        within `wait` seconds, or if too many episodes are open."""
         self.check(key)
         self._asked = True
         if len(self._open) >= self._most:
@@ -159,9 +159,9 @@ class Episodes:
         return Begun(id=episode.id, key=episode.key, base=f"/episodes/{episode.id}", task=task)
 
     def episode(self, id: str, key: str) -> GatewayEpisode:
-        """By its key, and by its id where there is one; the key may stand in the place of the id, for who sends another. A new
-        one that is not open for a call that belongs to none, where that may be. Refused: 404 where it is not there, 401 for a
-        wrong key, or none."""
+        """Return the open episode with this id and key. A client that sends another key may give the key as the id. Without a
+        run and an id, return a new episode for a single call under the gateway's key. Raises Refused: 404 if the episode is not
+        open, 401 for a wrong or missing key."""
         if (named := self._by_key.get(id)) is not None:
             return named
         found = self._open.get(id) if id else self._by_key.get(key)
@@ -171,19 +171,19 @@ class Episodes:
             return found
         if not id and self._serves and self._is_own(key):
             return GatewayEpisode(self._renderer)
-        whose = "the gateway's, or that of an episode" if self._serves else "that of an episode"
-        raise Refused(401, f"the key is not {whose} which is open" if key else f"needs a key: {whose}")
+        whose = "the key of the gateway or of an open episode" if self._serves else "the key of an open episode"
+        raise Refused(401, f"this key is not {whose}" if key else f"the request needs {whose}")
 
     def _is_own(self, key: str) -> bool:
         return not self.key or _same(self.key, key)
 
     def check(self, key: str) -> None:
-        """Refused, 401, unless it is the gateway's own."""
+        """Check that the key is the gateway's own. Raises Refused, 401, if not."""
         if not self._is_own(key):
             raise Refused(401, "needs the gateway's key")
 
     def open_one(self, group: EpisodeRun, index: int) -> GatewayEpisode:
-        """One of a group's episodes."""
+        """Open one of a group's episodes."""
         group.episodes[index] = GatewayEpisode(self._renderer, group, index)
         return self._opened(group.episodes[index])
 
@@ -193,7 +193,7 @@ class Episodes:
         return episode
 
     def play_again(self, episode: GatewayEpisode, why: str) -> None:
-        """It is as if it had not been: another is opened in its place."""
+        """Discard the episode, so that another can be opened in its place."""
         group = episode.group
         assert group is not None
         del group.episodes[episode.index]
@@ -201,36 +201,36 @@ class Episodes:
         self._leave(episode, "cancelled")
         self.counts["played_again"] += 1
 
-    async def call(self, episode: GatewayEpisode, call: PolicyCall, told: Told | None = None) -> Completion:
-        """The policy's answer. A request that is made again gets that of the first. Cancelled when the client hangs up, which
-        withdraws the call and leaves the episode."""
+    async def call(self, episode: GatewayEpisode, call: PolicyCall, on_text: OnText | None = None) -> Completion:
+        """Return the policy's answer. A repeated request gets the first request's answer. The task is cancelled when the client
+        hangs up; this withdraws the call and keeps the episode."""
         if episode.over:
             raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})")
         name, kept = call.repeats or secrets.token_hex(), episode
-        if episode.id not in self._open and name.startswith(KEYED):  # the keys of all who call outside of an episode
+        if episode.id not in self._open and name.startswith(KEYED):  # clients outside episodes may use equal keys
             name, kept = f"{name} {xxhash.xxh3_128_hexdigest(msgspec.json.encode(call))}", self._outside
         if (known := kept.answered.get(name)) is not None:
             return known
         shared = kept.under_way.get(name)
         if shared is None:
-            work = asyncio.get_running_loop().create_task(self._counted(episode, call, told))
+            work = asyncio.get_running_loop().create_task(self._counted(episode, call, on_text))
             shared = kept.under_way[name] = SharedCall(work)
             work.add_done_callback(partial(_keep, kept, name))
         try:
             return await shared.answer()
         except asyncio.CancelledError:
-            if episode.over:  # its end has withdrawn the call
+            if episode.over:  # the end of the episode withdrew the call
                 raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})") from None
             raise
 
-    async def _counted(self, episode: GatewayEpisode, call: PolicyCall, told: Told | None) -> Completion:
+    async def _counted(self, episode: GatewayEpisode, call: PolicyCall, on_text: OnText | None) -> Completion:
         self.counts["calls"] += 1
         self.counts["under_way"] += 1
         began = time.monotonic()
         episode.begin()
         episode.calls_tools()
         try:
-            completion = await asyncio.wait_for(self._answer(episode, call, told), episode.call_seconds)
+            completion = await asyncio.wait_for(self._answer(episode, call, on_text), episode.call_seconds)
         except TimeoutError:
             self.counts["refused_408"] += 1
             raise Refused(408, f"no answer within {episode.call_seconds:g} s (budgets.call)") from None
@@ -249,11 +249,11 @@ class Episodes:
         return completion
 
     def history(self, episode: GatewayEpisode, completion_id: str) -> tuple[Message, ...]:
-        """The conversation up to and with the reply of a completion. Refused: 404."""
+        """Return the conversation up to and with the reply of a completion. Raises Refused, 404."""
         return episode.graph.history(completion_id)
 
     def reward(self, episode: GatewayEpisode, value: float, completion: str = "") -> None:
-        """Of a completion; empty: of the whole episode. Refused: 404 for an unknown completion, 400 if not finite."""
+        """Set the reward of a completion; empty: of the episode. Raises Refused: 404 if unknown, 400 if not finite."""
         if not math.isfinite(value):
             raise Refused(400, f"reward: {value} is not a finite number", "reward")
         if completion:
@@ -263,13 +263,13 @@ class Episodes:
             episode.reward = value
 
     async def end(self, episode: GatewayEpisode, stop_reason: str = "") -> None:
-        """No more calls of the episode. Refused: 400 for a reason that is none of `STOP_REASONS`."""
+        """End the episode: it takes no more calls. Raises Refused, 400, if the reason is not one of `STOP_REASONS`."""
         if stop_reason and stop_reason not in STOP_REASONS:
             raise Refused(400, f"stop_reason: '{stop_reason}' is not one of {', '.join(STOP_REASONS)}", "stop_reason")
         self.close_one(episode, stop_reason or "completed")
 
     def close_one(self, episode: GatewayEpisode, stop_reason: str) -> None:
-        """Idempotent."""
+        """Close the episode, and finish its group if it was the last. Idempotent."""
         if episode.over:
             return
         self._leave(episode, stop_reason)
@@ -281,7 +281,7 @@ class Episodes:
                 self._finish(group)
 
     def _leave(self, episode: GatewayEpisode, stop_reason: str) -> None:
-        """It is open no more, its key of no use, and what it asked for is withdrawn."""
+        """Close the episode, invalidate its key and withdraw its calls."""
         episode.stop_reason = stop_reason
         episode.enter("")
         self._open.pop(episode.id, None)
@@ -291,11 +291,11 @@ class Episodes:
         for shared in list(episode.under_way.values()):
             shared.withdraw()
 
-    # ------------------------------------------------------------------------------------------ what is told of them
+    # ------------------------------------------------------------------------------------------ status
 
     @property
     def waiting(self) -> int:
-        """Tasks that no program has asked for."""
+        """Number of tasks that no program has asked for."""
         return len(self._waiting)
 
     @property
@@ -311,7 +311,7 @@ class Episodes:
 
 
 def _keep(episode: GatewayEpisode, name: str, work: asyncio.Task[Completion]) -> None:
-    """The answer is here: for repeats of a request with a key."""
+    """Remove the finished call. Keep its answer for repeats if the request had an idempotency key."""
     episode.under_way.pop(name, None)
     if name.startswith(KEYED) and not work.cancelled() and work.exception() is None:
         episode.answered[name] = work.result()
@@ -320,5 +320,5 @@ def _keep(episode: GatewayEpisode, name: str, work: asyncio.Task[Completion]) ->
 
 
 def _same(one: str, other: str) -> bool:
-    """In the same time wherever they differ. What came in a header need not be UTF-8."""
+    """Compare in constant time. A key from a header need not be UTF-8."""
     return hmac.compare_digest(one.encode(), other.encode(errors="surrogateescape"))

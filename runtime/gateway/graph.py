@@ -1,8 +1,8 @@
-"""An episode as a graph of messages: what each call of the policy was given, and what it sampled. Pure.
+"""An episode as a graph of messages: the input and the sampled reply of each call of the policy. Pure.
 
-A node is one reply with the tokens that were put before it, behind its parent: along a path from a root they are, bit for bit,
-what the engine was given and sampled. A call goes on behind the deepest reply that its history contains. Where it cannot, or
-where another call went on there before, the graph forks, which is counted by reason. A leaf ends a branch: a row to train on.
+A node is one reply and the tokens put between the parent and the reply. A path from a root holds, bit for bit, what the engine
+was given and sampled. A call continues the deepest reply that the call's history contains. If it cannot, or if another call has
+continued this reply already, the graph forks; forks are counted by reason. A leaf ends a branch, which is a row to train on.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from runtime.gateway.conversation import TOO_LONG, Message, PolicyCall, PolicyRe
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupPayload, PolicyVersion, RoutedExperts, Sample, TokenSets, TurnReward, common
 
-MOST_HELD, CALL = 1 << 24, 256  # tokens that an episode may hold, among which each call counts as some more
+MOST_HELD, CALL = 1 << 24, 256  # tokens that an episode may hold; tokens that each call counts as, besides its own
 NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
 TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
 
 
 class ReplyNode(Struct, eq=False, gc=False):
-    """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Nodes know what
-    is before them alone: those of an episode that is over are freed at once."""
+    """One reply. `given`: int32, the tokens put before the reply, including the tokens that the reply was forced to begin with.
+    Nodes refer only to their parents: without reference cycles, the nodes of an ended episode are freed at once."""
 
     parent: ReplyNode | None
     given: np.ndarray
     reply: PolicyReply
-    conversation: tuple[Message, ...]  # up to and with the reply; empty where tokens or text were asked
+    conversation: tuple[Message, ...]  # up to and with the reply; empty if the prompt was tokens or text
     tools: tuple[Tool, ...]
     reward: float | None = None
-    followed: bool = False  # by another
-    text: str = ""  # of `tokens`, until another has one that begins with it
+    followed: bool = False  # another node continues this node
+    text: str = ""  # the text of `tokens`; cleared when a child has a longer text that begins with it
 
     def path(self) -> list[ReplyNode]:
-        """From the root to this node."""
+        """Return the nodes from the root to this node."""
         nodes = [self]
         while nodes[-1].parent is not None:
             nodes.append(nodes[-1].parent)
         return nodes[::-1]
 
     def tokens(self) -> np.ndarray:
-        """int32, along the path: what the engine was given for this reply, and the reply."""
+        """Return the tokens along the path, int32: the engine's input for this reply, and the reply."""
         return np.concatenate([node.own() for node in self.path()])
 
     def own(self) -> np.ndarray:
-        """int32: what was put before the reply, and the reply."""
+        """Return this node's tokens, int32: the tokens put before the reply, and the reply."""
         return np.concatenate([self.given, self.reply.tokens])
 
 
 @dataclass(frozen=True)
 class Extension:
-    """Where a call goes on. `prompt`: int32, all that the engine is given; `given`: its end, which is put behind `parent`;
-    `forced`: the end of that, by which the reply is made to begin. `fork`: why the graph forks; "" where it does not."""
+    """The position where a call continues. `prompt`: int32, the engine's whole input. `given`: the end of `prompt`, put behind
+    `parent`. `forced`: the end of `given`, which begins the reply. `fork`: why the graph forks; "" if it does not."""
 
     parent: ReplyNode | None
     prompt: np.ndarray
@@ -73,30 +73,30 @@ class Extension:
 
 
 class GraphBranch(Sample, frozen=True, kw_only=True):
-    """A path to a leaf, from its first token on. `sampled`: index of the first one that the model wrote; `rewards`: those of
-    the turns that are trained here, by the index of a turn's last token."""
+    """A path from its first token to a leaf. `sampled`: index of the first token that the model wrote. `rewards`: of the turns
+    that this branch trains, by the index of a turn's last token."""
 
     sampled: int
     rewards: dict[int, float]
 
 
 class EpisodeGraph:
-    """`extend` changes nothing and may run in a thread beside others; everything else is called by one thread alone."""
+    """`extend` only reads and may run in a thread beside others. One thread alone calls all other methods."""
 
     def __init__(self, renderer: TemplateRenderer):
-        self.held = 0  # tokens, those of prompts that were given again too
-        self.forks: Counter[str] = Counter()  # by what stands before the colon of the reason
+        self.held = 0  # tokens, including prompts that were given again
+        self.forks: Counter[str] = Counter()  # by the part of the reason before the colon
         self.nodes: list[ReplyNode] = []
         self._renderer = renderer
-        self._replies: dict[bytes, tuple[ReplyNode, ...]] = {}  # by the digest of the conversation up to and with each
-        self._prefixes: set[bytes] = set()  # digests of all conversations up to each of their messages
+        self._replies: dict[bytes, tuple[ReplyNode, ...]] = {}  # by the digest of the conversation up to and with the reply
+        self._prefixes: set[bytes] = set()  # digests of all conversations, up to each of their messages
         self._completions: dict[str, tuple[ReplyNode, ...]] = {}
 
     def extend(self, call: PolicyCall) -> Extension:
-        """Raises Refused for what the model's template cannot render, for a tool choice that is none of the tools, and where
-        the episode holds as much as one may."""
+        """Return where the call continues. Raises Refused if the model's template cannot render the call, if the tool choice is
+        not one of the tools, or if the episode holds the most tokens that it may."""
         if self.held >= MOST_HELD:
-            raise Refused(400, f"the episode holds {self.held} tokens of its calls; one may hold {MOST_HELD}", code=TOO_LONG)
+            raise Refused(400, f"the episode holds {self.held} tokens of its calls; {MOST_HELD} are allowed", code=TOO_LONG)
         if call.tokens is not None or call.text is not None:
             ids = call.tokens if call.tokens is not None else self._renderer.encode(call.text or "")
             return self._by_tokens(np.array(ids, np.int32))
@@ -113,15 +113,15 @@ class EpisodeGraph:
         given = np.array([*added, *forced], np.int32)
         prompt, conversation, tools = given, call.messages, call.tools
         if parent is not None:
-            tools = parent.tools  # the same, which need not be kept twice
+            tools = parent.tools  # equal; share the object to save memory
             prompt = np.concatenate([parent.tokens(), given])
-            conversation = parent.conversation + call.messages[len(parent.conversation) :]  # what clients drop is kept
+            conversation = parent.conversation + call.messages[len(parent.conversation) :]  # keeps parts that clients drop
         return Extension(parent, prompt, given, tuple(forced), fork, conversation, digests, tools)
 
     def add(self, extension: Extension, completion_id: str, replies: Sequence[PolicyReply]) -> None:
-        """The replies to one call: siblings where there are several. One without tokens is no node."""
+        """Add the replies to one call, as siblings. A reply without tokens makes no node."""
         parent = extension.parent
-        beside = bool(self.nodes) if parent is None else parent.followed  # what came since the call was extended, too
+        beside = bool(self.nodes) if parent is None else parent.followed  # includes replies added since `extend`
         if fork := extension.fork or (beside and (NEW if parent is None else TWICE)) or "":
             self.forks[fork.partition(":")[0]] += 1
         conversation = extension.conversation
@@ -143,31 +143,31 @@ class EpisodeGraph:
 
     @property
     def calls(self) -> int:
-        """Those that were answered."""
+        """Number of answered calls."""
         return len(self._completions)
 
     def turn(self, number: int) -> str:
-        """The completion id of the call that was answered as the one of that number, from 0. Raises Refused."""
+        """Return the completion id of the answered call `number`, counted from 0. Raises Refused if there is none."""
         if not 0 <= number < len(self._completions):
             raise _unknown(f"turn {number}")
         return list(self._completions)[number]
 
     def reward(self, completion_id: str, value: float) -> None:
-        """What a completion earned: each of its replies. Replaces what it was given before. Raises Refused."""
+        """Set the reward of each reply of a completion, in place of an earlier reward. Raises Refused if it is unknown."""
         if completion_id not in self._completions:
             raise _unknown(completion_id)
         for node in self._completions[completion_id]:
             node.reward = value
 
     def history(self, completion_id: str) -> tuple[Message, ...]:
-        """The conversation up to and with the first reply of a completion. Raises Refused."""
+        """Return the conversation up to and with the first reply of a completion. Raises Refused if it is unknown."""
         nodes = self._completions.get(completion_id)
         if not nodes:
             raise _unknown(completion_id)
         return nodes[0].conversation
 
     def branches(self) -> list[GraphBranch]:
-        """One for each leaf, in the order in which leaves were made. A reply is trained in the first branch that has it."""
+        """Return one branch for each leaf, in the order of the leaves. The first branch with a reply trains the reply."""
         trained: set[ReplyNode] = set()
         found = []
         for leaf in self.nodes:
@@ -190,7 +190,7 @@ class EpisodeGraph:
                 rewards[length - 1] = node.reward
             mask += [np.zeros(given, np.uint8), np.full(len(reply.tokens), new, np.uint8)]
             logprobs += [np.zeros(given, np.float32), reply.logprobs if new else np.zeros_like(reply.logprobs)]
-            # Tokens that were given have the version of the one sampled next: long runs of equal versions take no room.
+            # Given tokens get the version of the next sampled token: long runs of equal versions take no room.
             versions += [np.full(given, reply.versions[0], np.int64), reply.versions]
             kept += [None, reply.kept if new else None]
         return GraphBranch(
@@ -206,7 +206,7 @@ class EpisodeGraph:
         )
 
     def _behind(self, parent: ReplyNode, call: PolicyCall) -> list[int] | str:
-        """What continues `parent`, or why nothing does."""
+        """Return the tokens that continue `parent`, or the reason why it cannot be continued."""
         reply, new = len(parent.reply.tokens), call.messages[len(parent.conversation) :]
         said = partial(self._text, parent)
         return self._renderer.bridge(parent.tokens(), reply, self._ends(parent), parent.conversation, new, call.tools, said)
@@ -215,7 +215,7 @@ class EpisodeGraph:
         return int(node.reply.tokens[-1]) in self._renderer.stop_ids
 
     def _text(self, node: ReplyNode) -> str:
-        """Of all its tokens. Only what it adds is decoded, where the text of its parent is known."""
+        """Return the text of `node.tokens()`. If the parent's text is known, decode only the node's own tokens."""
         if not (text := node.text):
             before = node.parent
             if before is not None and self._renderer.decodes_parts and (known := before.text):
@@ -225,12 +225,12 @@ class EpisodeGraph:
         return text
 
     def _parent(self, call: PolicyCall, digests: Sequence[bytes]) -> tuple[ReplyNode | None, str]:
-        """The deepest reply, with the same tools, that the call's history contains; and why this is a fork."""
+        """Return the deepest reply with the same tools that the call's history contains, and the reason of a fork."""
         parent, other_tools = None, False
         for message, digest in zip(reversed(call.messages), reversed(digests), strict=True):
             known = self._replies.get(digest, ()) if message.role == "assistant" else ()
             same = [node for node in known if node.tools == call.tools]
-            if same:  # several are alike to the letter: one that nobody went on from, else the last
+            if same:  # identical replies: take one that no node continues, else the last
                 parent = next((node for node in same if not node.followed), same[-1])
                 break
             other_tools = other_tools or bool(known)
@@ -245,10 +245,10 @@ class EpisodeGraph:
         return parent, NEW if parent is None and unknown < len(digests) else TWICE
 
     def _by_tokens(self, prompt: np.ndarray) -> Extension:
-        """Behind the deepest reply whose path the prompt begins with."""
+        """Extend the deepest reply whose path begins the prompt."""
         parent, at, edited = None, 0, -1
-        ends: dict[ReplyNode | None, int] = {None: 0}  # of the paths that the prompt begins with
-        for node in self.nodes:  # each behind its parent
+        ends: dict[ReplyNode | None, int] = {None: 0}  # of the paths that begin the prompt
+        for node in self.nodes:  # parents come before their children
             if (begin := ends.get(node.parent)) is None:
                 continue
             own = node.own()
@@ -271,18 +271,16 @@ class EpisodeGraph:
 
 
 def _unknown(completion_id: str) -> Refused:
-    return Refused(
-        404, f"completion: '{completion_id}' is none of this episode; calls of no episode are not kept", "completion"
-    )
+    return Refused(404, f"completion: '{completion_id}' is not a completion of this episode; others are not kept", "completion")
 
 
 def payload_of(
     group_id: int, episodes: Sequence[EpisodeGraph], task: np.ndarray
 ) -> tuple[GroupPayload, tuple[PolicyVersion, PolicyVersion] | None]:
-    """A group's episodes, and the oldest and newest version of the tokens to train on; None where there are none.
+    """Return the payload of a group's episodes, and the oldest and newest version of the trained tokens (None: no such tokens).
 
-    An episode that made no call is a row of `task` (int32, its rendered task), of which nothing is trained. What all rows begin
-    with is the prompt, short of every token that the model wrote, and of the last of every row.
+    An episode without calls becomes a row of `task` (int32, the rendered task) without trained tokens. The prompt is the common
+    prefix of all rows. It ends before the first token that the model wrote and before the last token of each row.
     """
     played = [episode.branches() for episode in episodes]
     sampled = [branch.versions[branch.loss_mask != 0] for branches in played for branch in branches]
@@ -323,15 +321,15 @@ def _idle(task: np.ndarray, version: int) -> GraphBranch:
 
 
 def _digests(messages: Sequence[Message], before: bytes = b"") -> list[bytes]:
-    """Of the conversation up to and with each message: equal where it is the same conversation, in whichever words of JSON.
-    `before`: of what goes before them."""
+    """Return a digest of the conversation up to and with each message. Digests ignore the formatting of JSON arguments.
+    `before`: the digest of the conversation before `messages`."""
     digests = []
     for message in messages:
-        # Reasoning is left out: clients drop it; and so is white space around replies, which some of them trim.
+        # Leave out reasoning, which clients drop, and white space around replies, which some clients trim.
         content = message.content.strip() if message.role == "assistant" else message.content
         calls = [(call.id, call.name, _arguments(call)) for call in message.tool_calls]
-        told = msgspec.json.encode((message.role, message.name, content, message.tool_call_id, calls))
-        before = xxhash.xxh3_128_digest(before + told)
+        encoded = msgspec.json.encode((message.role, message.name, content, message.tool_call_id, calls))
+        before = xxhash.xxh3_128_digest(before + encoded)
         digests.append(before)
     return digests
 

@@ -1,5 +1,5 @@
-"""The HTTP side of a gateway: routes, keys, limits, errors and streams, by aiohttp. What requests mean is in `dialects`, what
-comes of them in `episodes`."""
+"""The HTTP server of a gateway, by aiohttp: routes, keys, limits, errors and streams. `dialects` parses requests, `episodes`
+answers them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from runtime.process.http_server import Handler, HttpServer, bounded, let_in, lo
 
 T = TypeVar("T")
 
-# What takes the event loop a millisecond; more is done in a thread.
+# Sizes whose processing takes a millisecond. Larger ones are processed in a thread.
 LONG_BODY = 1 << 16  # bytes of a request
 LONG_ANSWER = 2048  # tokens, with their log-probabilities
 
-CONNECTIONS, SPARE = 4, 256  # an episode may have, and besides
+CONNECTIONS, SPARE = 4, 256  # connections that each episode may have, and connections besides
 
 _DIALECTS: dict[str, Parse] = {
     "/v1/chat/completions": chat.parse,
@@ -43,7 +43,7 @@ _DIALECTS: dict[str, Parse] = {
 
 
 class _BeginBody(Struct, frozen=True):
-    """`wait`: seconds that a task is waited for, where there is none yet."""
+    """`wait`: seconds to wait for a task if no task is ready."""
 
     wait: NonNegative = 0.0
 
@@ -61,7 +61,7 @@ _BEGIN, _REWARD, _END = FieldTable(_BeginBody), FieldTable(_RewardBody), FieldTa
 
 
 def server(episodes: Episodes, max_body: int, most: int = 4096) -> HttpServer:
-    """To be opened. A client that hangs up cancels what it has asked for. `max_body`: bytes of a request. `most`: episodes."""
+    """Return a server to open. A client that hangs up cancels its requests. `max_body`: bytes. `most`: episodes."""
     made = web.Application(middlewares=[_errors, bounded], client_max_size=max_body)
     made.on_response_prepare.append(_sign)
     routes = _GatewayRoutes(episodes)
@@ -90,7 +90,7 @@ class _GatewayRoutes:
 
     async def begin(self, request: web.Request) -> web.Response:
         self._refuse_browsers(request)
-        self._episodes.check(key := _key(request))  # before anything is read
+        self._episodes.check(key := _key(request))  # before the body is read
         let_in(request)
         return _json(await self._episodes.begin(key, (await _body(request, _BEGIN)).wait))
 
@@ -106,7 +106,7 @@ class _GatewayRoutes:
         return _json({})
 
     async def models(self, request: web.Request) -> web.Response:
-        """The only model, in the words of both APIs."""
+        """Return the only model, in the format of both APIs."""
         self._episode(request)
         name = self._episodes.model
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "sluice"}
@@ -115,8 +115,8 @@ class _GatewayRoutes:
         return _json(page)
 
     async def ask(self, parse: Parse, request: web.Request) -> web.StreamResponse:
-        episode = self._episode(request)  # before anything is read
-        body = await _read(request)
+        episode = self._episode(request)  # before the body is read
+        body = await _read(request)  # bounded by timeouts.REQUEST_BODY
         asked = await _aside(len(body) > LONG_BODY, parse, body)
         call = asked.call
         if isinstance(asked, responses.ResponseAsked) and asked.previous:
@@ -127,6 +127,7 @@ class _GatewayRoutes:
         call = replace(call, repeats=f"{KEYED}{key}" if key else f"body:{digest}", branch=branch)
         if asked.stream:
             return await self._stream(request, episode, call, asked.events(self._episodes.model, time.time()))
+        # The call has its own deadline. If the client hangs up, aiohttp cancels this task, and with it the call.
         completion = await self._episodes.call(episode, call, None)
         return await _aside(_is_long(completion), lambda: _json(asked.answer(completion)))
 
@@ -137,21 +138,21 @@ class _GatewayRoutes:
         return episode
 
     def _refuse_browsers(self, request: web.Request) -> None:
-        """Where there is no key: any site that its user visits could ask. They say whose a request is, and programs do not."""
+        """Refuse browsers if there is no key: any web site could send requests. Browsers send Origin, programs do not."""
         if not self._episodes.key and "Origin" in request.headers:
-            raise Refused(403, "without keys (network.security: none) nothing is answered to a browser")
+            raise Refused(403, "network.security is none: without keys, the gateway refuses requests of browsers")
 
     async def _stream(
         self, request: web.Request, episode: GatewayEpisode, call: PolicyCall, events: Events
     ) -> web.StreamResponse:
-        """Until something is to be told, an error is answered as where nothing is streamed; from then on it is an event."""
+        """Stream the answer. An error before the first event is an ordinary answer; a later error is an event."""
         news, texts = asyncio.Event(), dict[int, tuple[str, str]]()
 
-        def told(id: str, index: int, text: str) -> None:
-            texts[index] = (id, text)  # what the client was too slow for is told together
+        def on_text(id: str, index: int, text: str) -> None:
+            texts[index] = (id, text)  # a slow client gets several pieces in one event
             news.set()
 
-        calling = asyncio.ensure_future(self._episodes.call(episode, call, told))
+        calling = asyncio.ensure_future(self._episodes.call(episode, call, on_text))
         calling.add_done_callback(lambda _: news.set())
         head = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=head)
@@ -163,14 +164,14 @@ class _GatewayRoutes:
                 await response.write(data)
 
         try:
-            while not calling.done():
+            while not calling.done():  # new text or the end of the call sets `news`; a comment keeps a silent connection
                 if not await done_within(news.wait(), timeouts.STREAM_SILENCE):
                     await write(events.waiting)
                 news.clear()
-                growth = [events.told(id, index, text) for index, (id, text) in sorted(texts.items())]
+                growth = [events.progress(id, index, text) for index, (id, text) in sorted(texts.items())]
                 texts.clear()
                 await write(b"".join(growth))
-            try:
+            try:  # the call is done: this returns at once or raises its error
                 completion = await calling
                 last = await _aside(_is_long(completion), events.end, completion)
             except Exception as error:
@@ -179,7 +180,7 @@ class _GatewayRoutes:
                 last = events.failed(error_body(_refused(error, request), _is_anthropic(request)))
             await write(last)
         finally:
-            calling.cancel()
+            calling.cancel()  # the client may have hung up: withdraw the call before this handler ends
             await asyncio.gather(calling, return_exceptions=True)
         await response.write_eof()
         return response
@@ -187,12 +188,12 @@ class _GatewayRoutes:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as the API that was asked has it."""
+    """Answer every error in the format of the API that was asked."""
     try:
         if (request.content_length or 0) > request.client_max_size:
             raise web.HTTPRequestEntityTooLarge(request.client_max_size)
         return await handler(request)
-    except Exception as error:  # the gateway's faults too, which are logged
+    except Exception as error:  # includes faults of the gateway, which are logged
         if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             raise  # the client's connection
         refused = _refused(error, request)
@@ -203,22 +204,22 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refused(error: Exception, request: web.Request) -> Refused:
-    """What a client is told of an error. One that is not meant for it is logged."""
+    """Return the error that the client sees. Log an error that is not meant for the client."""
     what = f"{request.method} {request.rel_url.raw_path}"
     if isinstance(error, web.RequestPayloadError):
-        error = Refused(400, "the body is not what the request's headers say")
+        error = Refused(400, "the body does not match the request's headers")
     if not isinstance(error, (Refused, web.HTTPException)):
-        resource = request.match_info.route.resource  # whose path has names where that of the request may have a key
+        resource = request.match_info.route.resource  # its path has parameter names; the request's path may have a key
         log.error("gateway: %s %s failed", request.method, resource and resource.canonical, exc_info=error)
-    error.__traceback__ = None  # which knows the error, and the request with its body: they would not be freed at once
+    error.__traceback__ = None  # breaks the reference cycle with the request and its body, so that they are freed at once
     if isinstance(error, Refused):
         return error
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return Refused(413, f"the body has more than {request.client_max_size} bytes, which gateway.max_body allows")
+        return Refused(413, f"the body has more than {request.client_max_size} bytes (gateway.max_body)")
     if isinstance(error, web.HTTPException):
         hint = "" if error.status != 404 or "/v1" in what else "; paths of the API begin with /v1"
         return Refused(error.status, f"{what}: {error.reason}{hint}")
-    return Refused(500, "the gateway failed; its log says how")
+    return Refused(500, "the gateway failed; see its log")
 
 
 def _is_anthropic(request: web.Request) -> bool:
@@ -226,13 +227,13 @@ def _is_anthropic(request: web.Request) -> bool:
 
 
 def _key(request: web.Request) -> str:
-    """OpenAI's clients send it in the one header, Anthropic's in the other. Empty: none."""
+    """Return the client's key, or "". OpenAI's clients send Authorization, Anthropic's send x-api-key."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
 
 
 async def _read(request: web.Request) -> bytes:
-    if request.content.is_eof():  # all of it came with its head
+    if request.content.is_eof():  # the body came with the head
         return await request.read()
     try:
         return await asyncio.wait_for(request.read(), timeouts.REQUEST_BODY)
@@ -241,7 +242,7 @@ async def _read(request: web.Request) -> bytes:
 
 
 async def _body(request: web.Request, table: FieldTable[T]) -> T:
-    """An empty one is an empty object."""
+    """Read and parse a JSON body. An empty body is an empty object."""
     return table.read(decode(await _read(request) or b"{}"))
 
 
@@ -254,5 +255,5 @@ def _is_long(completion: Completion) -> bool:
 
 
 async def _aside(aside: bool, function: Callable[..., T], *arguments: Any) -> T:
-    """The function's result, from a thread where the event loop would wait for it."""
+    """Return the function's result. `aside`: run it in a thread, so that the event loop stays free."""
     return await asyncio.to_thread(function, *arguments) if aside else function(*arguments)

@@ -1,14 +1,14 @@
-"""Whom a gateway has its tasks played by: the agents of `services.environment`, and what becomes of an episode that fails.
+"""Play a gateway's tasks by the agents of `services.environment`, and handle episodes that fail.
 
-    Episodes.play ── task ──► Players.play ── Run ──► a process of the environment, whose agent calls the gateway
+    Episodes.play ── task ──► EpisodeRunner.play ── Run ──► a process of the environment, whose agent calls the gateway
                                   ▲                                     │
                                   └── rewards, figures, the end ◄───────┘
 
-A failure is of one of three kinds. *Infrastructure*: the episode is played again, from the same seed, elsewhere where there is
-another; then it is left out. *Data*: the task is at fault; it is left out, and named. *Agent*: it earns its reward, 0 if none.
+There are three kinds of failure. *Infrastructure*: the episode is played again from the same seed, on another process if there
+is one; then it is left out. *Data*: the task is wrong; it is left out and logged. *Agent*: it earns its reward, 0 if none.
 
-A process that is lost is one failure, however many episodes it played. It is asked no more until it answers again, or the
-coordinator names another in its place.
+A lost process counts as one failure, for any number of episodes. It gets no tasks until it answers again, or until the
+coordinator names another process in its place.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from runtime.types import EpisodeTask
 
 log = logging.getLogger("sluice")
 
-FIGURES = 64  # that an episode may tell
-SHOWN = 60  # characters of a reason that is counted
+FIGURES = 64  # figures that an episode may report
+SHOWN = 60  # characters of a reason that are counted
 _FIGURE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}")
 
 
 class EnvironmentPort(Protocol):
-    """One process that plays episodes of an environment."""
+    """A process that plays episodes of an environment."""
 
     name: str
 
     def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-        """Raises Unreachable."""
+        """Play the episode and yield its events. Raises Unreachable."""
 
     async def cancel(self, episode: str) -> None:
-        """Its agent is to end now, and to tell what it earned. Raises Unreachable."""
+        """Ask the agent to end now and to report its reward. Raises Unreachable."""
 
     async def describe(self, seconds: float) -> EnvironmentDescription:
-        """Once it can be reached. Raises Unreachable when that is not within so many seconds."""
+        """Return the description once the process answers. Raises Unreachable if it does not within `seconds`."""
 
 
 Late = Literal["wait", "truncate", "leave out", "repeat"]
 
 
 def late(slow: Slow, others: int, repeats_left: int) -> Late:
-    """What becomes of an episode that is late. `others`: of its group, those that are over and are trained on; `repeats_left`:
-    how often it may be played again."""
+    """Decide about a late episode. `others`: ended episodes of its group that are trained on. `repeats_left`: how often it may
+    be played again."""
     if slow == "shrink":
         return "leave out" if others >= 2 else "truncate"
     if slow == "retry":
@@ -76,15 +76,15 @@ def late(slow: Slow, others: int, repeats_left: int) -> Late:
 
 
 class _Attempt:
-    """An episode at one process. `verdict`: how it ended, by whoever knows it first."""
+    """An episode at one process. `verdict`: the first known end of the episode."""
 
     def __init__(self, port: EnvironmentPort, episode: GatewayEpisode, settings: Environment, repeats_left: int):
         loop = asyncio.get_running_loop()
         self.port, self.episode, self.settings, self.repeats_left = port, episode, settings, repeats_left
         self.verdict: asyncio.Future[EpisodeEnd] = loop.create_future()
-        self.known = False  # why it failed: its process had been lost already
-        self.repeat = False  # as it was late
-        self.runs = False  # its agent does
+        self.known = False  # the episode failed because its process had been lost already
+        self.repeat = False  # play the episode again because it was late
+        self.runs = False  # the agent runs
         self._timers: list[asyncio.TimerHandle] = []
         self._cancelling: asyncio.Task[None] | None = None
 
@@ -93,18 +93,18 @@ class _Attempt:
             self.verdict.set_result(end)
 
     def result(self) -> EpisodeEnd:
-        """Of one that is decided. Where the agent was told to end, it is the agent's own affair that it did not."""
+        """Return the end of a decided attempt. An agent that was asked to end and did not has timed out."""
         end = self.verdict.result()
         return EpisodeEnd(stop_reason="timeout") if self._cancelling is not None and end.failure == "infrastructure" else end
 
     def begin(self) -> None:
-        """The agent runs now."""
+        """Note that the agent runs now, and start the episode's deadline."""
         self.runs = True
         if self.settings.slow != "wait":
             self._later(self.settings.budgets.episode, self.be_late)
 
     def be_late(self) -> None:
-        """At its deadline, or when the trainer waits for it alone."""
+        """Handle a late episode: its deadline has passed, or the trainer waits only for its group."""
         group, budgets = self.episode.group, self.settings.budgets
         assert group is not None
         ended = sum(each.over and not each.left_out for each in group.episodes.values())
@@ -118,7 +118,7 @@ class _Attempt:
             self.decide(EpisodeEnd(left_out=True, reason="slow"))
 
     async def _cancel(self) -> None:
-        with suppress(Unreachable):  # whoever reads its events hears of it
+        with suppress(Unreachable):  # `_read` handles a lost process
             await self.port.cancel(self.episode.id)
 
     def _later(self, seconds: float, what: Any) -> None:
@@ -133,23 +133,23 @@ class _Attempt:
 
 
 class EpisodeRunner:
-    """All methods belong to one event loop."""
+    """Plays episodes by the environments. All methods belong to one event loop."""
 
     def __init__(self, settings: Mapping[str, Environment], url: str, episodes: Episodes, silence: float, seconds: float):
-        """`url`, `episodes`: of the gateway. `silence`: how long a task waits for a process of its environment to be there;
-        `seconds`: how long a group may take."""
+        """Create without processes. `url`, `episodes`: of the gateway. `silence`: how long a task waits for a process of its
+        environment. `seconds`: how long a group may take."""
         self._settings, self._url, self._episodes = settings, url, episodes
         self._silence, self._seconds = silence, seconds
         self._ports: dict[str, Sequence[EnvironmentPort]] = {}
-        self._lost: dict[EnvironmentPort, asyncio.Task[None]] = {}  # and who waits for it to answer again
+        self._lost: dict[EnvironmentPort, asyncio.Task[None]] = {}  # with the task that waits until the process answers again
         self._changed = asyncio.Event()
-        self._busy: Counter[str] = Counter()  # episodes under way, by process
+        self._busy: Counter[str] = Counter()  # running episodes, by process
         self._attempts: dict[str, _Attempt] = {}  # by episode
-        self._in_a_row: Counter[str] = Counter()  # failures, by environment
+        self._in_a_row: Counter[str] = Counter()  # consecutive failures, by environment
         self.counts: Counter[str] = Counter()
 
     def use(self, ports: Mapping[str, Sequence[EnvironmentPort]]) -> None:
-        """From now on, by environment."""
+        """Use these processes from now on, by environment."""
         self._ports = dict(ports)
         known = {port for each in ports.values() for port in each}
         for port in [port for port in self._lost if port not in known]:
@@ -161,13 +161,13 @@ class EpisodeRunner:
         self._changed = asyncio.Event()
 
     def hurry(self, group_id: int) -> None:
-        """The trainer waits for this group alone."""
+        """Treat this group's episodes as late: the trainer waits only for them."""
         for attempt in list(self._attempts.values()):
             if attempt.episode.request is not None and attempt.episode.request.group_id == group_id:
                 attempt.be_late()
 
     async def play(self, group: EpisodeRun, index: int) -> None:
-        """One episode, until it is over. Raises ServiceFault when too many have failed in a row, or nobody is there to ask."""
+        """Play one episode to its end. Raises ServiceFault after too many failures in a row, or if no process serves."""
         name, until = group.request.task.environment, now() + self._seconds
         settings, tried = self._settings[name], list[str]()
         while True:
@@ -187,7 +187,7 @@ class EpisodeRunner:
             return
 
     async def _attempt(self, attempt: _Attempt, until: float) -> EpisodeEnd:
-        """How it ended; at `until` at the latest."""
+        """Return the end of the attempt, at `until` at the latest."""
         episode = attempt.episode
         self._attempts[episode.id] = attempt
         self._busy[attempt.port.name] += 1
@@ -203,9 +203,9 @@ class EpisodeRunner:
             del self._attempts[episode.id]
 
     async def _read(self, attempt: _Attempt) -> None:
-        """Its events, until its end is known."""
+        """Read the events of the episode until its end is known."""
         port, episode = attempt.port, attempt.episode
-        reason = f"{port.name}: it ended without a word"
+        reason = f"{port.name}: the episode ended without a result"
         try:
             async with aclosing(port.run(self._asked(attempt))) as events:
                 async for event in events:
@@ -218,9 +218,9 @@ class EpisodeRunner:
         except Unreachable as error:
             reason = f"{port.name}: {error.reason}"
             attempt.known = self._lose(port)
-        except Refused as error:  # a reward of nothing that there is
+        except Refused as error:  # the reward names an unknown completion, or the report is invalid
             reason = str(error)
-        except Exception as error:  # a fault of ours, which is not to leave anybody waiting
+        except Exception as error:  # a fault of this code; raise it in `play`, which waits for the verdict
             if not attempt.verdict.done():
                 attempt.verdict.set_exception(error)
             raise
@@ -245,34 +245,36 @@ class EpisodeRunner:
         )
 
     async def _choose(self, name: str, tried: Sequence[str], until: float) -> EnvironmentPort:
-        """The one with the fewest episodes, of those that have not failed with this one where there are such."""
+        """Return the process with the fewest episodes. Prefer processes that have not failed with this episode."""
         until = min(until, now() + self._silence)
         while not (ports := [port for port in self._ports.get(name, ()) if port not in self._lost]):
             if not await done_within(self._changed.wait(), until - now()):
-                raise ServiceFault(f"services.environment.{name}", "play", "no process of it serves", self._silence)
+                raise ServiceFault(
+                    f"services.environment.{name}", "play", "no process of the environment serves", self._silence
+                )
         fresh = [port for port in ports if port.name not in tried]
         return min(fresh or ports, key=lambda port: (self._busy[port.name], port.name))
 
     def _lose(self, port: EnvironmentPort) -> bool:
-        """It cannot be reached. Returns whether that is known."""
+        """Mark the process as lost. Return True if it is known to be lost, or no longer used."""
         if port in self._lost or not any(port in each for each in self._ports.values()):
             return True
         self._lost[port] = asyncio.get_running_loop().create_task(self._returns(port))
         return False
 
     async def _returns(self, port: EnvironmentPort) -> None:
-        with suppress(Unreachable):  # then it stays lost
+        with suppress(Unreachable):  # the process stays lost
             await port.describe(self._silence)
             del self._lost[port]
             self._wake()
 
     def _heard(self, episode: GatewayEpisode, event: EpisodeEvent) -> None:
-        """Raises Refused."""
+        """Apply an event: phase, figures, reward. Raises Refused if it is invalid."""
         if event.phase in PHASES:
             episode.enter(event.phase)
         for name, value in event.log.items():
             if not _FIGURE.fullmatch(name) or len(episode.log) >= FIGURES:
-                raise Refused(400, f"log: {name!r} is no name of a figure, or one of more than {FIGURES}")
+                raise Refused(400, f"log: {name!r} is not a valid name of a figure, or exceeds {FIGURES} figures")
             episode.log[name] = value
         if event.reward is None:
             return
@@ -284,7 +286,7 @@ class EpisodeRunner:
         self._episodes.reward(episode, event.reward, of)
 
     def _reward(self, episode: GatewayEpisode, end: EpisodeEnd) -> None:
-        """Raises Refused."""
+        """Set the rewards at the end of an episode. Raises Refused if the end is invalid."""
         if end.stop_reason and end.stop_reason not in STOP_REASONS:
             raise Refused(400, f"stop_reason: {end.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
         for completion, value in end.rewards.items():
@@ -306,12 +308,12 @@ class EpisodeRunner:
         if end.failure != "infrastructure":
             self._in_a_row[name] = 0
         if not episode.left_out and episode.reward is None and stop_reason != "completed":
-            episode.reward = 0.0  # of an agent that did not come to its end
+            episode.reward = 0.0  # the agent did not complete the episode
         self.counts["left_out"] += bool(episode.left_out)
         self._episodes.close_one(episode, stop_reason)
 
     def _count(self, name: str, settings: Environment, group: int, reason: str) -> None:
-        """A failure of infrastructure. Raises ServiceFault where it is one too many."""
+        """Count an infrastructure failure. Raises ServiceFault if there are too many in a row."""
         self._in_a_row[name] += 1
         self.counts["failures"] += 1
         log.warning("environment %s: an episode of group %d failed: %s", name, group, reason)
@@ -321,11 +323,11 @@ class EpisodeRunner:
 
 
 def row_of(task: EpisodeTask) -> dict[str, Any]:
-    """What an agent is told of its task: the columns of its row, and what was made of them."""
+    """Return the task as the agent receives it: the columns of its row, and the fields made from them."""
     made = {"messages": task.messages, "label": task.label, "source": task.source}
     return {name: value for name, value in made.items() if value} | task.extra
 
 
 def _short(reason: str) -> str:
-    """As it is counted: of reasons that differ in what stands behind the first colons the beginning."""
+    """Return the beginning of a reason, so that reasons which differ only in details are counted together."""
     return " ".join(reason.split())[:SHOWN]

@@ -1,4 +1,4 @@
-"""Conversations by which templates are tried: tools, thinking, system prompts, parallel calls, Unicode, empty and long ones."""
+"""Conversations that test chat templates: tools, thinking, system prompts, parallel calls, Unicode, empty and long ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOOLS = (
 
 
 class ProbeConversation(Struct, frozen=True):
-    """One that begins with what is asked and ends with a reply."""
+    """A conversation that begins with a question and ends with a reply."""
 
     name: str
     with_tools: bool
@@ -33,6 +33,6 @@ class ProbeConversation(Struct, frozen=True):
 
 @lru_cache(maxsize=1)
 def conversations() -> list[ProbeConversation]:
-    """Forty, of the file beside this one."""
+    """Return the forty conversations of `conversations.jsonl`."""
     lines = Path(__file__).with_name("conversations.jsonl").read_bytes()
     return msgspec.json.Decoder(ProbeConversation).decode_lines(lines)

@@ -1,6 +1,6 @@
-"""Conversations as tokens, and replies as messages: what is told apart by the model's family or by its chat template.
+"""Conversations as tokens and replies as messages, by the model's chat template or by its family.
 
-A prompt that continues a reply is never rendered anew: what the model wrote stays as it is, and what follows is put behind it.
+A prompt that continues a reply is never rendered anew: the model's tokens stay, and the new messages are put behind them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from runtime.run_files import read_object
 
 
 class TemplateRenderer:
-    """By the model's own chat template. A conversation is continued by the difference between two renderings. Every method may
+    """Renders by the model's chat template. The difference between two renderings continues a conversation. Every method may
     run in a thread beside others.
 
-    `stop_ids`: what ends a reply. `decodes_parts`: a conversation's text is that of its parts, cut before or behind one.
+    `stop_ids`: tokens that end a reply. `decodes_parts`: parts of a conversation decode to the text of the whole.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Literal["auto"] | Format = "auto"):
-        """`tools`: how calls are written; "auto": as the template writes one."""
+        """Learn the template's format. `tools`: the format of calls; "auto": the format that the template writes."""
         self.tokenizer = tokenizer
         self.template = tokenizer.template
         self._close, self._close_id = self._closing()
@@ -48,33 +48,33 @@ class TemplateRenderer:
         self._doubt = self._why_not()
 
     def encode(self, text: str) -> list[int]:
-        """Raises Refused."""
+        """Return the tokens of the text. Raises Refused if the text cannot be encoded."""
         try:
             return self.tokenizer.encode_texts([text])[0].tolist()
         except UserError as error:
             raise Refused(400, str(error)) from error
 
     def decode(self, tokens: Sequence[int] | np.ndarray, last: Sequence[int] | np.ndarray = ()) -> str:
-        """Their text, special tokens included, where they stand behind the token `last`."""
+        """Return the text of the tokens behind the token `last`, special tokens included."""
         if not len(last):
             return self.tokenizer.decode(tokens, skip_special=False)
         text = self.tokenizer.decode(np.concatenate([last, tokens]), skip_special=False)
         return text[len(self.tokenizer.decode(last, skip_special=False)) :]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """The conversation up to where the reply begins. Raises Refused for what the model's template cannot render."""
+        """Return the conversation up to where the reply begins. Raises Refused if the template cannot render it."""
         if tools and not self.takes_tools:
-            why = "knows no tools" if not self._lists_tools else "does not write calls in a way that is known here"
+            why = "takes no tools" if not self._lists_tools else "writes tool calls in an unknown format"
             raise Refused(400, f"tools: the model's chat template {why}", "tools")
         if not self.takes_tools and any(message.tool_calls for message in messages):
-            raise Refused(400, "messages: calls of tools, which the model's chat template does not know", "messages")
+            raise Refused(400, "messages: tool calls, which the model's chat template does not support", "messages")
         try:
             return self.encode(self.text(messages, tools))
         except UserError as error:
             raise Refused(400, f"messages: {error}", "messages") from error
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool = True) -> str:
-        """The conversation up to where a reply begins, or without that (`generate`). Raises UserError."""
+        """Return the conversation as text; `generate`: up to where a reply begins. Raises UserError if it cannot."""
         shaped = [as_openai(message) for message in messages]
         if isinstance(self.template, SlotTemplate):
             return self.template.render(shaped)
@@ -90,10 +90,10 @@ class TemplateRenderer:
         tools: Sequence[Tool],
         said: Callable[[], str] | None = None,
     ) -> list[int] | str:
-        """What is put behind `tokens` (int32), which end with the `reply` tokens of the last of `history`, so that the model
-        answers to the messages `new`; or a reason why it cannot be proved that this continues the conversation as it would
-        have been rendered. `ended`: the reply ended with one of `stop_ids`. `said`: the text of `tokens`, where it is known
-        without decoding all of them."""
+        """Return the tokens to put behind `tokens` (int32) so that the model answers the messages `new`. Return a reason if it
+        cannot be proved that this continues the conversation as rendered. `tokens` end with the `reply` tokens of the last
+        message of `history`. `ended`: the reply ended with one of `stop_ids`. `said`: returns the text of `tokens` if it is
+        known without decoding all of them."""
         if (known := self.bridge_of_family(tokens, reply, new, tools)) is not None:
             return known
         if self._doubt:
@@ -113,12 +113,12 @@ class TemplateRenderer:
     def bridge_of_family(
         self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        """As `bridge`, where the model's family is known; None where it is not, or would have to render anew."""
+        """Return the tokens to add, as `bridge`; None if the model's family is unknown or would have to render anew."""
         return None
 
     def _tail(self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """What the template writes behind the token that ends the reply. Raises UserError, also where what it writes before is
-        not the same: neither to the letter what the tokens say, nor what it writes of the conversation up to the reply."""
+        """Return the template's text behind the token that ends the reply. Raises UserError if the text before it differs both
+        from the text of the tokens and from the rendering of the conversation up to the reply."""
         after = self.text([*history, *new], tools)
         said = so_far if ended else so_far + self._close
         if after.startswith(said):
@@ -128,52 +128,52 @@ class TemplateRenderer:
         head, _, blank = answered.rpartition(self._close)
         if head and not blank.strip() and answered.startswith(asked) and after.startswith(answered):
             return after[len(answered) - len(blank) :]
-        raise UserError("the template renders messages otherwise when others follow")
+        raise UserError("the template renders earlier messages differently when more messages follow")
 
     def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
-        """What the reply is made to begin with: `choice` is a call's `tool_choice`. Raises Refused."""
+        """Return the forced beginning of a reply. `choice`: a call's `tool_choice`. Raises Refused if it names no tool."""
         kind, _, name = choice.partition(":")
         if kind not in ("required", "function"):
             return []
         names = [tool.name for tool in tools]
         if not names or (name and name not in names):
-            allowed = ", ".join(names) or "tools, of which the request has none"
+            allowed = ", ".join(names) or "the request's tools: there are none"
             raise Refused(400, f"tool_choice: '{name or choice}' is not one of {allowed}", "tool_choice")
         name = name or (names[0] if len(names) == 1 else "")
         return self.encode((f"{THOUGHT}\n\n" if self._opened else "") + tool_calls.begin(name, self.form))
 
     def parse(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray, tools: Sequence[Tool]) -> Message:
-        """A reply, of which the tokens `given` were forced. What is not a call of a tool is text. Raises nothing."""
+        """Return a reply as a message. `given`: its forced tokens. Invalid tool calls stay text. Never raises."""
         reasoning, text = self._parted(given, tokens)
         content, calls = tool_calls.read(text, self.form if tools else "none")
         return Message("assistant", content, calls, reasoning=reasoning)
 
     def visible(self, tokens: Sequence[int] | np.ndarray, given: Sequence[int] = ()) -> str:
-        """The text of a reply so far that cannot change any more: it begins the message's `content`, and only grows."""
+        """Return the part of a reply's text that no further token changes: a prefix of the message's `content`."""
         reasoning, text = self._parted(given, tokens)
         if self.thinks and not reasoning and THINK.startswith(text.rstrip(tool_calls.INCOMPLETE).strip()):
             return ""
         return tool_calls.settled(text, self.form)
 
     def write(self, message: Message) -> list[int]:
-        """An assistant's message as the model would write it, with what ends it."""
+        """Return an assistant's message as the model would write it, with the token that ends it."""
         prefix = f"{THOUGHT}\n\n" if self._opened and not message.reasoning else ""
         text = tool_calls.write(message, self.form)
         text = text.removeprefix(f"{THINK}\n") if self._opened else text
         return [*self.encode(prefix + text), self.stop_ids[0] if self._close_id is None else self._close_id]
 
     def end_of_call(self) -> str:
-        """What a call of a tool ends with; "" where it ends with the reply."""
+        """Return the text that ends a tool call; "" if a call ends with the reply."""
         return tool_calls.CLOSE if self.form == "hermes" else ""
 
     def _parted(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray) -> tuple[str, str]:
-        """What a reply reasons, and its text."""
+        """Return the reasoning and the text of a reply."""
         ids = [*given, *np.asarray(tokens).tolist()]
         text = self.tokenizer.decode([id for id in ids if id not in self._hidden], skip_special=False)
         return tool_calls.part_reasoning(text, self._opened) if self.thinks else ("", text)
 
     def _closing(self) -> tuple[str, int | None]:
-        """The token by which the template ends a reply, as text and id; "" and None where it has none."""
+        """Return the text and the id of the token by which the template ends a reply; "" and None without such a token."""
         _, answer, behind = self._text_if_any(_ANSWERED, (), generate=False).rpartition(_ANSWERED[-1].content)
         added = self.tokenizer.added_tokens.items()
         fits = {token.content: id for id, token in added if answer and behind.lstrip().startswith(token.content)}
@@ -181,13 +181,13 @@ class TemplateRenderer:
         return close, fits.get(close)
 
     def _tools_of_template(self) -> tuple[Format, bool]:
-        """How it writes a call of a tool, and whether it tells the model of tools."""
+        """Return the template's format of tool calls, and whether the template lists the tools to the model."""
         asked = self._text_if_any(_ANSWERED[:1], (_TOOL,))
-        told = self._text_if_any((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
-        if not asked or not told:
+        called = self._text_if_any((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
+        if not asked or not called:
             return "none", False
         lists = _TOOL.name in asked
-        replies: dict[Format, str] = {"hermes": told, "json": told.removeprefix(asked).partition(self._close or "\n")[0]}
+        replies: dict[Format, str] = {"hermes": called, "json": called.removeprefix(asked).partition(self._close or "\n")[0]}
         for form, reply in replies.items():
             calls = tool_calls.read(reply, form)[1]
             if [(call.name, json.loads(call.arguments)) for call in calls] == [(_TOOL.name, {"x": 1})]:
@@ -195,15 +195,15 @@ class TemplateRenderer:
         return "none", lists
 
     def _text_if_any(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool = True) -> str:
-        """As `text`; "" where the template refuses the conversation."""
+        """Return `text`, or "" if the template refuses the conversation."""
         try:
             return self.text(messages, tools, generate)
         except UserError:
             return ""
 
     def _why_not(self) -> str:
-        """Why nothing can be put behind replies by this template and tokenizer; "" where it can: the token that ends a reply
-        parts the text, so that what stands before it and what follows are encoded alike by themselves and together."""
+        """Return why the template and the tokenizer allow no text behind replies; "" if they allow it. The token that ends a
+        reply must split the text: the parts before and after it encode alike alone and together."""
         if self._close_id is None:
             return "the template ends replies with no token of its own"
         for probe in conversations():
@@ -213,17 +213,17 @@ class TemplateRenderer:
             whole = [id for part in parts for id in part]
             self.decodes_parts &= "".join(map(self.decode, parts)) == self.decode(whole)
             if whole != self.encode(text) or any(part[0] != self._close_id for part in parts[1:]):
-                return f"text around {self._close} is encoded otherwise by itself"
+                return f"the tokenizer encodes text around {self._close} differently on its own"
         return ""
 
 
 _ANSWERED = (Message("user", "Is it 3?"), Message("assistant", "It is 8 instead."))
-_TOOL = Tool("tool_of_a_probe", "Tells.", {"type": "object", "properties": {"x": {"type": "integer"}}})
+_TOOL = Tool("tool_of_a_probe", "Probes.", {"type": "object", "properties": {"x": {"type": "integer"}}})
 _CALLING = Message("assistant", tool_calls=(ToolCall("call_0", _TOOL.name, '{"x": 1}'),))
 
 
 def as_openai(message: Message) -> dict[str, Any]:
-    """As Hugging Face's templates take it: OpenAI's shape, but arguments as a mapping where they are one."""
+    """Return the message in OpenAI's shape, as Hugging Face's templates take it, but with parsed arguments if they are JSON."""
     shaped: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         shaped["tool_calls"] = [
@@ -235,7 +235,7 @@ def as_openai(message: Message) -> dict[str, Any]:
 
 
 def functions(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's shape; None where there are none."""
+    """Return the tools in OpenAI's shape; None without tools."""
     return [{"type": "function", "function": structs.asdict(tool)} for tool in tools] or None
 
 
@@ -248,10 +248,9 @@ def _parsed(arguments: str) -> Any:
 
 # ---- Family rendering
 #
-# Conversations continued by the `renderers` package, which knows how the models of some families go on.
-#
-# It is taken where a template renders earlier messages otherwise once others follow, so that two renderings prove nothing:
-# those of Qwen 3 leave out what was reasoned before the last question. The template stays what prompts are rendered with.
+# The `renderers` package continues conversations of some model families. It is used if a template renders earlier messages
+# differently once others follow, so that two renderings prove nothing. Example: Qwen 3's template leaves out the reasoning
+# before the last question. Prompts are still rendered by the template.
 
 log = logging.getLogger("sluice")
 
@@ -259,7 +258,7 @@ FAMILIES = {"qwen3": "Qwen3Renderer", "qwen3_moe": "Qwen3Renderer"}  # by model_
 
 
 class FamilyRenderer(TemplateRenderer):
-    """By a renderer of that package; where it does not know either, by the difference of two renderings."""
+    """Continues conversations by the `renderers` package; if the package cannot, by the difference of two renderings."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Literal["auto"] | Format, family: Any):
         super().__init__(tokenizer, tools)
@@ -277,7 +276,7 @@ class FamilyRenderer(TemplateRenderer):
         return list(found.token_ids[len(before) :])
 
     def fault(self) -> str:
-        """Where the family renders a conversation otherwise than the template; "" where it never does."""
+        """Return the first conversation that the family renders differently from the template; "" if there is none."""
         for probe in conversations():
             tools = probe.tools if self.takes_tools else ()
             if probe.tools and not tools:
@@ -292,7 +291,7 @@ class FamilyRenderer(TemplateRenderer):
 
 
 def renderer_of(tokenizer: Tokenizer, tools: Literal["auto"] | Format, model_folder: Path | str) -> TemplateRenderer:
-    """By the package where it is there, knows the family of the model in `model_folder` and renders as its template does."""
+    """Return a family renderer if the package knows the model's family and renders like the template; else a template's."""
     return _family_renderer(tokenizer, tools, Path(model_folder) / "config.json") or TemplateRenderer(tokenizer, tools)
 
 
@@ -304,10 +303,10 @@ def _family_renderer(tokenizer: Tokenizer, tools: Literal["auto"] | Format, file
         found = _made(name, tokenizer, tools)
         if not (where := found.fault()):
             return found
-        why = f"it renders {where} otherwise"
+        why = f"it renders {where} differently"
     except UserError as error:
         why = str(error)
-    log.warning("conversations are continued by the chat template, not by renderers' %s: %s", name, why)
+    log.warning("the chat template continues conversations, not %s of the renderers package: %s", name, why)
     return None
 
 
@@ -316,12 +315,12 @@ def _made(name: str, tokenizer: Tokenizer, tools: Literal["auto"] | Format) -> F
         import renderers
 
         return FamilyRenderer(tokenizer, tools, getattr(renderers, name)(_PlainTokenizer(tokenizer)))
-    except Exception as error:  # the package is not there, or whatever it says of a tokenizer that is not its family's
+    except Exception as error:  # the package is missing, or it rejects the tokenizer
         raise UserError(f"{type(error).__name__}: {error}") from error
 
 
 class _PlainTokenizer:
-    """What the package asks of a tokenizer."""
+    """The interface of a tokenizer that the package needs."""
 
     unk_token_id = None
 

@@ -1,7 +1,7 @@
-"""How a reply is written: what it reasons, its text, and the calls of tools. Pure, on text.
+"""Formats of replies: reasoning, text and tool calls. Pure, on text.
 
-`hermes`: each call is JSON between `<tool_call>` and `</tool_call>`, and several are parallel (Hermes, Qwen 2.5, Qwen 3).
-`json`: the whole reply is `{"name": ..., "parameters": ...}` (Llama 3). `none`: calls are not told apart from text.
+`hermes`: each call is JSON between `<tool_call>` and `</tool_call>`; several calls are parallel (Hermes, Qwen 2.5, Qwen 3).
+`json`: the whole reply is `{"name": ..., "parameters": ...}` (Llama 3). `none`: calls stay part of the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Format = Literal["hermes", "json", "none"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
-INCOMPLETE = "\ufffd"  # what a decoder gives for bytes that are no UTF-8, or not yet
+INCOMPLETE = "\ufffd"  # a decoder writes it for bytes that are not, or not yet, UTF-8
 
 
 class _Call(Struct):
@@ -30,7 +30,7 @@ class _Call(Struct):
 
 
 def read(text: str, form: Format) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text of a reply without its calls, and these, with new ids. What is no call stays text. Raises nothing."""
+    """Return the text of a reply without its calls, and the calls with new ids. Invalid calls stay text. Never raises."""
     if form == "none":
         return text, ()
     if form == "json":
@@ -50,7 +50,7 @@ def _call(text: str) -> ToolCall | None:
     try:
         found = msgspec.json.decode(text.strip(), type=_Call)
         arguments = bytes(found.arguments) or bytes(found.parameters) or b"{}"
-        if arguments.startswith(b'"'):  # some models quote them, as OpenAI's API does
+        if arguments.startswith(b'"'):  # some models quote arguments, as OpenAI's API does
             arguments = msgspec.json.decode(arguments, type=str).encode()
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -59,8 +59,8 @@ def _call(text: str) -> ToolCall | None:
 
 
 def settled(text: str, form: Format) -> str:
-    """The part of a reply's text so far that is text and will be whatever follows: nothing of a call, nor of what may become
-    one, no white space at the end, which is no part of the text before a call, and no character that is not whole."""
+    """Return the part of a reply's text so far that no further token changes. Drop a call or the possible beginning of a call,
+    white space at the end (it is not part of the text before a call), and an incomplete character."""
     text = text.rstrip(INCOMPLETE)
     if form == "json" and text.lstrip()[:1] in ("", "{"):
         return ""
@@ -72,13 +72,13 @@ def settled(text: str, form: Format) -> str:
 
 
 def without_start_of(marks: Sequence[str], text: str) -> str:
-    """The text, short of an end with which one of `marks` may begin."""
+    """Return the text without an end that may begin one of `marks`."""
     started = max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)
     return text[: len(text) - started]
 
 
 def part_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """What a reply reasons, and what follows. `opened`: its prompt ends within `<think>`."""
+    """Return the reasoning of a reply and the text behind it. `opened`: the prompt ends within `<think>`."""
     if not opened:
         before, opener, inner = text.partition(THINK)
         if not opener or before.strip():
@@ -89,13 +89,13 @@ def part_reasoning(text: str, opened: bool) -> tuple[str, str]:
 
 
 def begin(name: str, form: Format) -> str:
-    """How a reply begins that has to call the tool `name`; "": any. It ends where tokens end when the model writes it."""
+    """Return the beginning of a reply that must call the tool `name` ("": any). It ends at a token boundary of the model."""
     opener, arguments = (f"{OPEN}\n", "arguments") if form == "hermes" else ("", "parameters")
     return f'{opener}{{"name": ' + (f'{json.dumps(name, ensure_ascii=False)}, "{arguments}":' if name else '"')
 
 
 def write(message: Message, form: Format) -> str:
-    """An assistant's message as a model writes it."""
+    """Return an assistant's message in the format in which a model writes it."""
     parts = [message.content] if message.content else []
     for call in message.tool_calls:
         body = begin(call.name, form) + f" {call.arguments}}}"

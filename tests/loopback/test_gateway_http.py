@@ -276,7 +276,7 @@ async def test_a_fault_is_told_shortly_and_logged_once(served: Served, stream: b
     body = {"messages": [{"role": "user", "content": "fail 500"}], "stream": stream}
     answer = await served.post("/v1/chat/completions", body, (await served.begin()).key)
     assert answer.status == 500
-    assert answer.json["error"]["message"] == "the gateway failed; its log says how"
+    assert answer.json["error"]["message"] == "the gateway failed; see its log"
     (record,) = caplog.records
     assert record.getMessage() == "gateway: POST /v1/chat/completions failed"
     assert record.exc_info is not None and "a fault of the backend" in str(record.exc_info[1])
@@ -433,7 +433,7 @@ async def test_a_silent_stream_is_kept_up_and_may_still_fail(
         assert answer.status == 200
         last, data = events[-1]
         if script != "say hello there":
-            said = {"fail 408": "the script says so", "fail 500": "the gateway failed; its log says how"}[script]
+            said = {"fail 408": "the script says so", "fail 500": "the gateway failed; see its log"}[script]
             assert (last, data["error"]["message"]) == ("error", said)
         else:
             assert "error" not in [name for name, _ in events] and len(events) > 2

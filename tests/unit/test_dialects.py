@@ -86,7 +86,7 @@ def test_no_limit_of_the_most_likely_and_the_newer_limit_of_tokens() -> None:
         assert ask(GENERATE, sampling_params={"top_k": top_k}).call.top_k == 0
     assert ask(CHAT, max_completion_tokens=4).call.max_tokens == 4
     assert ask(CHAT, max_completion_tokens=4, max_tokens=4).call.max_tokens == 4
-    assert str(refused(CHAT, max_completion_tokens=4, max_tokens=5)) == "max_tokens: 5 is not max_completion_tokens, which is 4"
+    assert str(refused(CHAT, max_completion_tokens=4, max_tokens=5)) == "max_tokens: 5 is not equal to max_completion_tokens, 4"
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -383,7 +383,7 @@ def streamed(events: Events, completion: Completion, cuts: list[int]) -> list[di
     stream = b""
     for index, reply in enumerate(completion.replies):
         for cut in sorted(cuts):
-            stream += events.told(completion.id, index, reply.message.content[:cut])
+            stream += events.progress(completion.id, index, reply.message.content[:cut])
     stream += events.end(completion)
     found = []
     for block in stream.decode().split("\n\n")[:-1]:

@@ -223,7 +223,7 @@ def test_where_the_template_proves_nothing_the_prompt_is_rendered_anew(renderer:
     engine = Engine(forgetful, EpisodeGraph(forgetful))
     history = engine.call([user("1?")])
     extension = engine.graph.extend(PolicyCall(messages=(*history, user("2?"))))
-    assert extension.fork == "not a prefix: the template renders messages otherwise when others follow"
+    assert extension.fork == "not a prefix: the template renders earlier messages differently when more messages follow"
     assert extension.prompt.tolist() == forgetful.render([*history, user("2?")], ())
     engine.call([*history, user("2?")])
     engine.check()
@@ -322,7 +322,7 @@ def test_an_episode_holds_no_more_than_it_may(engine: Engine, monkeypatch: pytes
     history = engine.call([user("1?")])
     monkeypatch.setattr(product, "MOST_HELD", engine.graph.held + 1)
     history = engine.call([*history, user("2?")])
-    with pytest.raises(Refused, match="one may hold") as refused:
+    with pytest.raises(Refused, match="are allowed") as refused:
         engine.graph.extend(PolicyCall(messages=(*history, user("3?"))))
     assert refused.value.code == TOO_LONG
     engine.check()
@@ -349,7 +349,7 @@ def test_a_turn_s_reward_is_at_its_last_token_where_it_is_trained(engine: Engine
     one, other = engine.graph.branches()
     assert one.rewards == {len(engine.served[0][0]) + len(engine.served[0][1].tokens) - 1: 0.5}
     assert other.rewards == {len(other.tokens) - 1: -1.0}
-    with pytest.raises(Refused, match="'completion-9' is none of this episode") as refused:
+    with pytest.raises(Refused, match="'completion-9' is not a completion of this episode") as refused:
         engine.graph.reward("completion-9", 1.0)
     assert refused.value.status == 404
 

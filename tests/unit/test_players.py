@@ -227,11 +227,11 @@ def test_an_episode_that_ended_well_lies_between_failures(renderer: TemplateRend
     ("event", "reason"),
     [
         (EpisodeEvent(reward=math.nan), "not a finite number"),
-        (EpisodeEvent(reward=1.0, completion_id="call-99"), "'call-99' is none of this episode"),
-        (EpisodeEvent(reward=1.0, turn=3), "'turn 3' is none of this episode"),
+        (EpisodeEvent(reward=1.0, completion_id="call-99"), "'call-99' is not a completion of this episode"),
+        (EpisodeEvent(reward=1.0, turn=3), "'turn 3' is not a completion of this episode"),
         (EpisodeEvent(reward=1.0, branch="critic"), "'of branch critic' is none"),
-        (EpisodeEvent(log={"a b": 1.0}), "no name of a figure"),
-        (EpisodeEvent(end=EpisodeEnd(rewards={"call-99": 1.0})), "'call-99' is none of this episode"),
+        (EpisodeEvent(log={"a b": 1.0}), "not a valid name of a figure"),
+        (EpisodeEvent(end=EpisodeEnd(rewards={"call-99": 1.0})), "'call-99' is not a completion of this episode"),
         (EpisodeEvent(end=EpisodeEnd(stop_reason="bored")), "'bored' is not one of completed"),
     ],
 )
@@ -372,7 +372,7 @@ def test_another_in_the_place_of_a_lost_process_is_asked_at_once(renderer: Templ
 def test_where_no_process_of_the_environment_answers_the_run_ends(
     renderer: TemplateRenderer, ports: list[ScriptedEnvironment]
 ) -> None:
-    with pytest.raises(ServiceFault, match=r"services\.environment\.game: play: no process of it serves"):
+    with pytest.raises(ServiceFault, match=r"services\.environment\.game: play: no process of the environment serves"):
         generated(renderer, *ports, n=1)
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's messages: POST /v1/messages. https://docs.anthropic.com/en/api/messages, as its Python package 2.14 has it."""
+"""Anthropic's messages: POST /v1/messages. https://docs.anthropic.com/en/api/messages, as in the Python package 2.14."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _MessagesRequest(Struct, frozen=True, kw_only=True):
     thread: Any = None
 
 
-# One model is served, by whatever name. What concerns keeping, caching and billing changes no answer.
+# One model is served under any name. Fields about storing, caching and billing do not change the answer.
 _REQUEST = FieldTable(
     _MessagesRequest,
     "model metadata service_tier cache_control inference_geo user_profile_id workspace_id",
@@ -79,7 +79,7 @@ class _ToolUse(_Block, frozen=True):
 class _ToolResult(_Block, frozen=True):
     tool_use_id: str
     content: Any = None
-    is_error: Any = None  # for the content to say, which is what the model reads
+    is_error: Any = None  # ignored: the model reads only `content`
 
 
 class _Thinking(_Block, frozen=True):
@@ -111,20 +111,20 @@ class MessagesAsked(Asked, frozen=True):
 
 
 class _MessageEvents(Events):
-    """Text goes out as it grows; what the model thought and its calls are known, and told, at the end."""
+    """Streams text as it grows. Reasoning and calls are sent at the end, when they are known."""
 
     waiting: ClassVar[bytes] = event({"type": "ping"}, "ping")
 
     def __init__(self, model: str, created: float):
         super().__init__(model, created)
-        self._begun = self._writing = False  # the message, and its text, which is its first block then
+        self._begun = self._writing = False  # the message has begun; text has been sent, which is its first block
 
-    def told(self, id: str, index: int, text: str) -> bytes:
+    def progress(self, id: str, index: int, text: str) -> bytes:
         parts = []
         if not self._begun:
             self._begun = True
             message = {"id": id, "type": "message", "role": "assistant", "model": self._model, "content": []}
-            # The prompt's tokens are counted at the end, where `message_delta` has them.
+            # The prompt's tokens are counted at the end, in `message_delta`.
             end = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
             parts.append(_say("message_start", message={**message, **end}))
         if new := self._new(0, text):
@@ -136,7 +136,7 @@ class _MessageEvents(Events):
 
     def end(self, completion: Completion) -> bytes:
         reply = completion.replies[0]
-        parts = [self.told(completion.id, 0, reply.message.content if self._writing else "")]
+        parts = [self.progress(completion.id, 0, reply.message.content if self._writing else "")]
         for index, block in enumerate(_blocks(reply.message, self._writing)):
             if index or not self._writing:
                 parts += _begin(index, block)
@@ -145,20 +145,20 @@ class _MessageEvents(Events):
 
 
 def parse(body: bytes) -> MessagesAsked:
-    """Raises Refused, 400."""
+    """Parse a request. Raises Refused, 400."""
     request = _REQUEST.read(decode(body))
-    if request.thread is not None:  # by this code the client's tool runner sends whole conversations instead
+    if request.thread is not None:  # with this code, the client's tool runner sends whole conversations instead
         raise Refused(400, "thread: is not implemented", "thread", code="thread_unsupported_request")
     if not request.messages:
         raise wrong("messages", [], "a conversation")
-    one_of("thinking.type", request.thinking.get("type", "disabled"), ("disabled", "adaptive"))  # the model thinks as it does
+    one_of("thinking.type", request.thinking.get("type", "disabled"), ("disabled", "adaptive"))  # does not change the model
     messages = [Message("system", text_of(request.system, "system"))] if request.system else []
     for index, given in enumerate(request.messages):
         messages += _turn(given, f"messages[{index}]")
     tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools))
     choice = request.tool_choice
     if (choice.type == "tool") != (choice.name is not None):
-        raise wrong("tool_choice.name", choice.name, 'what a choice of type "tool" has, and no other')
+        raise wrong("tool_choice.name", choice.name, 'allowed: only a choice of type "tool" has a name, and it must have one')
     call = PolicyCall(
         messages=tuple(messages),
         tools=tools,
@@ -174,43 +174,43 @@ def parse(body: bytes) -> MessagesAsked:
 
 
 def _tool(given: Any, where: str) -> Tool:
-    if isinstance(given, dict):  # before its other fields, which those that Anthropic's servers run have
+    if isinstance(given, dict):  # checked first: tools that Anthropic's servers run have other fields
         one_of(f"{where}.type", given.get("type") or "custom", ("custom",))
     tool = read(_CustomTool, given, where)
     return Tool(tool.name, tool.description or "", tool.input_schema)
 
 
 def _turn(given: Any, where: str) -> list[Message]:
-    """The messages of one of Anthropic's, in which a user's text and the results of several tools stand together."""
+    """Return the messages of one turn. A turn may hold a user's text together with results of several tools."""
     turn = read(_Turn, given, where)
     role = one_of(f"{where}.role", turn.role, ("user", "assistant", "system"))
     where = f"{where}.content"
     if role == "system" or not isinstance(turn.content, list):
         return [Message(role, text_of(turn.content, where))]
-    texts: list[str] = []  # of one message, so far
+    texts: list[str] = []  # of one message so far
     messages, reasoning, calls = [], [], []
     for index, block in enumerate(turn.content):
-        kind, place = block.get("type") if isinstance(block, dict) else None, f"{where}[{index}]"
+        kind, position = block.get("type") if isinstance(block, dict) else None, f"{where}[{index}]"
         if role == "user" and kind == "tool_result":
             if texts:
                 messages.append(Message("user", "\n".join(texts)))
                 texts = []
-            result = read(_ToolResult, block, place)
-            messages.append(Message("tool", text_of(result.content, f"{place}.content"), tool_call_id=result.tool_use_id))
+            result = read(_ToolResult, block, position)
+            messages.append(Message("tool", text_of(result.content, f"{position}.content"), tool_call_id=result.tool_use_id))
         elif role == "assistant" and kind == "tool_use":
-            use = read(_ToolUse, block, place)
+            use = read(_ToolUse, block, position)
             calls.append(ToolCall(use.id, use.name, msgspec.json.encode(use.input).decode()))
         elif role == "assistant" and kind == "thinking":
-            reasoning.append(read(_Thinking, block, place).thinking)
+            reasoning.append(read(_Thinking, block, position).thinking)
         else:
-            texts.append(part_text(block, place))
+            texts.append(part_text(block, position))
     if role == "assistant" or texts:
         messages.append(Message(role, "\n".join(texts), tuple(calls), reasoning="\n".join(reasoning)))
     return messages
 
 
 def _blocks(message: Message, text_first: bool = False) -> list[dict[str, Any]]:
-    """The content. What the model thought stands before its text, unless that was told first."""
+    """Return the content blocks. Reasoning comes before the text, unless the text was sent first."""
     text = [{"type": "text", "text": message.content}] if message.content else []
     thinking = [{"type": "thinking", "thinking": message.reasoning, "signature": ""}] if message.reasoning else []
     calls = [
@@ -220,7 +220,7 @@ def _blocks(message: Message, text_first: bool = False) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> Any:
-    """Arguments as an object. Text that is none is one object's only field."""
+    """Return arguments as an object. Text that is not an object becomes the only field of an object."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -229,7 +229,7 @@ def _object(arguments: str) -> Any:
 
 
 def _begin(index: int, block: dict[str, Any]) -> list[bytes]:
-    """A block, but for its end."""
+    """Return the events of a block except its end."""
     field = {"text": "text", "thinking": "thinking", "tool_use": "input"}[block["type"]]
     if field == "input":
         empty, delta = {**block, "input": {}}, {"partial_json": msgspec.json.encode(block["input"]).decode()}

@@ -1,5 +1,5 @@
 """OpenAI's chat completions: POST /v1/chat/completions.
-https://platform.openai.com/docs/api-reference/chat/create, as its Python package 3.57 has it."""
+https://platform.openai.com/docs/api-reference/chat/create, as in the Python package 3.57."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _REQUEST = FieldTable(_ChatRequest, UNUSED, _NEUTRAL)
 class _ChatFunction(Strict, frozen=True):
     name: str
     arguments: str
-    parsed_arguments: Any = None  # as `parsed`, what the client's helpers for streams add
+    parsed_arguments: Any = None  # like `parsed`: added by the client's helpers for streams
 
 
 class _ChatToolCall(Strict, frozen=True):
     id: str
     function: _ChatFunction
     type: str = "function"
-    index: Any = None  # this and what follows comes back with answers of this API, others, and litellm
+    index: Any = None  # this and the next fields come back with answers of this API, others, and litellm
     provider_specific_fields: Any = None
 
 
@@ -62,7 +62,7 @@ class _ChatMessage(Strict, frozen=True):
     tool_calls: list[_ChatToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, as vLLM names it now
+    reasoning: str | None = None  # vLLM's current name of `reasoning_content`
     annotations: Any = None
     provider_specific_fields: Any = None
     cache_control: Any = None
@@ -86,20 +86,20 @@ class ChatAsked(ChoicesAsked, frozen=True):
 
 
 class _ChatEvents(ChunkEvents[ChatAsked]):
-    """Of each reply: its role, its text as it grows, its calls, its end."""
+    """The chunks of each reply: its role, its text as it grows, its calls, its end."""
 
     kind: ClassVar[str] = "chat.completion.chunk"
 
-    def told(self, id: str, index: int, text: str) -> bytes:
+    def progress(self, id: str, index: int, text: str) -> bytes:
         begin = b"" if index in self._sent else self._delta(id, index, role="assistant", content="" if text else None)
         new = self._new(index, text)
         return begin + (self._delta(id, index, content=new) if new else b"")
 
     def rest(self, id: str, index: int, reply: PolicyReply) -> bytes:
         message = reply.message
-        begin = self.told(id, index, "") if index not in self._sent else b""
+        begin = self.progress(id, index, "") if index not in self._sent else b""
         reasoning = self._delta(id, index, **_thought(message)) if message.reasoning else b""
-        text = self.told(id, index, message.content)
+        text = self.progress(id, index, message.content)
         calls = [
             self._delta(id, index, tool_calls=[{"index": number, **called(call)}])
             for number, call in enumerate(message.tool_calls)
@@ -112,14 +112,14 @@ class _ChatEvents(ChunkEvents[ChatAsked]):
 
 
 def parse(body: bytes) -> ChatAsked:
-    """Raises Refused, 400."""
+    """Parse a request. Raises Refused, 400."""
     request = _REQUEST.read(decode(body))
     if not request.messages:
         raise wrong("messages", [], "a conversation")
     sampling = request.sampling()
     if (limit := request.max_completion_tokens) is not None:
         if request.max_tokens not in (None, limit):
-            raise wrong("max_tokens", request.max_tokens, f"max_completion_tokens, which is {limit}")
+            raise wrong("max_tokens", request.max_tokens, f"equal to max_completion_tokens, {limit}")
         sampling["max_tokens"] = limit
     call = PolicyCall(
         messages=tuple(_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)),
@@ -135,9 +135,9 @@ def _message(given: Any, where: str) -> Message:
     role = one_of(f"{where}.role", message.role, ROLES)
     thought = message.reasoning_content or message.reasoning or ""
     if role != "assistant" and (message.tool_calls or thought):
-        raise wrong(f"{where}.role", role, '"assistant", which alone has tool_calls and reasoning_content')
+        raise wrong(f"{where}.role", role, '"assistant": no other role has tool_calls or reasoning_content')
     if (role == "tool") != bool(message.tool_call_id):
-        raise wrong(f"{where}.tool_call_id", message.tool_call_id, 'what a message of role "tool" has, and no other')
+        raise wrong(f"{where}.tool_call_id", message.tool_call_id, 'allowed: only role "tool" has it, and must have it')
     calls = message.tool_calls or ()
     for index, call in enumerate(calls):
         one_of(f"{where}.tool_calls[{index}].type", call.type, ("function",))
@@ -152,7 +152,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _thought(message: Message) -> dict[str, str]:
-    """By both names that clients look for."""
+    """Return the reasoning under both names that clients look for."""
     return {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
 
 

@@ -1,5 +1,5 @@
 """OpenAI's completions, POST /v1/completions (https://platform.openai.com/docs/api-reference/completions/create); and vLLM's
-route from token ids to token ids, POST /inference/v1/generate, as vLLM 0.30 has it in `GenerateRequest`, `SamplingParams`."""
+token route, POST /inference/v1/generate, as in `GenerateRequest` and `SamplingParams` of vLLM 0.30."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tokens = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
 
 class _CompletionRequest(Streamed, frozen=True, kw_only=True):
     prompt: str | list[Any]
-    logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None  # the sampled tokens' alone: no others' are kept
+    logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None  # only of the sampled tokens: no others are kept
 
 
 _REQUEST = FieldTable(
@@ -43,7 +43,7 @@ class CompletionAsked(ChoicesAsked, frozen=True):
         return _CompletionEvents(self, model, created)
 
     def part(self, index: int, text: str, reply: PolicyReply | None) -> dict[str, Any]:
-        """Some of the text. `reply`: None before its end."""
+        """Return a choice with a part of the text. `reply`: None before its end."""
         logprobs = None
         if self.logprobs and reply is not None:
             each = token_logprobs(reply)["content"]
@@ -54,7 +54,7 @@ class CompletionAsked(ChoicesAsked, frozen=True):
 class _CompletionEvents(ChunkEvents[CompletionAsked]):
     kind: ClassVar[str] = "text_completion"
 
-    def told(self, id: str, index: int, text: str) -> bytes:
+    def progress(self, id: str, index: int, text: str) -> bytes:
         new = self._new(index, text)
         return self.chunk(id, [self._asked.part(index, new, None)]) if new else b""
 
@@ -63,12 +63,12 @@ class _CompletionEvents(ChunkEvents[CompletionAsked]):
 
 
 def parse(body: bytes) -> CompletionAsked:
-    """Raises Refused, 400."""
+    """Parse a request. Raises Refused, 400."""
     request = _REQUEST.read(decode(body))
     prompt = request.prompt
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
-            raise wrong("prompt", prompt, "one prompt; several in one request are not implemented")
+            raise wrong("prompt", prompt, "one prompt; one request may not have several")
         (prompt,) = prompt
     asked = {"text": prompt} if isinstance(prompt, str) else {"tokens": read(Tokens, prompt, "prompt")}
     call = PolicyCall(**asked, **request.sampling())
@@ -88,7 +88,7 @@ class _GenerateRequest(Struct, frozen=True):
 
 class _SamplingParams(Sampled, frozen=True, kw_only=True):
     stop_token_ids: tuple[TokenId, ...] = ()
-    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None  # 1 gives the sampled token's alone, as 0, also in vLLM
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None  # 1 gives only the sampled token's, like 0, also in vLLM
 
 
 _GENERATE = FieldTable(
@@ -96,7 +96,7 @@ _GENERATE = FieldTable(
     "model cache_salt assistant_tokens_mask token_offsets stream_options",
     {"stream": (False,), "priority": (0,), "content_parts": ([],)},
 )
-# The answer is tokens, without a text. What is unused of the others says how vLLM computes.
+# The answer is tokens without a text. The unused fields control how vLLM computes.
 _SAMPLING = FieldTable(
     _SamplingParams,
     "detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output "
@@ -111,7 +111,7 @@ class GenerateAsked(Asked, frozen=True, kw_only=True):
     prompt: bool
 
     def answer(self, completion: Completion) -> dict[str, Any]:
-        """As vLLM's, and `id`, by which a reward names it."""
+        """Return an answer like vLLM's, with an `id` that a reward may name."""
         choices = [
             {
                 "index": index,
@@ -133,7 +133,7 @@ class GenerateAsked(Asked, frozen=True, kw_only=True):
 
 
 def parse_generate(body: bytes) -> GenerateAsked:
-    """Raises Refused, 400."""
+    """Parse a request. Raises Refused, 400."""
     request = _GENERATE.read(decode(body))
     params = _SAMPLING.read(request.sampling_params, "sampling_params")
     call = PolicyCall(tokens=request.token_ids, stop_token_ids=params.stop_token_ids, **params.sampling())

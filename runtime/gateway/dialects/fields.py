@@ -1,8 +1,8 @@
-"""From the JSON of a request to Structs; and what a client reads where its request is at fault. No I/O.
+"""Parsing of requests from JSON to Structs, and the errors that a client sees if its request is wrong. No I/O.
 
-A table of fields has three parts. `implemented`: a Struct. `unused`: fields that change nothing in the answer, whatever their
-value. `neutral`: fields that are not implemented, each with the values that ask for nothing. null is the same as absent.
-Everything else is refused, by name.
+A table of fields has three parts. `implemented`: a Struct. `unused`: fields that do not change the answer, with any value.
+`neutral`: fields that are not implemented, each with the values that ask for nothing. null means absent. All other fields are
+refused by name.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ from runtime.gateway.conversation import Completion, PolicyCall, Refused
 
 # ---- Answers
 #
-# What the dialects' answers have in common. No I/O and no clock.
+# The common parts of the dialects' answers. No I/O and no clock.
 
 
 class Events:
-    """The events of one streamed answer, as bytes to be written. `told` and `end` are called in this order, in one thread."""
+    """The events of one streamed answer, as bytes. Call `progress`, then `end`, in one thread."""
 
-    waiting: ClassVar[bytes] = b": waiting\n\n"  # a comment (WHATWG HTML, section 9.2.6), which keeps the connection
+    waiting: ClassVar[bytes] = b": waiting\n\n"  # a comment (WHATWG HTML, section 9.2.6) that keeps the connection alive
 
     def __init__(self, model: str, created: float):
         self._model = model
         self._created = int(created)
-        self._sent: dict[int, int] = {}  # characters of each reply's text
+        self._sent: dict[int, int] = {}  # characters sent of each reply's text
 
-    def told(self, id: str, index: int, text: str) -> bytes:
-        """That the text of reply `index` of the completion `id` has grown to `text`."""
+    def progress(self, id: str, index: int, text: str) -> bytes:
+        """Return the events for a text that has grown: `text` is now the text of reply `index` of the completion `id`."""
         raise NotImplementedError
 
     def end(self, completion: Completion) -> bytes:
-        """What has not been told of it, and that it is complete."""
+        """Return the events for the unsent rest of the completion, and for its end."""
         raise NotImplementedError
 
     def failed(self, error: dict[str, Any]) -> bytes:
-        """In place of the end: an error, as the body of an answer would hold it."""
+        """Return an error event, in place of the end. `error`: the body of an error answer."""
         return event(error, "error")
 
     def _new(self, index: int, text: str) -> str:
-        """What `text` has beyond that which was sent."""
+        """Return the unsent part of `text`, and mark it as sent."""
         sent = self._sent.get(index, 0)
         self._sent[index] = max(sent, len(text))
         return text[sent:]
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """A request as its dialect understood it."""
+    """A request, parsed by its dialect."""
 
     call: PolicyCall
     stream: bool = False
 
     def answer(self, completion: Completion) -> dict[str, Any]:
-        """The body of the answer."""
+        """Return the body of the answer."""
         raise NotImplementedError
 
     def events(self, model: str, created: float) -> Events:
-        """The events of the answer, where it is streamed; `created` in seconds since the epoch."""
+        """Return the events of a streamed answer. `created`: seconds since the epoch."""
         raise NotImplementedError
 
 
 Parse = Callable[[bytes], Asked]
-"""The request in a body. Raises Refused, 400."""
+"""Parses the body of a request. Raises Refused, 400."""
 
 
 def event(data: Any, name: str = "") -> bytes:
@@ -86,7 +86,7 @@ _KINDS = {
 
 
 def error_body(refused: Refused, anthropic: bool) -> dict[str, Any]:
-    """In the shape of Anthropic's API, or of OpenAI's; the kinds of errors have Anthropic's names in both."""
+    """Return an error in the format of Anthropic's API or of OpenAI's. Both use Anthropic's error types."""
     kind = _KINDS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
     error: dict[str, Any] = {"type": kind, "message": str(refused)}
     if not anthropic:
@@ -97,7 +97,7 @@ def error_body(refused: Refused, anthropic: bool) -> dict[str, Any]:
 T = TypeVar("T")
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Replies = Annotated[int, Meta(ge=1, le=128)]  # to one call: OpenAI's limit
+Replies = Annotated[int, Meta(ge=1, le=128)]  # n of a call: OpenAI's limit
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -105,26 +105,26 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1)]  # 0 or -1: off, as in vLLM
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-StopTexts = Annotated[tuple[StopText, ...], Meta(max_length=64)]  # each is looked for in the whole text at every piece
+StopTexts = Annotated[tuple[StopText, ...], Meta(max_length=64)]  # limited because each piece searches the whole text for each
 
 _FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _NAMED = re.compile("Object (missing required|contains unknown) field `(.*)`")
 
 
 class Strict(Struct, frozen=True, forbid_unknown_fields=True):
-    """An object within a request. Its fields of type Any that nobody reads change nothing in the answer; those of type None are
-    not implemented."""
+    """An object within a request. A field of type Any that no code reads does not change the answer. A field of type None
+    is not implemented."""
 
 
 class FieldTable(Struct, Generic[T], frozen=True):
-    """What an object of a request may have. `unused` are names with spaces between them."""
+    """The fields that an object of a request may have. `unused`: names separated by spaces."""
 
     implemented: type[T]
     unused: str = ""
     neutral: Mapping[str, tuple[Any, ...]] = {}
 
     def read(self, given: Any, where: str = "") -> T:
-        """The Struct of an object that stands at `where` in the request. Raises Refused, 400."""
+        """Return the Struct of the object at `where` in the request. Raises Refused, 400."""
         if not isinstance(given, dict):
             raise wrong(where or "the body", given, "an object")
         fields: tuple[str, ...] = self.implemented.__struct_encode_fields__  # type: ignore[attr-defined]
@@ -141,15 +141,15 @@ class FieldTable(Struct, Generic[T], frozen=True):
 
 
 def decode(body: bytes) -> Any:
-    """The JSON of a body. Raises Refused, 400."""
+    """Parse the JSON of a body. Raises Refused, 400."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from None
+        raise Refused(400, f"the body is not valid JSON: {error}") from None
 
 
 def read(struct: type[T], given: Any, where: str) -> T:
-    """The Struct of an object that stands at `where` in the request. Raises Refused, 400."""
+    """Return the Struct of the object at `where` in the request. Raises Refused, 400."""
     try:
         return msgspec.convert(given, struct)
     except msgspec.ValidationError as error:
@@ -157,20 +157,20 @@ def read(struct: type[T], given: Any, where: str) -> T:
 
 
 def wrong(param: str, value: Any, allowed: str) -> Refused:
-    """A refusal of the field `param`."""
+    """Return a refusal of the field `param`."""
     return Refused(400, f"{param}: {_brief(value)} is not {allowed}", param)
 
 
 def one_of(param: str, value: Any, allowed: Collection[str]) -> Any:
-    """The value. Raises Refused, 400, when it is another."""
+    """Return the value. Raises Refused, 400, if it is not one of `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         raise wrong(param, value, _any_of(allowed))
     return value
 
 
 def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
-    """Of a text, or of parts of text, which are lines of one text as they are in vLLM (`parse_chat_messages`). Raises Refused,
-    400, for parts of any other kind."""
+    """Return a text, or parts of text joined as lines, as vLLM joins them (`parse_chat_messages`). Raises Refused, 400, for
+    parts of other kinds."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -181,7 +181,7 @@ def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str
 class _TextPart(Strict, frozen=True):
     text: str
     type: str
-    annotations: Any = None  # with `citations` and `logprobs`, what comes back with an answer
+    annotations: Any = None  # this, `citations` and `logprobs` come back from earlier answers
     citations: Any = None
     logprobs: Any = None
     cache_control: Any = None
@@ -189,14 +189,14 @@ class _TextPart(Strict, frozen=True):
 
 
 def part_text(part: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
-    """As `text_of`, of one part."""
+    """Return the text of one part, as `text_of` does."""
     if isinstance(part, dict) and part.get("type") not in kinds:
         raise wrong(f"{where}.type", part.get("type"), f"{_any_of(kinds)}: the model reads text alone, no vision and no audio")
     return read(_TextPart, part, where).text
 
 
 def _refusal(fault: str, given: Any, where: str) -> Refused:
-    """Of what msgspec says: "Expected `int`, got `str` - at `$.tools[0].name`"."""
+    """Convert a message of msgspec, such as "Expected `int`, got `str` - at `$.tools[0].name`"."""
     found = _FAULT.fullmatch(fault)
     assert found is not None
     what, path = found["what"], (found["path"] or "").replace("[...]", "")

@@ -1,4 +1,4 @@
-"""What OpenAI's APIs have in common. No I/O and no clock."""
+"""The common parts of OpenAI's APIs. No I/O and no clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runtime.gateway.dialects.fields import (
 A = TypeVar("A", bound="ChoicesAsked")
 S = TypeVar("S", bound=Strict)
 
-# One model is served, by whatever name. What concerns keeping, caching and billing changes no answer.
+# One model is served under any name. Fields about storing, caching and billing do not change the answer.
 UNUSED = "model user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention"
 PENALTIES: dict[str, tuple[Any, ...]] = {"frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,)}
 
@@ -51,25 +51,25 @@ class Sampled(Strict, frozen=True, kw_only=True):
     seed: Seed | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """As arguments of PolicyCall."""
+        """Return the sampling as arguments of PolicyCall."""
         same = {name: getattr(self, name) for name in ("n", "max_tokens", "temperature", "top_p", "min_p", "seed")}
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         return {**same, "stop": stop, "top_k": self.top_k and max(0, self.top_k)}
 
 
 class Streamed(Sampled, frozen=True, kw_only=True):
-    """Chat completions and completions."""
+    """Fields of chat completions and completions that concern streaming."""
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
     def streaming(self) -> dict[str, bool]:
-        """As arguments of ChoicesAsked."""
+        """Return the streaming options as arguments of ChoicesAsked."""
         return {"stream": self.stream, "include_usage": self.stream_options.include_usage}
 
 
 class ChoicesAsked(Asked, frozen=True, kw_only=True):
-    """One that is answered with a choice for each reply, and, where it is streamed, with chunks of choices."""
+    """A request answered with one choice per reply; if streamed, with chunks of choices."""
 
     kind: ClassVar[str]  # of the answer
     include_usage: bool = False
@@ -85,7 +85,7 @@ class ChoicesAsked(Asked, frozen=True, kw_only=True):
 
 
 class _Function(Strict, frozen=True):
-    """A model is not made to keep to a schema: what it writes is what it is trained on, also where `strict` asks for it."""
+    """A function. `strict` has no effect: the model is trained on what it writes, so no schema constrains its output."""
 
     name: str
     description: str | None = None
@@ -105,9 +105,9 @@ class _NamedFunction(Strict, frozen=True):
 
 
 def functions(tools: Sequence[Any], choice: str | dict[str, Any], within: str = "") -> dict[str, Any]:
-    """The tools of a request, and its choice of them, as arguments of PolicyCall. `within`: the field of each in which its
-    function stands, if not in the tool itself. Raises Refused, 400, for one that is no function: those are run by the API's own
-    servers."""
+    """Return the tools and the tool choice of a request as arguments of PolicyCall. `within`: the field of each tool that holds
+    the function; "": the tool itself. Raises Refused, 400, for tools that are not functions: the API's own servers run those
+    tools."""
 
     def function(struct: type[S], given: Any, where: str) -> S:
         if not isinstance(given, dict):
@@ -124,8 +124,8 @@ def functions(tools: Sequence[Any], choice: str | dict[str, Any], within: str = 
 
 
 def choice_of(choice: Any, named: str | None, tools: Sequence[Tool], words: dict[str, str]) -> str:
-    """A PolicyCall's, of a `tool_choice`. `named`: the tool that it names; `words`: ours for each that the API has instead.
-    Raises Refused, 400, for other words, and where no such tool is there."""
+    """Return PolicyCall's `tool_choice`. `named`: the tool that the choice names. `words`: PolicyCall's word for each word of
+    the API. Raises Refused, 400, for other words or an unknown tool."""
     if named is not None:
         one_of("tool_choice", named, [tool.name for tool in tools])
         return f"function:{named}"
@@ -139,7 +139,7 @@ def called(call: ToolCall) -> dict[str, Any]:
 
 
 def head(kind: str, id: str, model: str, created: float) -> dict[str, Any]:
-    """What each answer and each chunk of one begins with."""
+    """Return the first fields of an answer or of a chunk."""
     return {"id": id, "object": kind, "created": int(created), "model": model}
 
 
@@ -149,8 +149,8 @@ def usage(completion: Completion) -> dict[str, int]:
 
 
 def token_logprobs(reply: PolicyReply) -> dict[str, Any]:
-    """Of each sampled token. It is named by its id, as vLLM does on its token route and with `return_tokens_as_token_ids`: a
-    token need not have a text of its own."""
+    """Return the log-probability of each sampled token. Each token is named by its id, since it may have no text of its own, as
+    in vLLM's token route and with `return_tokens_as_token_ids`."""
     pairs = zip(reply.tokens.tolist(), reply.logprobs.tolist(), strict=True)
     return {
         "content": [
@@ -160,7 +160,7 @@ def token_logprobs(reply: PolicyReply) -> dict[str, Any]:
 
 
 class ChunkEvents(Events, Generic[A]):
-    """Chunks of choices, at last one of the tokens where they are wanted."""
+    """Chunks of choices; the last chunk has the token usage if it was requested."""
 
     kind: ClassVar[str]  # of a chunk
 
@@ -175,7 +175,7 @@ class ChunkEvents(Events, Generic[A]):
         return b"".join([*chunks, b"data: [DONE]\n\n"])
 
     def rest(self, id: str, index: int, reply: PolicyReply) -> bytes:
-        """What has not been told of a reply, and its end."""
+        """Return the unsent rest of a reply, and its end."""
         raise NotImplementedError
 
     def chunk(self, id: str, choices: list[dict[str, Any]], used: dict[str, int] | None = None) -> bytes:

@@ -1,7 +1,7 @@
-"""OpenAI's responses: POST /v1/responses. https://platform.openai.com/docs/api-reference/responses/create, as its Python
-package 3.57 has it.
+"""OpenAI's responses: POST /v1/responses. https://platform.openai.com/docs/api-reference/responses/create, as in the Python
+package 3.57.
 
-What the assistant says in one reply is one Message here, and several items there: what it thought, its text, its calls.
+One reply of the assistant is one Message in this system and several items in the API: reasoning, text, calls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _ResponsesRequest(Struct, frozen=True, kw_only=True):
 _NEUTRAL = {
     "background": (False,),
     "context_management": ([],),
-    "include": ([], ["reasoning.encrypted_content"]),  # nothing is encrypted: what the model thought is told as it is
+    "include": ([], ["reasoning.encrypted_content"]),  # nothing is encrypted: reasoning is sent as it is
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -93,11 +93,11 @@ class _ReasoningItem(_InputItem, frozen=True):
 
 
 class ResponseAsked(Asked, frozen=True, kw_only=True):
-    previous: str  # the completion whose conversation goes on here; empty: `call` has the whole conversation
-    request: dict[str, Any]  # what a response repeats of it
+    previous: str  # the completion whose conversation continues; empty: `call` has the whole conversation
+    request: dict[str, Any]  # the fields of the request that a response repeats
 
     def continues(self, history: tuple[Message, ...]) -> PolicyCall:
-        """The call behind the conversation up to `previous`, whose instructions give way to new ones."""
+        """Return the call behind the conversation up to `previous`. New instructions replace the earlier ones."""
         instructions = 1 if self.request["instructions"] else 0
         former = history[1:] if instructions and history and history[0].role == "system" else history
         messages = self.call.messages
@@ -112,7 +112,7 @@ class ResponseAsked(Asked, frozen=True, kw_only=True):
     def response(
         self, id: str, model: str, created: int, completion: Completion | None, text_first: bool = False
     ) -> dict[str, Any]:
-        """The whole answer. None: it has only begun."""
+        """Return the whole answer. `completion`: None if it has only begun."""
         status, output, used = "in_progress", [], None
         if completion is not None:
             reply = completion.replies[0]
@@ -140,15 +140,15 @@ class ResponseAsked(Asked, frozen=True, kw_only=True):
 
 
 class _ResponseEvents(Events):
-    """Text goes out as it grows; what the model thought and its calls are known, and told, at the end."""
+    """Streams text as it grows. Reasoning and calls are sent at the end, when they are known."""
 
     def __init__(self, asked: ResponseAsked, model: str, created: float):
         super().__init__(model, created)
         self._asked = asked
         self._number = 0
-        self._writing = False  # the text, which is the first item then
+        self._writing = False  # text has been sent; it is the first item
 
-    def told(self, id: str, index: int, text: str) -> bytes:
+    def progress(self, id: str, index: int, text: str) -> bytes:
         parts = []
         if not self._number:
             response = self._asked.response(id, self._model, self._created, None)
@@ -161,7 +161,7 @@ class _ResponseEvents(Events):
 
     def end(self, completion: Completion) -> bytes:
         text = completion.replies[0].message.content
-        parts = [self.told(completion.id, 0, text if self._writing else "")]
+        parts = [self.progress(completion.id, 0, text if self._writing else "")]
         response = self._asked.response(completion.id, self._model, self._created, completion, self._writing)
         for index, item in enumerate(response["output"]):
             if index or not self._writing:
@@ -170,7 +170,7 @@ class _ResponseEvents(Events):
         return b"".join([*parts, self._say(f"response.{response['status']}", response=response)])
 
     def _begin(self, index: int, item: dict[str, Any]) -> bytes:
-        """An item, without what it says."""
+        """Return the events that add an item without its content."""
         empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
         said = self._say("response.output_item.added", output_index=index, item={**item, **empty, "status": "in_progress"})
         for part in item.get("content", ()):
@@ -178,7 +178,7 @@ class _ResponseEvents(Events):
         return said
 
     def _grow(self, index: int, item: dict[str, Any]) -> bytes:
-        """By what it says."""
+        """Return the event that adds the content of an item."""
         kind, _, text, more = _words(item)
         return self._say(f"response.{kind}.delta", **_place(index, item), delta=text, **more)
 
@@ -195,7 +195,7 @@ class _ResponseEvents(Events):
 
 
 def parse(body: bytes) -> ResponseAsked:
-    """Raises Refused, 400."""
+    """Parse a request. Raises Refused, 400."""
     request = _REQUEST.read(decode(body))
     _TEXT.read(request.text, "text")
     _REASONING.read(request.reasoning, "reasoning")
@@ -225,7 +225,7 @@ def parse(body: bytes) -> ResponseAsked:
 
 
 def _add(messages: list[Message], given: Any, where: str) -> None:
-    """Add an item to the conversation: to the assistant's last message where both are of one reply."""
+    """Add an item to the conversation: to the assistant's last message if both belong to one reply."""
     if not isinstance(given, dict):
         raise wrong(where, given, "an object")
     kind = one_of(
@@ -251,8 +251,8 @@ def _add(messages: list[Message], given: Any, where: str) -> None:
 
 
 def _joined(last: Message | None, added: Message) -> list[Message]:
-    """One message where both are the assistant's and `added` is what a reply has behind `last`: its calls, or what `last` has
-    nothing of while it has no calls."""
+    """Join two messages of the assistant if they belong to one reply. `added` may hold calls, or content or reasoning that
+    `last` lacks while it has no calls."""
     if last is None:
         return [added]
     twice = (last.content and added.content) or (last.reasoning and added.reasoning)
@@ -263,7 +263,7 @@ def _joined(last: Message | None, added: Message) -> list[Message]:
 
 
 def _items(id: str, message: Message, status: str, text_first: bool) -> list[dict[str, Any]]:
-    """The output. What the model thought stands before its text, unless that was told first."""
+    """Return the output items. Reasoning comes before the text, unless the text was sent first."""
     items = []
     if message.reasoning:
         thought = [{"type": "reasoning_text", "text": message.reasoning}]
@@ -271,19 +271,19 @@ def _items(id: str, message: Message, status: str, text_first: bool) -> list[dic
     if message.content or not message.tool_calls:
         items.insert(0 if text_first else len(items), _message_item(id, message.content, status))
     for number, call in enumerate(message.tool_calls):
-        told = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-        items.append({"id": f"fc_{id}_{number}", "type": "function_call", **told, "status": status})
+        content = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        items.append({"id": f"fc_{id}_{number}", "type": "function_call", **content, "status": status})
     return items
 
 
 def _place(index: int, item: dict[str, Any]) -> dict[str, Any]:
-    """Of an item, or of its only part, in an event."""
+    """Return the fields by which an event names an item, or the only part of an item."""
     place = {"item_id": item["id"], "output_index": index}
     return {**place, "content_index": 0} if "content" in item else place
 
 
 def _words(item: dict[str, Any]) -> tuple[str, str, str, dict[str, Any]]:
-    """What an item says: as events call it, the field in which it stands, the text, and what else is told beside it."""
+    """Return the content of an item: its name in events, its field, its text, and further fields."""
     if item["type"] == "function_call":
         return "function_call_arguments", "arguments", item["arguments"], {}
     (part,) = item["content"]
