@@ -1,1 +1,1 @@
-"""Agents of the user's: how they are asked for an episode, and the processes that play it."""
+"""Agents of the user: the messages that ask them for an episode, and the processes that play it."""

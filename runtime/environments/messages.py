@@ -1,4 +1,4 @@
-"""The messages of proto/environment.proto, which a process of the user's may serve."""
+"""The messages of proto/environment.proto. A process of the user may serve this protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EnvironmentDescription(Struct, frozen=True):
 
 
 class EpisodeRequest(Struct, frozen=True, kw_only=True):
-    """One episode to play: the times are those of `services.environment.NAME.budgets`."""
+    """One episode to play. The times come from `services.environment.NAME.budgets`."""
 
     id: str
     base_url: str

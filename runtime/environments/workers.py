@@ -1,10 +1,9 @@
-"""The processes in which the user's agents play: a nursery, which has imported their file, and the workers that it forks.
+"""The processes that run the user's agents: a nursery, which has imported the agent's file, and the workers that it forks.
 
     AgentWorkers ── "fork", "kill PID" ──► nursery     sluice/agents/worker.py, in the user's interpreter
-         └── a task, "end" ──► worker ── events ──►    one socket for each; its end is the worker's
+         └── a task, "end" ──► worker ── events ──►    one socket per worker; it closes with the worker
 
-An episode that is over its time is told to end, and its worker killed if it does not. A worker that dies fails its own
-episodes.
+A late episode gets a request to end. If it does not end, its worker is killed. A worker that dies fails only its own episodes.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from runtime.sandbox import Box, Sandbox
 
 # ---- Output
 #
-# What the processes of agents print: it goes to the service's log, as far as somebody could read it.
+# Output of the agents' processes goes to the service's log, at a rate that a person could read.
 
-BYTES = 1 << 16  # that are passed on in each `SECONDS`
+BYTES = 1 << 16  # bytes that are passed on in each period of `SECONDS`
 SECONDS = 1.0
 
 
 async def forward(stream: asyncio.StreamReader, dropped: Callable[[int], None]) -> None:
-    """Until it ends. `dropped` is told how many bytes were too many."""
+    """Copy the stream to the log until it ends. `dropped` receives the number of bytes above the limit."""
     began, passed, left_out = now(), 0, 0
     try:
         while data := await stream.read(1 << 16):
             if now() - began > SECONDS:
-                _tell(left_out)
+                _report(left_out)
                 began, passed, left_out = now(), 0, 0
             part = data[: max(0, BYTES - passed)]
             passed += len(part)
@@ -56,10 +55,10 @@ async def forward(stream: asyncio.StreamReader, dropped: Callable[[int], None]) 
                 left_out += more
                 dropped(more)
     finally:
-        _tell(left_out)
+        _report(left_out)
 
 
-def _tell(left_out: int) -> None:
+def _report(left_out: int) -> None:
     if left_out:
         _write(f"\n[{left_out} bytes of output were left out]\n".encode())
 
@@ -71,13 +70,13 @@ def _write(data: bytes) -> None:
 
 # ---- Sandboxes
 #
-# What agents ask of their environment's process: sandboxes, which end with the episode that opened them.
+# Agents open sandboxes through their environment's process. The sandboxes end with the episode that opened them.
 
 LIMITS = ("timeout", "cpu_seconds", "memory", "processes", "disk")
 
 
 def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
-    """The sandbox with what `spec` has instead. Raises UserError for a key that it has not, and for what is less strict."""
+    """Return the sandbox with the changes of `spec`. Raises UserError for an unknown key or for a less strict value."""
     try:
         asked = msgspec.convert(msgspec.to_builtins(sandbox) | dict(spec), Sandbox)
     except msgspec.ValidationError as error:
@@ -90,7 +89,7 @@ def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
     if (asked.runtime, asked.image) != (sandbox.runtime, sandbox.image) or asked.network not in ("none", sandbox.network):
         raise UserError(f"episode.sandbox: runtime, image and network are those of services.environment, {sandbox.runtime}")
     if more := set(asked.read) - set(sandbox.read):
-        raise UserError(f"episode.sandbox: read: {sorted(more)[0]!r} is none of {sandbox.read}")
+        raise UserError(f"episode.sandbox: read: {sorted(more)[0]!r} is not one of {sandbox.read}")
     return asked
 
 
@@ -98,18 +97,18 @@ class EpisodeSandboxes:
     """Implements `runtime.environments.workers.AgentRequests`."""
 
     def __init__(self, sandbox: Sandbox | None, key: str):
-        """`key`: of the environment's settings."""
+        """Create without open sandboxes. `key`: the key of the environment's settings."""
         self._sandbox, self._key = sandbox, key
-        self._boxes: dict[tuple[str, str], Box] = {}  # by episode, and its own number in it
+        self._boxes: dict[tuple[str, str], Box] = {}  # by episode and name, a number
         self._opened = 0
 
     async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
-        """As `SandboxHandle` of sluice/agents/episode.py asks. Raises UserError and ServiceFault."""
+        """Answer a request of `SandboxHandle` (sluice/agents/episode.py). Raises UserError and ServiceFault."""
         if what == "sandbox_open":
             return await self._open(request, fields["spec"])
         box = self._boxes.get((request.id, fields["name"]))
         if box is None:
-            raise UserError("episode.sandbox: it is closed")
+            raise UserError("episode.sandbox: the sandbox is closed")
         if what == "sandbox_close":
             del self._boxes[request.id, fields["name"]]
             return await box.close()
@@ -134,7 +133,7 @@ class EpisodeSandboxes:
         return str(self._opened)
 
     async def forget(self, episode: str) -> None:
-        """Those that it has left open are closed."""
+        """Close the sandboxes that the episode has left open."""
         for key in [key for key in self._boxes if key[0] == episode]:
             await self._boxes.pop(key).close()
 
@@ -142,41 +141,41 @@ class EpisodeSandboxes:
 log = logging.getLogger("sluice")
 
 SCRIPT = Path(sluice.__file__).parent / "agents" / "worker.py"
-MESSAGE = 1 << 16  # bytes of one of the nursery's
-LINE = 64 << 20  # bytes of one of a worker's
-_SECONDS = {"setup": "setup_seconds", "score": "score_seconds", "cleanup": "cleanup_seconds"}  # of phases that have their own
+MESSAGE = 1 << 16  # bytes of a message of the nursery, at most
+LINE = 64 << 20  # bytes of a message of a worker, at most
+_SECONDS = {"setup": "setup_seconds", "score": "score_seconds", "cleanup": "cleanup_seconds"}  # time limits of phases
 
 
 class AgentRequests(Protocol):
-    """Answers what an agent asks besides calls of the policy."""
+    """Answers the requests of agents other than calls of the policy."""
 
     async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
-        """What agent of the episode `request` is answered, as JSON. Raises SluiceError, of which it is told."""
+        """Return the answer to the agent of the episode `request`, as JSON. Raises SluiceError, which the agent receives."""
 
     async def forget(self, episode: str) -> None:
-        """It is over."""
+        """Release what belongs to the episode: it is over."""
 
 
 class AgentWorkers:
-    """All methods belong to one event loop."""
+    """The nursery and the workers of one environment. All methods belong to one event loop."""
 
     def __init__(self, key: str, settings: Environment, variables: Mapping[str, str], asked: AgentRequests):
-        """`key`: of the settings. `variables`: the whole environment of the agents' processes."""
+        """Create without processes. `key`: of the settings. `variables`: the whole environment of the agents' processes."""
         self._key, self._settings, self._variables, self._asked = key, settings, variables, asked
         self._room = asyncio.Semaphore(settings.concurrency)
         self._forking = asyncio.Lock()
         self._workers: list[_AgentProcess] = []
-        self._starting: asyncio.Future[int] | None = None  # the pid of the worker that is being forked
+        self._starting: asyncio.Future[int] | None = None  # the pid of the worker being forked
         self._tasks: set[asyncio.Task[Any]] = set()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails with a ServiceFault when the nursery has ended."""
-        self.lost = self.dropped = 0  # workers that died; bytes of their output that were too many
+        """Fails with a ServiceFault when the nursery ends."""
+        self.lost = self.dropped = 0  # workers that died; bytes of output above the limit
 
     async def start(self) -> None:
-        """Raises UserError when the agent's file cannot be imported in time."""
+        """Start the nursery. Raises UserError if it cannot import the agent's file in time."""
         settings = self._settings
         file, _, name = settings.run.rpartition(":")
-        path = os.path.abspath(file)  # noqa: ASYNC240, PTH100 - asks nothing of the disk
+        path = os.path.abspath(file)  # noqa: ASYNC240, PTH100 - does not access the disk
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -197,7 +196,7 @@ class AgentWorkers:
         assert self._nursery.stdout is not None
         self._spawn(forward(self._nursery.stdout, self._drop))
         if not await done_within(asyncio.wait({ready}), settings.budgets.setup):
-            late = f"is not imported within budgets.setup, {settings.budgets.setup:g} s"
+            late = f"was not imported within budgets.setup, {settings.budgets.setup:g} s"
             raise UserError(f"{self._key}.run: {settings.run} {late}")
         if why := ready.result():
             raise UserError(f"{self._key}.run: {settings.run} cannot be imported: {why}")
@@ -210,27 +209,27 @@ class AgentWorkers:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             for worker in list(self._workers):
                 self._kill(worker)
-            self._control.close()  # then it ends
+            self._control.close()  # the nursery then ends
             if not await done_within(self._nursery.wait(), timeouts.PROCESS_END):
                 with suppress(ProcessLookupError):
                     self._nursery.kill()
                 await self._nursery.wait()
 
     async def play(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-        """The events of an episode, the last of which has its end. It waits until fewer than `concurrency` are under way. Who
-        wants no more of it closes the generator."""
-        async with self._room:
-            worker, playing = await self._worker_with_room(request)
+        """Yield the events of an episode; the last event has the end. Wait first until fewer than `concurrency` episodes run.
+        To withdraw the episode, close the generator."""
+        async with self._room:  # an ended or withdrawn episode frees room
+            worker, playing = await self._worker_with_room(request)  # forks a worker if none has room, within AGENT_FORK
             try:
                 async with aclosing(worker.play(playing)) as events:
                     async for event in events:
                         yield event
             finally:
                 worker.episodes.pop(request.id, None)
-                self._spawn(self._asked.forget(request.id))
+                self._spawn(self._asked.forget(request.id))  # a task: a closed generator must not await
 
     def end(self, episode: str) -> None:
-        """The agent is to stop what it does; what it earned is scored."""
+        """Ask the agent to stop. The reward that it has earned is scored."""
         for worker in self._workers:
             worker.end(episode, "run")
 
@@ -245,7 +244,7 @@ class AgentWorkers:
     # ------------------------------------------------------------------------------------------ workers
 
     async def _worker_with_room(self, request: EpisodeRequest) -> tuple[_AgentProcess, _PlayedEpisode]:
-        """One with a place for the episode, which it has from now on."""
+        """Return a worker with room, and the episode, which occupies the room from now on."""
         async with self._forking:
             found = next((each for each in self._workers if len(each.episodes) < self._settings.per_process), None)
             if found is None:
@@ -283,7 +282,7 @@ class AgentWorkers:
             worker.fail(why)
 
     def _hear(self) -> None:
-        """What the nursery says."""
+        """Handle a message of the nursery."""
         try:
             data = self._control.recv(MESSAGE)
         except BlockingIOError:
@@ -297,29 +296,29 @@ class AgentWorkers:
             if not self.ended.done():
                 self.ended.set_exception(ServiceFault(self._key, "run", "the process that starts the workers has ended"))
             return
-        told = json.loads(data)
-        if "started" in told and self._starting is not None and not self._starting.done():
-            self._starting.set_result(told["started"])
-        elif "ended" in told:
-            worker = next((each for each in self._workers if each.pid == told["ended"]), None)
+        message = json.loads(data)
+        if "started" in message and self._starting is not None and not self._starting.done():
+            self._starting.set_result(message["started"])
+        elif "ended" in message:
+            worker = next((each for each in self._workers if each.pid == message["ended"]), None)
             if worker is not None:
-                worker.ended.set_result(why := f"its process ended with {_in_words(told['code'])}")
-                # What it said before comes by another way. A process that it left may keep that open.
+                worker.ended.set_result(why := f"its process ended with {_in_words(message['code'])}")
+                # The worker's last messages come by another socket. A process that it left behind may keep this socket open.
                 asyncio.get_running_loop().call_later(timeouts.PROCESS_END, self.lose, worker, why)
         elif not self._ready.done():
-            self._ready.set_result(told.get("failed", ""))
+            self._ready.set_result(message.get("failed", ""))
 
-    def answer(self, worker: _AgentProcess, told: Mapping[str, Any]) -> None:
-        """What an agent asks."""
-        self._spawn(self._answer(worker, dict(told)))
+    def answer(self, worker: _AgentProcess, message: Mapping[str, Any]) -> None:
+        """Answer the request of an agent, in a task."""
+        self._spawn(self._answer(worker, dict(message)))
 
-    async def _answer(self, worker: _AgentProcess, told: dict[str, Any]) -> None:
-        number, playing, what = told.pop("ask"), worker.episodes.get(told.pop("episode")), told.pop("what")
+    async def _answer(self, worker: _AgentProcess, message: dict[str, Any]) -> None:
+        number, playing, what = message.pop("ask"), worker.episodes.get(message.pop("episode")), message.pop("what")
         if playing is None:
-            return  # it is over
+            return  # the episode is over
         try:
-            worker.write({"answer": number, "found": await self._asked.answer(playing.request, what, told)})
-        except Exception as error:  # noqa: BLE001 - the agent is told
+            worker.write({"answer": number, "found": await self._asked.answer(playing.request, what, message)})
+        except Exception as error:  # noqa: BLE001 - the agent receives the error
             worker.write({"answer": number, "failed": f"{type(error).__name__}: {error}"})
 
     def _drop(self, size: int) -> None:
@@ -340,32 +339,32 @@ class _PlayedEpisode:
 
 
 class _AgentProcess:
-    """A process that plays, and the events of the episodes that it has."""
+    """A worker process, and the events of its episodes."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: AgentWorkers):
         self.pid = pid
         self.episodes: dict[str, _PlayedEpisode] = {}
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how, as the nursery knows
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the nursery's report of the end
         self._reader, self._writer, self._owner = reader, writer, owner
 
     async def run(self) -> None:
-        """Read what it says until it ends. What is no message of ours is the end of it, too."""
+        """Read the worker's messages until it ends. An invalid message also loses the worker."""
         try:
             while line := await self._reader.readline():
                 self._heard(json.loads(line))
             why = "its process ended"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f"its process said what cannot be read: {str(error)[:200]}"
+            why = f"its process sent an invalid message: {str(error)[:200]}"
         finally:
             self._writer.close()
         known = await done_within(asyncio.wait({self.ended}), timeouts.AGENT_LAST_WORD)
         self._owner.lose(self, self.ended.result() if known else why)
 
-    def _heard(self, told: dict[str, Any]) -> None:
-        if "ask" in told:
-            self._owner.answer(self, told)
-        elif (playing := self.episodes.get(told.pop("episode", ""))) is not None:
-            event = _event(told)
+    def _heard(self, message: dict[str, Any]) -> None:
+        if "ask" in message:
+            self._owner.answer(self, message)
+        elif (playing := self.episodes.get(message.pop("episode", ""))) is not None:
+            event = _event(message)
             playing.phase = event.phase or playing.phase
             playing.events.put_nowait(event)
 
@@ -378,13 +377,13 @@ class _AgentProcess:
                 over = event.end is not None
                 yield event
         finally:
-            if not over and len(self.episodes) > 1:  # nobody wants it any more
+            if not over and len(self.episodes) > 1:  # the episode is withdrawn; the worker still plays others
                 self.write({"drop": request.id})
             elif not over:
-                self._owner.lose(self, "an episode that it played was withdrawn")
+                self._owner.lose(self, "one of its episodes was withdrawn")
 
     async def _next(self, playing: _PlayedEpisode) -> EpisodeEvent:
-        """The next event, within the time of its phase; `run` has what whoever asked for the episode gives it."""
+        """Return the next event within the time of its phase. The gateway limits the time of phase `run`."""
         events, phase = playing.events, playing.phase
         if phase == "run":
             return await events.get()
@@ -398,7 +397,7 @@ class _AgentProcess:
             coming.cancel()
 
     def end(self, episode: str, phase: str) -> None:
-        """Its phase, if it is that one. Where it does not end within the time of clearing up, its process does."""
+        """End the episode if it is in `phase`. If it does not end within the time of cleanup, its process is killed."""
         playing = self.episodes.get(episode)
         if playing is not None and playing.phase == phase:
             self.write({"end": episode, "phase": phase})
@@ -406,7 +405,7 @@ class _AgentProcess:
 
     def _insist(self, playing: _PlayedEpisode, phase: str) -> None:
         if self.episodes.get(playing.request.id) is playing and playing.phase == phase and playing.events.empty():
-            self._owner.lose(self, f"{phase} was told to end, and did not within {playing.request.cleanup_seconds:g} s")
+            self._owner.lose(self, f"{phase} was asked to end and did not within {playing.request.cleanup_seconds:g} s")
 
     def fail(self, why: str) -> None:
         for playing in self.episodes.values():
@@ -417,9 +416,9 @@ class _AgentProcess:
             self._writer.write(json.dumps(message).encode() + b"\n")
 
 
-def _event(told: Mapping[str, Any]) -> EpisodeEvent:
-    """Raises msgspec.ValidationError."""
-    fields = {{"ended": "end"}.get(name, name): value for name, value in told.items()}
+def _event(message: Mapping[str, Any]) -> EpisodeEvent:
+    """Convert a worker's message to an event. Raises msgspec.ValidationError."""
+    fields = {{"ended": "end"}.get(name, name): value for name, value in message.items()}
     turn = fields.get("turn")
     if isinstance(turn, str):
         fields["completion_id"] = fields.pop("turn")

@@ -1,4 +1,4 @@
-"""Rules on whether the answer of a reply is right, and what a reply votes for in maj@k."""
+"""Rules that decide whether a reply's answer is right, and the votes of replies in maj@k."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from runtime.rewards.rules import Answer, Evaluate, RuleContext, Screen, Value, 
 
 # ---- Format
 #
-# Rules on the form of a reply, whatever its answer. Each takes linear time on any input.
+# Rules about the form of a reply; they ignore its answer. Each takes linear time on any input.
 
-FORMAT_CHARACTERS = 262_144  # a few searches
+FORMAT_CHARACTERS = 262_144  # at this length a rule is a few searches
 
 THINK, THOUGHT, ANSWER, ANSWERED = "<think>", "</think>", "<answer>", "</answer>"
 
@@ -27,10 +27,10 @@ _MARKERS_WANTED = 3
 
 
 def answer_part(text: str) -> str | None:
-    """What stands between the answer tags of a reply in the form `<think>…</think> <answer>…</answer>`; None in another form.
+    """Return the text between the answer tags of a reply `<think>…</think> <answer>…</answer>`; None in another form.
 
-    The first answer tag that follows a thought counts, and the last character but for a line's end belongs to `</answer>`:
-    what `^<think>.*?</think>\\s*<answer>.*?</answer>$` matches, dot and all.
+    The first answer tag behind a thought counts. The reply must end with `</answer>`; one newline may follow. The regular
+    expression `^<think>.*?</think>\\s*<answer>.*?</answer>$` with DOTALL matches the same replies.
     """
     end = len(text) - text.endswith("\n") - len(ANSWERED)
     if not text.startswith(THINK) or end < 0 or not text.startswith(ANSWERED, end):
@@ -40,19 +40,19 @@ def answer_part(text: str) -> str | None:
 
 
 def holds_one_box(text: str, part: str) -> bool:
-    r"""Whether `text` has exactly one `\boxed{`, and that one stands, complete, in its `part`."""
+    r"""Return whether `text` has exactly one `\boxed{`, and `part` of it holds this box complete."""
     return len(BOX.findall(text)) == 1 and last_boxed(part) is not None
 
 
 def strictly_formatted(text: str) -> bool:
-    r"""Each tag and one `\boxed{}` exactly once, in order, from the first character to the last."""
+    r"""Return whether each tag and one `\boxed{}` occur exactly once, in order, from the first character to the last."""
     part = answer_part(text)
     once = all(text.count(tag) == 1 for tag in (THINK, THOUGHT, ANSWER, ANSWERED))
     return part is not None and once and text.endswith(ANSWERED) and holds_one_box(text, part)
 
 
 def _rule(name: str) -> Callable[[Evaluate], Evaluate]:
-    """Register a function that takes linear time, and is therefore its own screen."""
+    """Register a function that takes linear time, with the function itself as its screen."""
 
     def register(function: Evaluate) -> Evaluate:
         return rule(name, screen=up_to(FORMAT_CHARACTERS, function))(function)
@@ -62,26 +62,26 @@ def _rule(name: str) -> Callable[[Evaluate], Evaluate]:
 
 @_rule("format")
 def tagged(text: str, label: str, context: RuleContext) -> bool:
-    """The reply is `<think>…</think>`, space or none, `<answer>…</answer>`."""
+    """Return whether the reply is `<think>…</think>`, optional space, `<answer>…</answer>`."""
     return answer_part(text) is not None
 
 
 @_rule("strict_format")
 def strict_format(text: str, label: str, context: RuleContext) -> float:
-    r"""1 for a reply in the form of `format` with each tag once and one `\boxed{}`, in the answer; else -0.5."""
+    r"""Return 1 if the reply has the form of `format`, each tag once, and one `\boxed{}` in the answer; else -0.5."""
     return 1.0 if strictly_formatted(text) else -0.5
 
 
 @_rule("r1_zero_format")
 def r1_zero_format(text: str, label: str, context: RuleContext) -> bool:
-    r"""The form of `format`, with exactly one `\boxed{}`, inside the answer."""
+    r"""Return whether the reply has the form of `format`, and exactly one `\boxed{}`, inside the answer."""
     part = answer_part(text)
     return part is not None and holds_one_box(text, part)
 
 
 @_rule("think_answer")
 def think_answer(text: str, label: str, context: RuleContext) -> bool:
-    r"""The reply is `<think>\n…\n</think>\n<answer>\n…\n</answer>` from its first character to its last."""
+    r"""Return whether the whole reply is `<think>\n…\n</think>\n<answer>\n…\n</answer>`."""
     head, turn, tail = f"{THINK}\n", f"\n{THOUGHT}\n{ANSWER}\n", f"\n{ANSWERED}"
     end = len(text) - len(tail)
     return text.startswith(head) and text.endswith(tail) and text.find(turn, len(head), max(end, 0)) >= 0
@@ -89,13 +89,13 @@ def think_answer(text: str, label: str, context: RuleContext) -> bool:
 
 @_rule("think_prefix")
 def think_prefix(text: str, label: str, context: RuleContext) -> bool:
-    """The reply begins with `<think>`, the only one, and has a `</think>`, whatever follows."""
+    """Return whether the reply begins with its only `<think>` and has a `</think>`. Any text may follow."""
     return text.startswith(THINK) and text.count(THINK) == 1 and THOUGHT in text
 
 
 @_rule("step")
 def step(text: str, label: str, context: RuleContext) -> float:
-    """min(1, markers / 3): numbered and bulleted lines, "Step 1:", "First,", "Second,", "Next," and "Finally,"."""
+    """Return min(1, markers / 3). Markers: numbered and bulleted lines, "Step 1:", "First,", "Second,", "Next,", "Finally,"."""
     markers = 0
     for _ in _MARKER.finditer(text):
         markers += 1
@@ -106,24 +106,24 @@ def step(text: str, label: str, context: RuleContext) -> float:
 
 @_rule("format_answer")
 def format_answer(text: str, label: str, context: RuleContext) -> bool:
-    """The reply ends with `#### number`, and holds no other `####`."""
+    """Return whether the reply ends with `#### number` and holds no other `####`."""
     mark = text.rfind("####")
     return text.count("####") == 1 and _ANSWER_AT_END.match(text, mark) is not None
 
 
 @_rule("gsm8k_format")
 def gsm8k_format(text: str, label: str, context: RuleContext) -> float:
-    """1.25 where `format_answer` is true, else -1."""
+    """Return 1.25 if `format_answer` is true, else -1."""
     return 1.25 if format_answer(text, label, context) else -1.0
 
 
 INLINE_CHARACTERS = 32_768  # extraction takes linear time: about 1 ms at this length
-TAIL_CHARACTERS = 2000  # where an answer is looked for in a reply that marks none
-VOTE_CHARACTERS = 1024  # what is longer is no answer that two replies would share
+TAIL_CHARACTERS = 2000  # searched for an answer if the reply marks none
+VOTE_CHARACTERS = 1024  # two replies would not share a longer answer
 
 
 def vote(extract: Callable[[str], str | None]) -> Answer:
-    """The vote of a rule whose answers `extract` finds in replies."""
+    """Return the vote of a rule. `extract` finds the rule's answer in a reply."""
 
     def answer(text: str) -> str | None:
         found = extract(text)
@@ -139,7 +139,7 @@ def vote(extract: Callable[[str], str | None]) -> Answer:
 
 
 def numeric_equal(answer: str, label: str) -> bool:
-    """Whether `answer` is the number `label`, by exact value. Raises ValueError when the label is no number."""
+    """Return whether `answer` is the number `label`, by exact value. Raises ValueError if the label is not a number."""
     if answer == label and answer.isdecimal() and answer.isascii():
         return True
     expected = label_number(label)
@@ -149,7 +149,7 @@ def numeric_equal(answer: str, label: str) -> bool:
 
 
 def _gsm8k(text: str, label: str, context: RuleContext) -> bool:
-    r"""The final answer (last `\boxed{}`, else `####`, else <answer>, else closing statement) is the number `label`."""
+    """Return whether `final_answer` (last box, `####`, answer tag or closing statement) is the number `label`."""
     answer = final_answer(text)
     return numeric_equal("" if answer is None else answer, label)
 
@@ -158,7 +158,7 @@ gsm8k = rule("gsm8k", screen=up_to(INLINE_CHARACTERS, _gsm8k), answer=vote(final
 
 
 def _gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
-    """1 where `gsm8k` is true, else -1."""
+    """Return 1 if `gsm8k` is true, else -1."""
     return 1.0 if _gsm8k(text, label, context) else -1.0
 
 
@@ -169,13 +169,13 @@ _LAST_NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
 def last_number_answer(text: str) -> str | None:
-    """The last number of the reply, within its last TAIL_CHARACTERS; None without any."""
+    """Return the last number within the last TAIL_CHARACTERS of the reply; None without a number."""
     found = _LAST_NUMBER.findall(text[-TAIL_CHARACTERS:])
     return found[-1].rstrip(",") if found else None
 
 
 def _last_number(text: str, label: str, context: RuleContext) -> bool:
-    """The reply's last number is `label`, whatever else it says. A reply that only repeats a sum has no answer to it."""
+    """Return whether the reply's last number is `label`. A reply that only repeats a sum has no answer."""
     return numeric_equal(last_number_answer(text) or "", label)
 
 
@@ -188,13 +188,13 @@ Extract = Callable[[str], "str | None"]
 
 
 def math_answer(text: str) -> str | None:
-    """The last box, else what follows the last `####`, else the last answer tag, else a closing statement; None without any."""
+    """Return the last box, else the text behind the last `####`, the last answer tag, a closing statement, or None."""
     box = last_box(text)
     return final_answer(text) if box is None else box
 
 
 def boxed_answer(text: str) -> str | None:
-    """The last box, else a closing statement, else the reply's last formula or number; None without any."""
+    """Return the last box, else a closing statement, else the reply's last formula or number, or None."""
     box = last_box(text)
     if box is not None:
         return box
@@ -228,35 +228,35 @@ boxed = rule("boxed", screen=_screen(boxed_answer), answer=vote(boxed_answer))(_
 expr = rule("expr", screen=_screen(_whole), answer=vote(_whole))(_right(_whole))
 
 
-# ---- the last box alone: MindSpeed-RL's values and R1-Zero's
-# An empty or unclosed last box is no answer.
+# ---- only the last box: the values of MindSpeed-RL and R1-Zero
+# An empty or unclosed last box is not an answer.
 
-Compare = Callable[[str, str], "bool | None"]  # an answer with a label; None leaves it open
+Compare = Callable[[str, str], "bool | None"]  # compares an answer with a label; None: undecided
 Judge = Callable[[str, str, Compare], "Value | None"]
 
 
 def _register(name: str, judge: Judge) -> Evaluate:
-    """The rule `name`: `judge` with the whole comparison; its screen is the same with one that takes no algebra."""
+    """Register the rule `name`: `judge` with the full comparison. Its screen is `judge` with a comparison without algebra."""
 
     def screened(text: str, label: str, context: RuleContext) -> Value | None:
         return judge(text, label, screen_answer) if len(text) <= INLINE_CHARACTERS else None
 
     def evaluate(text: str, label: str, context: RuleContext) -> Value:
         value = judge(text, label, equal)
-        assert value is not None, "the whole comparison leaves nothing open"
+        assert value is not None, "the full comparison always decides"
         return value
 
     return rule(name, screen=screened, answer=vote(last_box))(evaluate)
 
 
 def _last_box_is_right(text: str, label: str, compare: Compare) -> bool | None:
-    """Whether the last box is equal to the label; without an answer it is not."""
+    """Return whether the last box is equal to the label; False without an answer."""
     box = last_box(text)
     return compare(box, label) if box and not box.isspace() else False
 
 
 def _acc(text: str, label: str, compare: Compare) -> float | None:
-    """1 for the right answer, -0.5 for a wrong one, -1 without a box or with nothing in it."""
+    """Return 1 for the right answer, -0.5 for a wrong answer, -1 without a box or with an empty box."""
     box = last_box(text)
     if not box or box.isspace():
         return -1.0
@@ -265,12 +265,12 @@ def _acc(text: str, label: str, compare: Compare) -> float | None:
 
 
 def _base_acc(text: str, label: str, compare: Compare) -> bool | None:
-    """The form that `strict_format` wants, and the right answer."""
+    """Return whether the reply has the form of `strict_format` and the right answer."""
     return strictly_formatted(text) and _last_box_is_right(text, label, compare)
 
 
 def _r1_zero_acc(text: str, label: str, compare: Compare) -> float | None:
-    """1 for the right answer, else -1."""
+    """Return 1 for the right answer, else -1."""
     right = _last_box_is_right(text, label, compare)
     return None if right is None else 1.0 if right else -1.0
 
@@ -281,10 +281,10 @@ math_17k_acc = _register("math_17k_acc", _last_box_is_right)
 r1_zero_acc = _register("r1_zero_acc", _r1_zero_acc)
 
 
-# ---- DAPO's (arXiv:2503.14476): the last line `Answer: …`, as normalised text
+# ---- DAPO's rule (arXiv:2503.14476): the last line `Answer: …`, as normalized text
 
-WINDOW = 300  # characters at the end of the reply that are looked at
-DAPO_CHARACTERS = 1 << 20  # whatever their number, 300 are looked at
+WINDOW = 300  # characters that are searched at the end of the reply
+DAPO_CHARACTERS = 1 << 20  # a longer reply costs no more: only WINDOW characters are searched
 
 _LAST_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _DAPO_REPLACED = (
@@ -298,9 +298,9 @@ _DAPO_UNITS = (
     *("^{\\circ}", "\\;", '"', "\\dots", "\\ldots"),
 )
 _FORMULA = re.compile(r"\$([^$]*)\$")
-_APART = re.compile(r"(?<=[0-9]) +(?![0-9]{3}(?![0-9]))(?=[0-9])")  # two numbers, and no 1 000
+_APART = re.compile(r"(?<=[0-9]) +(?![0-9]{3}(?![0-9]))(?=[0-9])")  # two numbers, but not 1 000
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
-_MORE = re.compile(r"[$0-9]|not|wrong|incorrect|most|least|than")  # beside a formula: another value, or a denial
+_MORE = re.compile(r"[$0-9]|not|wrong|incorrect|most|least|than")  # beside a formula: another value, or a negation
 _WRAPPED = re.compile(r"\\(?:text|textbf|overline|boxed)\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\frac([^{\\])([^{\\])")
 _SHORT_ROOT = re.compile(r"\\sqrt([^{\\])")
@@ -308,7 +308,7 @@ _EMPHASIS = "*_` "
 
 
 def normal_form(answer: str) -> str:
-    """What stands behind the last `=`, without units, spaces, text commands and thousands commas; `\\frac12` in full."""
+    """Return the text behind the last `=` without units, spaces, text commands and thousands commas; expand `\\frac12`."""
     text = _APART.sub("\0", answer.strip(_EMPHASIS).rstrip(".").split("=")[-1].replace("\0", ""))
     for old, new in _DAPO_REPLACED:
         text = text.replace(old, new)
@@ -330,7 +330,7 @@ def _last_line(text: str) -> str | None:
 
 
 def _acc_for_dapo(text: str, label: str, context: RuleContext) -> float:
-    """1 where the last `Answer: …` of the last 300 characters is the label, both in normal form; else -1."""
+    """Return 1 if the last `Answer: …` of the last 300 characters is the label, both in normal form; else -1."""
     answer = _last_line(text)
     return 1.0 if answer is not None and answer == normal_form(label) else -1.0
 

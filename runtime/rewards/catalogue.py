@@ -1,4 +1,4 @@
-"""Finding a rule by the name in the configuration: a built-in one, or `FILE.py:NAME` for a user's own."""
+"""Find a rule by its name in the configuration: a built-in rule, or `FILE.py:NAME` for a user's rule."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from runtime.rewards.rules import RULES, RewardRule
 
 
 def find_rule(name: str, key: str = "") -> RewardRule:
-    """The rule `name`, which `key` of the configuration holds.
+    """Return the rule `name`; `key` is its configuration key.
 
-    Raises UserError for an unknown name, and for a file that is missing or cannot be imported.
+    Raises UserError for an unknown name, or for a file that is missing or cannot be imported.
     """
     return RULES.find(name, key)

@@ -1,8 +1,8 @@
-"""Rules that run a reply's program on tests. What is expected of it stays here: no program sees it.
+"""Rules that run a reply's program on tests. The expected outputs stay in this process: no program sees them.
 
-A label has the tests in one of two forms. LiveCodeBench's: a JSON list of {"input", "output", "testtype"}, the type `stdin` or
-`functional`; or such a list as it packs it (base64 of zlib of a pickled text). verl's of PRIME: a JSON object {"inputs",
-"outputs", "fn_name"}.
+A label has the tests in one of two forms. LiveCodeBench: a JSON list of {"input", "output", "testtype"}, with type `stdin` or
+`functional`; or LiveCodeBench's packed form of such a list (base64 of zlib of a pickled text). verl's form of PRIME: a JSON
+object {"inputs", "outputs", "fn_name"}.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from runtime.config.sandbox import Sandbox
 from runtime.rewards.rules import RULES, RewardRule, RuleContext
 from runtime.weights import plain_pickle
 
-SCREENED = 32_768  # characters of a reply in which the service itself looks for a program
+SCREENED = 32_768  # characters of a reply in which the service itself searches for a program
 UNPACKED = 256 << 20  # bytes that packed tests may have
-ROOM = 4096  # bytes of an output that are read beyond twice what is expected
+ROOM = 4096  # bytes of an output that are read beyond twice the expected output
 _FENCE = re.compile(r"^[ \t]{0,3}```[ \t]*([A-Za-z0-9_+.-]*)[^\n`]*$", re.MULTILINE)
 _PYTHON = ("python", "py", "python3")
-_NAMES = ("fn_name", "func_name")  # of the function, in a label, in `extra` or in its `metadata`
+_NAMES = ("fn_name", "func_name")  # keys of the function's name in a label, in `extra` or in its `metadata`
 
 _DRIVER = Path(__file__).with_name("code_driver.py").read_text("utf-8")
-LENGTH, RESULT = struct.Struct("<I"), struct.Struct("<iI")  # as the driver has them
+LENGTH, RESULT = struct.Struct("<I"), struct.Struct("<iI")  # as in the driver
 
 _sandbox = Sandbox()
 
 
 def use(sandbox: Sandbox) -> None:
-    """In this process programs run in `sandbox`: what `rewards.sandbox` says."""
+    """Run programs of this process in `sandbox`, the setting `rewards.sandbox`."""
     global _sandbox
     _sandbox = sandbox
 
 
 class CodeTests(Struct, frozen=True):
-    """`function`: the one that is called; "" where a program reads its input. An input is text: of a function, a JSON list of
-    its arguments. An expected value is text, or of a function any JSON value. `wrapped`: it may be the first item of a list."""
+    """The tests of a label. `function`: the function to call; "": the program reads its input. An input is text; for a
+    function, a JSON list of its arguments. An expected value is text; for a function, any JSON value. `wrapped`: an expected
+    value may be the first item of a list."""
 
     inputs: Sequence[str]
     expected: Sequence[Any]
@@ -55,7 +56,7 @@ class CodeTests(Struct, frozen=True):
 
 
 def last_program(text: str) -> str | None:
-    """The last complete block of Python between fences, else the last one of any kind; None without one."""
+    """Return the last complete fenced block of Python, else the last fenced block of any kind; None without one."""
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
@@ -73,17 +74,17 @@ def last_program(text: str) -> str | None:
 
 
 class _NoNames:
-    """What a pickle of a text refers to."""
+    """Refuses every reference of a pickle: packed tests are plain text."""
 
     def named(self, full: str) -> Any:
         raise plain_pickle.RefusedPickle(full)
 
     def outside(self, identity: Any) -> Any:
-        raise plain_pickle.Malformed("it refers to what is not in it")
+        raise plain_pickle.Malformed("it refers to an object outside the pickle")
 
 
 def read_tests(label: str, extra: dict[str, Any]) -> CodeTests:
-    """The tests of a label; `extra` may name the function. Raises ValueError where it has none that can be read."""
+    """Return the tests of a label; `extra` may name the function. Raises ValueError if the tests cannot be read."""
     try:
         found = json.loads(label)
     except ValueError:
@@ -110,12 +111,12 @@ def _unpacked(label: str) -> str:
     except (binascii.Error, zlib.error, plain_pickle.RefusedPickle, *plain_pickle.FAULTS) as error:
         raise ValueError(f"the label is neither JSON nor packed tests: {plain_pickle.line(error)}") from None
     if not isinstance(found, str):
-        raise ValueError("the label's packed tests are no text")
+        raise ValueError("the label's packed tests are not text")
     return found
 
 
 def _function(values: dict[str, Any]) -> str:
-    """Of a row's columns; LiveCodeBench has its `metadata` as JSON text."""
+    """Return the function's name from a row's columns. LiveCodeBench has its `metadata` as JSON text."""
     metadata = values.get("metadata")
     inner = json.loads(metadata) if isinstance(metadata, str) and metadata else metadata
     for source in (values, inner if isinstance(inner, dict) else {}):
@@ -126,12 +127,12 @@ def _function(values: dict[str, Any]) -> str:
 
 
 def _lines(value: Any) -> str:
-    """APPS has some inputs as lists of lines."""
+    """Return an input as text. APPS has some inputs as lists of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _arguments(value: Any) -> str:
-    """Given as a JSON value a line, or as a list."""
+    """Return a function's arguments as a JSON list, from a list or from text with one JSON value a line."""
     return json.dumps([json.loads(line) for line in value.split("\n") if line] if isinstance(value, str) else value)
 
 
@@ -143,7 +144,7 @@ def _value(value: Any) -> Any:
 
 
 def passed(tests: CodeTests, index: int, output: bytes) -> bool:
-    """Whether `output` is what test `index` wants."""
+    """Return whether `output` is the expected output of test `index`."""
     expected, text = tests.expected[index], output.decode("utf-8", "replace")
     if not tests.function:
         return same_text(text, expected)
@@ -155,7 +156,7 @@ def passed(tests: CodeTests, index: int, output: bytes) -> bool:
 
 
 def same_text(text: str, expected: str) -> bool:
-    """Line by line the same words, numbers by value; what stands at the ends of lines and of the whole does not count."""
+    """Return whether the lines have the same words; numbers compare by value. White space at ends does not count."""
     ours, theirs = ([line.split() for line in each.strip().splitlines()] for each in (text, expected))
     return len(ours) == len(theirs) and all(
         len(one) == len(other) and all(map(_same_word, one, other)) for one, other in zip(ours, theirs, strict=True)
@@ -163,7 +164,7 @@ def same_text(text: str, expected: str) -> bool:
 
 
 def _same_word(word: str, expected: str) -> bool:
-    """A number that is expected with a decimal point may differ by 1e-5 of it."""
+    """Compare two words. A number that is expected with a decimal point may differ by a relative 1e-5."""
     if word == expected:
         return True
     try:
@@ -179,14 +180,14 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 async def verdicts(text: str, label: str, context: RuleContext) -> list[bool]:
-    """Of each test. One that did not come to its turn before a limit is not passed.
+    """Return whether each test passes. A test that did not run before a limit does not pass.
 
-    Raises ValueError for a label without tests, ServiceFault when the sandbox cannot be started.
+    Raises ValueError for a label without tests, ServiceFault if the sandbox cannot be started.
     """
     program, tests = last_program(text), read_tests(label, context.extra)
     if program is None:
         return [False] * len(tests.inputs)
-    from runtime.sandbox import run  # loaded where programs are run alone
+    from runtime.sandbox import run  # loaded only where programs run
 
     most = ROOM + 2 * max(len(json.dumps(value)) for value in tests.expected)
     given = [tests.function, str(most), program, *tests.inputs]
@@ -200,7 +201,7 @@ async def verdicts(text: str, label: str, context: RuleContext) -> list[bool]:
 
 
 def _results(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Exit code and output of each test that was done. The program may have had its hands in it: any bytes are read."""
+    """Yield the exit code and the output of each finished test. The program may have written any bytes."""
     at = 0
     while at + RESULT.size <= len(data):
         code, size = RESULT.unpack_from(data, at)
@@ -211,12 +212,12 @@ def _results(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 async def _code(text: str, label: str, context: RuleContext) -> bool:
-    """Whether the reply's last program passes all tests."""
+    """Return whether the reply's last program passes all tests."""
     return all(await verdicts(text, label, context))
 
 
 async def _code_share(text: str, label: str, context: RuleContext) -> float:
-    """The share of tests that the reply's last program passes."""
+    """Return the share of tests that the reply's last program passes."""
     found = await verdicts(text, label, context)
     return sum(found) / len(found)
 

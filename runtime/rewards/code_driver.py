@@ -1,11 +1,11 @@
-"""Runs a reply's program on each of its tests, in the sandbox: as `source` of `Box.run`.
+"""Runs a reply's program on each of its tests in the sandbox, as `source` of `Box.run`.
 
-Standard input is the name of a function, or nothing; the most bytes of an output; the program; and the tests' inputs; each
-behind its length, a little-endian uint32. For each test an exit code and the length of an output are written, a `RESULT`, and
-the output: what the program printed, or what the function returned, as JSON.
+Standard input holds the name of a function or "", the maximal bytes of an output, the program, and the tests' inputs. Each part
+follows its length, a little-endian uint32. For each test the driver writes a `RESULT` (exit code, length of the output) and the
+output: the program's prints, or the function's return value as JSON.
 
-The program is compiled once. Each test is a fork, so that none sees what another did. What is expected is not known here: the
-program could read it.
+The program is compiled once. Each test runs in a fork, so that no test sees another. The expected outputs are not here, since
+the program could read them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import struct
 import sys
 
-TYPE_CHECKING = False  # what types and contexts are made of would take as long to load as all the rest
+TYPE_CHECKING = False  # importing typing would take as long as all other imports
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import CodeType
@@ -38,8 +38,8 @@ def parts() -> Iterator[bytes]:
 
 
 def function_of(code: CodeType, name: str) -> Callable[[bytes, int], None]:
-    """What runs a test: calls the function, or the method of `Solution`, and writes what it returns. Such programs take the
-    usual imports for granted."""
+    """Return a function that runs a test: it calls the function, or the method of `Solution`, and writes the result. The usual
+    imports are made first, since such programs omit them."""
     import json
 
     scope: dict[str, Any] = {"__name__": "program"}
@@ -55,7 +55,7 @@ def function_of(code: CodeType, name: str) -> Callable[[bytes, int], None]:
 
 
 def scratch(data: bytes = b"") -> int:
-    """A file that no name leads to."""
+    """Return a file without a name, filled with `data`."""
     descriptor = os.open("scratch", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink("scratch")  # noqa: PTH108 - pathlib takes as long to load as the rest
     os.write(descriptor, data)
@@ -64,20 +64,20 @@ def scratch(data: bytes = b"") -> int:
 
 
 def finish(work: Callable[..., object], *arguments: object) -> NoReturn:
-    """Do it, and end as an interpreter does, but for taking itself apart: that takes longer than most tests."""
+    """Run `work` and exit like an interpreter, but without its teardown, which takes longer than most tests."""
     code: Any = 0
     try:
         work(*arguments)
     except SystemExit as end:
         code = end.code or 0
-    except BaseException:  # noqa: BLE001 - whatever the program raises, its test is not passed
+    except BaseException:  # noqa: BLE001 - a test whose program raises does not pass
         code = 1
     if "threading" in sys.modules:
         threading = sys.modules["threading"]
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
-    if "atexit" in sys.modules:  # some print there
+    if "atexit" in sys.modules:  # some programs print there
         sys.modules["atexit"]._run_exitfuncs()
     try:
         sys.stdout.flush()
@@ -102,7 +102,7 @@ def main() -> None:
             finish(call, given, target) if call else finish(exec, code, {"__name__": "__main__"})
         status = os.waitpid(child, 0)[1]
         try:  # noqa: SIM105 - contextlib takes long to load
-            os.killpg(child, 9)  # what it has left
+            os.killpg(child, 9)  # kill the processes that it left
         except ProcessLookupError:
             pass
         output = os.pread(target, int(most), 0)

@@ -1,4 +1,4 @@
-"""Where the answer stands in a reply. Every function takes linear time on any input."""
+"""Find the answer in a reply. Every function takes linear time on any input."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _CLOSING = re.compile(
     re.IGNORECASE,
 )
 _STATEMENT_END = re.compile(r"\n|(?<!approx)[.!?](?=\s|$)|;(?=\s+[^-\s0-9$\\(]|\s*$)|[。！？；]")
-_DENIED = re.compile(  # "I do not think the answer is 5": up to the statement there is no other clause
+_DENIED = re.compile(  # "I do not think the answer is 5": no other clause stands between the denial and the statement
     r"(?:\b(?:not|never|no|cannot|doubt|whether|wrong|false)\b|n['’]t\b|不)"
     r"(?:(?!\b(?:and|so|but|then|hence|thus|therefore)\b)[^,;:.!?\n，；：。！？])*\Z",
     re.IGNORECASE,
 )
 _BEFORE_STATEMENT = 80  # characters
-_STATEMENT_LENGTH = 200  # characters that are looked at
+_STATEMENT_LENGTH = 200  # characters that are searched
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}`, braces matched, escaped braces skipped; None without one.
+    r"""Return the content of the last complete `\boxed{...}`, with matched braces and without escaped braces; None without one.
 
-    A box inside a complete box is part of it, and is given as a group; one inside a box that is never closed stands for itself.
+    A box inside a complete box is part of the outer box, and becomes a group. A box inside an unclosed box stands alone.
     """
     text = _braced(text)
     first = text.find("\\boxed")
     if first < 0:
         return None
-    opened: list[tuple[int, bool]] = []  # (where the content starts, whether it is a box's) of each open brace
+    opened: list[tuple[int, bool]] = []  # of each open brace: the start of its content, and whether it belongs to a box
     start = end = -1
     for token in _BOX_OR_BRACE.finditer(text, first):
         mark = token.group()
@@ -49,7 +49,7 @@ def last_boxed(text: str) -> str | None:
         elif mark == "}":
             if opened:
                 content, is_box = opened.pop()
-                # An outer box closes after the boxes inside it and starts before them: it takes their place.
+                # An outer box starts before the boxes inside it and closes after them: it replaces them.
                 if is_box:
                     start, end = content, token.start()
         elif mark.startswith("\\boxed"):
@@ -58,7 +58,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`; empty where that box is never closed, None without any box."""
+    r"""Return the content of the last `\boxed{...}`; "" if that box is never closed, None without a box."""
     text = _braced(text)
     start = len(text)
     while (start := text.rfind("\\boxed", 0, start)) >= 0:
@@ -68,31 +68,31 @@ def last_box(text: str) -> str | None:
 
 
 def _braced(text: str) -> str:
-    r"""`text` with `\boxed{}` for other boxes: `\fbox{}`, and `\boxed 5` without braces."""
+    r"""Return `text` with `\boxed{}` in place of `\fbox{}` and of `\boxed 5` without braces."""
     if "box" not in text:
         return text
     return _BARE_BOX.sub(r"\\boxed{\1}", _OTHER_BOX.sub(r"\\boxed", text))
 
 
 def last_hashes(text: str) -> str | None:
-    """The rest of the line after the last `####` that something follows; None without one. Other headings do not count."""
+    """Return the rest of the line behind the last `####`; None without one. Empty rests and other headings do not count."""
     found = None
-    for found in _HASHES.finditer(text):  # noqa: B007 - the last match is wanted
+    for found in _HASHES.finditer(text):  # noqa: B007 - only the last match is used
         pass
     return None if found is None else found.group(1)
 
 
 def last_answer_tag(text: str) -> str | None:
-    """The content of the last complete `<answer>...</answer>`; None without one."""
+    """Return the content of the last complete `<answer>...</answer>`; None without one."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     return None if start < 0 else text[start + len("<answer>") : end]
 
 
 def closing_statement(text: str) -> str | None:
-    """What the last "the answer is x", "Final answer: x" or "答案是x" names, up to the end of its sentence; None without one.
+    """Return the answer of the last "the answer is x", "Final answer: x" or "答案是x", to the end of its sentence, or None.
 
-    A statement without a digit ("I hope the answer is clear") counts only where none has one; one that is denied does not.
+    A statement without a digit ("I hope the answer is clear") counts only if no statement has one. A denied statement does not.
     """
     named = [
         _STATEMENT_END.split(text[found.end() : found.end() + _STATEMENT_LENGTH], maxsplit=1)[0]
@@ -104,9 +104,9 @@ def closing_statement(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The reply's final answer: the last box, else the last `####`, else the last answer tag, else a closing statement.
+    """Return the reply's final answer: the last box, else the last `####`, the last answer tag, a closing statement, or None.
 
-    The marked text may itself be a statement ("<answer>The answer is 5</answer>"): then what it names is the answer.
+    The marked text may itself be a statement ("<answer>The answer is 5</answer>"); then return the answer that it names.
     """
     for extract in (last_boxed, last_hashes, last_answer_tag):
         marked = extract(text)

@@ -1,6 +1,7 @@
 r"""Numbers as people and models write them: `$1,234.50`, `1{,}234`, `\frac{3}{4}`, `2\frac{1}{2}`, `50\text{ miles}`, `1e6`.
 
-The value is exact (a Fraction). What is not one number plus a unit has no value: "33, 34", "7x", "40^2", "5 hours 30 minutes".
+The value is an exact Fraction. Text that is not one number with a unit has no value: "33, 34", "7x", "40^2", "5 hours 30
+minutes".
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from functools import lru_cache
 
 # ---- Notation
 #
-# Notations that are read alike wherever an answer stands: `uniform`. Pure; takes linear time.
+# `uniform` unifies notations that mean the same everywhere. Pure; takes linear time.
 
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3002: "."}  # what stands beside Chinese signs
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3002: "."}  # used beside Chinese characters
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿˣᵗʰˢʳᵈ", "0123456789+-nxthsrd")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
 _RAISED_DIGITS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿˣᵗʰˢʳᵈ]{1,40}")
@@ -24,7 +25,7 @@ _END = r"(?![A-Za-z])"
 
 
 def _raised(word: str) -> str:
-    """A pattern for words in an exponent: ^o, ^{o}, ^\\text{o}, ^{\\text{o}}."""
+    """Return a pattern for words in an exponent: ^o, ^{o}, ^\\text{o}, ^{\\text{o}}."""
     group = rf"{_TEXT}\{{ ?(?:{word}) ?\}}"
     return rf" ?\^ ?(?:(?:{word}){_END}|{group}|\{{ ?(?:(?:\\rm )?(?:{word})|{group}) ?\}})"
 
@@ -34,9 +35,9 @@ _ORDINAL = re.compile(
     rf"|(?:(?<=1)st|(?<=2)nd|(?<=3)rd|(?<=[0-9])th){_END}"
 )
 _DEGREE = re.compile(rf"(?<=[0-9)}}])(?:{_raised('o').replace('[A-Za-z]', '[a-z]')}| ?[º˚])|(?<=[0-9)}}]) ?℃")
-_MEASURED = re.compile(r"\\(?:(ang)|num|SI|qty) ?\{ ?([-+]?[0-9.]{1,40}) ?\}(?: ?\{[^{}]{0,40}\})?")  # of siunitx
+_MEASURED = re.compile(r"\\(?:(ang)|num|SI|qty) ?\{ ?([-+]?[0-9.]{1,40}) ?\}(?: ?\{[^{}]{0,40}\})?")  # commands of siunitx
 
-# ---- Chinese: a power of ten, a unit or a word that counts things, and the things
+# ---- Chinese: a power of ten, a unit or measure word, and the counted things
 
 _AFTER_NUMBER = re.compile(
     rf"(?<=[0-9)}}%$*]) ?(?:{_TEXT}\{{ ?([一-鿿/]{{1,12}}) ?\}}|([一-鿿/]{{1,12}}))(?:\^\{{[0-9]\}})?(?![一-鿿]| ?[0-9])"
@@ -54,7 +55,7 @@ _MEASURE = re.compile(
 
 
 def uniform(text: str) -> str:
-    """`text` with raised and lowered digits written out, one sign for degrees, no ordinal endings and no Chinese units."""
+    """Write out raised and lowered digits, use one degree sign, and drop ordinal endings and Chinese units."""
     if not text.isascii():
         text = _RAISED_DIGITS.sub(lambda run: f"^{{{run.group().translate(_RAISED)}}}", text.translate(_FULL_WIDTH))
         text = _INDEX.sub(lambda run: f"_{{{run.group().translate(_LOWERED)}}}", text)
@@ -67,21 +68,21 @@ def _in_words(found: re.Match[str]) -> str:
 
 
 def _without_unit(found: re.Match[str]) -> str:
-    """Nothing for a unit, for 万 and the like a power of ten. What is neither stays, and is no number."""
+    """Return "" for a unit, a power of ten for 万 and the like. Other text stays and makes the whole not a number."""
     measure = _MEASURE.fullmatch(found.group(1) or found.group(2))
     if measure is None:
         return found.group()
     return rf"\cdot 10^{{{_POWERS[measure.group(1)]}}}" if measure.group(1) else ""
 
 
-MAX_LENGTH = 200  # characters of an answer; longer ones are no number, and bound the cost of everything below
+MAX_LENGTH = 200  # characters of an answer; longer text is not a number. Bounds the cost of everything below
 
 _MINUS = str.maketrans("\u2212\u2013\u2012\ufe63\uff0d", "-----")
 _WRAPPER = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf|tt|normal)|mbox|boldsymbol|bold|bm|pmb)\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\[,!])(?=[0-9]{3})")
 _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9,]| ?[0-9/])")  # 1 000
 _SPACING = re.compile(r"\\(?:[,;: ]|quad\b)|~|\s+")
-_EXPONENT = re.compile(r" ?\^ ?(?:\{ ?(-?[1-9]) ?\}|(-?[1-9])(?![0-9]))")  # of a unit
+_EXPONENT = re.compile(r" ?\^ ?(?:\{ ?(-?[1-9]) ?\}|(-?[1-9])(?![0-9]))")  # exponent of a unit
 _SIGNS_OF_UNITS = re.compile(r"\\(?:(mu)(?![A-Za-z]) ?|(Omega)(?![A-Za-z])|AA(?![A-Za-z]))|(µ)")
 _MARKUP = re.compile(r"\\(?:[!()\[\]]|(?:left|right|displaystyle)\b)")
 _ESCAPED = re.compile(r"\\([$%])")
@@ -93,7 +94,7 @@ _FRACTION = r"\\[dt]?frac ?(?:\{ ?(?P<top>[0-9]+) ?\} ?\{ ?(?P<bottom>[0-9]+) ?\
 _ABOUT = "approximately|approx\\.?|about|around|roughly|exactly|nearly|almost|close to|大?约为?|\\\\approx|≈"
 _LEAD = re.compile(
     rf"(?:(?:[A-Za-z]\w{{0,20}})? ?=)? ?(?:(?:{_ABOUT})(?![A-Za-z])(?: equal to)?[ *_:]{{0,4}})?", re.IGNORECASE
-)  # of "x = 5", "= 5", "about 5"
+)  # leads such as "x = 5", "= 5", "about 5"
 _SIGN = re.compile(r" ?([-+]?) ?(?:(?:US ?\$|USD|Rs\.?|[$€£¥₹]) ?([-+]?) ?)?")  # "-$5", "$-5"
 _MAGNITUDE = re.compile(
     rf"(?P<whole>[0-9]*) ?{_FRACTION}"
@@ -105,7 +106,7 @@ _MAGNITUDE = re.compile(
 _SYMBOL = re.compile(r"(?: ?(?:[%€£¥₹$]|\^ ?\{? ?\\circ ?\}?|°[CF]?|\\degrees?\b))?")
 _WORD_BREAK = re.compile(r"(?<=[A-Za-zΩ0-9]) ?(?:\\cdot|\\times|[·*]) ?(?=[A-Za-zμΩÅ])|[ /()]+")
 _WORD = re.compile(r"[A-Za-z°μΩÅ][A-Za-z°ΩÅ'’.-]*(?:\^-?[1-9]|[23])?")
-# Units written without a space; other letters behind a number are a variable's, as in "7x".
+# Units that may follow without a space; other letters behind a number are variables, as in "7x".
 _ATTACHED = re.compile(
     r"[kcm]?g|lbs?|oz|[kcm]?m|mi|ft|in|yd|m?[lL]|h|hrs?|hours?|min(?:ute)?s?|s|secs?|seconds?|days?|years?|"
     r"[ap]\.?m|mph|km/?h|kph|cents?|dollars?|miles?|sq|(?:[kcdm]?m|ft|in|yd|mi)\^?[23]|[kM]?Ω|μ[msgFAVLl]|Å"
@@ -127,11 +128,12 @@ NOT_UNITS = _words(
     "seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty",
     "fifty sixty seventy eighty ninety",
 )
-"""Words behind a number that make another value, or none, of it."""
+"""Words behind a number that change or remove its value."""
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of `text` when it is one number, units and currency aside; else None. "2 million" is 2000000."""
+    """Return the exact value of `text` if it is one number with optional unit and currency; else None. "2 million" is
+    2000000."""
     if _PLAIN_INTEGER.fullmatch(text):
         return Fraction(int(text))
     plain = _plain(text)
@@ -152,7 +154,7 @@ label_number = lru_cache(maxsize=4096)(number)  # a group's samples share one la
 
 
 def _plain(text: str) -> str:
-    """`text` without math delimiters, emphasis and text commands; single spaces; thousands separated by commas."""
+    """Drop math delimiters, emphasis and text commands; use single spaces; separate thousands by commas."""
     if len(text) > 4 * MAX_LENGTH:
         return text
     text = _THOUSANDS.sub(",", uniform(text.translate(_MINUS)))
@@ -168,7 +170,7 @@ def _plain(text: str) -> str:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """What the digits are worth; None for a division by zero."""
+    """Return the value of the digits; None for a division by zero."""
     if match["decimal"]:
         exponent = int(match["exponent"] or match["power"] or 0)
         return _exact(match["decimal"]) * Fraction(10) ** exponent
@@ -182,7 +184,7 @@ def _exact(digits: str) -> Fraction:
 
 
 def _scale(rest: str) -> int | None:
-    """The factor that the words behind a number stand for, 1 for units; None when they are not words of a unit."""
+    """Return the factor of the words behind a number, 1 for units; None if they are not words of a unit."""
     symbol = _SYMBOL.match(rest)
     tail = rest[symbol.end() :]  # type: ignore[union-attr]  # matches the empty text
     words = [word for word in _WORD_BREAK.split(tail) if word]
@@ -191,9 +193,9 @@ def _scale(rest: str) -> int | None:
         return scale
     if tail[0] not in " /(" and not _ATTACHED.fullmatch(words[0].rstrip(".")):
         return None
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         folded = word.lower().rstrip(".")
-        if folded in SCALES and all(before.lower() in SCALES for before in words[:place][-1:]):
+        if folded in SCALES and all(before.lower() in SCALES for before in words[:index][-1:]):
             scale *= SCALES[folded]
         elif folded in SCALES or folded in NOT_UNITS or not _WORD.fullmatch(word):
             return None

@@ -1,8 +1,8 @@
-"""A pool of worker processes that can be killed: a task that hangs or crashes costs its own sample and nothing else.
+"""A pool of worker processes that can be killed: a task that hangs or crashes costs only its own sample.
 
-Each slot of the pool is one asyncio task that owns one worker: it takes a few jobs, sends them as one frame, and each is
-settled as its verdict arrives. A worker that overruns a limit, or dies, is killed with its process group and replaced; the job
-at its head gets the error, the jobs behind it go back to the front of the queue.
+Each slot of the pool is an asyncio task that owns one worker. It takes a few jobs and sends them as one frame; each job is
+settled when its verdict arrives. A worker that exceeds a limit or dies is killed with its process group and replaced. The job
+that it worked on gets the error; the jobs behind it return to the front of the queue.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ DIGEST_BYTES = 16
 
 
 def digest(task: bytes) -> bytes:
-    """What stands for an encoded task. Cryptographic, as the text is whatever a model writes."""
+    """Return the key of an encoded task. The digest is cryptographic because a model writes the text."""
     return hashlib.blake2b(task, digest_size=DIGEST_BYTES).digest()
 
 
 class OutcomeCache:
-    """Values by a task's digest, so that an entry takes about 200 bytes however long the reply is; at most `entries`.
+    """Values by the digest of a task, at most `entries`. An entry takes about 200 bytes for a reply of any length.
 
-    Only values are kept: what ran out of time once may have had a bad moment.
+    Only values are kept: a task that timed out once may succeed later.
     """
 
     def __init__(self, entries: int):
@@ -54,51 +54,52 @@ class OutcomeCache:
         return len(self._values)
 
 
-CAPACITY = 1024  # jobs that wait; beyond it `submit` itself waits
-CAPACITY_BYTES = 64 << 20  # and of their texts, unless one alone has more
+CAPACITY = 1024  # waiting jobs; beyond this, `submit` waits
+CAPACITY_BYTES = 64 << 20  # bytes of their texts; a single longer job is allowed
 BATCH = 64  # jobs in one frame at most
-BATCH_BYTES = 4 << 20  # and of their texts, unless one alone has more
-BATCH_SECONDS = 0.02  # what a batch should take: long beside the pipe's latency, short for those behind it
-FIRST_PACE = 0.001  # seconds that a task is expected to take before one was run
+BATCH_BYTES = 4 << 20  # bytes of their texts; a single longer job is allowed
+BATCH_SECONDS = 0.02  # intended time of a batch: long beside the pipe's latency, short for the jobs behind it
+FIRST_PACE = 0.001  # expected seconds of a task before the first has run
 
 
 class KillablePool:
-    """`workers` processes for the rules named `rules`, started at `start` or at the first task.
+    """`workers` processes for the rules named `rules`; they start at `start` or at the first task.
 
-    The last `cache_entries` values are kept, and equal tasks that wait at the same time are evaluated once. `variables`: what
-    the rules get of this process's environment besides what every program needs. All methods belong to one event loop.
+    The last `cache_entries` values are kept. Equal tasks that wait at the same time are evaluated once. `variables`: variables
+    of this process's environment that the rules get besides those that every program needs. All methods belong to one event
+    loop.
     """
 
     def __init__(
         self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0, variables: Container[str] = ()
     ):
-        self.lost = 0  # workers killed at a limit or found dead
+        self.lost = 0  # workers that were killed at a limit or died
         self._rules = tuple(rules)
         self._workers = workers
         self._limits = limits
         self._variables = variables
         self._cache = OutcomeCache(cache_entries)
-        self._pace = FIRST_PACE  # seconds that a task takes, lately
-        self._jobs: dict[bytes, WorkerTask] = {}  # by key: those that wait, and those that are being worked on
+        self._pace = FIRST_PACE  # moving average of a task's seconds
+        self._jobs: dict[bytes, WorkerTask] = {}  # waiting and running jobs, by key
         self._waiting: deque[WorkerTask] = deque()
         self._waiting_bytes = 0
-        self._work = asyncio.Event()  # jobs wait
-        self._room = asyncio.Event()  # the queue is not full, or the pool has ended
+        self._work = asyncio.Event()  # set when jobs wait
+        self._room = asyncio.Event()  # set when the queue is not full, or the pool has ended
         self._slots: list[asyncio.Task[None]] = []
-        self._alive: set[WorkerProcess] = set()  # processes that are not reaped yet
+        self._alive: set[WorkerProcess] = set()  # processes that are not reaped
         self._ended: Exception | None = None  # why the pool takes no more tasks
 
     def start(self) -> None:
-        """Start the workers in the background; returns at once."""
+        """Start the workers in the background and return at once."""
         if not self._slots:
             self._slots = [asyncio.create_task(self._slot(), name=f"reward-worker-{i}") for i in range(self._workers)]
             for slot in self._slots:
                 slot.add_done_callback(self._slot_ended)
 
     async def submit(self, task: Task) -> asyncio.Future[Verdict]:
-        """The future of the task's verdict; cancel it when it is no longer wanted. Waits for room while the queue is full.
+        """Return the future of the task's verdict; cancel it if it is no longer needed. Wait while the queue is full.
 
-        Here and from the future: ServiceFault when no worker can be started, Cancelled when the pool is closed.
+        This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed.
         """
         self._check()
         self.start()
@@ -121,26 +122,26 @@ class KillablePool:
         return future
 
     async def run(self, tasks: Sequence[Task]) -> list[RuleOutcome]:
-        """The outcomes of `tasks`, in their order. Raises as `submit` does."""
+        """Return the outcomes of `tasks` in their order. Raises the errors of `submit`."""
         futures: list[asyncio.Future[Verdict]] = []
         try:
             for task in tasks:
-                futures.append(await self.submit(task))  # noqa: PERF401 - those before one that fails must be withdrawn
+                futures.append(await self.submit(task))  # noqa: PERF401 - if one fails, the futures before it are withdrawn
             return [verdict.outcome for verdict in await asyncio.gather(*futures)]
         finally:
             withdraw(futures)
 
     async def close(self) -> None:
-        """Kill the workers; `submit` and `run` calls under way raise Cancelled."""
+        """Kill the workers. Running calls of `submit` and `run` raise Cancelled."""
         self._end(Cancelled("the reward pool is closed"))
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
-        # A slot that was cancelled while it reaped its worker has left that to this method.
+        # A slot cancelled while it reaped its worker leaves the worker to this method.
         await asyncio.gather(*(worker.kill() for worker in self._alive))
 
     def settle(self, job: WorkerTask, verdict: Verdict) -> None:
-        """As `PoolCallbacks` says."""
+        """Deliver and cache the verdict, see `PoolCallbacks`."""
         self._pace += (verdict.seconds - self._pace) / BATCH
         if verdict.outcome.value is not None:
             self._cache.put(job.key, verdict.outcome.value)
@@ -148,7 +149,7 @@ class KillablePool:
         job.settle(verdict)
 
     def take_back(self, jobs: Sequence[WorkerTask]) -> bool:
-        """As `PoolCallbacks` says."""
+        """Queue the jobs again for other workers, see `PoolCallbacks`."""
         if self._workers > 1:
             self._first(jobs)
         return self._workers > 1
@@ -166,7 +167,7 @@ class KillablePool:
         self._work.set()
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
-        """A slot ends by `close` alone. Should one fail (a worker that cannot even be killed), nobody may wait for it."""
+        """End the pool if a slot fails, e.g. if a worker cannot be killed. Otherwise only `close` ends a slot."""
         error = None if slot.cancelled() else slot.exception()
         if error is not None:
             self._end(ServiceFault("reward", "keep a worker", f"{type(error).__name__}: {error}"))
@@ -185,33 +186,33 @@ class KillablePool:
             raise self._ended
 
     async def _slot(self) -> None:
-        """Employ one worker after the other, for ever."""
+        """Employ one worker after another, forever."""
         while True:
             fault = await self._employ()
-            if fault is not None:  # reported to whoever needs a worker next; then tried again
+            if fault is not None:  # report it to the next jobs, then try again
                 for job in await self._take():
                     self._forget(job)
                     job.fail(fault)
 
     async def _employ(self) -> ServiceFault | None:
-        """Run one worker until it is lost; returns the fault when it did not even start."""
+        """Run one worker until it is lost. Return the fault if it did not start."""
         try:
             worker = await self._hire()
         except OSError as error:
             return ServiceFault("reward", "start a worker", str(error))
         try:
-            await worker.ready()
-            while await self._feed(worker):
+            await worker.ready()  # the rules are imported, or REWARD_WORKER_START has passed
+            while await self._feed(worker):  # waits for jobs, then for the verdicts of one batch
                 pass
         except ServiceFault as fault:
             return fault
-        finally:
+        finally:  # also if the slot is cancelled: no process may stay
             await worker.kill()
             self._alive.discard(worker)
         return None
 
     async def _hire(self) -> WorkerProcess:
-        """Start a process. Cancelled half-way it would be left behind: it is among `_alive` however this ends."""
+        """Start a process. Even if this task is cancelled, the process joins `_alive`, so that `close` reaps it."""
         starting = asyncio.ensure_future(WorkerProcess.start(self._rules, self._limits, self, self._variables))
         try:
             return await asyncio.shield(starting)
@@ -219,7 +220,7 @@ class KillablePool:
             self._alive.add(await starting)
 
     async def _feed(self, worker: WorkerProcess) -> bool:
-        """Run one batch. False when the worker is lost: the job that it was at is settled, the rest is queued again."""
+        """Run one batch. Return False if the worker is lost; its current job is settled then, the others are queued again."""
         jobs = await self._take()
         began = time.monotonic()
         done = await worker.work(jobs)
@@ -235,7 +236,7 @@ class KillablePool:
             self._enqueue(job, first=True)
 
     async def _take(self) -> list[WorkerTask]:
-        """Wait for jobs and take one worker's share of them."""
+        """Wait for jobs, and take one worker's share of them."""
         while True:
             self._check()
             while not self._waiting:
@@ -261,11 +262,11 @@ class KillablePool:
 
 
 def _trace(worker: WorkerProcess, jobs: Sequence[WorkerTask], began: float) -> None:
-    """A span for each rule of a batch, as long as its tasks took together."""
+    """Record a span for each rule of a batch, with the total time of its tasks."""
     seconds: dict[str, float] = {}
     for job in jobs:
         seconds[job.rule] = seconds.get(job.rule, 0.0) + job.seconds
     for rule, took in seconds.items():
-        end = min(began + took, time.monotonic())  # what another worker took over was at the same time
+        end = min(began + took, time.monotonic())  # tasks that another worker took over ran at the same time
         spans.log.add(f"rule {rule.rpartition(':')[2]}", began, end, f"worker {worker.pid}")
         began = end

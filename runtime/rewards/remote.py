@@ -1,6 +1,6 @@
-"""Rewards that a process of the user's serves: what it is told and asked, and how its answers become scores.
+"""Rewards from a process of the user: the requests to it, and the conversion of its answers to scores.
 
-The process implements the service RemoteReward of proto/remote_reward.proto; `services.reward` has its client.
+The process implements the service RemoteReward of proto/remote_reward.proto. `services.reward` contains the client.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runtime.types import GroupPayload, ScoreRequest, Scores
 
 # ---- Remote messages
 #
-# The messages of proto/remote_reward.proto, which a process of the user's serves.
+# The messages of proto/remote_reward.proto, the protocol that a process of the user serves.
 
 
 class ChatMessage(msgspec.Struct):
@@ -30,7 +30,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class RemoteItem(msgspec.Struct, kw_only=True):
-    """One reply, and the problem that it answers; of an episode as `RuleContext` tells it."""
+    """One reply and its problem; for an episode, text and conversation are as in `RuleContext`."""
 
     text: str
     label: str
@@ -47,7 +47,7 @@ class RemoteScoreRequest(msgspec.Struct):
 
 
 class RemoteResult(msgspec.Struct):
-    """A value, or why there is none."""
+    """A value, or the reason why there is none."""
 
     value: float | None = None
     error: str = ""
@@ -59,13 +59,13 @@ class RemoteScoreReply(msgspec.Struct):
 
 log = logging.getLogger("sluice")
 
-MARK = "remote:"  # how the reasons begin under which failures are counted
-CALL_CHARACTERS = 1 << 20  # of one call's replies: gRPC's servers refuse messages of more than 4 MiB unless told otherwise
-SHOWN = 60  # characters of a reason that the other end gives
+MARK = "remote:"  # prefix of the reasons under which failures are counted
+CALL_CHARACTERS = 1 << 20  # characters of one call: by default, gRPC servers refuse messages of more than 4 MiB
+SHOWN = 60  # characters of a reason from the other process
 
 
 class RemoteFailure(Exception):
-    """A call that brought no answer. `reason` is gRPC's name of the failure, as UNAVAILABLE."""
+    """A call without an answer. `reason`: gRPC's name of the failure, such as UNAVAILABLE."""
 
     def __init__(self, reason: str, details: str):
         super().__init__(f"{reason}: {details}")
@@ -73,27 +73,27 @@ class RemoteFailure(Exception):
 
 
 class RemotePort(Protocol):
-    """What the scorer asks of the other process."""
+    """The scorer's connection to the other process."""
 
     async def score(self, items: Sequence[RemoteItem], timeout: float) -> list[RemoteResult]:
-        """The results as they came. Raises RemoteFailure within `timeout` seconds."""
+        """Return the results as received. Raises RemoteFailure within `timeout` seconds."""
 
 
 class RemoteScorer:
     """Scores groups by one entry of `rewards.remote`."""
 
     def __init__(self, settings: config.RemoteReward, tokenizer: ReplyDecoder, port: RemotePort, fail: bool):
-        """`fail`: a reply without a value raises instead of being masked."""
+        """Create the scorer. `fail`: a reply without a value raises ServiceFault; otherwise it is masked."""
         self._settings = settings
         self._tokenizer = tokenizer
         self._port = port
         self._blamed = "reward" if fail else ""
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Scores of a group; all calls that it takes are made at once, under one deadline.
+        """Return the scores of a group. All calls run at once, under one deadline.
 
-        A sample for which there is no finite value has valid 0, and is counted in `errors`. Raises InvalidMessage for a payload
-        that does not decode, and ServiceFault with `on_error: fail`.
+        A sample without a finite value has valid 0 and is counted in `errors`. Raises InvalidMessage if the payload does not
+        decode. Raises ServiceFault for such a sample with `on_error: fail`.
         """
         payload = types.decode(GroupPayload, request.payload)
         calls = _calls(self._items(request, payload), self._settings.batch)
@@ -124,14 +124,14 @@ class RemoteScorer:
         except RemoteFailure as failure:
             log.warning("rewards.remote %s: %d replies without a value: %s", name, len(items), failure)
             return [RuleOutcome(error=f"{MARK}{failure.reason}")] * len(items)
-        if len(results) != len(items):  # there is no telling which is whose
+        if len(results) != len(items):  # the results cannot be assigned to replies
             log.warning("rewards.remote %s: %d results for %d replies", name, len(results), len(items))
             return [RuleOutcome(error=f"{MARK}wrong number of results")] * len(items)
         return list(map(_outcome, results))
 
 
 def _calls(items: Sequence[RemoteItem], batch: int) -> Iterator[Sequence[RemoteItem]]:
-    """Runs of at most `batch` items and CALL_CHARACTERS; an item that is longer goes alone."""
+    """Yield runs of at most `batch` items and CALL_CHARACTERS; a longer item goes alone."""
     start, characters = 0, 0
     for index, item in enumerate(items):
         said = len(item.text) + len(item.conversation) + sum(len(message.content) for message in item.prompt)

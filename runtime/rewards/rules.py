@@ -1,4 +1,4 @@
-"""What a reward rule is, and how one is added.
+"""Reward rules, and how to add one.
 
     from sluice import RuleContext
 
@@ -7,13 +7,13 @@
 
 `FILE.py:polite` names the rule in the configuration. The decorator `rule` adds a screen, an answer or another name.
 
-A rule is a pure function of the reply's text (special tokens left out; of an episode of several turns the last one's), the
-problem's label and the context; it may be `async`. A bool earns the configuration's `correct` or `wrong`; a number is the value
-itself. Functions with the parameters of verl's or TRL's reward functions are rules too. A rule runs in a
-worker process that is killed at its limits, unless its `screen` settles the case in the service: only for what is short and
-certain to end.
+A rule is a pure function of the reply's text, the problem's label and the context; it may be `async`. The text has no special
+tokens; of an episode with several turns it is the last turn. A bool earns the configuration's `correct` or `wrong`; a number is
+the value itself. Functions with the parameters of verl's or TRL's reward functions are rules too. A rule runs in a worker
+process that is killed at its limits, unless its `screen` decides the case in the service. A screen is only for short texts and
+must terminate.
 
-A rule over a whole group sees all replies to a prompt at once, and gives a value for each, in their order:
+A rule over a whole group sees all replies to a prompt at once. It returns a value for each reply, in their order:
 
     @group_rule("rare")
     def rare(texts: list[str], label: str, context: GroupContext) -> list[float]:
@@ -35,9 +35,9 @@ from runtime.registry import Registry
 
 # ---- Signatures
 #
-# Reward functions as other trainers call them, told by the names of their parameters.
+# Reward functions in the forms of other trainers, recognized by the names of their parameters.
 #
-# | shape | told by | is called with |
+# | form | recognized by | is called with |
 # | --- | --- | --- |
 # | verl's | `solution_str` | `data_source`, `solution_str`, `ground_truth`, `extra_info`; may give a dict with `score` |
 # | TRL's | `completions` | `prompts`, `completions` and columns of the row, each a list over the group; gives a list |
@@ -45,27 +45,27 @@ from runtime.registry import Registry
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")
-"""Under each of these names a function of TRL's shape finds the label, unless the row has such a column of its own."""
+"""Names under which a function of TRL's form finds the label, unless the row has a column with the name."""
 
 Ours = Callable[..., Any]
 
 
 def adapted(function: Callable[..., Any]) -> tuple[Ours, bool]:
-    """Return the function as one of (text, label, context), and whether it judges whole groups: (texts, label, context).
+    """Return the function as (text, label, context), and whether it is a rule over groups: (texts, label, context).
 
-    A coroutine function stays one. Raises TypeError for a function that needs an argument which no rule gets.
+    A coroutine function stays a coroutine function. Raises TypeError if it requires an argument that rules do not get.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # some functions of C have no signature
+    except ValueError:  # some C functions have no signature
         return function, False
     if "solution_str" in parameters:
         if others := [name for name in _required(parameters) if name not in VERL]:
-            raise TypeError(f"takes {', '.join(others)}, which verl's reward functions do not get; allowed: {', '.join(VERL)}")
+            raise TypeError(f"takes {', '.join(others)}; verl's reward functions do not get it; allowed: {', '.join(VERL)}")
         return _called(function, lambda *given: _chosen(parameters, _verl_arguments(*given)), _verl_score), False
     if "completions" in parameters:
         if "completion_ids" in _required(parameters):
-            raise TypeError("takes completion_ids, and rules get no token ids; take completions")
+            raise TypeError("takes completion_ids, but rules get no token ids; take completions")
         return _called(function, lambda *given: _trl_arguments(parameters, *given), _trl_scores), True
     return function, False
 
@@ -86,14 +86,14 @@ def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
 
 
 def _chosen(parameters: Mapping[str, inspect.Parameter], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the function has a parameter for. A function with **kwargs takes all."""
+    """Return the arguments for which the function has a parameter. A function with **kwargs takes all."""
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return given
     return {name: value for name, value in given.items() if name in parameters}
 
 
 def _verl_arguments(text: str, label: str, context: RuleContext) -> dict[str, Any]:
-    """`data_source` and `extra_info`: columns of these names, else the file, and all of `data.additional_keys`."""
+    """Return verl's arguments. `data_source` and `extra_info`: the columns, else the file and `data.additional_keys`."""
     extra = context.extra.get("extra_info", context.extra)
     source = context.extra.get("data_source", context.source)
     return dict(zip(VERL, (source, text, label, extra), strict=True))
@@ -106,7 +106,7 @@ def _verl_score(found: Any) -> Any:
 def _trl_arguments(
     parameters: Mapping[str, inspect.Parameter], texts: list[str], label: str, context: GroupContext
 ) -> dict[str, Any]:
-    """A completion is a list of one message, as the prompts are conversations."""
+    """Return TRL's arguments. A completion is a list of one message, since the prompts are conversations."""
     columns: dict[str, Any] = dict.fromkeys(LABEL_COLUMNS, label) | context.extra
     given = {name: [value] * len(texts) for name, value in columns.items()}
     given["prompts"] = [context.prompt] * len(texts)
@@ -117,7 +117,7 @@ def _trl_arguments(
 
 
 def _trl_scores(found: Any) -> list[Any]:
-    """TRL leaves a None out of a reply's sum of rewards, so None is 0."""
+    """Return the scores with 0 for None: TRL leaves a None out of a reply's sum of rewards."""
     return [0.0 if each is None else each for each in found]
 
 
@@ -125,25 +125,25 @@ Value = bool | float
 
 
 class RuleContext(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What a rule may want to know besides text and label."""
+    """The information that a rule gets besides text and label."""
 
     source: str = ""  # the data source of the problem
-    tokens: int = 0  # length of the reply, its stop token included; of an episode, of its last branch
+    tokens: int = 0  # length of the reply, stop token included; for an episode, of its last branch
     finish_reason: str = "stop"  # "stop", "length" or "abort"
     prompt: list[dict[str, str]] = []  # the messages before the reply, each with "role" and "content"
     extra: dict[str, Any] = {}  # other columns of the row, by the names in data.additional_keys: JSON values
-    conversation: str = ""  # of an episode: all of its last branch, by the model and its environment. "": the text is all
+    conversation: str = ""  # the last branch of an episode, by the model and its environment; "": only the text
 
 
 class GroupContext(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The same for a rule over a group: what a reply has of its own is a list, in the order of the texts."""
+    """The same for a rule over a group. Properties of single replies are lists, in the order of the texts."""
 
     source: str = ""
     tokens: list[int] = []
     finish_reasons: list[str] = []
     prompt: list[dict[str, str]] = []
     extra: dict[str, Any] = {}
-    conversations: list[str] = []  # none where all are ""
+    conversations: list[str] = []  # empty if all are ""
 
 
 Context = RuleContext | GroupContext
@@ -155,11 +155,11 @@ Function = TypeVar("Function", bound="Evaluate | EvaluateLater")
 
 
 class RewardRule(msgspec.Struct, frozen=True):
-    """A registered rule. `screen` answers None where the case is left to a worker. `grouped`: it is one over whole groups.
+    """A registered rule. `screen` returns None to leave the case to a worker. `grouped`: it judges whole groups.
 
-    `answer` names a reply's final answer so that equal ones read alike ("1,000" and "1000."), None where there is none: what
-    maj@k counts. It runs in the service, as a screen does: it must end in time linear in the text. `sandboxed`: it runs
-    programs in the sandbox of `rewards.sandbox`, which is tried before the first.
+    `answer` returns a reply's final answer for maj@k, or None. Equal answers should give equal text ("1,000" and "1000."). It
+    runs in the service like a screen: its time must be linear in the text. `sandboxed`: the rule runs programs in the sandbox
+    of `rewards.sandbox`, which is tested at the start.
     """
 
     name: str
@@ -171,12 +171,12 @@ class RewardRule(msgspec.Struct, frozen=True):
 
 
 NO_NUMBER = "no number: "
-"""How the error of an outcome begins whose rule gave a value of another type, which follows. The mistake is the user's."""
+"""Prefix of an outcome's error if the rule returned a value of another type; the type follows. It is a mistake of the user."""
 
 
 class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """One evaluation: a value, or the reason why there is none: timeout, memory, crash, exception:NAME, or NO_NUMBER. Of a rule
-    over a group: `values`, one for each reply."""
+    """One evaluation: a value, or the reason why there is none: timeout, memory, crash, exception:NAME, or NO_NUMBER. A rule
+    over a group has `values`, one for each reply."""
 
     value: bool | float | None = None
     error: str = ""
@@ -184,25 +184,25 @@ class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def unresolved(self) -> bool:
-        """Neither a value nor an error: a screen left the case to a worker."""
+        """True if there is neither a value nor an error: a screen left the case to a worker."""
         return self.value is None and self.values is None and not self.error
 
 
 def _rule_of(
     name: str, function: Any, screen: Screen | None = None, answer: Answer | None = None, grouped: bool = False
 ) -> RewardRule:
-    """Make a rule of a function. Raises TypeError for a function that fails on every reply because of its parameters."""
+    """Make a rule of a function. Raises TypeError if its parameters would make it fail on every reply."""
     try:
         evaluate, of_groups = adapted(function)
     except TypeError as error:
         raise TypeError(f"rule {name!r} {error}") from None
     if evaluate is function:
-        _check(function, name, f"({'texts' if grouped else 'text'}, label, context), as verl calls it or as TRL does")
+        _check(function, name, f"({'texts' if grouped else 'text'}, label, context), or as verl or TRL calls it")
     return RewardRule(name, evaluate, screen, answer, grouped or of_groups)
 
 
 class RuleRegistry(Registry[RewardRule]):
-    """The registry in which a plain function of a user's file is a rule, too."""
+    """The registry of rules. A plain function of a user's file is a rule too."""
 
     absent = "{path} neither registers nor defines it"
 
@@ -219,11 +219,11 @@ def rule(name: Function) -> Function: ...
 def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) -> Callable[[Function], Function]: ...
 def rule(name: Any, screen: Screen | None = None, answer: Answer | None = None) -> Any:
     """Register the decorated function, of (text, label, RuleContext), as the reward rule `name`; it may be `async`. A bare
-    `@rule` takes the function's own name. A function without a screen and an answer needs no decorator.
+    `@rule` uses the function's own name. A function without a screen and an answer needs no decorator.
 
-    It gives a bool, which earns the configuration's `correct` or `wrong`, or a number, the value itself. What it raises masks
-    the sample out. `screen`: tried first, within the service, with the same arguments; None leaves the case to a worker.
-    `answer`: from a reply's text to its final answer, None where it has none: what maj@k counts.
+    The function returns a bool, which earns the configuration's `correct` or `wrong`, or a number, which is the value. If it
+    raises, the sample is masked out. `screen`: tried first, in the service, with the same arguments; None leaves the case to a
+    worker. `answer`: returns the final answer in a reply's text for maj@k, or None.
     """
     if callable(name):
         return rule(name.__name__)(name)
@@ -241,10 +241,10 @@ def group_rule(name: Function) -> Function: ...
 def group_rule(name: str) -> Callable[[Function], Function]: ...
 def group_rule(name: Any) -> Any:
     """Register the decorated function, of (texts, label, GroupContext), as the rule `name` over whole groups. A bare
-    `@group_rule` takes the function's own name.
+    `@group_rule` uses the function's own name.
 
-    It gives one value for each text, in their order, as a rule does; it may be `async`. It always runs in a worker. Where it
-    fails, all replies of the group are masked out.
+    The function returns one value for each text, in their order; it may be `async`. It always runs in a worker. If it fails,
+    all replies of the group are masked out.
     """
     if callable(name):
         return group_rule(name.__name__)(name)
@@ -257,10 +257,10 @@ def group_rule(name: Any) -> Any:
 
 
 def _check(function: Callable[..., object], name: str, arguments: str) -> None:
-    """Raises TypeError for a function that cannot be called with the three `arguments`: it would fail on every reply."""
+    """Check that the function takes the three `arguments`. Raises TypeError if not: it would fail on every reply."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some of C's have none
+    except ValueError:  # some C functions have no signature
         return
     try:
         signature.bind("", "", None)
@@ -269,12 +269,12 @@ def _check(function: Callable[..., object], name: str, arguments: str) -> None:
 
 
 def up_to(characters: int, function: Evaluate) -> Screen:
-    """A screen for a function that takes linear time: `function` itself on replies of at most `characters`."""
+    """Return a screen for a function in linear time: `function` itself, on replies of at most `characters`."""
 
     def screen(text: str, label: str, context: RuleContext) -> Value | None:
         if len(text) > characters:
             return None
-        value: Value = function(text, label, context)  # type: ignore[assignment]  # it is one of single replies
+        value: Value = function(text, label, context)  # type: ignore[assignment]  # a rule over single replies
         return value
 
     return screen
@@ -285,13 +285,13 @@ def attempt(
     text: str | list[str],
     label: str,
     context: Context,
-    told: Callable[[Exception], None] = lambda error: None,
+    on_error: Callable[[Exception], None] = lambda error: None,
 ) -> RuleOutcome:
-    """Call a rule or a screen; with the texts of a group, a rule over groups. Whatever it raises becomes the outcome's error,
-    after `told` has seen it.
+    """Call a rule or a screen with a text, or a rule over groups with the texts of a group. An exception becomes the outcome's
+    error; `on_error` receives it first.
 
-    So does a value that is not finite (exception:ValueError), and of a group another number of values than it has texts
-    (exception:ValueError). A value that is no number becomes the error NO_NUMBER and its type.
+    A value that is not finite, or a wrong number of values for a group, becomes exception:ValueError. A value that is not a
+    number becomes NO_NUMBER and its type.
     """
     try:
         value: Any = function(text, label, context)  # type: ignore[arg-type]  # a screen is called with one text
@@ -308,16 +308,16 @@ def attempt(
     except _NoNumberError as error:
         return RuleOutcome(error=f"{NO_NUMBER}{error}")
     except Exception as error:  # noqa: BLE001 - a rule is the user's code: its failure is a result, counted by type
-        told(error)
+        on_error(error)
         return RuleOutcome(error=f"exception:{type(error).__name__}")
 
 
 class _NoNumberError(Exception):
-    """A value of a type that is no reward, which `str(error)` names."""
+    """A value of a type that cannot be a reward; `str(error)` is the type."""
 
 
 def _number(value: object) -> Value:
-    """The value as a bool or a float: of any real number, and of a scalar of numpy or torch."""
+    """Return the value as a bool or a float. It may be any real number, or a scalar of numpy or torch."""
     scalar: Any = value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         scalar = scalar.item()

@@ -1,4 +1,4 @@
-"""Scores the episodes of a group: decode, screen in the service, leave the rest to the pool, sum by weight."""
+"""Score the episodes of a group: decode, decide simple cases in the service, send the rest to the pool, sum by weight."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest
 
 # ---- Combination
 #
-# The scores of one group by several scorers – rules, remote rewards, a reward model, whoever played it – as one. Pure.
+# Combine the scores of one group from several scorers: rules, remote rewards, a reward model, and players. Pure.
 
 
 def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutcome], blamed: str = "") -> Scores:
-    """Scores by one scorer alone, whose values are in `rules` under `name`: the reward is `weight` times the value.
+    """Return the scores of one scorer. `rules` has its values under `name`; the reward is `weight` times the value.
 
-    A sample without a value has valid 0, reward 0 and NaN, and is counted in `errors`; or it raises ServiceFault, where the
-    service to be `blamed` is named.
+    A sample without a value has valid 0, reward 0 and NaN, and is counted in `errors`. If `blamed` names a service, raises
+    ServiceFault instead.
     """
     for index, outcome in enumerate(outcomes):
         if outcome.error and blamed:
@@ -50,13 +50,13 @@ NO_REWARD = f"{ENVIRONMENT_COLUMN}:no reward"
 
 
 def played(group_id: int, weight: float, rewards: Sequence[float]) -> Scores:
-    """Scores by whoever played the episodes; one that it gave nothing (NaN) is masked and counted: it may have its reasons."""
+    """Return the scores that the players of episodes gave. An episode without a reward (NaN) is masked and counted."""
     outcomes = [RuleOutcome(error=NO_REWARD) if math.isnan(reward) else RuleOutcome(reward) for reward in rewards]
     return column(group_id, ENVIRONMENT_COLUMN, weight, outcomes)
 
 
 def combine(parts: Sequence[Scores]) -> Scores:
-    """The sum of the rewards, valid where all are; what else a part has is the first one's."""
+    """Sum the rewards. A sample is valid if it is valid in all parts. Other fields come from the first part."""
     if len(parts) == 1:
         return parts[0]
     valid = np.minimum.reduce([part.valid for part in parts])
@@ -75,26 +75,25 @@ def combine(parts: Sequence[Scores]) -> Scores:
 
 # ---- Replies
 #
-# What rules, remote rewards and reward models read of a group's episodes. Pure.
+# The parts of a group's episodes that rules, remote rewards and reward models read. Pure.
 #
-# An episode is judged by its last branch. Most rules look for a final answer, and what an environment says may look like
-# one: so the text that they are given is what the model wrote last, and the whole conversation lies beside it. A reply is
-# both at once.
+# An episode is judged by its last branch. Most rules search for a final answer, and text of an environment may look like one.
+# Rules therefore get the model's last turn as text, and the whole conversation beside it. A plain reply is both at once.
 
-_HEAD = 8  # tokens, of which the mark that opens a thought may be
+_HEAD = 8  # last tokens of a prompt in which the mark that opens a thought may be
 _OPENED = re.compile(r"<think>\s*\Z")
 
 
 class ReplyDecoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is needed here."""
 
     def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        """Without special tokens."""
+        """Return the texts without special tokens."""
 
 
 class ReadReply(Struct, frozen=True):
-    """`text`: the model's last turn, with the `<think>` that its prompt may end with; "" where it had none. `conversation`: all
-    that stands behind the group's prompt, by the model and its environment; "" where that is `text` alone."""
+    """`text`: the model's last turn, with a `<think>` at the end of its prompt; "" without a turn. `conversation`: all text
+    behind the group's prompt, by the model and its environment; "" if that is just `text`."""
 
     row: Sample
     text: str
@@ -106,7 +105,7 @@ class ReadReply(Struct, frozen=True):
 
 
 def read_replies(payload: GroupPayload, tokenizer: ReplyDecoder) -> list[ReadReply]:
-    """Of each episode."""
+    """Return the reply of each episode."""
     rows = payload.last_rows
     spans = [_last_turn(row) for row in rows]
     turns = [row.tokens[span] for row, span in zip(rows, spans, strict=True)]
@@ -123,13 +122,13 @@ def read_replies(payload: GroupPayload, tokenizer: ReplyDecoder) -> list[ReadRep
 
 
 def _thought(text: str, before: str) -> str:
-    """A reply with the mark that opens its thought, where the template has written that before it."""
+    """Return a reply with the mark that opens its thought, if the template wrote the mark before the reply."""
     found = _OPENED.search(before)
     return text if found is None or not text or text.lstrip().startswith("<think>") else found.group() + text
 
 
 def last_turn(row: Sample) -> np.ndarray:
-    """int32: the last run of tokens that are trained."""
+    """Return the last run of trained tokens, int32."""
     return row.tokens[_last_turn(row)]
 
 
@@ -144,20 +143,20 @@ def _last_turn(row: Sample) -> slice:
 
 # ---- Unscored
 #
-# The end of a run whose replies get no score: it would train on nothing, and end as if it had learned.
+# End a run whose replies get no score. It would train on nothing, and end as if it had learned.
 
 UNSCORED_STEPS = 3  # in a row
 
 
 class UnscoredSteps:
-    """The count of steps in a row of which no reply has a score."""
+    """Counts consecutive steps in which no reply has a score."""
 
     def __init__(self) -> None:
         self._any_scored = False
         self._in_a_row = 0
 
     def step(self, scores: Sequence[Scores], last: bool) -> None:
-        """Raises ServiceFault at the third in a row, and at the `last` step where none before it had a score either."""
+        """Count a step. Raises ServiceFault at the third such step in a row, or at the `last` step if all were such steps."""
         if not scores or any(group.valid.any() for group in scores):
             self._any_scored, self._in_a_row = True, 0
             return
@@ -167,7 +166,7 @@ class UnscoredSteps:
 
 
 def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
-    """What is raised where no reply has a score: names the rules that gave none, and the last cause."""
+    """Return the fault of replies without a score. It names the rules that gave no value, and the last cause."""
     rules = sorted({name for group in scores for name, values in group.rules.items() if np.isnan(values).any()})
     causes = [reason for group in scores for reason in group.errors]
     cause = f"; the last cause is {causes[-1]}" if causes else ""
@@ -175,7 +174,7 @@ def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
 
 
 class _Weighted(msgspec.Struct, frozen=True):
-    """One entry of `rewards.rules` and the rule that it names."""
+    """An entry of `rewards.rules` and its rule."""
 
     settings: config.Rule
     rule: RewardRule
@@ -193,8 +192,8 @@ class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
     def __init__(self, settings: config.Rewards, tokenizer: ReplyDecoder, variables: Container[str] = ()):
-        """`variables`: as `KillablePool` says. Raises UserError when no rule is configured, one is unknown or one is named
-        twice."""
+        """Find the rules. `variables`: as in `KillablePool`. Raises UserError if no rule is configured, or a rule is unknown or
+        named twice."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
         self._rules = [
@@ -210,14 +209,14 @@ class RewardScorer:
         self.pool = KillablePool(names, settings.workers, self._limits, settings.cache_entries, variables)
 
     async def check(self) -> None:
-        """Raises UserError when a rule runs programs, and `rewards.sandbox` does not work on this machine."""
+        """Check the sandbox if a rule runs programs. Raises UserError if `rewards.sandbox` does not work on this machine."""
         if any(weighted.rule.sandboxed for weighted in self._rules):
-            from runtime.sandbox import check  # loaded where programs are run alone
+            from runtime.sandbox import check  # loaded only where programs run
 
             await check(self._limits.sandbox, "rewards.sandbox")
 
     def start(self) -> None:
-        """Start the pool in the background when a rule always needs it; otherwise its first use starts it."""
+        """Start the pool in the background if a rule always needs it; otherwise its first use starts it."""
         if any(weighted.rule.screen is None for weighted in self._rules):
             self.pool.start()
 
@@ -225,11 +224,11 @@ class RewardScorer:
         await self.pool.close()
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Scores of a group.
+        """Return the scores of a group.
 
         A sample on which a rule failed has valid 0, reward 0 and NaN as that rule's value, and is counted in `errors`.
-        Raises InvalidMessage for a payload that does not decode, UserError for a rule that gives no number, ServiceFault when
-        the pool cannot start a worker or, with `on_error: fail`, when a rule failed.
+        Raises InvalidMessage if the payload does not decode, UserError if a rule returns no number, ServiceFault if the pool
+        cannot start a worker or, with `on_error: fail`, if a rule failed.
         """
         payload = types.decode(GroupPayload, request.payload)
         found = read_replies(payload, self._tokenizer)
@@ -240,7 +239,7 @@ class RewardScorer:
         return scores
 
     def _name_answers(self, scores: Scores, replies: list[_Reply]) -> None:
-        """The first rule's `answer` of each reply. Where it raises there is none, and it is counted; the score stays valid."""
+        """Add the first rule's `answer` of each reply. If it raises, count the error; the score stays valid."""
         answer = self._rules[0].rule.answer
         if answer is None:
             return
@@ -248,25 +247,25 @@ class RewardScorer:
             try:
                 named = answer(reply.text)
                 if named is not None and not isinstance(named, str):
-                    raise TypeError(f"{type(named).__name__} is no text")
+                    raise TypeError(f"{type(named).__name__} is not text")
                 scores.answers.append(named)
-            except Exception as error:  # noqa: BLE001 - it may be a user's own; counted under its name
+            except Exception as error:  # noqa: BLE001 - code of a user may raise any error; counted by type
                 scores.answers.append(None)
                 reason = f"answer:{type(error).__name__}"
                 scores.errors[reason] = scores.errors.get(reason, 0) + 1
 
     async def _evaluate(self, replies: list[_Reply]) -> list[list[RuleOutcome]]:
-        """The outcome of every rule (outer) on every reply (inner)."""
+        """Return the outcome of every rule (outer list) on every reply (inner list)."""
         outcomes = [[_screen(weighted.rule, reply) for reply in replies] for weighted in self._rules]
         tasks: list[Task] = []
-        places: list[tuple[int, slice]] = []  # the rule, and the replies that a task is about
+        targets: list[tuple[int, slice]] = []  # of each task: the index of the rule, and the replies
         for column, (weighted, found) in enumerate(zip(self._rules, outcomes, strict=True)):
             name, every = weighted.settings.name, slice(0, len(replies))
             rows = [every] if weighted.rule.grouped else [slice(at, at + 1) for at, one in enumerate(found) if one.unresolved]
             tasks += [_task(name, replies[each], weighted.rule.grouped) for each in rows]
-            places += [(column, each) for each in rows]
+            targets += [(column, each) for each in rows]
         if tasks:
-            for (column, rows_of), outcome in zip(places, await self.pool.run(tasks), strict=True):
+            for (column, rows_of), outcome in zip(targets, await self.pool.run(tasks), strict=True):
                 outcomes[column][rows_of] = _each(outcome, len(replies[rows_of]))
         return outcomes
 
@@ -300,7 +299,7 @@ def _context(request: ScoreRequest, reply: ReadReply) -> RuleContext:
 
 
 def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
-    """Of a rule over groups all replies; of another one the only one."""
+    """Return the task of one reply, or, for a rule over groups, of all replies."""
     first = replies[0]
     if not grouped:
         return Task(rule, first.text, first.label, first.context)
@@ -312,12 +311,12 @@ def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
 
 
 def _each(outcome: RuleOutcome, replies: int) -> list[RuleOutcome]:
-    """One outcome for each reply: where a whole group failed, all have."""
+    """Return one outcome for each reply. If a whole group failed, every reply gets this outcome."""
     return [outcome] * replies if outcome.values is None else [RuleOutcome(value) for value in outcome.values]
 
 
 def _screen(rule: RewardRule, reply: _Reply) -> RuleOutcome:
-    """What the rule's screen settles; `Outcome()` is left to the pool."""
+    """Return the outcome of the rule's screen. An empty outcome is left to the pool."""
     return RuleOutcome() if rule.screen is None else attempt(rule.screen, reply.text, reply.label, reply.context)
 
 

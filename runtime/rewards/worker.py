@@ -1,11 +1,11 @@
 """A worker of the pool: `python -m runtime.rewards.worker PARENT_PID CPU_SECONDS MEMORY_BYTES SANDBOX RULE...`.
 
-SANDBOX is `rewards.sandbox` as JSON. It loads neither numpy nor torch. Frames on its standard input and output are a
-little-endian uint32 length and msgpack: a batch of tasks in, one verdict per task out, each as soon as it is known. An empty
-frame says that the worker is ready.
+SANDBOX is `rewards.sandbox` as JSON. The worker loads neither numpy nor torch. Frames on its standard input and output are a
+little-endian uint32 length and msgpack: it reads a batch of tasks and writes one verdict per task as soon as it is known. An
+empty frame means that the worker is ready.
 
-Its limits are the kernel's, so that no code can sit them out: SIGPROF ends the process when one task has used its CPU time, and
-memory beyond the limit is refused, which raises MemoryError here.
+The kernel enforces its limits, so that no code can evade them. SIGPROF ends the process when a task has used its CPU time.
+Memory beyond the limit is refused, which raises MemoryError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from runtime.process.os_process import die_with_parent
 from runtime.rewards.rules import NO_NUMBER, Context, Evaluate, RewardRule, RuleOutcome, Value, attempt
 
 LENGTH = struct.Struct("<I")
-TOLD_LINES, TOLD_CHARACTERS = 20, 1000  # of a rule's traceback: the last entries, and of each
+TRACE_LINES, TRACE_CHARACTERS = 20, 1000  # last entries of a rule's traceback, and characters of each
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +42,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a task, and the seconds that it took by the clock, waiting for its turn excluded."""
+    """The outcome of a task, and its seconds by the clock, without the time in the queue."""
 
     outcome: RuleOutcome
     seconds: float = 0.0
@@ -53,30 +53,30 @@ def frame(message: bytes) -> bytes:
 
 
 class FirstFailures:
-    """Writes what a rule raised to standard error, which is the service's log: the first of each type, as they are counted."""
+    """Writes the first exception of each rule and type to standard error, which is the service's log."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str]] = set()
 
-    def tell(self, rule: str, error: Exception) -> None:
+    def log(self, rule: str, error: Exception) -> None:
         kind = (rule, type(error).__name__)
         if kind in self._seen:
             return
         self._seen.add(kind)
-        lines = [f"rule {rule} failed; of {kind[1]} this is the first, others are counted alone\n"]
-        lines += [line[:TOLD_CHARACTERS] for line in traceback.format_exception(error)[-TOLD_LINES:]]
+        lines = [f"rule {rule} failed; later failures of type {kind[1]} are only counted\n"]
+        lines += [line[:TRACE_CHARACTERS] for line in traceback.format_exception(error)[-TRACE_LINES:]]
         sys.stderr.write("".join(map(_printable, lines)))
         sys.stderr.flush()
 
 
 def _printable(line: str) -> str:
-    """It may hold what a model wrote, and is read on a terminal: control characters as Python writes them."""
+    """Escape control characters as Python does: the line may hold a model's text, and a terminal shows it."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in line.rstrip("\n")) + "\n"
 
 
 def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: float, sandbox: Sandbox) -> None:
     """Answer batches until the parent closes the pipe."""
-    from runtime.rewards.catalogue import find_rule  # the rules' own modules may be anything: load them behind the pipes
+    from runtime.rewards.catalogue import find_rule  # imports code of users: only after the pipes are set up
     from runtime.rewards.code import use
 
     use(sandbox)
@@ -88,25 +88,25 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
     while header := requests.read(LENGTH.size):
         try:
             tasks = decode(requests.read(LENGTH.unpack(header)[0]))
-        except MemoryError:  # a text alone is too long
+        except MemoryError:  # a single text is too long
             replies.write(frame(msgspec.msgpack.encode(Verdict(RuleOutcome(error="memory")))))
             return
         for task in tasks:
             start = time.perf_counter()
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            told = functools.partial(failures.tell, task.rule)
-            outcome = attempt(evaluate[task.rule], task.text, task.label, task.context, told)
+            on_error = functools.partial(failures.log, task.rule)
+            outcome = attempt(evaluate[task.rule], task.text, task.label, task.context, on_error)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             if outcome.unresolved:
-                outcome = RuleOutcome(error=f"{NO_NUMBER}NoneType")  # only a screen may leave a case open
+                outcome = RuleOutcome(error=f"{NO_NUMBER}NoneType")  # only a screen may return None
             replies.write(frame(msgspec.msgpack.encode(Verdict(outcome, time.perf_counter() - start))))
 
 
 def _synchronous(entry: RewardRule, loop: asyncio.AbstractEventLoop) -> Evaluate:
-    """The rule's function; one that is `async` runs on the worker's loop, which keeps its connections between tasks."""
+    """Return the rule's function. An `async` one runs on the worker's loop, which keeps its connections between tasks."""
     function = entry.evaluate
     if not inspect.iscoroutinefunction(function):
-        return function  # type: ignore[return-value]  # what is not a coroutine function returns a value
+        return function  # type: ignore[return-value]  # only coroutine functions return awaitables
 
     def call(text: str | list[str], label: str, context: Context) -> Value | list[Value]:
         value: Value | list[Value] = loop.run_until_complete(function(text, label, context))
@@ -116,7 +116,7 @@ def _synchronous(entry: RewardRule, loop: asyncio.AbstractEventLoop) -> Evaluate
 
 
 def _limit(memory_bytes: int) -> None:
-    """Bound the memory that this process may allocate, in all; what kills it leaves no core file behind."""
+    """Limit the memory that this process may allocate, and disable core files."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -124,9 +124,9 @@ def _limit(memory_bytes: int) -> None:
 
 def main() -> None:
     parent, cpu_seconds, memory_bytes, sandbox, *rules = sys.argv[1:]
-    die_with_parent(int(parent))  # where there is no such thing, the closed pipe ends an idle worker
+    die_with_parent(int(parent))  # on systems without this call, the closed pipe ends an idle worker
     _limit(int(memory_bytes))
-    # Keep the pipes for the protocol: a rule that prints or reads gets standard error and nothing.
+    # Keep the pipes for the protocol: a rule prints to standard error and reads from /dev/null.
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)

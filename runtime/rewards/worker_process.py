@@ -1,4 +1,4 @@
-"""The parent's end of one worker process: it hands over batches of jobs, settles each as its verdict arrives, and kills."""
+"""The parent's end of a worker process: it sends batches of jobs, settles each when its verdict arrives, and kills."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ _INHERITED = re.compile(
 
 
 def worker_environment(named: Container[str]) -> dict[str, str]:
-    """What the code of rules gets of this process's environment, in which there may be secrets: what programs in general need,
-    and the variables `named`, but none of Sluice's own, save the one by which what it leaves behind is found."""
+    """Return the part of this process's environment that the code of rules gets; the rest may hold secrets. It has variables
+    that programs need in general, and the variables `named`. Sluice's own are left out, except the mark of left-over
+    processes."""
     wanted = (name for name in os.environ if _INHERITED.fullmatch(name) or (name in named and not name.startswith("SLUICE_")))
     modules = os.pathsep.join(path for path in sys.path if path)
     return {name: os.environ[name] for name in wanted} | {"PYTHONPATH": modules}
 
 
 def withdraw(futures: Iterable[asyncio.Future[Verdict]]) -> None:
-    """Nobody waits for these any more; an error that one has is taken as seen."""
+    """Cancel futures that have no waiter any more, and mark their errors as seen."""
     for future in futures:
         if not future.cancel() and not future.cancelled():
             future.exception()
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one task may take: `seconds` by the clock, `cpu_seconds` of its worker; and what a worker may allocate in all.
-    `sandbox`: of the programs that it runs."""
+    """Limits of one task: `seconds` by the clock, `cpu_seconds` of its worker. `memory_bytes`: that a worker may allocate in
+    all. `sandbox`: of the programs that the worker runs."""
 
     seconds: float
     cpu_seconds: float
@@ -55,7 +56,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class WorkerTask:
-    """An encoded task of `rule`, and the futures of whoever waits for its verdict. `seconds`: what that says, once there."""
+    """An encoded task of `rule`, and the futures that wait for its verdict. `seconds`: from the verdict."""
 
     __slots__ = ("key", "rule", "seconds", "task", "waiters")
 
@@ -68,7 +69,7 @@ class WorkerTask:
 
     @property
     def unwanted(self) -> bool:
-        """Nobody waits any more."""
+        """True if no future waits any more."""
         return all(waiter.done() for waiter in self.waiters)
 
     def settle(self, verdict: Verdict) -> None:
@@ -84,7 +85,7 @@ class WorkerTask:
 
 
 def encoded(task: Task) -> bytes:
-    """The task in msgpack. Half of a surrogate pair, which UTF-8 cannot carry, becomes U+FFFD."""
+    """Return the task in msgpack. Unpaired surrogates, which UTF-8 cannot encode, become U+FFFD."""
     try:
         return msgspec.msgpack.encode(task)
     except UnicodeEncodeError:
@@ -92,7 +93,7 @@ def encoded(task: Task) -> bytes:
 
 
 def _whole(value: Any) -> Any:
-    """`value` of lists, mappings and texts, with whole characters alone."""
+    """Replace unpaired surrogates in a value of lists, mappings and texts."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -101,19 +102,19 @@ def _whole(value: Any) -> Any:
 
 
 class PoolCallbacks(Protocol):
-    """Whom a worker reports to."""
+    """The pool, as a worker sees it."""
 
     def settle(self, job: WorkerTask, verdict: Verdict) -> None:
-        """The job is done, or has failed. A job that was taken back may be settled twice; the first verdict counts."""
+        """Settle a finished or failed job. A job that was taken back may be settled twice; the first verdict counts."""
 
     def take_back(self, jobs: Sequence[WorkerTask]) -> bool:
-        """The worker is busy with another task: may others do these, unless it gets to them first? Called once a batch."""
+        """Offer jobs to other workers while this worker is busy. Return whether others may do them. Called once per batch."""
 
 
 class WorkerProcess(asyncio.SubprocessProtocol):
-    """One process. `jobs` are those of its batch that have no verdict yet, in the order in which it takes them.
+    """One process. `jobs`: the jobs of its batch without a verdict, in order.
 
-    The clock of a task starts when its predecessor's verdict arrived, so no task pays for those before it in its batch.
+    The clock of a task starts when the verdict before it arrives, so no task is charged for earlier tasks of its batch.
     """
 
     def __init__(self, limits: Limits, employer: PoolCallbacks):
@@ -122,16 +123,16 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._employer = employer
         self._transport: asyncio.SubprocessTransport
         self._received = bytearray()
-        self._imported: asyncio.Future[None] = self._loop.create_future()  # fails when the process ends before
+        self._imported: asyncio.Future[None] = self._loop.create_future()  # fails if the process ends before
         self._done: asyncio.Future[None] = self._loop.create_future()  # the batch is answered, or the process has ended
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._watch: asyncio.TimerHandle | None = None
-        self._begun = 0.0  # when the task that it is at did
-        self._suspect = False  # that task's time has run out, at the first look
-        self._overdue = False  # it was killed for that
-        self._spent = False  # it was killed between two tasks
-        self._unheard = False  # it was killed, and whatever it still says does not count
-        self._offered = self._shared = False  # what is behind that task may be done by others
+        self._begun = 0.0  # when the current task began
+        self._suspect = False  # the current task's time had run out at the first look
+        self._overdue = False  # the process was killed for that
+        self._spent = False  # the process was killed between two tasks
+        self._unheard = False  # the process was killed; ignore what it still writes
+        self._offered = self._shared = False  # the jobs behind the current task were offered; others may do them
         self.jobs: deque[WorkerTask] = deque()
 
     @property
@@ -142,8 +143,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     async def start(
         cls, rules: Sequence[str], limits: Limits, employer: PoolCallbacks, variables: Container[str] = ()
     ) -> WorkerProcess:
-        """Start a process that finds modules where this one does, with `variables` of its environment. Raises OSError when the
-        system gives none."""
+        """Start a process with this process's module paths and the `variables` of its environment. Raises OSError if the system
+        cannot start one."""
         _, worker = await asyncio.get_running_loop().subprocess_exec(
             lambda: cls(limits, employer),
             *start.command("runtime.rewards.worker", str(os.getpid())),
@@ -152,23 +153,24 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             stdout=asyncio.subprocess.PIPE,
             stderr=None,
             env=worker_environment(variables),
-            start_new_session=True,  # a group of its own: killed whole, and Ctrl-C on the terminal passes it by
+            start_new_session=True,  # a process group of its own, to kill as a whole; Ctrl-C does not reach it
         )
         return worker
 
     async def ready(self) -> None:
-        """Wait until the rules are imported. Raises ServiceFault when they are not within timeouts.REWARD_WORKER_START."""
+        """Wait until the rules are imported. Raises ServiceFault after timeouts.REWARD_WORKER_START."""
         try:
             await asyncio.wait_for(self._imported, timeouts.REWARD_WORKER_START)
         except TimeoutError as error:
             raise ServiceFault(
-                "reward", "start a worker", "its rules are still not imported", timeouts.REWARD_WORKER_START
+                "reward", "start a worker", "the rules are not imported", timeouts.REWARD_WORKER_START
             ) from error
 
     async def work(self, jobs: Sequence[WorkerTask]) -> bool:
-        """Hand over `jobs`, and wait until each has its verdict.
+        """Send `jobs`, and wait until each has its verdict.
 
-        False when the worker is lost: the task that it was at has failed, and `self.jobs` are those that it did not come to.
+        Return False if the worker is lost. Its current task has failed then, and `self.jobs` are the tasks that it did not
+        begin.
         """
         self.jobs.extend(jobs)
         if self._ended.done():
@@ -191,13 +193,13 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         return False
 
     async def kill(self) -> None:
-        """End the process and what it started; returns when it is reaped. Raises asyncio.TimeoutError when it is not."""
+        """Kill the process group, and return when the process is reaped. Raises asyncio.TimeoutError if it is not."""
         if not self._ended.done():
             self._kill_group()
         await asyncio.wait_for(asyncio.shield(self._ended), timeouts.REWARD_WORKER_REAP)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.SubprocessTransport", transport)  # uvloop's is no subclass of it
+        self._transport = cast("asyncio.SubprocessTransport", transport)  # uvloop's class is not a subclass
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self._received += data
@@ -212,7 +214,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         del self._received[:start]
 
     def process_exited(self) -> None:
-        self._kill_group()  # what it has started goes with it, and with that the last hold on the pipe
+        self._kill_group()  # also kills child processes, which hold the pipe open
         self._loop.call_later(timeouts.REWARD_LAST_OUTPUT, self._end)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -227,25 +229,25 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             return
         try:
             verdict = _decode(message)
-        except msgspec.DecodeError:  # a rule has got hold of the pipe: nothing more that comes out of it is to be believed
+        except msgspec.DecodeError:  # a rule writes to the pipe: trust no further output
             self._unheard = True
             self._kill_group()
             return
         self._employer.settle(self.jobs.popleft(), verdict)
         self._begin()
-        if verdict.outcome.error == "memory":  # what is left of the process is not to be trusted with another task
+        if verdict.outcome.error == "memory":  # do not trust the process with another task
             self._spent = self._unheard = True
             self._kill_group()
         elif not self.jobs:
             self._rest()
 
     def _begin(self) -> None:
-        """A task begins: it has the whole time to itself."""
+        """Start the clock of a task."""
         self._begun = self._loop.time()
         self._suspect = False
 
     def _look(self) -> None:
-        """Of a task that takes long: let others have its batch, and, at the second look beyond the limit, kill the worker."""
+        """Watch a slow task: offer its batch to other workers; at the second look beyond the limit, kill this worker."""
         taken = self._loop.time() - self._begun
         left = self._limits.seconds - taken
         patient = taken < timeouts.REWARD_TASK_PATIENCE
@@ -283,7 +285,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._rest()
         if not self._imported.done():
             self._imported.set_exception(
-                ServiceFault("reward", "start a worker", "it ended early; its standard error says why")
+                ServiceFault("reward", "start a worker", "the worker ended early; see the service's log")
             )
-            self._imported.exception()  # nobody may be waiting for it
+            self._imported.exception()  # marks it as seen if `ready` does not wait
         self._transport.close()

@@ -1,11 +1,11 @@
-"""Programs of strangers, with limits, away from everything else: `run` for one command, `Box` for several in one folder.
+"""Sandboxes run untrusted programs, isolated and with limits: `run` for one command, `Box` for several in one folder.
 
 ::
 
     this process ── command line of the runtime ──►  keeper (process 1 of the sandbox)  ── fork ──►  a command
-          │  Box: commands down a pipe, answers up ──────┘  looks at its limits, kills, answers          └─ its processes
+          │  Box: commands down a pipe, answers up ──────┘  checks limits, kills, answers                └─ its processes
 
-docs/guides/rewards.md#sandboxes says what each runtime holds back, and what it does not.
+docs/guides/rewards.md#sandboxes lists what each runtime prevents, and what it does not.
 """
 
 from runtime.config.sandbox import Sandbox

@@ -1,4 +1,4 @@
-"""A sandbox that is open: commands run in it one after the other, and its folder keeps their files until it is closed."""
+"""An open sandbox. It runs commands one after the other, and its folder keeps their files until it is closed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from runtime.sandbox.keeper import ANSWER, LENGTH, REASONS
 
 # ---- Command lines
 #
-# The command line that starts each runtime's keeper, from what is asked for and what the machine has. No I/O.
+# The command lines that start each runtime's keeper, derived from the settings and the machine. No I/O.
 
 SHARED_MEMORY = 1 << 20  # bytes of /dev/shm: the semaphores of multiprocessing
 SYSTEM = ("/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")  # into /usr, or folders
-HOME = "/tmp"  # the folder of a program, with all runtimes but `subprocess`
+LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")  # links into /usr, or folders
+HOME = "/tmp"  # the folder of a program, in all runtimes except `subprocess`
 CONTAINER_PYTHON = ("python3", "-I", "-S", "-c")
 
 
 class SandboxHost(Struct, frozen=True):
-    """What of this machine a sandbox needs to know.
+    """The properties of this machine that a sandbox needs.
 
-    `links`: where each of LINKS leads, "" for a folder. `prefixes`: folders of this Python. `root`: this process may mount and
-    may take any uid.
+    `links`: the target of each of LINKS, "" for a folder. `prefixes`: folders of this Python. `root`: this process may mount
+    and may take any uid.
     """
 
     python: str
@@ -50,11 +50,11 @@ class SandboxHost(Struct, frozen=True):
     packages: str  # folder of installed packages
     links: dict[str, str]
     root: bool
-    processor: str  # as os.uname() calls it
+    processor: str  # as in os.uname()
 
 
 def command_line(sandbox: Sandbox, host: SandboxHost, source: str, name: str, filter_fd: int = -1) -> list[str]:
-    """What starts the keeper `source`. `name`: of the container; `filter_fd`: a descriptor that has `system_calls`."""
+    """Return the command line that starts the keeper `source`. `name`: of the container. `filter_fd`: holds `system_calls`."""
     keeper = [host.python, "-I", "-S", "-c", source]
     match sandbox.runtime:
         case "bwrap":
@@ -68,7 +68,7 @@ def command_line(sandbox: Sandbox, host: SandboxHost, source: str, name: str, fi
 
 
 def variables(host: SandboxHost, home: str) -> dict[str, str]:
-    """The environment of programs that see this machine's Python: `bwrap` and `subprocess`."""
+    """Return the environment of programs that see this machine's Python: `bwrap` and `subprocess`."""
     path = [str(Path(host.python).parent), "/usr/local/bin", "/usr/bin", "/bin"]
     return {"PATH": ":".join(path), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
@@ -77,23 +77,23 @@ def _bwrap(sandbox: Sandbox, host: SandboxHost, filter_fd: int) -> list[str]:
     line = ["bwrap", "--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
     for name, value in variables(host, HOME).items():
         line += ["--setenv", name, value]
-    if host.root:  # then the keeper takes a uid that no process has: the kernel does not limit how many are root's
+    if host.root:  # the keeper takes an unused uid later: the kernel does not limit the number of root's processes
         line += [f"--unshare-{space}" for space in ("ipc", "pid", "net", "uts", "cgroup-try")]
         line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         line += ["--unshare-all", "--uid", "65534", "--gid", "65534"]
-    line += _memory(HOME, sandbox.disk)  # before what is to be seen below it
+    line += _memory(HOME, sandbox.disk)  # before any folder below it is mounted
     line += ["--perms", "0755", "--dir", "/etc"]
     for path in SYSTEM:
         line += ["--ro-bind-try", path, path]
     for path, target in host.links.items():
         line += ["--symlink", target, path] if target else ["--ro-bind", path, path]
     for path in (*host.prefixes, *sandbox.read):
-        for folder in reversed(Path(path).parents[:-1]):  # which bubblewrap would make for itself alone
+        for folder in reversed(Path(path).parents[:-1]):  # bubblewrap would make these readable only to itself
             line += ["--perms", "0755", "--dir", str(folder)]
         line += ["--ro-bind", path, path]
     line += ["--proc", "/proc", "--dev", "/dev", *_memory("/dev/shm", SHARED_MEMORY)]
-    line += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]  # both are in memory, without a limit
+    line += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]  # both are in memory without a limit
     return [*line, "--seccomp", str(filter_fd)]
 
 
@@ -102,7 +102,7 @@ def _memory(path: str, size: int) -> list[str]:
 
 
 def _docker(sandbox: Sandbox, name: str) -> list[str]:
-    size = str(sandbox.memory + sandbox.disk)  # a container's files in memory count as memory
+    size = str(sandbox.memory + sandbox.disk)  # files of a container in memory count as memory
     line = ["docker", "run", "--rm", "--interactive", "--pull", "never", "--name", name, "--network", "none", "--ipc", "none"]
     line += ["--memory", size, "--memory-swap", size, "--pids-limit", str(sandbox.processes + 1), "--read-only"]
     line += ["--tmpfs", f"{HOME}:rw,exec,nosuid,nodev,mode=1777,size={sandbox.disk}", "--workdir", HOME]
@@ -123,10 +123,10 @@ def _apptainer(sandbox: Sandbox) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ system calls
 
-# By `uname -m`: audit's number of the processor, clone, clone3, socket, and what is refused: memory that is neither a
-# process's nor a file's (memfd_create, memfd_secret, shmget, msgget, semget, mq_open), other namespaces (unshare, setns),
-# other processes' memory and descriptors (ptrace, process_vm_readv, process_vm_writev, pidfd_getfd), keys (add_key,
-# request_key, keyctl), and where most faults of the kernel are (bpf, perf_event_open, io_uring_setup, userfaultfd,
+# By `uname -m`: audit's number of the processor, clone, clone3, socket, and the refused calls. These are: memory that is
+# neither a process's nor a file's (memfd_create, memfd_secret, shmget, msgget, semget, mq_open), other namespaces (unshare,
+# setns), memory and descriptors of other processes (ptrace, process_vm_readv, process_vm_writev, pidfd_getfd), keys (add_key,
+# request_key, keyctl), and calls in which most kernel faults are (bpf, perf_event_open, io_uring_setup, userfaultfd,
 # open_by_handle_at, fanotify_init, syslog).
 _REFUSED: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {
     "x86_64": (
@@ -138,16 +138,16 @@ _REFUSED: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {
         (279, 447, 194, 186, 190, 180, 97, 268, 117, 270, 271, 438, 217, 218, 219, 280, 241, 425, 282, 265, 262, 116),
     ),
 }
-_LOAD, _EQUAL, _AT_LEAST, _HAS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF
+_LOAD, _EQUAL, _AT_LEAST, _HAS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # opcodes of classic BPF
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _FAMILIES = (
     1,
     2,
     10,
-)  # AF_UNIX, AF_INET, AF_INET6: others leave a network namespace (vsock), or are little-tried code of the kernel
+)  # AF_UNIX, AF_INET, AF_INET6: other families leave a network namespace (vsock) or run little-tested kernel code
 _NEW_USER = 0x10000000  # CLONE_NEWUSER
-_OTHER_ABI = 0x40000000  # from this number on, x86-64's calls with 32-bit pointers
+_OTHER_ABI = 0x40000000  # the first of x86-64's calls with 32-bit pointers
 
 
 def filters_exist(processor: str) -> bool:
@@ -155,14 +155,14 @@ def filters_exist(processor: str) -> bool:
 
 
 def system_calls(processor: str) -> bytes:
-    """A program for seccomp that refuses what `_REFUSED` lists, user namespaces, in which a program could mount, and sockets of
-    all but `_FAMILIES`."""
+    """Return a seccomp program that refuses the calls of `_REFUSED`, user namespaces (a program could mount in them), and
+    sockets of all families except `_FAMILIES`."""
     audit, clone, clone3, socket, refused = _REFUSED[processor]
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     program += _answer(_AT_LEAST, _OTHER_ABI, _ENOSYS)
     for number in refused:
         program += _answer(_EQUAL, number, _EPERM)
-    program += _answer(_EQUAL, clone3, _ENOSYS)  # whose flags cannot be seen: then libraries use clone
+    program += _answer(_EQUAL, clone3, _ENOSYS)  # a filter cannot see its flags; libraries use clone instead
     program += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, 16), *_answer(_HAS, _NEW_USER, _EPERM), (_RETURN, 0, 0, _ALLOW)]
     families = [(_EQUAL, left, 0, family) for left, family in zip(range(len(_FAMILIES), 0, -1), _FAMILIES, strict=True)]
     program += [(_EQUAL, 0, len(families) + 2, socket), (_LOAD, 0, 0, 16), *families]
@@ -175,21 +175,21 @@ def _answer(test: int, value: int, error: int) -> Sequence[tuple[int, int, int, 
 
 
 INSTALL = {"bwrap": "apt-get install bubblewrap", "docker": "see docs.docker.com", "apptainer": "see apptainer.org"}
-EVERY_UID = "0 0 4294967295"  # the map of a user namespace that has them all
+EVERY_UID = "0 0 4294967295"  # the map of a user namespace that contains every uid
 OUTPUT = 1 << 20
-NOWHERE = "127.0.0.1:1024"  # a gateway, to try one
-CONNECTIONS = 64  # from within a sandbox to the gateway, at once
-SHOWN = 300  # characters of what a runtime says
+NOWHERE = "127.0.0.1:1024"  # stands for a gateway in `check`
+CONNECTIONS = 64  # from a sandbox to the gateway at once
+SHOWN = 300  # characters of a runtime's error output in a message
 
 _SOURCE = Path(__file__).with_name("keeper.py").read_text("utf-8")
 
 
 class Finished(Struct, frozen=True):
-    """A command that has ended, and every process that it started with it.
+    """A command that has ended, together with every process that it started.
 
-    `code`: its exit code, -N where signal N ended it. `reason`: the limit at which it was killed, one of timeout, cpu, memory,
-    processes and disk; "lost" where it took its sandbox down, after which there is no other command; else "". `dropped`: bytes
-    of stdout and of stderr behind those that were kept.
+    `code`: the exit code, or -N after signal N. `reason`: the exceeded limit (timeout, cpu, memory, processes or disk); "lost"
+    if the sandbox was lost with the command and accepts no more commands; else "". `dropped`: bytes of stdout and of stderr
+    behind the kept bytes.
     """
 
     code: int
@@ -201,7 +201,7 @@ class Finished(Struct, frozen=True):
 
 @cache
 def host() -> SandboxHost:
-    """This machine."""
+    """Return the properties of this machine."""
     links = {path: str(Path(path).readlink()) if Path(path).is_symlink() else "" for path in LINKS if Path(path).exists()}
     uids = " ".join(Path("/proc/self/uid_map").read_text().split())
     return SandboxHost(
@@ -215,10 +215,10 @@ def host() -> SandboxHost:
 
 
 class Box:
-    """`async with Box(sandbox) as box: await box.run(...)`. Of one event loop.
+    """`async with Box(sandbox) as box: await box.run(...)`. Belongs to one event loop.
 
-    `gateway`: with `network: gateway`, the HOST:PORT that programs reach, at the same port of 127.0.0.1. Entering it raises
-    ServiceFault when it cannot be started: `check` tells beforehand why.
+    `gateway`: with `network: gateway`, the HOST:PORT that programs reach at the same port of 127.0.0.1. Entering raises
+    ServiceFault if the sandbox cannot be started; `check` finds the reason beforehand.
     """
 
     def __init__(self, sandbox: Sandbox, gateway: str = ""):
@@ -230,7 +230,7 @@ class Box:
         self._home = f"{tempfile.gettempdir()}/{self._name}" if sandbox.runtime == "subprocess" else HOME
         self._process: asyncio.subprocess.Process
         self._relay: asyncio.Server | None = None
-        self._led = 0  # connections to the gateway
+        self._led = 0  # open connections to the gateway
         self._usable = False
 
     async def __aenter__(self) -> Box:
@@ -255,21 +255,21 @@ class Box:
         timeout: float | None = None,
         output: int = OUTPUT,
     ) -> Finished:
-        """Run `command`, with `environment` beside the sandbox's own. `files`, by their paths in its folder, are written first.
+        """Run `command`, with `environment` added to the sandbox's own. Write `files` first, by their paths in its folder.
 
-        `source`: Python that is run in its place, with `command` as its sys.argv; no interpreter is started for it, and of
-        packages it has what this process has (not with docker and apptainer). `timeout`: seconds in place of the sandbox's.
-        `output`: bytes that are kept of stdout, and of stderr. Raises ServiceFault when the sandbox is lost before.
+        `source`: Python code to run instead, with `command` as its sys.argv. It runs in the keeper's interpreter, with this
+        process's packages (not with docker and apptainer). `timeout`: seconds, in place of the sandbox's. `output`: bytes kept
+        of stdout and of stderr. Raises ServiceFault if the sandbox was lost before.
         """
         if not self._usable:
-            raise ServiceFault("sandbox", "run a command", "it was lost")
-        self._usable = False  # until the whole answer is here
+            raise ServiceFault("sandbox", "run a command", "the sandbox was lost")
+        self._usable = False  # until the whole answer has arrived
         seconds = self._sandbox.timeout if timeout is None else timeout
         head: list[str | bytes] = [repr(seconds), repr(self._sandbox.cpu_seconds), stdin, source, str(output)]
         message = _message(head) + _message(command) + _message(_flat(environment or {})) + _message(_flat(files or {}))
         assert self._process.stdin is not None
         try:
-            with suppress(ConnectionError):  # what follows tells
+            with suppress(ConnectionError):  # reading the answer finds the loss
                 self._process.stdin.write(message)
             finished = await asyncio.wait_for(self._answer(output), seconds + timeouts.SANDBOX_GRACE)
         except (TimeoutError, asyncio.IncompleteReadError):
@@ -282,13 +282,13 @@ class Box:
         assert self._process.stdout is not None
         header = await self._process.stdout.readexactly(ANSWER.size)
         code, reason, out, err, *dropped = ANSWER.unpack(header)
-        if max(out, err) > most or reason >= len(REASONS):  # a keeper that was taken over, with `subprocess`
+        if max(out, err) > most or reason >= len(REASONS):  # with `subprocess`, a program may take over the keeper
             return Finished(-9, reason="lost")
         stdout, stderr = await self._process.stdout.readexactly(out), await self._process.stdout.readexactly(err)
         return Finished(code, stdout, stderr, REASONS[reason], (dropped[0], dropped[1]))
 
     async def close(self) -> None:
-        """End it, and everything in it; returns when it is gone. Raises asyncio.TimeoutError when it is not."""
+        """End the sandbox and every process in it; return when they are gone. Raises asyncio.TimeoutError if they are not."""
         self._usable = False
         if self._relay is not None:
             self._relay.close()
@@ -303,7 +303,7 @@ class Box:
             await asyncio.wait_for(process.wait(), timeouts.SANDBOX_REAP)
 
     def _kill(self) -> None:
-        """From outside. The keeper goes first: as process 1 of its namespace it takes all others along."""
+        """Kill the sandbox from outside. Killing the keeper, process 1 of its namespace, kills all other processes."""
         if self._sandbox.runtime == "docker":
             subprocess.run(["docker", "kill", self._name], capture_output=True, timeout=timeouts.SANDBOX_REAP, check=False)
         with suppress(psutil.NoSuchProcess):
@@ -323,14 +323,14 @@ class Box:
         program, *arguments = command_line(self._sandbox, machine, _SOURCE, self._name, filter_fd)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                shutil.which(program) or program,  # by our PATH, not by that which it is given
+                shutil.which(program) or program,  # by this process's PATH, not by the PATH of the sandbox
                 *arguments,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=passed,
                 env=dict(os.environ) if self._sandbox.runtime in IN_CONTAINERS else variables(machine, self._home),
-                start_new_session=True,  # Ctrl-C on the terminal passes it by
+                start_new_session=True,  # Ctrl-C in the terminal does not reach it
             )
             await self._settle(machine, control.fileno())
             if self._gateway[1]:
@@ -346,17 +346,17 @@ class Box:
         self._usable = True
 
     async def _settle(self, machine: SandboxHost, control: int) -> None:
-        """Tell the keeper what to hold its commands to, and wait until it is ready."""
+        """Send the keeper its settings and limits, and wait until it is ready."""
         alone = self._sandbox.runtime == "bwrap"
         settings: dict[str, Any] = {
-            "uid": (1 << 30) + secrets.randbelow(1 << 30) if alone and machine.root else 0,  # nobody's
+            "uid": (1 << 30) + secrets.randbelow(1 << 30) if alone and machine.root else 0,  # an unused uid
             "port": self._gateway[1],
             "control": control,
             "home": self._home,
             "packages": machine.packages,
             "look": timeouts.SANDBOX_LOOK,
             "memory": self._sandbox.memory,
-            "processes": self._sandbox.processes + 1 if alone else 0,  # the keeper too
+            "processes": self._sandbox.processes + 1 if alone else 0,  # one more for the keeper
             "threads": self._sandbox.processes,
             "disk": self._sandbox.disk,
         }
@@ -367,12 +367,12 @@ class Box:
             await asyncio.wait_for(self._process.stdout.readexactly(LENGTH.size), timeouts.SANDBOX_START)
         except asyncio.IncompleteReadError:
             said = (await asyncio.wait_for(self._process.stderr.read(), timeouts.SANDBOX_START)).decode("utf-8", "replace")
-            raise ServiceFault("sandbox", "start", " ".join(said.split())[-SHOWN:] or "it ended without a word") from None
+            raise ServiceFault("sandbox", "start", " ".join(said.split())[-SHOWN:] or "it ended without a message") from None
         except TimeoutError:
-            raise ServiceFault("sandbox", "start", "it is not ready", timeouts.SANDBOX_START) from None
+            raise ServiceFault("sandbox", "start", "the keeper is not ready", timeouts.SANDBOX_START) from None
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection from within, led on to the gateway until either end closes it. One too many is closed."""
+        """Forward a connection from the sandbox to the gateway until one end closes it. Close it if there are too many."""
         if self._led >= CONNECTIONS:
             writer.close()
             return
@@ -398,13 +398,13 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def run(sandbox: Sandbox, command: Sequence[str], *, gateway: str = "", **options: Any) -> Finished:
-    """One command in a sandbox of its own; `options` are those of `Box.run`. Raises ServiceFault as `Box` does."""
+    """Run one command in a sandbox of its own. `options`: as in `Box.run`. Raises ServiceFault, as `Box` does."""
     async with Box(sandbox, gateway) as box:
         return await box.run(command, **options)
 
 
 async def check(sandbox: Sandbox, key: str) -> None:
-    """Open one, and run a command in it. Raises UserError, one line a fault, that names `key`, the section's."""
+    """Open a sandbox and run a command in it. Raises UserError with one line per fault; `key`: the section's key."""
     if faults := [*sandbox_faults(key, sandbox), *_missing(key, sandbox)]:
         raise UserError("\n".join(faults))
     try:
@@ -417,7 +417,7 @@ async def check(sandbox: Sandbox, key: str) -> None:
 
 
 def _missing(key: str, sandbox: Sandbox) -> Iterator[str]:
-    """What this machine lacks, one line each."""
+    """Yield what this machine lacks, one line each."""
     runtime, processor = sandbox.runtime, host().processor
     for path in sandbox.read:
         if not Path(path).exists():
@@ -430,7 +430,7 @@ def _missing(key: str, sandbox: Sandbox) -> Iterator[str]:
 
 
 def _in_memory(data: bytes) -> int:
-    """A descriptor from which a child reads `data`."""
+    """Return a descriptor from which a child can read `data`."""
     descriptor = os.memfd_create("sluice-seccomp")
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -442,6 +442,6 @@ def _flat(pairs: Mapping[str, str | bytes]) -> list[str | bytes]:
 
 
 def _message(items: Sequence[str | bytes]) -> bytes:
-    """As the keeper reads it."""
+    """Encode a message as the keeper reads it."""
     parts = [item.encode() if isinstance(item, str) else item for item in items]
     return LENGTH.pack(len(parts)) + b"".join(LENGTH.pack(len(part)) + part for part in parts)

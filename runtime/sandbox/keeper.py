@@ -1,15 +1,15 @@
-"""The first process of a sandbox and the parent of every command there: `python -I -S -c SOURCE`, asked on its standard input.
+"""The keeper: first process of a sandbox and parent of every command there, `python -I -S -c SOURCE`, controlled by its stdin.
 
-It is handed over as source, since nothing of Sluice's is in the sandbox, and imports only what loads at once: json, signal and
-socket would double its start. When its input ends it ends, and with it all that it has started.
+The keeper is passed as source because the sandbox contains no code of Sluice. It imports only modules that load at once: json,
+signal and socket would double its start time. When its input ends, the keeper ends, and with it all processes it has started.
 
-A message to it is a list of byte strings: their number, then the length of each before it, as little-endian uint32. The first
-message are the settings, names and values in turn. A command is four: [timeout, cpu_seconds, stdin, source, output], the
-arguments, and names and values in turn of variables and of files. Its answer is an `ANSWER`, and what was kept of stdout and
-stderr.
+A message to it is a list of byte strings: their number, then the length of each string before it, as little-endian uint32. The
+first message holds the settings, names and values in turn. A command is four messages: [timeout, cpu_seconds, stdin, source,
+output], the arguments, and names and values in turn of variables and of files. The answer is an `ANSWER`, and the kept bytes of
+stdout and stderr.
 
-As process 1 of a pid namespace it can be neither killed nor stopped from within, and it is not dumpable: its memory and its
-descriptors are closed to the processes that it watches. With runtime `subprocess` it is neither.
+As process 1 of a pid namespace, the keeper cannot be killed or stopped from within. It is not dumpable: the processes that it
+watches cannot read its memory and descriptors. With runtime `subprocess` neither protection exists.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import sys
 import time
 
 LENGTH = struct.Struct("<I")
-ANSWER = struct.Struct("<iI4Q")  # exit code, place in REASONS; bytes kept of stdout and stderr, bytes dropped of each
+ANSWER = struct.Struct("<iI4Q")  # exit code, index in REASONS; bytes kept of stdout and stderr, bytes dropped of each
 REASONS = ("", "timeout", "cpu", "memory", "processes", "disk")
-FILES = 10_000  # files that may lie in the folder: an empty one takes memory too
-DESCRIPTORS = 256  # that a process may have open
+FILES = 10_000  # files that the folder may hold: an empty file takes memory too
+DESCRIPTORS = 256  # open descriptors of a process, at most
 
 _SIGKILL, _SIGPIPE, _SIGXCPU, _SIGXFSZ = 9, 13, 24, 25
-_NOT_RUN = 127  # a shell's exit code for a command that is not there
-_SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36  # of prctl
+_NOT_RUN = 127  # a shell's exit code for a missing command
+_SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36  # options of prctl
 _TICKS = os.sysconf("SC_CLK_TCK")
-_ALONE = os.getpid() == 1  # every other process that there is here is one of ours
+_ALONE = os.getpid() == 1  # in a pid namespace: every other process in it descends from this process
 
 now = time.monotonic
 
 
 def exactly(size: int) -> bytes:
-    """That many bytes of standard input; at its end this process ends."""
+    """Read `size` bytes of standard input. Raises EOFError at the end of the input, which ends this process."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(0, min(size - len(parts), 1 << 20))
@@ -66,27 +66,27 @@ def send(data: bytes) -> None:
 
 
 def others() -> list[int]:
-    """Their pids; with runtime `subprocess`, of what descends from this process."""
+    """Return the pids of all processes but this one; with runtime `subprocess`, of its descendants."""
     if _ALONE:
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]  # noqa: PTH208 - loads at once
     found = [os.getpid()]
-    for pid in found:  # grows meanwhile
+    for pid in found:  # the list grows during the loop
         try:
             for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
                 with open(f"/proc/{pid}/task/{thread}/children") as children:  # noqa: PTH123
                     found += map(int, children.read().split())
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return found[1:]
 
 
 def kill_others() -> None:
-    """Returns when they are gone."""
+    """Kill all other processes, and return when they are gone."""
     while True:
-        for pid in [-1] if _ALONE else others():  # -1: all at once, so that none can be started meanwhile
+        for pid in [-1] if _ALONE else others():  # -1: all at once, so that no process can start another meanwhile
             try:
                 os.kill(pid, _SIGKILL)
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
         try:
             os.waitpid(-1, 0)
@@ -97,8 +97,8 @@ def kill_others() -> None:
 
 
 def usage() -> tuple[float, int, int]:
-    """Seconds of processor time, bytes, and threads of all of them. What is mapped of files is not counted; a page that is two
-    processes' is counted twice."""
+    """Return seconds of processor time, bytes and threads of all of them. Mapped files are not counted. A page that two
+    processes share is counted twice."""
     ticks = kilobytes = threads = 0
     for pid in others():
         try:
@@ -106,14 +106,14 @@ def usage() -> tuple[float, int, int]:
                 fields, lines = stat.read().rpartition(b")")[2].split(), status.readlines()
         except OSError:
             continue
-        ticks += sum(map(int, fields[11:15]))  # its own, and those of its children that have ended
+        ticks += sum(map(int, fields[11:15]))  # of the process and of its ended children
         threads += int(fields[17])
         kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
     return ticks / _TICKS + sum(os.times()[2:4]), kilobytes << 10, threads
 
 
 def stored(home: str) -> tuple[int, int]:
-    """Bytes and files in the folder."""
+    """Return the bytes and the files in the folder."""
     if _ALONE:
         found = os.statvfs(home)
         return (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
@@ -132,7 +132,8 @@ def stored(home: str) -> tuple[int, int]:
 
 
 class Keeper:
-    """`settings`: uid, look (seconds), home, packages, and the limits memory, processes, threads and disk; 0: none."""
+    """Runs commands under limits. `settings`: uid, look (seconds), home, packages, and the limits memory, processes, threads
+    and disk; 0: none."""
 
     def __init__(self, settings: dict[str, bytes]):
         self._home = settings["home"].decode()
@@ -141,7 +142,7 @@ class Keeper:
         self._most = {name: int(settings[name]) for name in ("memory", "processes", "threads", "disk")}
 
     def carry_out(self, head: list[bytes]) -> None:
-        """Run one command, and answer."""
+        """Run one command and answer."""
         arguments, variables, files = receive(), pairs(receive()), pairs(receive())
         timeout, cpu_seconds = float(head[0]), float(head[1])
         try:
@@ -161,7 +162,7 @@ class Keeper:
         reason = self._attend(child, (inward[1], head[2]), (kept, dropped, most), (timeout, cpu_seconds))
         code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         kill_others()
-        for end in kept:  # what they left in the pipes, at whose other ends nobody is now
+        for end in kept:  # data left in the pipes; no process holds the other ends now
             while data := os.read(end, 1 << 16):
                 keep(end, data, kept, dropped, most)
             os.close(end)
@@ -170,7 +171,7 @@ class Keeper:
         send(ANSWER.pack(code, REASONS.index(reason), *sizes) + b"".join(kept.values()))
 
     def _store(self, files: dict[str, bytes]) -> None:
-        """An earlier command may have put a link or a pipe in their place."""
+        """Write the files. An earlier command may have put a link or a pipe in their place: do not follow or wait."""
         for name, data in files.items():
             path = f"{self._home}/{name}"
             os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
@@ -181,7 +182,7 @@ class Keeper:
     def _become(
         self, ends: tuple[int, int, int], cpu_seconds: float, source: bytes, arguments: list[bytes], variables: dict[str, bytes]
     ) -> None:
-        """In the child: the command, or `source` in this interpreter, which ends with it."""
+        """Become the command in the child process, or run `source` in this interpreter and exit."""
         os.setsid()
         for number, end in enumerate(ends):
             os.dup2(end, number)
@@ -200,9 +201,9 @@ class Keeper:
             sys.path.append(self._packages)
             exec(compile(source, "main", "exec"), {"__name__": "__main__"})
             sys.exit()
-        import _signal  # type: ignore[import-not-found]  # what `signal` is made of: without its enumerations
+        import _signal  # type: ignore[import-not-found]  # the base of `signal`, without its enumerations
 
-        for ignored in (_SIGPIPE, _SIGXFSZ):  # by Python, and so it would be by the command
+        for ignored in (_SIGPIPE, _SIGXFSZ):  # Python ignores these signals; the command would inherit that
             _signal.signal(ignored, _signal.SIG_DFL)
         try:
             os.execvp(arguments[0], arguments)
@@ -217,7 +218,7 @@ class Keeper:
         taken: tuple[dict[int, bytearray], dict[int, int], int],
         limits: tuple[float, float],
     ) -> str:
-        """Feed and hear the command until `child` has ended: "". Or until a limit is passed: which one."""
+        """Feed and read the command. Return "" once `child` has ended, or the name of an exceeded limit."""
         inward, left = given[0], memoryview(given[1])
         ended, deadline, cpu = os.pidfd_open(child), now() + limits[0], limits[1] + sum(os.times()[2:4])
         heard, due, reason = set(taken[0]), now() + self._look, ""
@@ -227,7 +228,7 @@ class Keeper:
                 os.close(inward)
                 inward = 0
             readable, writable, _ = select.select([0, ended, *heard], [inward] if inward else [], [], self._look)
-            if 0 in readable:  # nothing is asked while a command runs: whoever asked is gone
+            if 0 in readable:  # no message comes while a command runs: the input has ended
                 raise EOFError
             for end in heard & set(readable):
                 if data := os.read(end, 1 << 16):
@@ -246,7 +247,7 @@ class Keeper:
         return reason
 
     def _beyond(self, deadline: float, cpu: float) -> str:
-        """Which limit is passed, if any."""
+        """Return the name of an exceeded limit, or ""."""
         seconds, resident, threads = usage()
         size, files = stored(self._home)
         passed = {
@@ -260,7 +261,7 @@ class Keeper:
 
 
 def limit(kind: int, amount: int, more: int = 0) -> None:
-    """The kernel's limit of this process; `more`: from the first signal to the kill. A lower one that it has stays."""
+    """Set a limit of this process in the kernel; a lower existing limit stays. `more`: amount between signal and kill."""
     most = resource.getrlimit(kind)[1]
     amount, most = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (amount, amount + more))
     resource.setrlimit(kind, (amount, most))
@@ -273,7 +274,7 @@ def keep(end: int, data: bytes, kept: dict[int, bytearray], dropped: dict[int, i
 
 
 def feed(inward: int, data: memoryview) -> int:
-    """Bytes that the command has taken, or does not want any more."""
+    """Return the number of bytes that the command has taken; all of them if it has closed its input."""
     try:
         return os.write(inward, data[: 1 << 16])
     except BrokenPipeError:
@@ -284,13 +285,13 @@ def feed(inward: int, data: memoryview) -> int:
 
 
 def settle(settings: dict[str, bytes]) -> None:
-    """Give up what the commands are not to have, and make their folder."""
+    """Give up privileges that commands must not have, and create their folder."""
     if port := int(settings["port"]):
         import socket
 
         with socket.create_server(("127.0.0.1", port)) as listener, socket.socket(fileno=int(settings["control"])) as control:
             socket.send_fds(control, [b"."], [listener.fileno()])
-    if uid := int(settings["uid"]):  # after which it is not dumpable
+    if uid := int(settings["uid"]):  # changing the uid also makes the process not dumpable
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
@@ -312,7 +313,7 @@ def main() -> None:
         while True:
             Keeper(settings).carry_out(receive())
     except EOFError:
-        if os.getpid() != keeper:  # of the source that it runs for a command
+        if os.getpid() != keeper:  # a command's source raised it
             raise
         kill_others()
         if not _ALONE:

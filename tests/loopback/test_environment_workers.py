@@ -149,7 +149,7 @@ def test_a_function_that_does_not_await_is_an_agent_too_and_its_thread_goes_with
     asyncio.run(work())
 
 
-LATE = "run was told to end, and did not within 0.3 s"
+LATE = "run was asked to end and did not within 0.3 s"
 KINDS = {
     "raise": ("infrastructure", "RuntimeError: broken"),
     "infrastructure": ("infrastructure", "the database is down"),
@@ -335,7 +335,7 @@ def test_an_agent_may_ask_for_less_and_not_for_more() -> None:
     [
         ({"timeout": 1e9}, "timeout: "),
         ({"runtime": "bwrap"}, "runtime, image and network are those of services.environment"),
-        *(({"network": "gateway"}, "runtime, image and network"), ({"read": ["/etc"]}, "read: '/etc' is none of")),
+        *(({"network": "gateway"}, "runtime, image and network"), ({"read": ["/etc"]}, "read: '/etc' is not one of")),
         *(({"memory": "much"}, "Expected `int`"), ({"colour": 1}, "unknown field `colour`")),
     ],
 )

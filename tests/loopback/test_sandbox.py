@@ -232,7 +232,7 @@ def test_a_keeper_that_hangs_is_killed_from_outside(make: Callable[..., Sandbox]
                 await asyncio.sleep(0)
             keeper.send_signal(signal.SIGSTOP)
             finished = await running
-            with pytest.raises(ServiceFault, match="sandbox: run a command: it was lost"):
+            with pytest.raises(ServiceFault, match="sandbox: run a command: the sandbox was lost"):
                 await box.run(["true"])
             return finished
 

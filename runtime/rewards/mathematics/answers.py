@@ -1,13 +1,13 @@
-r"""Whether an answer is right: `equal(prediction, truth)`. And one text for obviously equal answers: `canonical(answer)`.
+r"""Decide whether an answer is right: `equal(prediction, truth)`. Give obviously equal answers one text: `canonical(answer)`.
 
 The contract:
 
-- Numbers compare by exact value, whatever their size. Two decimals compare by value; a decimal equals an exact form where it
-  agrees with it to six significant digits or more.
-- Units, degree and currency signs are left out. A percent sign may be left out.
+- Numbers of any size compare by exact value. Two decimals compare by value. A decimal equals an exact form if they agree to at
+  least six significant digits.
+- Units, degree signs and currency signs are left out. A percent sign may be left out.
 - Lists without brackets and sets are unordered; tuples are ordered; open and closed ends of intervals differ.
-- `x = 5` is 5. Equations are the same when they are multiples of each other.
-- Functions are the same when they are at several points; a plus-minus sign stands for two values.
+- `x = 5` is 5. Equations are the same if they are multiples of each other.
+- Functions are the same if they agree at several points; a plus-minus sign stands for two values.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown,
 from runtime.rewards.numeric import label_number, number
 
 _SHORT = 10**18
-MAX_LENGTH = 4000  # characters; what is longer is compared as text alone
+MAX_LENGTH = 4000  # characters; longer answers are only compared as text
 
-_EXACT = re.compile(r"[^.%eE=]*")  # what cannot be a decimal, a percentage or an equation
+_EXACT = re.compile(r"[^.%eE=]*")  # not a decimal, a percentage or an equation
 _WRAPPED = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|mathbf) ?\{([^{}]*)\}")
 _SPACE = re.compile(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])")
 _VARIABLE = re.compile(
     r"[0-9}](?: ?(?:\\mu ?)?[A-Za-z]|[A-Za-z](?: ?\^ ?\{? ?)?[23²³])\W*\Z"
-)  # behind a label's number no unit,
-_SEPARATED = re.compile(r"[0-9](?:,|\{,\}|,\\!|\\,)[0-9]{3}(?![0-9])")  # unless that is written with separators
+)  # a variable behind a label's number is not a unit,
+_SEPARATED = re.compile(r"[0-9](?:,|\{,\}|,\\!|\\,)[0-9]{3}(?![0-9])")  # unless the number has separators
 _LETTER_CHOICE = re.compile(r"\( ?([A-Za-z]) ?\)")
-_CHOICE = re.compile(  # with what is chosen behind it: "(B) 12", "B. 12", "Option B"
+_CHOICE = re.compile(  # a choice with its content behind it: "(B) 12", "B. 12", "Option B"
     r"(?:(?:option|choice) ?)?[(\[]([A-J])[)\]]|(?:option|choice) ?([A-J])(?![A-Za-z])|([A-J])[).:、]", re.IGNORECASE
 )
-_NO_CHOICE = re.compile(  # behind one: another, or that it is none
+_NO_CHOICE = re.compile(  # text behind a choice: another choice, or a denial
     r"(?<![A-Za-z\\])[A-J](?![A-Za-z])|(?i:(?:is|are) ?(?:not|wrong|incorrect|false)\b|\A ?(?:not|wrong|incorrect)\Z)"
 )
 
 
 def equal(prediction: str, truth: str) -> bool:
-    """Whether an answer is mathematically the label `truth`. Raises TooCostly where that would take too long to tell."""
+    """Return whether an answer is mathematically the label `truth`. Raises TooCostly if deciding would take too long."""
     verdict = screen(prediction, truth)
     if verdict is not None:
         return verdict
@@ -57,7 +57,7 @@ def equal(prediction: str, truth: str) -> bool:
 
 
 def screen(prediction: str, truth: str) -> bool | None:
-    """What takes no parsing: equal texts, equal numbers, different whole numbers or fractions. None for the rest.
+    """Decide without parsing: equal texts, equal numbers, different whole numbers or fractions. Return None for the rest.
 
     Takes linear time.
     """
@@ -84,12 +84,12 @@ def screen(prediction: str, truth: str) -> bool | None:
 
 
 def _names_variable(truth: str) -> bool:
-    """Whether what stands behind a label's number is a variable: the x of 7x, the m of 6m, not that of 1,200m."""
+    """Return whether a variable follows the label's number: the x of 7x, the m of 6m, but not the m of 1,200m."""
     return _VARIABLE.search(truth) is not None and _SEPARATED.search(truth) is None
 
 
 def canonical(answer: str) -> str:
-    """A text that obviously equal answers have in common: for votes. Takes linear time."""
+    """Return a text that obviously equal answers share, for votes. Takes linear time."""
     text = _readable(answer)
     if text is None:
         return answer
@@ -107,7 +107,7 @@ def canonical(answer: str) -> str:
 
 
 def _plain(node: ExpressionNode) -> ExpressionNode:
-    """Decimals and quotients of numbers as numbers."""
+    """Replace decimals and quotients of numbers by numbers."""
     if node.head == "decimal":
         return ExpressionNode("number", (), node.value)
     arguments = tuple(_plain(argument) for argument in node.args)
@@ -119,7 +119,7 @@ def _plain(node: ExpressionNode) -> ExpressionNode:
 
 
 def _readable(text: str) -> str | None:
-    """The tidied mathematics in an answer; None where there is none, or too much of it."""
+    """Return the tidied mathematics of an answer; None if there is none or it is too long."""
     if len(text) > MAX_LENGTH:
         return None
     return tidy(last_mathematics(unboxed(text))) or None
@@ -134,7 +134,7 @@ _folded_label = lru_cache(maxsize=4096)(_folded)
 
 
 def folded(text: str) -> str:
-    """A tidied answer as plain text: text commands and spaces left out, words in lower case, a choice without parentheses."""
+    """Return a tidied answer as plain text: no text commands or spaces, words in lower case, a choice without parentheses."""
     text = _WRAPPED.sub(r"\1", text).lstrip(" ,").rstrip(" .,")
     choice = _LETTER_CHOICE.fullmatch(text)
     if choice:
@@ -144,14 +144,14 @@ def folded(text: str) -> str:
 
 
 def _is_word(text: str) -> bool:
-    """Whether upper and lower case mean the same: "No solution", "Odd" and "EVEN" are words, AB and ab are products."""
+    """Return whether case is meaningless: "No solution", "Odd" and "EVEN" are words, AB and ab are products."""
     letters = text.replace(" ", "")
     return letters.isalpha() and (len(letters) > 3 or (letters[1:].islower() and len(letters) == 3) or letters.lower() == "no")
 
 
 def _tree(text: str) -> ExpressionNode | None:
-    """The tree of a tidied answer, None where it is left to algebra. Raises Unreadable for what is no answer: algebra reads a
-    part of it, such as the feet of 5 ft 3 in."""
+    """Return the tree of a tidied answer, or None to leave it to algebra. Raises Unreadable for text that is not an answer:
+    algebra would read a part of it, such as the feet of 5 ft 3 in."""
     try:
         return parse(text)
     except Unknown:
@@ -162,7 +162,7 @@ _label_tree = lru_cache(maxsize=1024)(_tree)
 
 
 def _same_text(answer: str, label: str) -> Verdict:
-    """The verdict on two tidied answers; None where that is left to algebra."""
+    """Return the verdict on two tidied answers, or None to leave it to algebra."""
     try:
         predicted, expected = _tree(answer), _label_tree(label)
     except Unreadable:
@@ -171,8 +171,8 @@ def _same_text(answer: str, label: str) -> Verdict:
 
 
 # ---------------------------------------------------------------------------------------------------- math-verify
-# Called without its alarms, which work in the main thread only: the pool's time limit holds here. Of its parsers only that of
-# LaTeX is used; the one for plain text evaluates it as code.
+# math-verify runs without its alarms, which work only in the main thread: the pool's time limit holds here. Only its parser of
+# LaTeX is used, since its parser of plain text evaluates the text as code.
 
 ALGEBRA_LENGTH = 400
 ALGEBRA_DEPTH = 12
@@ -182,12 +182,12 @@ _GROWTH = re.compile(
 )
 _BUILDER = re.compile(
     r"\\\{ ?[a-z] ?(?:\\in ?\\mathbb ?\{? ?R ?\}? ?)?(?:\\mid(?![a-z])|\\colon(?![a-z])|[:|])(.*)\\\}"
-)  # {x | x > 3}: what x is
+)  # {x | x > 3}: the statement about x
 _BRACKET = re.compile(r"\\?[({\[]|\\?[)}\]]")
 
 
 def affordable(text: str) -> bool:
-    """Whether an expression is short, shallow, and holds no power, factorial or binomial coefficient that explodes."""
+    """Return whether an expression is short, shallow, and has no exploding power, factorial or binomial coefficient."""
     if len(text) > ALGEBRA_LENGTH or _LONG_NUMBER.search(text) or _GROWTH.search(text):
         return False
     depth = deepest = 0
@@ -198,10 +198,10 @@ def affordable(text: str) -> bool:
 
 
 def algebraically_equal(prediction: str, truth: str) -> bool:
-    """Whether math-verify finds two LaTeX expressions equal. Raises TooCostly for what it could hang on."""
+    """Return whether math-verify finds two LaTeX expressions equal. Raises TooCostly if it could hang on them."""
     if not affordable(prediction) or not affordable(truth):
-        raise TooCostly("an expression that algebra might not end on")
-    import math_verify  # takes half a second, for few answers
+        raise TooCostly("an expression on which algebra might not end")
+    import math_verify  # takes half a second, and few answers need it
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
     latex = [math_verify.LatexExtractionConfig()]

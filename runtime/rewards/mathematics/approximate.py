@@ -1,4 +1,4 @@
-"""Values to many digits, real or complex, with mpmath. The precision follows the largest number on the way."""
+"""Values to many digits, real or complex, with mpmath. The largest intermediate number determines the precision."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from runtime.rewards.mathematics.exact import Irrational, exact, opaque_value
 from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, spend
 
-DIGITS = 40  # beyond the digits before the decimal point of the largest intermediate value
+DIGITS = 40  # in addition to the digits before the decimal point of the largest intermediate value
 MAX_DIGITS = 20_000
 _BITS_PER_DIGIT = 3.33
 
-Value = Any  # an mpf or mpc of mpmath, which has no types
+Value = Any  # an mpf or mpc of mpmath, which is untyped
 
 
 class Undefined(ArithmeticError):
@@ -23,15 +23,15 @@ class Undefined(ArithmeticError):
 
 @lru_cache(maxsize=1)
 def _context() -> Any:
-    import mpmath  # loaded when a value is needed that is not rational
+    import mpmath  # loaded only for values that are not rational
 
     return mpmath.MPContext()
 
 
 class NumericEvaluation:
-    """Evaluates trees at one point to `digits` digits. `peak`: binary exponent of the largest value met.
+    """Evaluates trees at one point to `digits` digits. `peak`: binary exponent of the largest value so far.
 
-    `real`: whether no root, power or logarithm left the real numbers.
+    `real`: no root, power or logarithm has left the real numbers.
     """
 
     def __init__(self, values: Mapping[str, Fraction], digits: int, log_base: int = 0):
@@ -40,10 +40,10 @@ class NumericEvaluation:
         self.peak = 0
         self.real = True
         self._values = values
-        self._log_base = log_base  # of a bare \log; 0: natural
+        self._log_base = log_base  # base of a bare \log; 0: natural
 
     def value(self, node: ExpressionNode) -> Value:
-        """Raises Undefined, TooCostly, Irrational for what is no number."""
+        """Return the value of `node`. Raises Undefined, TooCostly, or Irrational if it is not a number."""
         try:
             result = self._value(node)
         except (ZeroDivisionError, ValueError, OverflowError, TypeError) as error:  # complex numbers have no order
@@ -136,7 +136,7 @@ class NumericEvaluation:
             raise TooCostly("a power of too many digits")
 
     def _root(self, base: Value, degree: int, count: int = 1) -> Value:
-        """`base` to the power of count / degree, in lowest terms. The odd root of a negative number is the real one."""
+        """Return `base` to the power of count / degree, in lowest terms. An odd root of a negative number is real."""
         context = self.context
         self._check_growth(base, count // degree + 1)
         if context.im(base) == 0:
@@ -181,7 +181,7 @@ class NumericEvaluation:
 
 
 def _floor(context: Any, value: Value) -> Value:
-    """The floor of a real number; one that is an integer but for rounding is that integer."""
+    """Return the floor of a real number. An integer with a rounding error gives that integer."""
     nearest = context.nint(context.re(value))
     close = abs(value - nearest) < context.mpf(10) ** (-context.dps // 2)
     return nearest if close else context.floor(context.re(value))

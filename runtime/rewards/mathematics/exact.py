@@ -1,4 +1,4 @@
-"""Exact rational arithmetic, within bounds on the size of the numbers."""
+"""Exact rational arithmetic with bounded size of numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fractions import Fraction
 
 from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, key, spend
 
-MAX_BITS = 200_000  # of a numerator or denominator: about 60,000 digits, whose greatest common divisor takes 0.1 s
+MAX_BITS = 200_000  # bits of a numerator or denominator: about 60,000 digits; the gcd of two such numbers takes 0.1 s
 
-Values = Mapping[str, Fraction]  # of symbols, by name
+Values = Mapping[str, Fraction]  # values of symbols, by name
 
 
 class Irrational(Exception):
@@ -20,7 +20,7 @@ class Irrational(Exception):
 
 
 def exact(node: ExpressionNode, values: Values) -> Fraction:
-    """The value of `node`. Raises Irrational, TooCostly, or ZeroDivisionError."""
+    """Return the value of `node`. Raises Irrational, TooCostly, or ZeroDivisionError."""
     evaluate = _HEADS.get(node.head)
     if evaluate is None:
         raise Irrational(node.head)
@@ -28,7 +28,7 @@ def exact(node: ExpressionNode, values: Values) -> Fraction:
 
 
 def opaque_value(node: ExpressionNode, values: Values) -> Fraction:
-    """A value for what cannot be evaluated: the same for equal texts at one point, and another for others or elsewhere."""
+    """Return a made-up value for a node that cannot be evaluated. Equal texts at one point get equal values; others differ."""
     point = " ".join(f"{name}={value}" for name, value in sorted(values.items()))
     return Fraction(zlib.crc32(f"{key(node)} {point}".encode()) + 2, 1_000_003)
 
@@ -64,7 +64,7 @@ def _divide(node: ExpressionNode, values: Values) -> Fraction:
 
 
 def power(base: Fraction, exponent: Fraction) -> Fraction:
-    """`base ** exponent` where it is rational; the odd root of a negative number is the real one."""
+    """Return `base ** exponent` if it is rational. An odd root of a negative number is real."""
     if exponent.denominator != 1:
         if exponent.denominator > 64:
             raise Irrational("root")
@@ -80,7 +80,7 @@ def power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def root(base: Fraction, degree: int) -> Fraction:
-    """The real root; of an even degree the one that is not negative. Raises Irrational where there is no rational one."""
+    """Return the real root; for an even degree the root that is not negative. Raises Irrational if it is not rational."""
     if base < 0 and degree % 2:
         return -root(-base, degree)
     if base < 0:
@@ -177,7 +177,7 @@ _HEADS: dict[str, Callable[[ExpressionNode, Values], Fraction]] = {
     "multiply": _multiply,
     "divide": _divide,
     "negate": lambda node, values: -exact(node.args[0], values),
-    "percent": lambda node, values: exact(node.args[0], values),  # see scalars: a percent sign is a unit
+    "percent": lambda node, values: exact(node.args[0], values),  # a percent sign is a unit, see scalars.py
     "power": lambda node, values: power(exact(node.args[0], values), exact(node.args[1], values)),
     "call": _call,
     "opaque": opaque_value,

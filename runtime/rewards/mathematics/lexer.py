@@ -1,4 +1,4 @@
-"""The tokens of a tidied answer. Words are told from variables here: `\\text{ cm}` and `Wednesday` from `RC` and `xy`."""
+"""The tokens of a tidied answer. The lexer separates words (`\\text{ cm}`, `Wednesday`) from variables (`RC`, `xy`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def _words(*lines: str) -> frozenset[str]:
 
 TRIGONOMETRIC = _words("sin cos tan cot sec csc")
 PREFIXED = TRIGONOMETRIC | _words("sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc ln log log10 exp")
-"""Functions whose argument may stand behind them without brackets."""
+"""Functions whose argument may follow without brackets."""
 LISTED = _words("max min gcd lcm floor ceil abs")
-"""Functions of what is in brackets."""
+"""Functions whose arguments are in brackets."""
 SPELLED_FUNCTIONS = PREFIXED | LISTED | _words("asin acos atan lg sqrt")
-"""Functions in answers that are written without backslashes."""
+"""Functions that answers may write without a backslash."""
 SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log10"}
 
 SPELLED_SYMBOLS = {
@@ -34,16 +34,16 @@ UNITS = _words(
     "mm cm dm km ft yd mi nm kg mg lb lbs oz ml mL cL dL kL hr hrs min mins sec secs ms Hz kHz MHz GHz Pa kPa eV keV MeV GeV",
     "kJ kW kWh mph kmh kph rad deg pm am pct AU pc kpc Mpc mol cc sq in",
 )
-"""Short ones; longer words need no list."""
+"""Short units; longer words need no list."""
 PERCENT = _words("percent pct")
 
 ACCENTS = _words(
     r"\overline \bar \vec \hat \widehat \tilde \dot \ddot \overrightarrow \overleftrightarrow",
     r"\mathbb \mathcal \mathfrak \mathscr \stackrel \overset",
 )
-"""Commands that make another symbol of what they are put on."""
+"""Commands that make a new symbol of their argument."""
 UNREAD = _words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \det \choose \atop")
-"""Commands whose meaning is left to algebra."""
+"""Commands that are left to algebra."""
 MATRICES = _words("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
 
 NO_SOLUTION = frozenset(
@@ -51,7 +51,7 @@ NO_SOLUTION = frozenset(
 )
 ALL_REALS = frozenset(("all real numbers", "all reals", "all real"))
 NOT_PROSE = SPELLED_FUNCTIONS | CONNECTIVES | _words("pi mod infinity inf")
-"""Words that do not make prose of an answer."""
+"""Words that do not make an answer prose."""
 
 
 MAX_TOKENS = 1200
@@ -86,10 +86,10 @@ MAX_DIGITS = 4000
 
 
 def tokens(text: str) -> list[Token]:
-    """The tokens of `text`, up to a last one of kind "". Raises Unreadable for a character that answers do not hold. "1,440" is
-    one number outside of all brackets."""
+    """Return the tokens of `text` and a last token of kind "". Raises Unreadable for a character that answers do not have.
+    Outside all brackets, "1,440" is one number."""
     found: list[Token] = []
-    depth = 0  # of brackets: within them a comma separates
+    depth = 0  # of brackets: inside them, a comma separates
     position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
@@ -133,7 +133,7 @@ def _read(kind: str, content: str, match: re.Match[str]) -> list[Token]:
 
 
 def _repeating(whole: str, fixed: str, period: str) -> Fraction:
-    """The value of `whole.fixed` followed by `period` for ever."""
+    """Return the value of `whole.fixed` followed by infinitely many `period`."""
     if len(whole) + len(fixed) > MAX_DIGITS:
         raise Unreadable("a number of too many digits")
     tail = Fraction(int(period), 10 ** len(period) - 1)
@@ -141,7 +141,7 @@ def _repeating(whole: str, fixed: str, period: str) -> Fraction:
 
 
 def _letters(run: str) -> list[Token]:
-    """A function's name, a word, or one variable after the other."""
+    """Return a function's name, a word, or a variable for each letter."""
     if len(run) > 1:
         if run in SPELLED_FUNCTIONS:
             return [Token("command", f"\\{run}")]
@@ -155,7 +155,7 @@ def _letters(run: str) -> list[Token]:
 
 
 def _text(content: str) -> list[Token]:
-    """What a text command holds: words, numbers, connectives and marks. Raises Unreadable for what could change a number."""
+    """Return the words, numbers, connectives and marks of a text command. Raises Unreadable for signs that change a number."""
     found = []
     parts = _TEXT_TOKEN.findall(content)
     if _SIGNS.search(_TEXT_TOKEN.sub(" ", content)):

@@ -1,6 +1,6 @@
-"""The expression tree of an answer, by recursive descent. Time is linear in the number of tokens, depth is bounded.
+"""Parse an answer to an expression tree, by recursive descent. Time is linear in the number of tokens; depth is bounded.
 
-From lists to factors; what a factor is made of is in primaries.
+This file has the grammar from lists to factors; primaries.py has the parts of factors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEGREE = ExpressionNode("divide", (PI, number(180)))
 
 
 def parse(text: str) -> ExpressionNode:
-    """The tree of a tidied answer. Raises Unreadable."""
+    """Return the tree of a tidied answer. Raises Unreadable."""
     return Parser(tokens(text)).answer()
 
 
@@ -33,7 +33,7 @@ class Parser(Primaries):
         return self._list(items)
 
     def _items(self) -> list[ExpressionNode]:
-        """Statements between commas, semicolons and "and", up to what closes them."""
+        """Return statements between commas, semicolons and "and", up to a closing mark."""
         items: list[ExpressionNode] = []
         joints: set[str] = set()
         while True:
@@ -73,7 +73,7 @@ class Parser(Primaries):
         return left
 
     def _list(self, items: list[ExpressionNode]) -> ExpressionNode:
-        """One statement or a list; that a variable is a real number goes without saying."""
+        """Return one statement or a list. Leave out statements that a variable is a real number."""
         items = [item for item in items if not is_domain(item)] or items
         return items[0] if len(items) == 1 else ExpressionNode("list", tuple(items), self._joint)
 
@@ -95,13 +95,13 @@ class Parser(Primaries):
             sign = self._sign()
         if self._next in ("\\bmod", "\\mod") and all(token.text != "\\equiv" for token in self._tokens):
             if len(terms) > 1:
-                raise Unreadable("what a remainder is of")
+                raise Unreadable("the remainder of a sum")
             self._at += 1
             return ExpressionNode("call", (terms[0], self._factor()), "mod")
         return ExpressionNode("add", tuple(terms)) if len(terms) > 1 else terms[0]
 
     def _sign(self) -> str:
-        """One sign for a run of them."""
+        """Read a run of signs as one sign."""
         sign = "+"
         while self._next in ("+", "-", "\\pm", "\\mp"):
             mark = self._take().text
@@ -160,7 +160,7 @@ class Parser(Primaries):
         )
 
     def _unit(self, factors: list[ExpressionNode]) -> None:
-        """Skip words behind a value, with their exponents; words that scale it or say percent count."""
+        """Skip unit words behind a value, with their exponents. Words that scale the value or mean percent change it."""
         only_words = all(factor.head == "word" for factor in factors)
         while self._next in ("word", "text"):
             word = self._take().text
@@ -170,7 +170,7 @@ class Parser(Primaries):
             elif folded in SCALES and factors[-1].head in ("number", "decimal"):
                 factors.append(number(SCALES[folded]))
             elif not only_words and (folded in NOT_UNITS or folded in SCALES or not _is_unit(word, factors[-1])):
-                raise Unreadable(f"{word} is no unit")
+                raise Unreadable(f"{word} is not a unit")
             elif only_words:
                 factors[:] = [ExpressionNode("word", (), f"{factors[0].value} {folded}")]
             while self._next in ("^", "/", *_TIMES) and not only_words:
@@ -183,7 +183,7 @@ class Parser(Primaries):
                     break
 
     def _factor(self) -> ExpressionNode:
-        """A primary with what follows it: exponent, factorial, percent, degrees."""
+        """Return a primary with its exponent, factorial, percent sign or degree sign."""
         base = self._primary()
         while True:
             follows = self._next
@@ -209,7 +209,7 @@ class Parser(Primaries):
                 return base
 
     def _exponent(self) -> ExpressionNode:
-        """What stands behind a caret; of several the last binds first: 2^3^2 is 2^9."""
+        """Return the exponent behind a caret. The last of several carets binds first: 2^3^2 is 2^9."""
         with self._nested():
             exponent = self._argument(signed=True)
             if self._next == "^":
@@ -219,12 +219,12 @@ class Parser(Primaries):
 
 
 def _is_unit(word: str, value: ExpressionNode) -> bool:
-    """Whether a word may be the unit of a value: 5 m, and not 5 x or B C."""
+    """Return whether a word may be the unit of a value: 5 m, but not 5 x or B C."""
     return len(word) > 1 or (word in _LETTERS and value.head != "symbol")
 
 
 def _mixed(whole: ExpressionNode, part: ExpressionNode) -> list[ExpressionNode]:
-    r"""`2\frac{3}{4}` as 2 + 3/4; with anything but a proper fraction of two literals it is a product."""
+    r"""Read `2\frac{3}{4}` as 2 + 3/4. Anything except a proper fraction of two literals is a product."""
     if part.head == "divide" and all(side.head == "number" for side in part.args):
         top, bottom = (side.value for side in part.args)
         if 0 < top < bottom:  # type: ignore[operator]

@@ -47,16 +47,16 @@ _ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "
 
 
 class Primaries:
-    """The lower half of the grammar: a position in the tokens, and what surrounds it. The upper half is the parser's."""
+    """The lower half of the grammar: the position in the tokens and its context. `Parser` has the upper half."""
 
     def __init__(self, found: list[Token]):
         self._tokens = found
         self._at = 0
         self._depth = 0
-        self._bars: list[str] = []  # closing bars that are waited for
+        self._bars: list[str] = []  # closing bars that are expected
         self._angle = False  # within a trigonometric function's argument, where a degree sign counts
-        self._builder = False  # directly within set braces, where a bar or colon says "such that"
-        self._joint = ""  # of the statements read last: "or" where that alone stood between them
+        self._builder = False  # directly within set braces, where a bar or colon means "such that"
+        self._joint = ""  # of the last statements: "or" if only that stood between them
 
     @property
     def _next(self) -> str:
@@ -79,7 +79,7 @@ class Primaries:
 
     @contextmanager
     def _nested(self, builder: bool | None = None) -> Iterator[None]:
-        """One level deeper. `builder`: within brackets, of that kind; bars that are waited for outside close nothing there."""
+        """Enter one level. `builder`: within brackets, of that kind; bars expected outside close nothing inside."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable("nested too deeply")
@@ -133,7 +133,7 @@ class Primaries:
             return self._matrix(token.text)
         if token.kind == "command":
             return self._command(kind)
-        raise Unreadable(f"{kind!r} is no value")
+        raise Unreadable(f"{kind!r} is not a value")
 
     def _numeral(self, token: Token) -> ExpressionNode:
         if self._next != "_":
@@ -163,11 +163,11 @@ class Primaries:
         return ExpressionNode("symbol", (), name)
 
     def _calls_number(self) -> bool:
-        """A letter before a number in parentheses, as in I(0), is a function, and no product."""
+        """Return whether a number in parentheses follows, as in I(0): then the letter is a function."""
         return self._tokens[self._at + 1].kind == "number" and self._tokens[self._at + 2].kind == ")"
 
     def _subscript(self) -> str:
-        """The text of a subscript, without spaces."""
+        """Return the text of a subscript without spaces."""
         if self._next != "{":
             return self._take().text
         self._at += 1
@@ -181,7 +181,7 @@ class Primaries:
             text.append(token.text)
 
     def _word(self, token: Token) -> ExpressionNode:
-        """Text that is the answer itself; short words that no text command marks are products of variables."""
+        """Return text that is the answer itself. Short words outside text commands are products of variables."""
         if len(token.text) == 1:
             return self._symbol(token.text)
         if token.kind == "word" and len(token.text) < 4:
@@ -199,7 +199,7 @@ class Primaries:
         return ExpressionNode("call", (inside,), "abs")
 
     def _closed(self, opening: str) -> tuple[ExpressionNode, ...]:
-        """The items up to the bracket that closes `opening`, which has been taken."""
+        """Return the items up to the bracket that closes `opening`. `opening` has been read already."""
         with self._nested(builder=False):
             items = self._items()
             self._close = self._expect(*OPENING[opening])
@@ -216,7 +216,7 @@ class Primaries:
         return self._list(list(items)) if self._joint else ExpressionNode("tuple", items, opening + self._close)
 
     def _braces(self) -> ExpressionNode:
-        """A group; one that holds several items is a set."""
+        """Return a group in braces; a group of several items is a set."""
         self._expect("{")
         with self._nested(builder=self._builder):
             items = self._items()
@@ -233,7 +233,7 @@ class Primaries:
                 self._builder = False
                 domain = [item for item in items if item.head == "relation" and not is_domain(item)]
                 node = self._list(self._items())
-                if domain:  # of integers, say: a set that is compared as it is written
+                if domain:  # e.g. a set of integers: compare the set as written
                     node = ExpressionNode("set", (*domain, node))
             else:
                 node = ExpressionNode("set", tuple(items))
@@ -265,7 +265,7 @@ class Primaries:
         return ExpressionNode("matrix", tuple(ExpressionNode("row", tuple(row)) for row in rows))
 
     def _argument(self, signed: bool = False, digit: bool = False) -> ExpressionNode:
-        """What a command or exponent applies to: a braced group, else one token. `digit`: of a number only the first."""
+        """Return the argument of a command or exponent: a braced group, else one token. `digit`: take only the first digit."""
         if self._next == "{":
             return self._braces()
         if signed and self._next in ("-", "+"):
@@ -314,9 +314,9 @@ class Primaries:
         if command in UNREAD:
             raise Unknown(command)
         if command in CLOSING or command in RELATIONS or command in SET_OPERATIONS or name.endswith("mod"):
-            raise Unreadable(f"{command} is no value")
+            raise Unreadable(f"{command} is not a value")
         if not name.isalpha():
-            raise Unreadable(f"{command} is no value")
+            raise Unreadable(f"{command} is not a value")
         return self._symbol({"\\varepsilon": "\\epsilon", "\\varphi": "\\phi"}.get(command, command))
 
     def _raw(self) -> str:
@@ -328,7 +328,7 @@ class Primaries:
             self._at += 1
             items = self._closed("[")
             if len(items) != 1:
-                raise Unreadable("a root of no degree")
+                raise Unreadable("a root without a degree")
             index = items[0]
         with self._nested():
             radicand = self._argument() if self._next != "(" else self._primary()
@@ -352,7 +352,7 @@ class Primaries:
         return call if exponent is None else ExpressionNode("power", (call, exponent))
 
     def _function_argument(self) -> ExpressionNode:
-        """One group in brackets, or the product up to the next sign, function or bracket."""
+        """Return one group in brackets, or the product up to the next sign, function or bracket."""
         if self._next in ("(", "[", "{", *BARS):
             return self._factor() if self._next not in ("(", "[") else self._primary()
         sign = self._sign() if self._next in ("+", "-") else "+"
@@ -365,7 +365,7 @@ class Primaries:
         return with_sign(sign, product(factors))
 
     def _series(self, name: str) -> ExpressionNode:
-        """A sum or product: the arguments are the index, its first and last value, and the term. It is compared as a text."""
+        """Return a sum or product, compared as text. Its arguments: index, first value, last value, and the term."""
         self._expect("_")
         start = self._argument()
         self._expect("^")

@@ -1,8 +1,8 @@
-"""Whether two expressions have the same value: for constants exactly, for functions at several points.
+"""Decide whether two expressions have the same value: constants exactly, functions at several points.
 
-Points are derived from both expressions, so that a verdict is the same at all times, and no answer can be made for the points.
-Functions that consist of pieces, as |x| does, are compared far from 0 as well. Rational functions are evaluated exactly there;
-others to so many digits that what remains of the difference of equal values shrinks as digits are added.
+The points depend on both expressions. A verdict is therefore reproducible, and no answer can be made for the points. Functions
+with pieces, such as |x|, are also compared far from 0. Rational functions are evaluated exactly there. Other functions are
+evaluated to more and more digits: the difference of equal values shrinks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from runtime.rewards.mathematics.exact import Irrational, Values, exact
 from runtime.rewards.mathematics.tree import INFINITY, ExpressionNode, TooCostly, heads, key, number, replace, symbols, walk
 
 POINTS = 4
-FAR = (10, 1000, 10**6, 10**12)  # factors of the points at which pieces are told apart: |x - 5| and 5 - x
-INTEGER_POINTS = 24  # for functions of integers, which agree at more points: remainders, floors
-AGREEING = 6  # significant digits to which a decimal has to agree with an exact form
+FAR = (10, 1000, 10**6, 10**12)  # factors of the points that separate pieces: |x - 5| and 5 - x
+INTEGER_POINTS = 24  # for functions of integers, such as remainders and floors: they agree at more points
+AGREEING = 6  # significant digits to which a decimal must agree with an exact form
 _NOISE = Fraction(1, 10**12)  # relative error of a value computed in floating point
 _PIECES = frozenset(("abs", "max", "min", "floor", "ceil", "root", "mod", "gcd", "lcm"))
-_WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "mod"))  # functions that are about integers
+_WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "mod"))  # functions about integers
 
-Verdict = bool | None  # None: cannot be told
+Verdict = bool | None  # None: undecided
 
 
 def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    """Whether two expressions are equal. Raises TooCostly."""
+    """Return whether two expressions are equal. Raises TooCostly."""
     if prediction == truth or key(prediction) == key(truth):
         return True
     if _is_infinite(prediction) or _is_infinite(truth):
@@ -53,7 +53,7 @@ def _is_infinite(node: ExpressionNode) -> bool:
 
 
 def _equal_with_percent(prediction: ExpressionNode, truth: ExpressionNode, predicted: bool) -> Verdict:
-    """A percent sign on one side may be a unit (25 for 25%) or a hundredth (0.25)."""
+    """Compare if one side has a percent sign. The sign may be a unit (25 for 25%) or a hundredth (0.25)."""
     hundredth = ExpressionNode("multiply", (truth if predicted else prediction, number(100)))
     return _equal(prediction, truth) or (_equal(prediction, hundredth) if predicted else _equal(hundredth, truth))
 
@@ -80,7 +80,7 @@ def _bare_logarithm(node: ExpressionNode) -> bool:
 
 
 def bare_decimal(node: ExpressionNode) -> Fraction | None:
-    r"""The value of a decimal numeral, signed or times a power of ten; None for anything else."""
+    r"""Return the value of a decimal numeral, with a sign or a power of ten; None for anything else."""
     if node.head == "decimal":
         return node.value  # type: ignore[return-value]
     if node.head in ("negate", "percent"):
@@ -97,7 +97,7 @@ def bare_decimal(node: ExpressionNode) -> Fraction | None:
 
 
 def _decimal_equal(decimal: Fraction, form: ExpressionNode) -> Verdict:
-    """Whether an exact form is what the decimal is a value of, to six digits or more."""
+    """Return whether the decimal is a value of the exact form, to six digits or more."""
     if symbols(form):
         return _equal_at_points(number(decimal), form, 0, False)
     try:
@@ -120,15 +120,15 @@ def _decimal_equal(decimal: Fraction, form: ExpressionNode) -> Verdict:
 
 
 def _fraction(value: Value) -> Fraction:
-    """The exact value of an mpf."""
+    """Return the exact value of an mpf."""
     sign, mantissa, exponent, _ = value._mpf_
     return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
 
 
 def agrees(decimal: Fraction, value: Fraction) -> bool:
-    """Whether the decimal is the value, or agrees with it to six significant digits or more, rounded or cut off.
+    """Return whether the decimal is the value, or agrees with it to six significant digits or more, rounded or cut off.
 
-    Where the value itself is a decimal of no more digits (an integer, a half), its digits are all meant: 220.01 is not 220.
+    If the value is a decimal with no more digits (an integer, a half), all its digits count: 220.01 is not 220.
     """
     if decimal == value:
         return True
@@ -139,12 +139,12 @@ def agrees(decimal: Fraction, value: Fraction) -> bool:
     digits = _significant_digits(value)
     if digits is not None and digits <= (_significant_digits(decimal) or 0):
         return difference <= _NOISE * value
-    unit = Fraction(10) ** (_exponent(min(decimal, value)) - AGREEING + 1)  # of the sixth digit
+    unit = Fraction(10) ** (_exponent(min(decimal, value)) - AGREEING + 1)  # unit of the sixth digit
     return difference <= unit / 2 or (difference < unit and decimal // unit == value // unit)
 
 
 def _exponent(value: Fraction) -> int:
-    """That of ten in scientific notation."""
+    """Return the exponent of ten in scientific notation."""
     exponent = int((value.numerator.bit_length() - value.denominator.bit_length()) * 0.30103)
     while Fraction(10) ** exponent > value:
         exponent -= 1
@@ -154,7 +154,7 @@ def _exponent(value: Fraction) -> int:
 
 
 def _significant_digits(value: Fraction) -> int | None:
-    """The length of the value's decimal expansion, leading and trailing zeros left out; None where it has no end."""
+    """Return the length of the decimal expansion without leading and trailing zeros; None if it does not end."""
     rest = value.denominator
     twos = (rest & -rest).bit_length() - 1
     rest >>= twos
@@ -171,7 +171,7 @@ def _significant_digits(value: Fraction) -> int | None:
 
 
 def rounds(value: ExpressionNode, rounded: ExpressionNode) -> bool:
-    """Whether `rounded` may be what a constant is about: a millionth away, or less than one in the last digit of a numeral."""
+    """Return whether `rounded` may be a rounded `value`: a millionth away, or less than one in a numeral's last digit."""
     if (rounded.head == "percent") != (value.head == "percent"):
         value = ExpressionNode("multiply", (value, number(100)))
     evaluation = NumericEvaluation({}, DIGITS)
@@ -202,7 +202,7 @@ def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base
         try:
             found = _equal_at(prediction, truth, values, log_base, rounded, real_only)
         except Irrational:
-            return None  # what cannot be evaluated
+            return None  # the expression cannot be evaluated
         except TooCostly:
             if max(map(abs, values.values()), default=0) < FAR[0]:
                 raise
@@ -214,7 +214,7 @@ def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base
 
 
 def _about_integers(node: ExpressionNode) -> bool:
-    """Whether the expression has a meaning for integers alone, as n! and (-1)^n do."""
+    """Return whether the expression has a meaning only for integers, such as n! and (-1)^n."""
     for part in walk(node):
         if part.head == "call" and part.value in _WHOLE and symbols(part):
             return True
@@ -226,7 +226,7 @@ def _about_integers(node: ExpressionNode) -> bool:
 
 
 def _points(names: list[str], integral: bool, salt: int, pieces: bool) -> Iterator[tuple[Values, bool]]:
-    """Where to compare, and whether a point only counts when all roots and logarithms there are real."""
+    """Yield the points of comparison, and whether a point counts only if all its roots and logarithms are real."""
     if not names:
         yield {}, False
         return
@@ -248,13 +248,13 @@ def _positive(index: int, name: str, salt: int) -> Fraction:
     return Fraction(zlib.crc32(f"{index} {name} {salt}".encode()) % 1999 + 211, 1000)
 
 
-def _sign(index: int, place: int) -> int:
-    """That of the variable at `place` in the alphabet: each is negative somewhere, and any two differ somewhere."""
-    return -1 if index == 0 or (place >> (index - 1)) & 1 == index & 1 else 1
+def _sign(index: int, order: int) -> int:
+    """Return the sign of the variable at index `order`. Each variable is negative somewhere, and any two differ somewhere."""
+    return -1 if index == 0 or (order >> (index - 1)) & 1 == index & 1 else 1
 
 
 def _integer(index: int, name: str) -> Fraction:
-    """Different for each index below 31, in steps that differ by name: so that parities and remainders are mixed."""
+    """Return values that differ for all indices below 31. The step depends on the name, to mix parities and remainders."""
     chance = zlib.crc32(name.encode())
     return Fraction(1 + (chance + index * (1 + chance // 31 % 30)) % 31)
 
@@ -262,7 +262,7 @@ def _integer(index: int, name: str) -> Fraction:
 def _equal_at(
     prediction: ExpressionNode, truth: ExpressionNode, values: Values, log_base: int, rounded: bool, real_only: bool
 ) -> Verdict:
-    """The verdict of one point; None where the values are not defined there."""
+    """Return the verdict at one point; None if the values are not defined there."""
     try:
         found = exact(prediction, values), exact(truth, values)
     except ZeroDivisionError:
@@ -284,7 +284,7 @@ def _close(prediction: Fraction, truth: Fraction) -> bool:
 def _equal_digits(
     prediction: ExpressionNode, truth: ExpressionNode, values: Values, log_base: int, rounded: bool, real_only: bool
 ) -> Verdict:
-    """By the difference to a number of digits, and to more: that of equal values shrinks."""
+    """Compare the difference at a precision and at a higher precision: for equal values it shrinks."""
     difference, scale, peak, real = _difference(prediction, truth, values, log_base, DIGITS)
     if not real and real_only:
         return None
@@ -302,14 +302,14 @@ def _equal_digits(
 def _difference(
     a: ExpressionNode, b: ExpressionNode, values: Values, log_base: int, digits: int
 ) -> tuple[Value, Value, int, bool]:
-    """Absolute difference, the larger absolute value, the binary exponent of the largest number, whether all was real."""
+    """Return the absolute difference, the larger absolute value, the largest binary exponent, and whether all was real."""
     evaluation = NumericEvaluation(values, digits, log_base)
     left, right = evaluation.value(a), evaluation.value(b)
     return abs(left - right), max(abs(left), abs(right)), evaluation.peak, evaluation.real
 
 
 def proportional(a: ExpressionNode, b: ExpressionNode) -> int | None:
-    """The sign of the constant c ≠ 0 with a = c·b; None where there is none, 0 where that cannot be told."""
+    """Return the sign of the constant c ≠ 0 with a = c·b; None if there is none, 0 if undecided."""
     names = sorted(symbols(a) | symbols(b))
     if not names:
         return None

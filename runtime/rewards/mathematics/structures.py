@@ -1,6 +1,6 @@
-"""Whether two answers are the same thing: lists, sets, tuples, intervals, equations, inequalities, matrices, ratios, words.
+"""Decide whether two answers are the same: lists, sets, tuples, intervals, equations, inequalities, matrices, ratios, words.
 
-A verdict is True, False, or None where it cannot be told here: sets of real numbers in other words, arithmetic of matrices.
+A verdict is True, False, or None if it is undecided here: sets of real numbers in other notation, arithmetic of matrices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runtime.rewards.mathematics.tree import (
 
 _Rows = tuple[tuple[ExpressionNode, ...], ...]
 
-MAX_ITEMS = 100  # of a list in which each is compared with each
+MAX_ITEMS = 100  # items of a list that are compared pairwise
 _REALS = ExpressionNode("symbol", (), "mathbb R")
 _ORDER = frozenset(("=", "<", "\\le", "\\ne"))
 _DOWNWARD = {">": "<", "\\ge": "\\le"}
@@ -35,7 +35,7 @@ _TIME = re.compile(r"1?[0-9]|2[0-4]")
 
 
 def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    """Whether two answers are the same. Raises TooCostly."""
+    """Return whether two answers are the same. Raises TooCostly."""
     prediction = _with_constant(prediction, truth)
     if _alternatives(prediction, truth) != _alternatives(truth, prediction):
         return False
@@ -45,7 +45,7 @@ def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if rows and ((predicted_rows and expected_rows) or any(part.head == "tuple" for part in (other, *other.args))):
         if predicted_rows and expected_rows and predicted_rows[0].keys() != expected_rows[0].keys():
             return False
-        orders = list(rows[0]), sorted(rows[0])  # without names the coordinates are as written, or as in the alphabet
+        orders = list(rows[0]), sorted(rows[0])  # coordinates without names are in written or in alphabetical order
         return _any(same(_points(predicted_rows, order, prediction), _points(expected_rows, order, truth)) for order in orders)
     if key(prediction) == key(truth):
         return True
@@ -64,7 +64,7 @@ def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
 
 
 def _with_constant(node: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
-    """`x + c` as `x + C` where the other has that: a constant of integration."""
+    """Rename `x + c` to `x + C` if the other answer has that: a constant of integration."""
     for ours, theirs in (("c", "C"), ("C", "c")):
         constant = ExpressionNode("symbol", (), ours)
         apart = {ours, theirs} & symbols(node) == {ours} and {ours, theirs} & symbols(other) == {theirs}
@@ -74,21 +74,21 @@ def _with_constant(node: ExpressionNode, other: ExpressionNode) -> ExpressionNod
 
 
 def _alternatives(node: ExpressionNode, other: ExpressionNode) -> bool:
-    """Whether "or" is not what a comma is: x = 1 or y = 2, and inequalities where the other has "and"."""
+    """Return whether "or" differs from a comma: x = 1 or y = 2, and inequalities if the other answer has "and"."""
     firsts = {key(part.args[0]) for part in node.args if part.head == "relation" and part.value == "="}
     ordered = any(part.head == "relation" and part.value != "=" for part in node.args)
     return node.value == "or" and (len(firsts) == len(node.args) or (ordered and other.value == "and"))
 
 
 def _bracketed(items: ExpressionNode, like: ExpressionNode) -> ExpressionNode:
-    """A list as a tuple whose brackets were left out, if it is as long and its members are not tuples themselves."""
+    """Return a list as the tuple `like` without brackets, if it is as long and its members are not tuples."""
     if len(items.args) != len(like.args) or any(item.head == "tuple" for item in items.args):
         return items
     return ExpressionNode("tuple", items.args, like.value)
 
 
 def _items(node: ExpressionNode) -> list[ExpressionNode]:
-    """The members of a list or set; plus-minus stands for two of them."""
+    """Return the members of a list or set. A plus-minus sign gives two members."""
     if node.head == "relation" and node.value in ("=", "\\in") and node.args[1].head in ("set", "list"):
         node = node.args[1]
     if node.head == "relation" and node.value == "=" and "sign" in heads(node.args[1]) and _is_name(node.args[0]):
@@ -98,7 +98,7 @@ def _items(node: ExpressionNode) -> list[ExpressionNode]:
 
 
 def _same_in_any_order(predicted: Sequence[ExpressionNode], expected: Sequence[ExpressionNode]) -> Verdict:
-    """Whether the items can be paired up: equal texts first, then each with each."""
+    """Return whether the items can be paired: equal texts first, then pairwise comparison."""
     if len(predicted) != len(expected):
         return False
     rest = list(predicted)
@@ -172,14 +172,14 @@ def _same_tuple(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
 
 
 def _rows(node: ExpressionNode) -> _Rows | None:
-    """The entries of a matrix, or of a vector as a column; None for anything else."""
+    """Return the entries of a matrix, or of a vector as a column; None for anything else."""
     if node.head == "matrix":
         return tuple(row.args for row in node.args)
     return tuple((item,) for item in node.args) if node.head == "tuple" and node.value in ("()", "[]") else None
 
 
 def _same_matrix(prediction: _Rows | None, truth: _Rows | None, vectors: bool) -> Verdict:
-    """Entry by entry; matrix arithmetic cannot be told here. A tuple is a vector, whichever way it is written."""
+    """Compare entry by entry; matrix arithmetic is undecided here. `vectors`: treat rows and columns alike."""
     if prediction is None or truth is None:
         return None
     if vectors:
@@ -201,7 +201,7 @@ def _column(entries: _Rows) -> _Rows:
 
 
 def _same_ratio(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    """Proportional ones are the same, but times of day are not; a ratio of two is also a quotient."""
+    """Compare ratios. Proportional ratios are the same, but times of day are not. A ratio of two is also a quotient."""
     if prediction.head != "ratio" or truth.head != "ratio":
         ratio, other = (prediction, truth) if prediction.head == "ratio" else (truth, prediction)
         return len(ratio.args) == 2 and equal_values(ExpressionNode("divide", ratio.args), other)
@@ -217,7 +217,7 @@ def _same_ratio(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
 
 
 def _is_clock(node: ExpressionNode) -> bool:
-    """Whether it may be a time, whose minutes are not a multiple of its hours."""
+    """Return whether a ratio may be a time of day, which is not a proportion."""
     hours, minutes = node.args[0], node.args[1]
     if len(node.args) > 3 or hours.head != "number" or minutes.head != "number":
         return False
@@ -228,7 +228,7 @@ def _is_clock(node: ExpressionNode) -> bool:
 
 
 def _is_name(node: ExpressionNode) -> bool:
-    """Whether the left side of an equation only names what the right side is: x, f(x), |AB|, (x, y), V_1 : V_2."""
+    """Return whether the left side of an equation only names the right side: x, f(x), |AB|, (x, y), V_1 : V_2."""
     if node.head == "symbol":
         return node.value not in CONSTANTS
     if node.head in ("tuple", "ratio", "multiply", "list", "call", "divide"):
@@ -247,13 +247,13 @@ def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Ve
         return _any(same(value, other) for value in _values(relation, lenient=relation is prediction))
     if other.head == "tuple" and (interval := _real_set(relation)) is not None:
         return same(interval, other)
-    return None if other.head in ("tuple", "set") else False  # what more than one inequality says
+    return None if other.head in ("tuple", "set") else False  # several inequalities may describe them
 
 
 def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
-    """Return the sides of an equation that are answers: those that are no names. `lenient`: whatever stands on the left side.
+    """Return the sides of an equation that are answers, i.e. not names. `lenient`: allow any left side.
 
-    A side that the last side contradicts is no answer: 10 - 3 = 6 says 6, and not 7 as well. A last side that is a decimal or
+    A side that contradicts the last side is not an answer: 10 - 3 = 6 means 6, not also 7. A last side that is a decimal or
     stands behind an \\approx may be rounded.
     """
     first, last = relation.args[0], relation.args[-1]
@@ -270,7 +270,7 @@ def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
 
 
 def _same_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    """Side by side, or as multiples of each other."""
+    """Compare side by side, or as multiples of each other."""
     prediction, truth = _upward(_ends(_named(prediction, truth))), _upward(_ends(_named(truth, prediction)))
     if prediction.value != truth.value:
         return None
@@ -283,13 +283,13 @@ def _same_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict
 
 
 def _defines(relation: ExpressionNode) -> bool:
-    """Whether its left side is a name that is not on the right: another right side makes it another relation."""
+    """Return whether the left side is a name that the right side does not contain. Then the right side decides alone."""
     name, value = relation.args
     return name.head == "opaque" or (_is_name(name) and symbols(name).isdisjoint(symbols(value)))
 
 
 def _upward(relation: ExpressionNode) -> ExpressionNode:
-    """`b > x > a` as `a < x < b`."""
+    """Rewrite `b > x > a` as `a < x < b`."""
     marks = str(relation.value).split()
     if not all(mark in _DOWNWARD for mark in marks):
         return relation
@@ -297,7 +297,7 @@ def _upward(relation: ExpressionNode) -> ExpressionNode:
 
 
 def _named(relation: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
-    """`> 3` as `x > 3` where the other is about x."""
+    """Rewrite `> 3` as `x > 3` if the other answer is about x."""
     names = symbols(other)
     if relation.args[0] != UNNAMED or len(names) != 1 or UNNAMED.value in names:
         return relation
@@ -305,7 +305,7 @@ def _named(relation: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
 
 
 def _ends(relation: ExpressionNode) -> ExpressionNode:
-    """An equation through several steps as one between its ends: x = 6/2 = 3."""
+    """Reduce an equation of several steps to its ends: x = 6/2 = 3 becomes x = 3."""
     marks = set(str(relation.value).split())
     if marks <= {"=", "\\approx"} and len(relation.args) > 1:
         exact = [side for side, mark in zip(relation.args[1:], str(relation.value).split(), strict=True) if mark == "="]
@@ -323,14 +323,14 @@ def _holds_sets(node: ExpressionNode) -> bool:
 
 
 def _same_real_sets(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    """Unions part by part; whatever else is left to algebra."""
+    """Compare unions part by part; leave the rest to algebra."""
     if prediction.head == truth.head == "symbol":
         return prediction == truth  # R and Z
     return True if prediction.head == truth.head == "union" and _same_in_any_order(prediction.args, truth.args) else None
 
 
 def _members(node: ExpressionNode) -> ExpressionNode:
-    """The set in `x \\in S` and `D = S`, and of inequalities and intervals with "or" between them their union."""
+    """Return the set in `x \\in S` and `D = S`, and the union of inequalities and intervals joined by "or"."""
     if (found := _real_set(node)) is not None:
         return found
     if node.head == "relation" and node.value == "=" and _is_name(node.args[0]):
@@ -339,7 +339,7 @@ def _members(node: ExpressionNode) -> ExpressionNode:
 
 
 def _real_set(node: ExpressionNode) -> ExpressionNode | None:
-    """The interval that an inequality of a variable with numbers stands for, or the union of such; None for anything else."""
+    """Return the interval of an inequality between a variable and numbers, or a union of intervals; None for anything else."""
     if node.head == "union" or (node.head == "list" and node.value == "or"):
         parts = [_real_set(part) or (part if part.head in ("tuple", "set") else None) for part in node.args]
         if None in parts:
@@ -368,7 +368,7 @@ def _real_set(node: ExpressionNode) -> ExpressionNode | None:
 
 
 def _rows_by_name(node: ExpressionNode) -> list[dict[str, ExpressionNode]] | None:
-    """Of `p=5, q=2; p=7, q=3` the two solutions; None for what does not give each of several variables its values."""
+    """Return the two solutions of `p=5, q=2; p=7, q=3`. Return None if the answer does not give several variables values."""
     pairs: list[tuple[str, ExpressionNode]] = []
     for item in node.args if node.head in ("list", "set") else (node,):
         assigned = _assigned(item)
@@ -381,7 +381,7 @@ def _rows_by_name(node: ExpressionNode) -> list[dict[str, ExpressionNode]] | Non
 
 
 def _points(rows: list[dict[str, ExpressionNode]] | None, order: list[str], otherwise: ExpressionNode) -> ExpressionNode:
-    """The solutions as points, (5, 2), (7, 3)."""
+    """Return the solutions as points, (5, 2), (7, 3)."""
     if rows is None:
         return otherwise
     points = tuple(ExpressionNode("tuple", tuple(row[name] for name in order), "()") for row in rows)
@@ -389,7 +389,7 @@ def _points(rows: list[dict[str, ExpressionNode]] | None, order: list[str], othe
 
 
 def _assigned(item: ExpressionNode) -> list[tuple[ExpressionNode, ExpressionNode]]:
-    """The sides of `p = 5`, of `(p, q) = (5, 2)` each coordinate's; of anything else one that is no name."""
+    """Return the sides of `p = 5`, or of each coordinate of `(p, q) = (5, 2)`; for anything else a pair without a name."""
     if item.head in ("list", "set"):
         return [pair for part in item.args for pair in _assigned(part)]
     if item.head != "relation" or item.value != "=":

@@ -1,6 +1,6 @@
-r"""LaTeX as people and models write it, made uniform: `\left( \dfrac12 , \, 3\right)` and `(\frac12,3)` read the same.
+r"""Unify the LaTeX of people and models: `\left( \dfrac12 , \, 3\right)` and `(\frac12,3)` become the same text.
 
-Also which part of a text is the mathematics, where an answer comes with prose: "The largest $n$ is 34."
+Also find the mathematics in an answer with prose: "The largest $n$ is 34."
 Every function takes linear time.
 """
 
@@ -17,7 +17,7 @@ _COMMANDS = r"""
 \u2264 \le|\u2265 \ge|\u2260 \ne|\u00b1 \pm|\u222a \cup|\u2229 \cap|\u2208 \in|\u2248 \approx|\u211d \mathbb{R}|\u2205 \emptyset
 \u2228 \vee|\u2227 \wedge|\u2223 \mid|\u2124 \mathbb{Z}|\u2115 \mathbb{N}|\u211a \mathbb{Q}|\u2213 \mp|\u221b \cbrt
 \u00bd \frac{1}{2}|\u00bc \frac{1}{4}|\u00be \frac{3}{4}|\u2153 \frac{1}{3}|\u2154 \frac{2}{3}|\u2044 /|\u2215 /
-"""  # each code point, and what it stands for
+"""  # each code point and its command
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2212\u2013\u2012\ufe63", "-"),
@@ -36,7 +36,7 @@ _INVISIBLE = re.compile(
     r"|(?<!\\)\\[()\[\]]|\\hline|\\(?:phantom|hspace|vspace|tag|label) ?\*?\{[^{}]*\}"
 )
 _SPACING = re.compile(r"(?<!\\)\\[,;:! >]|\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|~")
-# `!=` glued to a number or a bracket says what a factorial is, as does `n!=n(n-1)!`.
+# `!=` behind a number or a bracket defines a factorial, as does `n!=n(n-1)!`.
 _UNEQUAL = re.compile(
     r"(?:(?<= )|\A|(?<=\|))!=|(?:(?<=(?<![A-Za-z\\])([A-Za-z]))|(?<=_[0-9A-Za-z])|(?<=_\{[0-9A-Za-z]\}))!=(?![^,;]{0,40}!(?!=))"
 )
@@ -74,7 +74,7 @@ _SAME = (
 _FONT = re.compile(
     r"\\(?:boldsymbol|bold|bm|pmb|mathtt|mathnormal|bf|it|sf|tt|bfseries|itshape|underline|uline|emph|ensuremath|hbox|tiny|small"
     r"|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
-    r"|\\(?:mathbf|mathit|mathsf)(?![A-Za-z])(?! ?\{[A-Za-z0-9 ,.'~^/*+=;:()%-]*\})"  # what they hold may be a word
+    r"|\\(?:mathbf|mathit|mathsf)(?![A-Za-z])(?! ?\{[A-Za-z0-9 ,.'~^/*+=;:()%-]*\})"  # their content may be a word
 )
 _UNDERLINED = re.compile(r"\\(?:underline|uline|emph) ?\{([^{}]*)\}")
 _ROMAN = re.compile(r"\{ ?\\rm(?![A-Za-z]) ?([A-Za-z ]{1,20})\}|\\rm ?\{([A-Za-z ]{1,20})\}")
@@ -84,7 +84,7 @@ _FACTORS = re.compile(
     r"\\(?:text|mathrm|mbox) ?\{((?:[A-Za-z /~]|\\(?:cdot|times|mu|Omega|[,;: ])|\^ ?(?:\{ ?-?[1-9] ?\}|[1-9]))+)\}"
 )
 _CURRENCY = re.compile(r"\\\$|[€£¥₹]")
-# A system of equations, however it is set.
+# A system of equations, in any environment.
 _SYSTEM = r"\{ ?(?:align(?:ed)?|gather(?:ed)?|split|eqnarray|equation|alignedat|[dr]cases) ?\*?\}(?: ?\[[tbc]\]| ?\{[0-9]\})?"
 _SYSTEMS = (
     (re.compile(r"\\left ?\\(?:\{|lbrace) ?\\begin ?\{(?:array|matrix)\}(?: ?\{[|lcr ]*\})?"), r"\\begin{cases}"),
@@ -92,7 +92,7 @@ _SYSTEMS = (
     (re.compile(r"\\left ?\\(?:\{|lbrace) ?(?=\\begin)|(?<=\}) ?\\right ?\.\Z"), " "),
     (re.compile(rf"\\(begin|end) ?{_SYSTEM}"), r"\\\1{cases}"),
     (re.compile(r"& ?(?=[=<>]|\\(?:[lg]eq?|neq?|approx)(?![A-Za-z]))|(?<=[=<>,]) ?&|(?<=\\le|\\ge|\\ne) ?&"), " "),
-    (re.compile(r"\\\\ *(?==)"), " "),  # a line that goes on with what was before
+    (re.compile(r"\\\\ *(?==)"), " "),  # a line that continues the line before
 )
 _SEGMENT = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\(((?:[^\\]|\\(?!\)))*)\\\)|\\\[((?:[^\\]|\\(?!\]))*)\\\]")
 _COMMAND = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
@@ -101,7 +101,7 @@ _SAYS = re.compile(
     r"\b(?:is|are|was|equals|be|answer|approximately|about|around|roughly|exactly|nearly|almost)\b:?|[A-Za-z]{2}:(?= )",
     re.IGNORECASE,
 )
-_DOUBT = re.compile(  # what says that what it names is not the value
+_DOUBT = re.compile(  # words that deny or qualify the value beside them
     r"\b(?:not|never|neither|nor|cannot|could|might|may|perhaps|maybe|possibly|wrong|incorrect|false|either|than|between|unless"
     r"|except|half|twice|double|triple|at (?:least|most)|up to)\b|n['’]t\b",
     re.IGNORECASE,
@@ -114,7 +114,7 @@ _END = _START + "."
 
 
 def tidy(text: str) -> str:
-    """`text` without what only affects its looks; commands with several names under one."""
+    """Return `text` without markup that only affects its looks, and with one name per command."""
     text = uniform(text.translate(_CHARACTERS))
     if "\\\\" in text and "\\begin" not in text:
         text = _ESCAPED_TWICE.sub(r"\\", text)
@@ -140,14 +140,14 @@ def tidy(text: str) -> str:
 
 
 def _plain_factors(found: re.Match[str]) -> str:
-    r"""`\mathrm{m\,s^{-2}}` as `\text{m s}`: of a unit of several factors the words."""
+    r"""Replace `\mathrm{m\,s^{-2}}` by `\text{m s}`: keep only the words of a unit with several factors."""
     words = re.sub(r"\\(?:cdot|times)|[^A-Za-z]", " ", re.sub(r"\\mu ?", "micro", found.group(1))).split()
     return rf"\text{{{' '.join(words)}}}" if words and re.search(r"[\\^]", found.group(1)) else found.group()
 
 
 def last_mathematics(text: str) -> str:
-    """The mathematics in a text: itself where it holds no prose, else what its prose says the answer is; "" where that is in
-    doubt: "at most 5", "5 is wrong"."""
+    """Return the mathematics in a text: the text itself without prose, else the answer that its prose names. Return "" if the
+    prose doubts it: "at most 5", "5 is wrong"."""
     text = _HEADING.sub("", _CURRENCY.sub("", text))
     for _ in range(4):
         text = text.lstrip(_START).rstrip(_END)
@@ -163,7 +163,7 @@ def last_mathematics(text: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether words lead to the answer. Those behind a number are its units, and some are answers themselves."""
+    """Return whether words lead to the answer. Words behind a number are its units, and some words are answers themselves."""
     outside = _COMMAND.sub(" ", _SEGMENT.sub(" $ ", text)).strip()
     words = [found for found in _PROSE_WORD.finditer(outside) if found.group().lower() not in NOT_PROSE]
     if not words:
@@ -176,7 +176,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _said(text: str) -> str | None:
-    """The part of a sentence that holds the answer: behind "is", else the only formula or number."""
+    """Return the part of a sentence that holds the answer: the text behind "is", else the only formula or number, or None."""
     ends = [found.end() for found in _SAYS.finditer(text)]
     for end in reversed(ends):
         tail = text[end:].lstrip(_START).rstrip(_END)
@@ -187,10 +187,10 @@ def _said(text: str) -> str | None:
 
 
 def last_value(text: str) -> str | None:
-    """The last formula or number of a text, whichever ends later; None without one. A formula is what stands in `$...$`,
-    `\\(...\\)` or `\\[...\\]`. Time may grow with the square of the length: give it no more than a few thousand characters."""
+    """Return the last formula or number of a text; None without one. A formula is in `$...$`, `\\(...\\)` or `\\[...\\]`. Time
+    may grow with the square of the length: pass at most a few thousand characters."""
     formula = number = None
-    for formula in _SEGMENT.finditer(text):  # noqa: B007 - the last match is wanted
+    for formula in _SEGMENT.finditer(text):  # noqa: B007 - only the last match is used
         pass
     for number in _LAST_NUMBER.finditer(text):  # noqa: B007
         pass
@@ -200,10 +200,10 @@ def last_value(text: str) -> str | None:
         value, end = number.group(), number.end()
     else:
         return None
-    return value + _SCALE.match(text, end).group()  # type: ignore[union-attr]  # it matches the empty text
+    return value + _SCALE.match(text, end).group()  # type: ignore[union-attr]  # matches the empty text
 
 
 def unboxed(text: str) -> str:
-    """The content of a text's last box, else the text."""
+    """Return the content of a text's last box, or the text without a box."""
     boxed = last_boxed(text) if "box" in text else None
     return text if boxed is None else boxed

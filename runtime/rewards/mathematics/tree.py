@@ -1,17 +1,17 @@
-"""Expression trees of answers, and the bound on the work of comparing them.
+"""Expression trees of answers, and a limit on the work of comparing them.
 
-A node is a head, its arguments and a value. The heads:
+A node has a head, arguments and a value. The heads:
 
     number      value: Fraction, exact                     decimal     value: Fraction, written with a decimal point
-    symbol      value: its name; pi, e, i and infinity are such names
+    symbol      value: its name; pi, e, i and infinity are names too
     add, multiply, divide, negate, power, percent          arithmetic; multiply and add take any number of arguments
-    sign        the sign of a plus-minus, the same one throughout an answer
-    call        value: a function's name (see approximate.FUNCTIONS)
-    opaque      value: a function's name that cannot be evaluated
+    sign        the sign of a plus-minus; the same one throughout an answer
+    call        value: the name of a function in approximate.FUNCTIONS
+    opaque      value: the name of a function that cannot be evaluated
     word        value: text, folded
     tuple       value: its two brackets      set, matrix (of rows), row, ratio
-    list        value: "or" or "and" where that word alone stands between its members
-    relation    value: the relations' signs, one fewer than the arguments
+    list        value: "or" or "and" if only that word stands between its members
+    relation    value: the relation signs, one fewer than the arguments
     union, intersection, difference         of sets
 """
 
@@ -27,7 +27,7 @@ import msgspec
 
 
 class Unreadable(ValueError):
-    """The text is not in the notation that the parser knows."""
+    """The text is not in a notation of the parser."""
 
 
 class Unknown(Unreadable):
@@ -35,7 +35,7 @@ class Unknown(Unreadable):
 
 
 class TooCostly(ValueError):
-    """Deciding would take more time or memory than an answer is worth."""
+    """Deciding would take too much time or memory."""
 
 
 class ExpressionNode(msgspec.Struct, frozen=True, gc=False):
@@ -46,7 +46,7 @@ class ExpressionNode(msgspec.Struct, frozen=True, gc=False):
 
 CONSTANTS = frozenset(("\\pi", "e", "i", "\\infty"))
 INFINITY = ExpressionNode("symbol", (), "\\infty")
-UNNAMED = ExpressionNode("symbol", (), "")  # what `> 3` is about
+UNNAMED = ExpressionNode("symbol", (), "")  # the missing left side of `> 3`
 _COMMUTATIVE = frozenset(("add", "multiply", "set", "list", "union", "intersection"))
 
 
@@ -59,14 +59,14 @@ def negate(node: ExpressionNode) -> ExpressionNode:
 
 
 def is_domain(node: ExpressionNode) -> bool:
-    """Whether a statement says that a variable is a real number."""
+    """Return whether a statement says that a variable is a real number."""
     return (
         node.head == "relation" and node.value == "\\in" and node.args[0].head == "symbol" and node.args[1].value == "mathbb R"
     )
 
 
 def walk(node: ExpressionNode) -> Iterator[ExpressionNode]:
-    """`node` and everything below it."""
+    """Yield `node` and all nodes below it."""
     pending = [node]
     while pending:
         node = pending.pop()
@@ -79,12 +79,12 @@ def heads(node: ExpressionNode) -> set[str]:
 
 
 def symbols(node: ExpressionNode) -> set[str]:
-    """Names of the free symbols; of constants none."""
+    """Return the names of the free symbols, without constants."""
     return {str(part.value) for part in walk(node) if part.head == "symbol" and part.value not in CONSTANTS}
 
 
 def replace(node: ExpressionNode, change: Callable[[ExpressionNode], ExpressionNode | None]) -> ExpressionNode:
-    """`node` with each outermost part for which `change` gives one replaced."""
+    """Return `node` with outermost parts replaced. `change` returns the replacement of a part, or None to keep it."""
     changed = change(node)
     if changed is not None:
         return changed
@@ -94,7 +94,7 @@ def replace(node: ExpressionNode, change: Callable[[ExpressionNode], ExpressionN
 
 
 def signs(node: ExpressionNode) -> list[ExpressionNode]:
-    """What an answer with plus-minus signs stands for: itself where it has none, else both values."""
+    """Return both values of an answer with plus-minus signs, or the answer itself without such signs."""
     if "sign" not in heads(node):
         return [node]
     return [replace(node, lambda part: number(sign) if part.head == "sign" else None) for sign in (1, -1)]  # noqa: B023
@@ -102,7 +102,7 @@ def signs(node: ExpressionNode) -> list[ExpressionNode]:
 
 @lru_cache(maxsize=4096)
 def key(node: ExpressionNode) -> str:
-    """A text that is the same for nodes which differ only in the order of commutative arguments."""
+    """Return a text that is equal for nodes which differ only in the order of commutative arguments."""
     if isinstance(node.value, Fraction):
         return f"{node.value.numerator:x}/{node.value.denominator:x}"  # decimal digits would take quadratic time
     if not node.args:
@@ -122,7 +122,7 @@ _left: ContextVar[list[float] | None] = ContextVar("left", default=None)
 
 @contextmanager
 def limited(limit: float = LIMIT) -> Iterator[None]:
-    """Within it, `spend` raises TooCostly once more than `limit` has been spent."""
+    """Make `spend` raise TooCostly within this context once more than `limit` has been spent."""
     token = _left.set([limit])
     try:
         yield
