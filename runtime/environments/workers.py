@@ -33,7 +33,6 @@ from runtime.process.aio import done_within, now
 from runtime.sandbox import Box, Sandbox
 
 # ---- Output
-#
 # Output of the agents' processes goes to the service's log, at a rate that a person could read.
 
 BYTES = 1 << 16  # bytes that are passed on in each period of `SECONDS`
@@ -69,7 +68,6 @@ def _write(data: bytes) -> None:
 
 
 # ---- Sandboxes
-#
 # Agents open sandboxes through their environment's process. The sandboxes end with the episode that opened them.
 
 LIMITS = ("timeout", "cpu_seconds", "memory", "processes", "disk")

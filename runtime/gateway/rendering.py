@@ -247,7 +247,6 @@ def _parsed(arguments: str) -> Any:
 
 
 # ---- Family rendering
-#
 # The `renderers` package continues conversations of some model families. It is used if a template renders earlier messages
 # differently once others follow, so that two renderings prove nothing. Example: Qwen 3's template leaves out the reasoning
 # before the last question. Prompts are still rendered by the template.

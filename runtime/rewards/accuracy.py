@@ -13,7 +13,6 @@ from runtime.rewards.numeric import label_number, number
 from runtime.rewards.rules import Answer, Evaluate, RuleContext, Screen, Value, rule, up_to
 
 # ---- Format
-#
 # Rules about the form of a reply; they ignore its answer. Each takes linear time on any input.
 
 FORMAT_CHARACTERS = 262_144  # at this length a rule is a few searches

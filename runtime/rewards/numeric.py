@@ -11,7 +11,6 @@ from fractions import Fraction
 from functools import lru_cache
 
 # ---- Notation
-#
 # `uniform` unifies notations that mean the same everywhere. Pure; takes linear time.
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3002: "."}  # used beside Chinese characters

@@ -20,7 +20,6 @@ from runtime.rewards.scorer import ReplyDecoder, column, read_replies
 from runtime.types import GroupPayload, ScoreRequest, Scores
 
 # ---- Remote messages
-#
 # The messages of proto/remote_reward.proto, the protocol that a process of the user serves.
 
 

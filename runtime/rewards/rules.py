@@ -34,7 +34,6 @@ import msgspec
 from runtime.registry import Registry
 
 # ---- Signatures
-#
 # Reward functions in the forms of other trainers, recognized by the names of their parameters.
 #
 # | form | recognized by | is called with |

@@ -22,7 +22,6 @@ from runtime.rewards.worker_process import Limits
 from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest, Scores
 
 # ---- Combination
-#
 # Combine the scores of one group from several scorers: rules, remote rewards, a reward model, and players. Pure.
 
 
@@ -74,7 +73,6 @@ def combine(parts: Sequence[Scores]) -> Scores:
 
 
 # ---- Replies
-#
 # The parts of a group's episodes that rules, remote rewards and reward models read. Pure.
 #
 # An episode is judged by its last branch. Most rules search for a final answer, and text of an environment may look like one.
@@ -142,7 +140,6 @@ def _last_turn(row: Sample) -> slice:
 
 
 # ---- Unscored
-#
 # End a run whose replies get no score. It would train on nothing, and end as if it had learned.
 
 UNSCORED_STEPS = 3  # in a row

@@ -28,7 +28,6 @@ from runtime.errors import ServiceFault, UserError
 from runtime.sandbox.keeper import ANSWER, LENGTH, REASONS
 
 # ---- Command lines
-#
 # The command lines that start each runtime's keeper, derived from the settings and the machine. No I/O.
 
 SHARED_MEMORY = 1 << 20  # bytes of /dev/shm: the semaphores of multiprocessing

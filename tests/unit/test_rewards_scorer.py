@@ -315,7 +315,7 @@ class Evil:
     ("label", "fault"),
     [
         *(("5", "neither a list of tests"), ("no tests", "neither JSON nor packed tests"), ("[]", "0 inputs")),
-        *(('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs"), (packed(Evil()), "exec"), (packed(7), "no text")),
+        *(('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs"), (packed(Evil()), "exec"), (packed(7), "not text")),
         (base64.b64encode(zlib.compress(b"\x80\x04.")).decode(), "neither JSON nor packed tests"),
     ],
 )

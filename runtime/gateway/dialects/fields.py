@@ -17,7 +17,6 @@ from msgspec import Meta, Struct
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
 
 # ---- Answers
-#
 # The common parts of the dialects' answers. No I/O and no clock.
 
 
