@@ -128,7 +128,7 @@ class TemplateRenderer:
         head, _, blank = answered.rpartition(self._close)
         if head and not blank.strip() and answered.startswith(asked) and after.startswith(answered):
             return after[len(answered) - len(blank) :]
-        raise UserError("the template renders earlier messages differently when more messages follow")
+        raise UserError("the template renders messages differently if more messages follow")
 
     def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
         """Return the forced beginning of a reply. `choice`: a call's `tool_choice`. Raises Refused if it names no tool."""
@@ -213,7 +213,7 @@ class TemplateRenderer:
             whole = [id for part in parts for id in part]
             self.decodes_parts &= "".join(map(self.decode, parts)) == self.decode(whole)
             if whole != self.encode(text) or any(part[0] != self._close_id for part in parts[1:]):
-                return f"the tokenizer encodes text around {self._close} differently on its own"
+                return f"text around {self._close} is encoded differently on its own"
         return ""
 
 

@@ -354,7 +354,7 @@ def test_forty_conversations_have_what_agents_do() -> None:
         assert probe.with_tools or not made
 
 
-REFUSED = "messages 3, 5: not a prefix: the template renders earlier messages differently when more messages follow"
+REFUSED = "messages 3, 5: not a prefix: the template renders messages differently if more messages follow"
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_where_the_template_proves_nothing_the_prompt_is_rendered_anew(renderer:
     engine = Engine(forgetful, EpisodeGraph(forgetful))
     history = engine.call([user("1?")])
     extension = engine.graph.extend(PolicyCall(messages=(*history, user("2?"))))
-    assert extension.fork == "not a prefix: the template renders earlier messages differently when more messages follow"
+    assert extension.fork == "not a prefix: the template renders messages differently if more messages follow"
     assert extension.prompt.tolist() == forgetful.render([*history, user("2?")], ())
     engine.call([*history, user("2?")])
     engine.check()

@@ -132,23 +132,23 @@ def test_what_cannot_be_proved_has_its_reason(folder: Path) -> None:
     by = renderer(folder, cases.HERMES)
     assert reason(by, said(by, "5", OTHER_END), True, five) == "the reply ended with <|endoftext|>, not <|im_end|>"
     by = renderer(folder, cases.FORGETFUL)
-    assert reason(by, said(by, "5"), True, five) == "the template renders earlier messages differently when more messages follow"
+    assert reason(by, said(by, "5"), True, five) == "the template renders messages differently if more messages follow"
     by = renderer(folder, cases.FORGETFUL.replace("messages |", "messages | selectattr('role', 'eq', 'assistant') | list |"))
-    assert reason(by, said(by, "5"), True, five) == "the template renders earlier messages differently when more messages follow"
+    assert reason(by, said(by, "5"), True, five) == "the template renders messages differently if more messages follow"
     by = renderer(folder, cases.ENDLESS)
     assert reason(by, said(by, "5"), True, five) == "the template ends replies with no token of its own"
     by = TemplateRenderer(Tokenizer(str(cases.qwen3(folder / "cut"))))
     thought = Message("assistant", reasoning="2 and")
     assert reason(by, said(by, "<think>\n2 and", None), False, thought) == "the reply was cut off while it reasoned"
     assert reason(by, said(by, "<think>\n5\n</think>\n\n5"), True, Message("assistant", "5", reasoning="5")) == (
-        "the template renders earlier messages differently when more messages follow"
+        "the template renders messages differently if more messages follow"
     )
 
 
 def test_a_token_that_takes_white_space_with_it_does_not_part_a_text(folder: Path) -> None:
     greedy = AddedToken("<end>", special=True, normalized=False, lstrip=True)
     by = renderer(folder, cases.PLAIN.replace("<|im_end|>", "<end>"), own=[greedy], eos="<end>")
-    assert reason(by, said(by, "5"), False, Message("assistant", "5")) == "the tokenizer encodes text around <end> differently on its own"
+    assert reason(by, said(by, "5"), False, Message("assistant", "5")) == "text around <end> is encoded differently on its own"
 
 
 def test_a_named_prompt_type_goes_on_as_well(folder: Path) -> None:
