@@ -190,7 +190,7 @@ class AgentWorkers:
                 preexec_fn=os_process.before_exec,
                 start_new_session=True,
             )
-        asyncio.get_running_loop().add_reader(self._control.fileno(), self._hear)
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_nursery_message)
         assert self._nursery.stdout is not None
         self._spawn(forward(self._nursery.stdout, self._drop))
         if not await done_within(asyncio.wait({ready}), settings.budgets.setup):
@@ -279,7 +279,7 @@ class AgentWorkers:
             self._kill(worker)
             worker.fail(why)
 
-    def _hear(self) -> None:
+    def _on_nursery_message(self) -> None:
         """Handle a message of the nursery."""
         try:
             data = self._control.recv(MESSAGE)
@@ -349,7 +349,7 @@ class _AgentProcess:
         """Read the worker's messages until it ends. An invalid message also loses the worker."""
         try:
             while line := await self._reader.readline():
-                self._heard(json.loads(line))
+                self._on_message(json.loads(line))
             why = "its process ended"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"its process sent an invalid message: {str(error)[:200]}"
@@ -358,7 +358,7 @@ class _AgentProcess:
         known = await done_within(asyncio.wait({self.ended}), timeouts.AGENT_LAST_WORD)
         self._owner.lose(self, self.ended.result() if known else why)
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: dict[str, Any]) -> None:
         if "ask" in message:
             self._owner.answer(self, message)
         elif (playing := self.episodes.get(message.pop("episode", ""))) is not None:
@@ -399,9 +399,9 @@ class _AgentProcess:
         playing = self.episodes.get(episode)
         if playing is not None and playing.phase == phase:
             self.write({"end": episode, "phase": phase})
-            asyncio.get_running_loop().call_later(playing.request.cleanup_seconds, self._insist, playing, phase)
+            asyncio.get_running_loop().call_later(playing.request.cleanup_seconds, self._kill_if_late, playing, phase)
 
-    def _insist(self, playing: _PlayedEpisode, phase: str) -> None:
+    def _kill_if_late(self, playing: _PlayedEpisode, phase: str) -> None:
         if self.episodes.get(playing.request.id) is playing and playing.phase == phase and playing.events.empty():
             self._owner.lose(self, f"{phase} was asked to end and did not within {playing.request.cleanup_seconds:g} s")
 

@@ -62,7 +62,7 @@ class Episodes:
         self._renderer, self._answer, self._most, self._seconds = renderer, answer, most, seconds
         self._name, self._serves, self._rewarded = name, serves, rewarded
         self._waiting: deque[tuple[EpisodeRun, int]] = deque()  # tasks without a player
-        self._came = asyncio.Event()  # set when such a task comes
+        self._task_came = asyncio.Event()  # set when such a task comes
         self._asked = self._warns = False  # a program has asked for a task; a warning that none did is scheduled
         self.players: Callable[[EpisodeRun, int], Awaitable[None]] | None = None
         """Plays one of a group's episodes if its task names an environment."""
@@ -79,10 +79,10 @@ class Episodes:
         loop = asyncio.get_running_loop()
         group = EpisodeRun(request, loop.create_future())
         if request.task.environment:
-            return await self._have_played(group)
+            return await self._play_in_environment(group)
         timer = loop.call_later(self._seconds, self._expire, group)
         self._waiting.extend((group, index) for index in range(request.n))
-        self._came.set()
+        self._task_came.set()
         if not self._warns:
             self._warns = True
             loop.call_later(timeouts.NO_PROGRAM_ASKS, self._warn_unasked)
@@ -93,7 +93,7 @@ class Episodes:
             self._waiting = deque(each for each in self._waiting if each[0] is not group)
             self._leave_all(group)
 
-    async def _have_played(self, group: EpisodeRun) -> GeneratedGroup:
+    async def _play_in_environment(self, group: EpisodeRun) -> GeneratedGroup:
         """Play the group in the environment that its task names. Raises the errors of `players`."""
         assert self.players is not None
         try:
@@ -150,8 +150,8 @@ class Episodes:
         else:
             until = now() + min(wait, timeouts.TASK_WAIT)
             while not self._waiting:
-                self._came.clear()
-                if not await done_within(self._came.wait(), until - now()):
+                self._task_came.clear()
+                if not await done_within(self._task_came.wait(), until - now()):
                     raise Refused(429, "no task waits", retry_after=timeouts.GATEWAY_RETRY)
             group, index = self._waiting.popleft()
             episode, task = self.open_one(group, index), group.request.task
@@ -167,7 +167,7 @@ class Episodes:
         found = self._open.get(id) if id else self._by_key.get(key)
         if id and found is None:
             raise Refused(404, f"there is no episode {id!r}, or it is over")
-        if found is not None and _same(found.key, key):
+        if found is not None and _equal_keys(found.key, key):
             return found
         if not id and self._serves and self._is_own(key):
             return GatewayEpisode(self._renderer)
@@ -175,7 +175,7 @@ class Episodes:
         raise Refused(401, f"this key is not {whose}" if key else f"the request needs {whose}")
 
     def _is_own(self, key: str) -> bool:
-        return not self.key or _same(self.key, key)
+        return not self.key or _equal_keys(self.key, key)
 
     def check(self, key: str) -> None:
         """Check that the key is the gateway's own. Raises Refused, 401, if not."""
@@ -319,6 +319,6 @@ def _keep(episode: GatewayEpisode, name: str, work: asyncio.Task[Completion]) ->
             del episode.answered[next(iter(episode.answered))]
 
 
-def _same(one: str, other: str) -> bool:
+def _equal_keys(one: str, other: str) -> bool:
     """Compare in constant time. A key from a header need not be UTF-8."""
     return hmac.compare_digest(one.encode(), other.encode(errors="surrogateescape"))

@@ -181,7 +181,7 @@ class EpisodeRunner:
             if failed and not attempt.known:
                 self._count(name, settings, group.request.group_id, end.reason)
             if attempt.repeat or (failed and attempt.repeats_left > 0 and now() < until):
-                self._episodes.play_again(episode, _short(end.reason))
+                self._episodes.play_again(episode, _counted_as(end.reason))
                 continue
             self._end(name, episode, end)
             return
@@ -207,17 +207,17 @@ class EpisodeRunner:
         port, episode = attempt.port, attempt.episode
         reason = f"{port.name}: the episode ended without a result"
         try:
-            async with aclosing(port.run(self._asked(attempt))) as events:
+            async with aclosing(port.run(self._request_of(attempt))) as events:
                 async for event in events:
                     if event.phase == "run":
                         attempt.begin()
-                    self._heard(episode, event)
+                    self._apply(episode, event)
                     if event.end is not None:
                         self._reward(episode, event.end)
                         attempt.decide(event.end)
         except Unreachable as error:
             reason = f"{port.name}: {error.reason}"
-            attempt.known = self._lose(port)
+            attempt.known = self._mark_lost(port)
         except Refused as error:  # the reward names an unknown completion, or the report is invalid
             reason = str(error)
         except Exception as error:  # a fault of this code; raise it in `play`, which waits for the verdict
@@ -226,7 +226,7 @@ class EpisodeRunner:
             raise
         attempt.decide(EpisodeEnd(failure="infrastructure", reason=reason))
 
-    def _asked(self, attempt: _Attempt) -> EpisodeRequest:
+    def _request_of(self, attempt: _Attempt) -> EpisodeRequest:
         episode, budgets = attempt.episode, attempt.settings.budgets
         request = episode.request
         assert request is not None
@@ -255,20 +255,20 @@ class EpisodeRunner:
         fresh = [port for port in ports if port.name not in tried]
         return min(fresh or ports, key=lambda port: (self._busy[port.name], port.name))
 
-    def _lose(self, port: EnvironmentPort) -> bool:
+    def _mark_lost(self, port: EnvironmentPort) -> bool:
         """Mark the process as lost. Return True if it is known to be lost, or no longer used."""
         if port in self._lost or not any(port in each for each in self._ports.values()):
             return True
-        self._lost[port] = asyncio.get_running_loop().create_task(self._returns(port))
+        self._lost[port] = asyncio.get_running_loop().create_task(self._await_return(port))
         return False
 
-    async def _returns(self, port: EnvironmentPort) -> None:
+    async def _await_return(self, port: EnvironmentPort) -> None:
         with suppress(Unreachable):  # the process stays lost
             await port.describe(self._silence)
             del self._lost[port]
             self._wake()
 
-    def _heard(self, episode: GatewayEpisode, event: EpisodeEvent) -> None:
+    def _apply(self, episode: GatewayEpisode, event: EpisodeEvent) -> None:
         """Apply an event: phase, figures, reward. Raises Refused if it is invalid."""
         if event.phase in PHASES:
             episode.enter(event.phase)
@@ -299,7 +299,7 @@ class EpisodeRunner:
         if episode.overflowed and (end.failure or stop_reason == "completed"):
             stop_reason = "context_overflow"
         elif end.failure or end.left_out:
-            episode.left_out = _short(f"{end.failure}: {end.reason}" if end.failure else end.reason or "its agent's wish")
+            episode.left_out = _counted_as(f"{end.failure}: {end.reason}" if end.failure else end.reason or "its agent's wish")
             stop_reason = "cancelled"
         if end.failure == "data":
             assert episode.request is not None
@@ -328,6 +328,6 @@ def row_of(task: EpisodeTask) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value} | task.extra
 
 
-def _short(reason: str) -> str:
+def _counted_as(reason: str) -> str:
     """Return the beginning of a reason, so that reasons which differ only in details are counted together."""
     return " ".join(reason.split())[:SHOWN]

@@ -45,7 +45,7 @@ class TemplateRenderer:
         self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
         self._hidden = {*tokenizer.hidden_ids.tolist(), *self.stop_ids}
         self.decodes_parts = True
-        self._doubt = self._why_not()
+        self._no_bridge = self._bridge_fault()
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of the text. Raises Refused if the text cannot be encoded."""
@@ -96,8 +96,8 @@ class TemplateRenderer:
         known without decoding all of them."""
         if (known := self.bridge_of_family(tokens, reply, new, tools)) is not None:
             return known
-        if self._doubt:
-            return self._doubt
+        if self._no_bridge:
+            return self._no_bridge
         last = history[-1]
         if ended and tokens[-1] != self._close_id:
             return f"the reply ended with {self.decode(tokens[-1:])}, not {self._close}"
@@ -144,13 +144,13 @@ class TemplateRenderer:
 
     def parse(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray, tools: Sequence[Tool]) -> Message:
         """Return a reply as a message. `given`: its forced tokens. Invalid tool calls stay text. Never raises."""
-        reasoning, text = self._parted(given, tokens)
+        reasoning, text = self._split(given, tokens)
         content, calls = tool_calls.read(text, self.form if tools else "none")
         return Message("assistant", content, calls, reasoning=reasoning)
 
     def visible(self, tokens: Sequence[int] | np.ndarray, given: Sequence[int] = ()) -> str:
         """Return the part of a reply's text that no further token changes: a prefix of the message's `content`."""
-        reasoning, text = self._parted(given, tokens)
+        reasoning, text = self._split(given, tokens)
         if self.thinks and not reasoning and THINK.startswith(text.rstrip(tool_calls.INCOMPLETE).strip()):
             return ""
         return tool_calls.settled(text, self.form)
@@ -166,7 +166,7 @@ class TemplateRenderer:
         """Return the text that ends a tool call; "" if a call ends with the reply."""
         return tool_calls.CLOSE if self.form == "hermes" else ""
 
-    def _parted(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray) -> tuple[str, str]:
+    def _split(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray) -> tuple[str, str]:
         """Return the reasoning and the text of a reply."""
         ids = [*given, *np.asarray(tokens).tolist()]
         text = self.tokenizer.decode([id for id in ids if id not in self._hidden], skip_special=False)
@@ -201,7 +201,7 @@ class TemplateRenderer:
         except UserError:
             return ""
 
-    def _why_not(self) -> str:
+    def _bridge_fault(self) -> str:
         """Return why the template and the tokenizer allow no text behind replies; "" if they allow it. The token that ends a
         reply must split the text: the parts before and after it encode alike alone and together."""
         if self._close_id is None:

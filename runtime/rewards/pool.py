@@ -151,7 +151,7 @@ class KillablePool:
     def take_back(self, jobs: Sequence[WorkerTask]) -> bool:
         """Queue the jobs again for other workers, see `PoolCallbacks`."""
         if self._workers > 1:
-            self._first(jobs)
+            self._requeue(jobs)
         return self._workers > 1
 
     def _forget(self, job: WorkerTask) -> None:
@@ -188,21 +188,21 @@ class KillablePool:
     async def _slot(self) -> None:
         """Employ one worker after another, forever."""
         while True:
-            fault = await self._employ()
+            fault = await self._run_worker()
             if fault is not None:  # report it to the next jobs, then try again
                 for job in await self._take():
                     self._forget(job)
                     job.fail(fault)
 
-    async def _employ(self) -> ServiceFault | None:
+    async def _run_worker(self) -> ServiceFault | None:
         """Run one worker until it is lost. Return the fault if it did not start."""
         try:
-            worker = await self._hire()
+            worker = await self._start_worker()
         except OSError as error:
             return ServiceFault("reward", "start a worker", str(error))
         try:
             await worker.ready()  # the rules are imported, or REWARD_WORKER_START has passed
-            while await self._feed(worker):  # waits for jobs, then for the verdicts of one batch
+            while await self._run_batch(worker):  # waits for jobs, then for the verdicts of one batch
                 pass
         except ServiceFault as fault:
             return fault
@@ -211,7 +211,7 @@ class KillablePool:
             self._alive.discard(worker)
         return None
 
-    async def _hire(self) -> WorkerProcess:
+    async def _start_worker(self) -> WorkerProcess:
         """Start a process. Even if this task is cancelled, the process joins `_alive`, so that `close` reaps it."""
         starting = asyncio.ensure_future(WorkerProcess.start(self._rules, self._limits, self, self._variables))
         try:
@@ -219,7 +219,7 @@ class KillablePool:
         finally:
             self._alive.add(await starting)
 
-    async def _feed(self, worker: WorkerProcess) -> bool:
+    async def _run_batch(self, worker: WorkerProcess) -> bool:
         """Run one batch. Return False if the worker is lost; its current job is settled then, the others are queued again."""
         jobs = await self._take()
         began = time.monotonic()
@@ -228,10 +228,10 @@ class KillablePool:
         if done:
             return True
         self.lost += 1
-        self._first(worker.jobs)
+        self._requeue(worker.jobs)
         return False
 
-    def _first(self, jobs: Sequence[WorkerTask]) -> None:
+    def _requeue(self, jobs: Sequence[WorkerTask]) -> None:
         for job in reversed(jobs):
             self._enqueue(job, first=True)
 

@@ -89,16 +89,16 @@ def encoded(task: Task) -> bytes:
     try:
         return msgspec.msgpack.encode(task)
     except UnicodeEncodeError:
-        return msgspec.msgpack.encode(_whole(msgspec.to_builtins(task)))
+        return msgspec.msgpack.encode(_without_surrogates(msgspec.to_builtins(task)))
 
 
-def _whole(value: Any) -> Any:
+def _without_surrogates(value: Any) -> Any:
     """Replace unpaired surrogates in a value of lists, mappings and texts."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
-        return {_whole(key): _whole(each) for key, each in value.items()}
-    return [_whole(each) for each in value] if isinstance(value, list | tuple) else value
+        return {_without_surrogates(key): _without_surrogates(each) for key, each in value.items()}
+    return [_without_surrogates(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class PoolCallbacks(Protocol):
@@ -131,7 +131,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._suspect = False  # the current task's time had run out at the first look
         self._overdue = False  # the process was killed for that
         self._spent = False  # the process was killed between two tasks
-        self._unheard = False  # the process was killed; ignore what it still writes
+        self._ignored = False  # the process was killed; ignore what it still writes
         self._offered = self._shared = False  # the jobs behind the current task were offered; others may do them
         self.jobs: deque[WorkerTask] = deque()
 
@@ -177,8 +177,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             return False
         self._done = self._loop.create_future()
         self._offered = self._shared = False
-        self._begin()
-        self._look()
+        self._start_clock()
+        self._check_clock()
         requests = cast("asyncio.WriteTransport", self._transport.get_pipe_transport(0))
         requests.write(frame(msgspec.msgpack.encode([msgspec.Raw(job.task) for job in jobs])))
         await self._done
@@ -215,38 +215,38 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         self._kill_group()  # also kills child processes, which hold the pipe open
-        self._loop.call_later(timeouts.REWARD_LAST_OUTPUT, self._end)
+        self._loop.call_later(timeouts.REWARD_LAST_OUTPUT, self._on_end)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end()
+        self._on_end()
 
     def _message(self, message: bytes) -> None:
         if not message:
             if not self._imported.done():
                 self._imported.set_result(None)
             return
-        if self._unheard or not self.jobs:
+        if self._ignored or not self.jobs:
             return
         try:
             verdict = _decode(message)
         except msgspec.DecodeError:  # a rule writes to the pipe: trust no further output
-            self._unheard = True
+            self._ignored = True
             self._kill_group()
             return
         self._employer.settle(self.jobs.popleft(), verdict)
-        self._begin()
+        self._start_clock()
         if verdict.outcome.error == "memory":  # do not trust the process with another task
-            self._spent = self._unheard = True
+            self._spent = self._ignored = True
             self._kill_group()
         elif not self.jobs:
-            self._rest()
+            self._finish_batch()
 
-    def _begin(self) -> None:
+    def _start_clock(self) -> None:
         """Start the clock of a task."""
         self._begun = self._loop.time()
         self._suspect = False
 
-    def _look(self) -> None:
+    def _check_clock(self) -> None:
         """Watch a slow task: offer its batch to other workers; at the second look beyond the limit, kill this worker."""
         taken = self._loop.time() - self._begun
         left = self._limits.seconds - taken
@@ -266,9 +266,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             if patient
             else left
         )
-        self._watch = self._loop.call_later(wait, self._look)
+        self._watch = self._loop.call_later(wait, self._check_clock)
 
-    def _rest(self) -> None:
+    def _finish_batch(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
         if not self._done.done():
@@ -278,11 +278,11 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         with suppress(ProcessLookupError):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
-    def _end(self) -> None:
+    def _on_end(self) -> None:
         if self._ended.done():
             return
         self._ended.set_result(None)
-        self._rest()
+        self._finish_batch()
         if not self._imported.done():
             self._imported.set_exception(
                 ServiceFault("reward", "start a worker", "the worker ended early; see the service's log")

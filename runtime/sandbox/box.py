@@ -229,7 +229,7 @@ class Box:
         self._home = f"{tempfile.gettempdir()}/{self._name}" if sandbox.runtime == "subprocess" else HOME
         self._process: asyncio.subprocess.Process
         self._relay: asyncio.Server | None = None
-        self._led = 0  # open connections to the gateway
+        self._forwarded = 0  # open connections to the gateway
         self._usable = False
 
     async def __aenter__(self) -> Box:
@@ -331,7 +331,7 @@ class Box:
                 env=dict(os.environ) if self._sandbox.runtime in IN_CONTAINERS else variables(machine, self._home),
                 start_new_session=True,  # Ctrl-C in the terminal does not reach it
             )
-            await self._settle(machine, control.fileno())
+            await self._configure(machine, control.fileno())
             if self._gateway[1]:
                 _, received, _, _ = socket.recv_fds(ours, 1, 1)
                 self._relay = await asyncio.start_server(self._connect, sock=socket.socket(fileno=received[0]))
@@ -344,7 +344,7 @@ class Box:
                 os.close(filter_fd)
         self._usable = True
 
-    async def _settle(self, machine: SandboxHost, control: int) -> None:
+    async def _configure(self, machine: SandboxHost, control: int) -> None:
         """Send the keeper its settings and limits, and wait until it is ready."""
         alone = self._sandbox.runtime == "bwrap"
         settings: dict[str, Any] = {
@@ -372,17 +372,17 @@ class Box:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward a connection from the sandbox to the gateway until one end closes it. Close it if there are too many."""
-        if self._led >= CONNECTIONS:
+        if self._forwarded >= CONNECTIONS:
             writer.close()
             return
-        self._led += 1
+        self._forwarded += 1
         try:
             there, onward = await asyncio.wait_for(asyncio.open_connection(*self._gateway), timeouts.SANDBOX_START)
             await asyncio.gather(_copy(reader, onward), _copy(there, writer))
         except (TimeoutError, OSError):
             writer.close()
         finally:
-            self._led -= 1
+            self._forwarded -= 1
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

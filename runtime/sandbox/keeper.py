@@ -141,7 +141,7 @@ class Keeper:
         self._look = float(settings["look"])
         self._most = {name: int(settings[name]) for name in ("memory", "processes", "threads", "disk")}
 
-    def carry_out(self, head: list[bytes]) -> None:
+    def run_command(self, head: list[bytes]) -> None:
         """Run one command and answer."""
         arguments, variables, files = receive(), pairs(receive()), pairs(receive())
         timeout, cpu_seconds = float(head[0]), float(head[1])
@@ -159,7 +159,7 @@ class Keeper:
             os.close(end)
         most = int(head[4])
         kept, dropped = {outward[0]: bytearray(), errors[0]: bytearray()}, {outward[0]: 0, errors[0]: 0}
-        reason = self._attend(child, (inward[1], head[2]), (kept, dropped, most), (timeout, cpu_seconds))
+        reason = self._watch(child, (inward[1], head[2]), (kept, dropped, most), (timeout, cpu_seconds))
         code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         kill_others()
         for end in kept:  # data left in the pipes; no process holds the other ends now
@@ -211,7 +211,7 @@ class Keeper:
             os.write(2, f"{arguments[0].decode()}: {error.strerror}\n".encode())
             os._exit(_NOT_RUN)
 
-    def _attend(
+    def _watch(
         self,
         child: int,
         given: tuple[int, bytes],
@@ -240,13 +240,13 @@ class Keeper:
             if ended in readable:
                 break
             if now() >= due:
-                reason, due = self._beyond(deadline, cpu), now() + self._look
+                reason, due = self._exceeded_limit(deadline, cpu), now() + self._look
         os.close(ended)
         if inward:
             os.close(inward)
         return reason
 
-    def _beyond(self, deadline: float, cpu: float) -> str:
+    def _exceeded_limit(self, deadline: float, cpu: float) -> str:
         """Return the name of an exceeded limit, or ""."""
         seconds, resident, threads = usage()
         size, files = stored(self._home)
@@ -311,7 +311,7 @@ def main() -> None:
     send(LENGTH.pack(0))
     try:
         while True:
-            Keeper(settings).carry_out(receive())
+            Keeper(settings).run_command(receive())
     except EOFError:
         if os.getpid() != keeper:  # a command's source raised it
             raise

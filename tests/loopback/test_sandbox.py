@@ -205,13 +205,13 @@ def test_connections_to_the_gateway_are_counted() -> None:
             ends = [await opened() for _ in range(CONNECTIONS + 1)]
             assert [answer for answer, _ in ends] == [b"x"] * CONNECTIONS + [b""]
             ends[0][1].close()
-            while box._led == CONNECTIONS:  # noqa: ASYNC110 - nothing tells of it
+            while box._forwarded == CONNECTIONS:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0)
             ends.append(await opened())
             assert ends[-1][0] == b"x"
             for _, writer in ends:
                 writer.close()
-            while box._led:  # noqa: ASYNC110 - nothing tells of it
+            while box._forwarded:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(session(), 60))

@@ -174,19 +174,19 @@ class _ResponseEvents(Events):
         empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
         said = self._say("response.output_item.added", output_index=index, item={**item, **empty, "status": "in_progress"})
         for part in item.get("content", ()):
-            said += self._say("response.content_part.added", **_place(index, item), part={**part, "text": ""})
+            said += self._say("response.content_part.added", **_position(index, item), part={**part, "text": ""})
         return said
 
     def _grow(self, index: int, item: dict[str, Any]) -> bytes:
         """Return the event that adds the content of an item."""
-        kind, _, text, more = _words(item)
-        return self._say(f"response.{kind}.delta", **_place(index, item), delta=text, **more)
+        kind, _, text, more = _content_of(item)
+        return self._say(f"response.{kind}.delta", **_position(index, item), delta=text, **more)
 
     def _finish(self, index: int, item: dict[str, Any]) -> bytes:
-        kind, field, text, more = _words(item)
-        said = self._say(f"response.{kind}.done", **_place(index, item), **{field: text}, **more)
+        kind, field, text, more = _content_of(item)
+        said = self._say(f"response.{kind}.done", **_position(index, item), **{field: text}, **more)
         for part in item.get("content", ()):
-            said += self._say("response.content_part.done", **_place(index, item), part=part)
+            said += self._say("response.content_part.done", **_position(index, item), part=part)
         return said + self._say("response.output_item.done", output_index=index, item=item)
 
     def _say(self, kind: str, **fields: Any) -> bytes:
@@ -276,13 +276,13 @@ def _items(id: str, message: Message, status: str, text_first: bool) -> list[dic
     return items
 
 
-def _place(index: int, item: dict[str, Any]) -> dict[str, Any]:
+def _position(index: int, item: dict[str, Any]) -> dict[str, Any]:
     """Return the fields by which an event names an item, or the only part of an item."""
-    place = {"item_id": item["id"], "output_index": index}
-    return {**place, "content_index": 0} if "content" in item else place
+    position = {"item_id": item["id"], "output_index": index}
+    return {**position, "content_index": 0} if "content" in item else position
 
 
-def _words(item: dict[str, Any]) -> tuple[str, str, str, dict[str, Any]]:
+def _content_of(item: dict[str, Any]) -> tuple[str, str, str, dict[str, Any]]:
     """Return the content of an item: its name in events, its field, its text, and further fields."""
     if item["type"] == "function_call":
         return "function_call_arguments", "arguments", item["arguments"], {}
