@@ -142,7 +142,7 @@ class PolicyCalls:
         return replace(run, max_new_tokens=most, stop_token_ids=stops, experts_from=begin)
 
     async def _generate(self, episode: GatewayEpisode, request: GroupRequest) -> list[Sample]:
-        """Generate under a group id that no other call has, below the ids of evaluations and above the ids of probes."""
+        """Generate under a unique group id. Such ids are below the ids of evaluations and above the ids of probes."""
         own = replace(request, group_id=GATEWAY_GROUPS - 1 - secrets.randbits(60))
         least = PolicyVersion() if episode.request is None else episode.request.version
         samples, episode.rollout = await self._rollouts(own, episode.rollout, least)

@@ -93,8 +93,8 @@ class EpisodeGraph:
         self._completions: dict[str, tuple[ReplyNode, ...]] = {}
 
     def extend(self, call: PolicyCall) -> Extension:
-        """Return where the call continues. Raises Refused if the model's template cannot render the call, if the tool choice is
-        not one of the tools, or if the episode holds the most tokens that it may."""
+        """Return where the call continues. Raises Refused if the template cannot render the call, if the tool choice names no
+        tool, or if the episode is full (MOST_HELD)."""
         if self.held >= MOST_HELD:
             raise Refused(400, f"the episode holds {self.held} tokens of its calls; {MOST_HELD} are allowed", code=TOO_LONG)
         if call.tokens is not None or call.text is not None:

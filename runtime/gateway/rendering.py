@@ -117,8 +117,8 @@ class TemplateRenderer:
         return None
 
     def _tail(self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """Return the template's text behind the token that ends the reply. Raises UserError if the text before it differs both
-        from the text of the tokens and from the rendering of the conversation up to the reply."""
+        """Return the template's text behind the token that ends the reply. The text before it must equal the text of the tokens
+        or the rendering of the conversation up to the reply. Raises UserError if not."""
         after = self.text([*history, *new], tools)
         said = so_far if ended else so_far + self._close
         if after.startswith(said):

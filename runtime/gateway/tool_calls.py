@@ -59,8 +59,8 @@ def _call(text: str) -> ToolCall | None:
 
 
 def settled(text: str, form: Format) -> str:
-    """Return the part of a reply's text so far that no further token changes. Drop a call or the possible beginning of a call,
-    white space at the end (it is not part of the text before a call), and an incomplete character."""
+    """Return the part of a reply's text so far that no further token changes. Drop a call or its possible beginning, and an
+    incomplete character. Also drop white space at the end: it is not part of the text before a call."""
     text = text.rstrip(INCOMPLETE)
     if form == "json" and text.lstrip()[:1] in ("", "{"):
         return ""

@@ -154,8 +154,8 @@ def filters_exist(processor: str) -> bool:
 
 
 def system_calls(processor: str) -> bytes:
-    """Return a seccomp program that refuses the calls of `_REFUSED`, user namespaces (a program could mount in them), and
-    sockets of all families except `_FAMILIES`."""
+    """Return a seccomp program. It refuses the calls of `_REFUSED`, user namespaces (a program could mount in them), and all
+    sockets except `_FAMILIES`."""
     audit, clone, clone3, socket, refused = _REFUSED[processor]
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     program += _answer(_AT_LEAST, _OTHER_ABI, _ENOSYS)

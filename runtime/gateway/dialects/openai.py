@@ -149,8 +149,8 @@ def usage(completion: Completion) -> dict[str, int]:
 
 
 def token_logprobs(reply: PolicyReply) -> dict[str, Any]:
-    """Return the log-probability of each sampled token. Each token is named by its id, since it may have no text of its own, as
-    in vLLM's token route and with `return_tokens_as_token_ids`."""
+    """Return the log-probability of each sampled token. Each token is named by its id, since it may have no text of its own.
+    vLLM's token route and `return_tokens_as_token_ids` do the same."""
     pairs = zip(reply.tokens.tolist(), reply.logprobs.tolist(), strict=True)
     return {
         "content": [
