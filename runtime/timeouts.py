@@ -55,14 +55,16 @@ PAGE_GRACE = 0.0  # grace of a browser's open requests as the page ends
 PAGE_END = 5.0  # grace of the page beside a run
 PAGE_FOLLOW = 0.5  # poll of a page for the files of the run that it follows
 SPANS = 1.0  # between two writes of a process's spans, and for the last one
-SCRAPE = 10.0  # deadline of a process's metrics for Prometheus, whose own default is the same
-TRACKERS = 10.0  # deadline of a point without room in metrics.jsonl, and of the last points of any tracker at the end
-TRACKER_RETRY = 60.0  # after a tracker's failure, until the next attempt
-DISK_SLOW = 10.0  # that a file system may take for the ledger before status and log report the wait
-LONGEST_BACKOFF = 60.0  # the longest delay before a restart, unless `restarts.backoff` is more
-SAVE_RETRY = 10.0  # at the end of a run, between two attempts to save without room
-DISK_RETRY = 1.0  # between two attempts to write without room, or after the file system failed
-CONVERSION_GRID = 60.0  # deadline of the collectives of the process that converts a model for megatron-core
+SCRAPE = 10.0  # deadline of a process's metrics for Prometheus, which waits as long by default
+TRACKERS = 10.0  # deadline of a point for which metrics.jsonl has no room, and of the last ones of any tracker at the end
+TRACKER_RETRY = 60.0  # after a tracker's failure, until it is tried again
+DISK_SLOW = 10.0  # that a file system may take for the ledger's writing before status and log say that the run waits for it
+RESTART_WINDOW = 600.0  # the time in which `services.ROLE.restarts` are counted
+FIRST_BACKOFF = 0.5  # before a process is started again; then twice as long each time
+LONGEST_BACKOFF = 60.0  # the longest time before a process is started again
+SAVE_RETRY = 10.0  # at the end of a run, between two attempts to save where there was no room
+DISK_RETRY = 1.0  # between two attempts to write where there was no room, or the file system failed
+CONVERSION_GRID = 60.0  # of the collectives of the one process that converts a model for megatron-core
 
 # ------------------------------------------------------------------------------------------------ weight sync
 

@@ -23,7 +23,7 @@ from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
 from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
-from runtime.config import Config, Restarts, loading
+from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.ledger import node_checkpoints
 from runtime.process import disk, keys
@@ -51,9 +51,9 @@ class CoordinatorKeeper:
             self.terminate()
         return self.child
 
-    async def until_finished(self, again: ProcessSpec, restarts: Restarts) -> None:
-        """Wait until the coordinator has ended well; start it again with `again` if it is killed. Raises its fault if it fails,
-        or is killed when `restarts` allow no further start."""
+    async def until_finished(self, again: ProcessSpec, restarts: int) -> None:
+        """`again`: how another is started. Raises the fault of one that fails, or is killed when `restarts` allow no further
+        start."""
         assert self.child is not None
         self._supervisor.followed = (again.name,)
         allowance = RestartBackoff(restarts)

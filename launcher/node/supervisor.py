@@ -25,7 +25,7 @@ from launcher.node.topology import ProcessSpec
 from launcher.node.watchdog import HeartbeatMonitor, is_stopped, keep_stacks, stalled
 from runtime import timeouts
 from runtime.cluster.placement import RestartBackoff
-from runtime.config import Logs, Restarts
+from runtime.config import Logs
 from runtime.config.secret_values import resolved
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.process import disk, keys, os_process, spans
@@ -231,8 +231,8 @@ class Supervisor:
         self.children: list[Child] = []
         self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
-        """By name, the newest incarnation that was not ended; it may have died, or be about to start."""
-        self._restarts: Mapping[str, Restarts] = {}
+        """The newest of each name that is not ended; it may have died, or be about to be started."""
+        self._restarts: Mapping[str, int] = {}
         self._decided_elsewhere: Collection[str] = ()
         self.followed: Collection[str] = ()
         """Names of processes that another part of this process looks after once they are killed."""
@@ -254,9 +254,10 @@ class Supervisor:
         if self._view is not None:
             self._view.say(line)
 
-    def enable_restarts(self, restarts: Mapping[str, Restarts], decided_elsewhere: Collection[str] = ()) -> None:
-        """Start the processes named in `restarts` again when they die, as their settings allow; the others go on. Report the
-        death of a process in `decided_elsewhere` to `on_exit` instead. Kill a process that makes no progress."""
+    def enable_restarts(self, restarts: Mapping[str, int], decided_elsewhere: Collection[str] = ()) -> None:
+        """Start a process named in `restarts` again when it dies, as often as is said there, while the others go on. What
+        becomes of those in `decided_elsewhere` is not this supervisor's to say: it calls `on_exit` with their death. One that
+        makes no progress is ended."""
         self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
         if self._watch is None:
@@ -408,7 +409,7 @@ class Supervisor:
             else self._allowances.setdefault(name, RestartBackoff(self._restarts[name])).delay(time.monotonic())
         )
         if delay is None:
-            if self._restarts[name].attempts and not needless:
+            if self._restarts[name] and not needless:
                 child.last = f"; services.{child.spec.role}.restarts allows no further start"
             self.say(str(child.fault()))
             self.on_exit(child)
@@ -426,7 +427,7 @@ class Supervisor:
         if child.starved and role in ADVICE:
             before, now = self._starved.get(name), time.monotonic()
             self._starved[name] = now
-            if before is not None and name in self._restarts and now - before < self._restarts[name].window:
+            if before is not None and name in self._restarts and now - before < timeouts.RESTART_WINDOW:
                 child.advice = ADVICE[role]
 
     async def _start_again(self, child: Child, delay: float) -> Child:

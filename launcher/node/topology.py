@@ -12,7 +12,7 @@ from launcher.node.environment import affinity, environment, hccl_ports
 from launcher.node.local_node import Machine
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, settings_of
-from runtime.config import Computing, Config, Environment, FromEnvironment, Restarts
+from runtime.config import Computing, Config, Environment, FromEnvironment
 from runtime.config.service_checks import hccl_beside_workers
 from runtime.process import os_process
 from runtime.process.network import host_port
@@ -89,10 +89,10 @@ def service_specs(
     return specs
 
 
-def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
-    """Return by name the settings of what this node restarts by itself: all but its parts of groups that span nodes."""
+def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, int]:
+    """By name, for what this node starts again by itself: all but its parts of groups that span nodes."""
     own = [Instance(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
-    return {instance.name: settings_of(config, instance).restarts for instance in own}  # type: ignore[attr-defined]  # such roles' own
+    return {instance.name: settings_of(config, instance).restarts for instance in own}
 
 
 def _key(launch: Launch) -> dict[str, str]:

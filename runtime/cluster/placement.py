@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from runtime import timeouts
 from runtime.cluster.topology import Instance, instances, is_group, local_ranks, path_of, place_in_fleet, settings_of
-from runtime.config import Computing, Config, Placed, Restarts, Rollout
+from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
 
 # ---- Restarts
@@ -24,26 +24,25 @@ from runtime.errors import ConfigError
 # Limits on the restarts of a process. No I/O; the caller gives the time.
 
 
-def backoff(settings: Restarts, before: int) -> float:
-    """Return the seconds until the next restart of a process that had `before` restarts within the window."""
-    return min(settings.backoff * 2.0 ** min(before, 30), max(settings.backoff, timeouts.LONGEST_BACKOFF))
+def backoff(before: int) -> float:
+    """Return the seconds until a process is started again. It was started again `before` times within the window."""
+    return min(timeouts.FIRST_BACKOFF * 2.0 ** min(before, 30), timeouts.LONGEST_BACKOFF)
 
 
 class RestartBackoff:
-    """The restarts of one process, limited by its role's settings."""
+    """Restarts of one process: at most `allowed` within the window."""
 
-    def __init__(self, settings: Restarts):
-        self._settings = settings
+    def __init__(self, allowed: int):
+        self._allowed = allowed
         self._granted: list[float] = []
 
     def delay(self, now: float) -> float | None:
-        """Return the seconds until the process that died at `now` may be started again, or None if it may not be."""
-        settings = self._settings
-        self._granted = [then for then in self._granted if now - then < settings.window]
-        if len(self._granted) >= settings.attempts:
+        """Return the seconds until the process that died at `now` may be started again; None if it may not."""
+        self._granted = [then for then in self._granted if now - then < timeouts.RESTART_WINDOW]
+        if len(self._granted) >= self._allowed:
             return None
         self._granted.append(now)
-        return backoff(settings, len(self._granted) - 1)
+        return backoff(len(self._granted) - 1)
 
 
 Hosted = TypeVar("Hosted", bound=Computing)

@@ -38,7 +38,6 @@ from runtime.config.services import (
     Process,
     Publication,
     ReferenceScorer,
-    Restarts,
     Reward,
     Rollout,
     Scorer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,13 +57,16 @@ S = TypeVar("S", bound=Section)
 
 _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two formats, which ours has not
 
-# Keys of earlier versions, by path: what to write now.
+# Keys of earlier versions, by path, where `*` is a role, a fleet or a name: what to write now.
 _REMOVED = {
     "publication.staging": "there is one way now, what shadow was; leave the key out",
     "gateway.player": "write services.environment, whose agents are called, and given their episode's URL and key",
     "metrics.names": "all trackers get the names of own (docs/metrics.md has MindSpeed-RL's beside them); leave the key out",
     "services.rollout.speculation": "replies are those of off, and no engine drafts tokens; leave the key out",
     "publication.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
+    "services.*.restarts.attempts": "write services.ROLE.restarts: NUMBER",
+    "services.*.restarts.window": "restarts are counted within ten minutes; leave the key out",
+    "services.*.restarts.backoff": "restarts come after 0.5 s, 1 s and so on, up to a minute; leave the key out",
 }
 # Values of earlier versions, by key: what to write now.
 _REPLACED = {
@@ -315,6 +319,9 @@ def mismatches(value: object, kind: inspect.Type, path: str = "", root: inspect.
         if isinstance(value, str) and (now := _REPLACED.get(path, {}).get(value)):
             yield f"{path}: {value} is no longer a value: {now}"
             return
+        if isinstance(value, dict) and (gone := [(key, now) for key in value if (now := _replacement(f"{path}.{key}"))]):
+            yield from (f"{path}.{key}: no longer a key: {now}" for key, now in gone)
+            return
         yield _misfit(value, kind, path)
 
 
@@ -338,13 +345,20 @@ def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, r
     for key, item in value.items():
         if key in known:
             yield from mismatches(item, known[key].type, prefix + key, root)
-        elif f"{prefix}{key}" in _REMOVED:
-            yield f"{prefix}{key}: no longer a key: {_REMOVED[f'{prefix}{key}']}"
+        elif now := _replacement(prefix + key):
+            yield f"{prefix}{key}: no longer a key: {now}"
         else:
             yield f"{prefix}{key}: unknown key; {_nearest(str(key), list(known), root)}"
     for name, field in known.items():
         if field.required and name not in value:
             yield f"{prefix}{name}: missing; needs {_wanted(field.type)}"
+
+
+def _replacement(path: str) -> str:
+    """Return what to write instead of the removed key `path`; "" if no earlier version had it. The path may lack its section
+    `services`, as in the file of a preset."""
+    found = [now for old, now in _REMOVED.items() if fnmatchcase(path, old) or fnmatchcase(f"services.{path}", old)]
+    return found[0] if found else ""
 
 
 def _nearest(key: str, names: list[str], root: inspect.Type) -> str:

@@ -16,7 +16,6 @@ from runtime.config.base import (
     Processes,
     RemoteServer,
     Seconds,
-    SecondsOr0,
     Section,
     Tokens,
     TokensOr0,
@@ -67,6 +66,10 @@ class Process(Section, frozen=True):
     jemalloc: bool | str = "auto"
     """`true`: preload `libjemalloc.so.2` (`LD_PRELOAD`), which has to be installed; `auto`: on machines with NPUs, where it is
     installed, for the roles that compute; `false`: never; or the library's path."""
+    restarts: NonNegative = 3
+    """How often a process of the role that died is started again, at most, within ten minutes; 0: never. The ranks of a group
+    are started together. After the death of a trainer or critic both continue from the newest checkpoint. A new
+    coordinator takes over the processes that live."""
 
 
 class Placed(Process, frozen=True):
@@ -90,19 +93,6 @@ class Computing(Placed, frozen=True):
     where one of them has `offload_train_*`; all others are there at the same time. Empty: none."""
 
 
-class Restarts(Section, frozen=True):
-    """A process of the role that dies is started again, the ranks of a group together. After the death of a trainer or critic
-    both go on from the newest checkpoint; a coordinator takes up the processes that live.
-    """
-
-    attempts: NonNegative = 3
-    """At most so many within `window`; 0: never."""
-    window: Seconds = 600.0
-    """The time in which `attempts` are counted."""
-    backoff: SecondsOr0 = 0.5
-    """Before the first of them; then twice as long each time, up to a minute."""
-
-
 class Coordinator(Process, frozen=True):
     """The one process whose address is configured."""
 
@@ -114,7 +104,6 @@ class Coordinator(Process, frozen=True):
     standby: str = ""
     """On several nodes: the one that starts the next coordinator when the coordinator's node is lost, and leads the run from
     then on. All share `run.dir`, on a file system whose locks hold between nodes (NFS 4, Lustre with `flock`). Empty: none."""
-    restarts: Restarts = Restarts()
 
 
 class Rollout(Computing, frozen=True):
@@ -122,7 +111,6 @@ class Rollout(Computing, frozen=True):
 
     replicas: Processes = 1
     """Engines of the fleet."""
-    restarts: Restarts = Restarts()
     engine: Literal["torch", "vllm"] = "torch"
     """`torch` is embedded; `vllm` runs vLLM's AsyncLLM."""
     slots: Positive = 64
@@ -145,7 +133,6 @@ class Gateways(Placed, frozen=True):
 
     replicas: Processes = 1
     """Services, among which groups of episodes are shared out."""
-    restarts: Restarts = Restarts()
     port: Port = 0
     """Of HTTP; of each further gateway on the same node the next one. 0: any free one."""
 
@@ -155,7 +142,6 @@ class Reward(Placed, frozen=True):
 
     replicas: Processes = 1
     """Services, each with `rewards.workers` workers."""
-    restarts: Restarts = Restarts()
 
 
 class Budgets(Section, frozen=True):
@@ -189,7 +175,6 @@ class Environment(Placed, frozen=True):
     """In the place of `run`: a server of the service Environment in `proto/environment.proto`. Null: none."""
     replicas: Processes = 1
     """Services, among which episodes are shared out."""
-    restarts: Restarts = Restarts()
     concurrency: Positive = 64
     """Episodes at once in each; more wait."""
     per_process: Positive = 1
@@ -212,7 +197,6 @@ class Scorer(Computing, frozen=True):
 
     replicas: Processes = 1
     """Services; of the reference on engine torch, of one process each."""
-    restarts: Restarts = Restarts()
     max_tokens_per_microbatch: Tokens = 16384
     """Of one forward pass."""
     dtype: DType = "auto"
@@ -256,7 +240,6 @@ class Trainer(Computing, frozen=True):
     backend: GroupBackend = "auto"
     """Of the ranks' own process group. `auto`: hccl on NPUs, nccl on CUDA, else gloo. `gloo` on CUDA, for virtual GPUs and
     slices (vGPU, MIG), on which NCCL does not work: engine torch alone, and slow, since it goes through the host."""
-    restarts: Restarts = Restarts()
     overlap: bool = True
     """Engine megatron, with several blocks: gradients are summed during the backward pass, and new weights gathered during the
     next forward pass."""

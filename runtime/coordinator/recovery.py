@@ -10,8 +10,8 @@ due, its content, and which are kept (`Checkpoints`).
     kept         rollouts; the ledger with all groups, their replies and scores; evaluations up to the checkpoint
     done again   the steps after the checkpoint; replies that were in generation as the attempt ended
 
-A loss ends the run in four cases: lost processes are not started again; the first version is not published yet; the run is
-interrupted; more attempts in a row than `services.trainer.restarts.attempts` made no progress.
+A loss ends the run when lost processes are not started again, before the first version is published, when the run is
+interrupted, and when more attempts in a row than `services.trainer.restarts` have made no progress.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Recovery:
         self.begun = history.attempts > 0
         self._register = register
         self._config = context.config
-        self._allowed = context.config.services.trainer.restarts.attempts
+        self._allowed = context.config.services.trainer.restarts
         self._replaceable = context.supervisor.restarts
         self._history = history
         self._lost = asyncio.Event()
@@ -141,9 +141,9 @@ class Recovery:
 
 
 async def models_back(config: Config, register: Register) -> None:
-    """Wait until trainer and critic serve. Raises DeadlineExceeded as `Recovery.wait_restarted` does."""
-    policies = [getattr(config.services, unit.role).restarts for unit in models(register)]
-    timeout = config.deadlines.start + max(backoff(one, max(0, one.attempts - 1)) for one in policies)
+    """Wait until trainer and critic serve. Raises DeadlineExceeded, as `Recovery.wait_restarted` does."""
+    allowed = max(getattr(config.services, unit.role).restarts for unit in models(register))
+    timeout = config.deadlines.start + backoff(max(0, allowed - 1))
 
     def missing() -> list[str]:
         return [unit.name for unit in models(register) if unit.port is None]

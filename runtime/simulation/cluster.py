@@ -668,7 +668,7 @@ class SimulatedCluster:
         self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # unread by the coordinator
         for number, unit in enumerate(self._units()):
             self._nodes[unit.name] = f"node-{number % nodes}"
-            self._allowances[unit.name] = RestartBackoff(settings_of(config, unit).restarts)  # type: ignore[attr-defined]
+            self._allowances[unit.name] = RestartBackoff(settings_of(config, unit).restarts)
             self._spawn(unit.role, unit.name, 0)
         self.register.subscribe(self._look)
 

@@ -275,7 +275,7 @@ async def test_a_node_that_has_no_room_for_what_another_left_which_comes_back_to
     assert await back.told() == {"rollout-0": 4, "rollout-1": 0}
 
 
-RESTARTED = {"trainer": {"processes": 6, "restarts": {"attempts": 1, "backoff": 0.0}}, "rollout": {"placement": ["b"]}}
+RESTARTED = {"trainer": {"processes": 6, "restarts": 1}, "rollout": {"placement": ["b"]}}
 
 
 @handed(run, make(cluster=NAMED, services=RESTARTED))

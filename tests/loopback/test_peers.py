@@ -67,7 +67,7 @@ class Here:
     """The processes of one rollout and a trainer of two ranks, or of a reference of as many besides, connected."""
 
     def __init__(self, **sections: Any):
-        services = {"trainer": {"processes": 2, "restarts": {"backoff": 0.0}}, **sections.pop("services", {})}
+        services = {"trainer": {"processes": 2}, **sections.pop("services", {})}
         made = {"run": {"name": "a"}, "services": services, **sections}
         self.config = msgspec.convert(made, Config)
         self.book = Register()

@@ -343,7 +343,7 @@ def test_a_run_that_gets_no_further_ends(tmp_path: Path) -> None:
     folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.make()
     troupe = Troupe(cast, *[("apply", 8)] * 100)
     fault = folder.fails(cast)
-    attempts = config.Restarts().attempts
+    attempts = config.Trainer().restarts
     assert len(troupe.trainers) == attempts + 2  # the first, and those after which nothing was new
     assert (fault.service, fault.phase) == ("trainer-0", "run")
     assert fault.reason == f"was killed; {attempts + 1} times in a row before any step after 8"
@@ -357,9 +357,7 @@ def test_before_the_first_publication_a_loss_ends_the_run(tmp_path: Path) -> Non
 
 
 def test_models_that_do_not_come_back_are_named_at_their_deadline(tmp_path: Path) -> None:
-    restarts = config.Services(
-        rollout=config.Rollout(replicas=2, slots=16), trainer=config.Trainer(restarts=config.Restarts(attempts=1, backoff=0.1))
-    )
+    restarts = config.Services(rollout=config.Rollout(replicas=2, slots=16), trainer=config.Trainer(restarts=1))
     folder = RunFolder(tmp_path, steps=STEPS, sections=SAVED | {"services": restarts, "deadlines": config.Deadlines(start=0.2)})
     cast = Cast.make()
     Troupe(cast, ("apply", 8))
@@ -368,7 +366,7 @@ def test_models_that_do_not_come_back_are_named_at_their_deadline(tmp_path: Path
         return []
 
     cast.regroup = regroup
-    assert str(folder.fails(cast)) == "trainer-0: restart: did not register again (deadline 0.3 s)"
+    assert str(folder.fails(cast)) == "trainer-0: restart: did not register again (deadline 0.7 s)"
 
 
 def test_an_interruption_while_the_trainer_is_away_ends_the_run(tmp_path: Path) -> None:

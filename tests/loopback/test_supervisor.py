@@ -24,7 +24,7 @@ from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime import timeouts
 from runtime.cluster.placement import RestartBackoff
-from runtime.config import FromEnvironment, Logs, Restarts
+from runtime.config import FromEnvironment, Logs
 from runtime.errors import UserError
 from runtime.process.os_process import INCARNATION
 from sluice import start
@@ -41,11 +41,13 @@ DIES_FIRST = f"import os, time; os.environ['{INCARNATION}'] == '0' and os.abort(
 
 
 def test_an_allowance_grants_so_many_within_its_window_each_later_than_the_one_before() -> None:
-    allowance = RestartBackoff(Restarts(attempts=2, window=100.0, backoff=0.5))
+    allowance = RestartBackoff(2)
     assert [allowance.delay(now) for now in (0.0, 10.0, 20.0)] == [0.5, 1.0, None]
-    assert allowance.delay(100.0) == 1.0  # the first is out of the window
-    assert allowance.delay(105.0) is None
-    assert RestartBackoff(Restarts(attempts=0)).delay(0.0) is None
+    assert allowance.delay(600.0) == 1.0  # the first is out of the window
+    assert allowance.delay(605.0) is None
+    assert RestartBackoff(0).delay(0.0) is None
+    often = RestartBackoff(100)
+    assert [often.delay(0.0) for _ in range(100)][-1] == 60.0
 
 
 def spec(name: str, code: str, *arguments: str) -> ProcessSpec:
@@ -60,6 +62,7 @@ def supervised(
     show: Callable[[str, str], None] | None = None,
     said: list[str] | None = None,
     says: list[str] | None = None,
+    backoff: float = 0.0,
 ) -> list[str]:
     """What the supervisor said, in `said` as it does, which has to be `says`; every process is gone."""
     said = [] if said is None else said
@@ -71,7 +74,9 @@ def supervised(
         finally:
             await supervisor.end_all(0.0)
 
-    asyncio.run(within())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeouts, "FIRST_BACKOFF", backoff)
+        asyncio.run(within())
     assert says is None or said == says
     return said
 
@@ -117,8 +122,8 @@ async def fewer(supervisor: Supervisor, than: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def allowed(attempts: int = 3) -> dict[str, Restarts]:
-    return dict.fromkeys(("rollout-0", "rollout-1"), Restarts(attempts=attempts, backoff=0.0))
+def allowed(restarts: int = 3) -> dict[str, int]:
+    return dict.fromkeys(("rollout-0", "rollout-1"), restarts)
 
 
 @handed(supervised, needs=("tmp_path",), says=["rollout-0: run: was killed by SIGABRT; started again in 0 s"])
@@ -156,7 +161,7 @@ def test_out_of_attempts_it_is_told_of_and_the_others_are_watched_on(tmp_path: P
     async def test(supervisor: Supervisor) -> None:
         told: list[Child] = []
         supervisor.on_exit = told.append
-        supervisor.enable_restarts(allowed(attempts=0))
+        supervisor.enable_restarts(allowed(restarts=0))
         first = await supervisor.start(spec("rollout-0", DIES))
         trainer = await supervisor.start(spec("trainer-0", LIVES))
         failing = asyncio.create_task(supervisor.first_failure())
@@ -207,9 +212,9 @@ async def test_one_that_is_ended_is_no_failure_and_may_be_started_again(supervis
     failing.cancel()
 
 
-@handed(supervised, needs=("tmp_path",))
+@handed(supervised, needs=("tmp_path",), backoff=30.0)
 async def test_one_that_waits_to_be_started_again_can_be_ended(supervisor: Supervisor) -> None:
-    supervisor.enable_restarts({"rollout-0": Restarts(backoff=30.0)})
+    supervisor.enable_restarts({"rollout-0": 3})
     await supervisor.start(spec("rollout-0", DIES))
     failing = asyncio.create_task(supervisor.first_failure())
     await fewer(supervisor, 1)
@@ -239,7 +244,7 @@ async def there(path: Path) -> None:
         await asyncio.sleep(0.01)
 
 
-@handed(supervised, needs=("tmp_path",))
+@handed(supervised, needs=("tmp_path",), backoff=0.2)
 async def test_a_coordinator_that_is_lost_as_the_run_is_told_to_stop_is_followed_by_one_that_stops(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
@@ -252,7 +257,7 @@ async def test_a_coordinator_that_is_lost_as_the_run_is_told_to_stop_is_followed
         if moment == "before anyone":
             keeper.terminate()
         first = await keeper.start(coordinator)
-        running = asyncio.create_task(keeper.until_finished(coordinator, Restarts(attempts=1, backoff=0.2)))
+        running = asyncio.create_task(keeper.until_finished(coordinator, 1))
         await there(folder / "0")
         if moment != "before anyone":
             (folder / "0-goes-on").touch()
@@ -276,7 +281,7 @@ async def test_a_coordinator_that_is_lost_as_the_run_is_told_to_stop_is_followed
 async def test_one_that_may_not_be_started_another_time_says_so(supervisor: Supervisor) -> None:
     told: list[Child] = []
     supervisor.on_exit = told.append
-    supervisor.enable_restarts({"trainer-0": Restarts(attempts=1, backoff=0.0)})
+    supervisor.enable_restarts({"trainer-0": 1})
     await supervisor.start(spec("trainer-0", DIES_FIRST))
     failing = asyncio.create_task(supervisor.first_failure())
     second = await started_again(supervisor, "trainer-0", 1)
@@ -300,7 +305,7 @@ async def test_a_mistake_that_one_rank_of_a_group_tells_is_the_groups(supervisor
     rank = tmp_path / "rank.py"
     rank.write_text(FAULTS.format(code=2))
     command = start.command("launcher.node.ranks", "--group", "trainer-0", "--ranks", "0,1", "--world", "2", str(rank))
-    supervisor.enable_restarts({"trainer-0": Restarts()})
+    supervisor.enable_restarts({"trainer-0": 3})
     group = ProcessSpec(name="trainer-0", role="trainer", command=command, env={})
     child = await supervisor.start(group)
     assert await supervisor.first_failure() is child
@@ -339,7 +344,7 @@ async def test_one_that_was_dying_when_it_was_given_up_says_itself_why(superviso
 async def test_of_two_that_died_at_once_both_are_told(supervisor: Supervisor) -> None:
     told: list[str] = []
     supervisor.on_exit = lambda child: told.append(child.spec.name)
-    supervisor.enable_restarts(allowed(attempts=0))
+    supervisor.enable_restarts(allowed(restarts=0))
     for name in ("rollout-0", "rollout-1"):
         await (await supervisor.start(spec(name, DIES))).process.wait()
     failing = asyncio.create_task(supervisor.first_failure())
@@ -398,7 +403,7 @@ async def test_a_trainer_that_is_lost_while_the_run_stops_is_not_started_again(s
     reported: list[str] = []
     supervisor.on_exit = lambda child: reported.append(child.spec.name)
     trainer = await supervisor.start(spec("trainer-0", DIES_FIRST))
-    supervisor.enable_restarts({"trainer-0": Restarts(backoff=0.0)})
+    supervisor.enable_restarts({"trainer-0": 3})
     supervisor.stopping = True
     failing = asyncio.create_task(supervisor.first_failure())
     await fewer(supervisor, 1)
@@ -408,9 +413,9 @@ async def test_a_trainer_that_is_lost_while_the_run_stops_is_not_started_again(s
     failing.cancel()
 
 
-@handed(supervised, needs=("tmp_path",))
+@handed(supervised, needs=("tmp_path",), backoff=30.0)
 async def test_at_the_end_nobody_is_started_again(supervisor: Supervisor) -> None:
-    supervisor.enable_restarts({"rollout-0": Restarts(backoff=30.0)})
+    supervisor.enable_restarts({"rollout-0": 3})
     await supervisor.start(spec("rollout-0", DIES))
     failing = asyncio.create_task(supervisor.first_failure())
     await fewer(supervisor, 1)

@@ -34,7 +34,7 @@ from tests.swarm.faulty import FaultySimulation
 
 MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
 MOST_FAULTS = 5
-ATTEMPTS = config.Restarts().attempts
+ATTEMPTS = config.Trainer().restarts
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from tests.system.cluster import NAMES, Cluster, cluster
 from tests.system.conftest import make_tiny
 from tests.system.little_memory import little_memory
 from tests.system.namespaces import why_not
-from tests.system.runs import LONG, eventually, fill, forgotten, points, shared_files, write_config
+from tests.system.runs import LONG, SOON, eventually, fill, forgotten, points, shared_files, write_config
 
 Measured = dict[str, list[tuple[float, bool]]]
 """By kind of fault, for each: seconds until the run went on, and whether it went back to a checkpoint."""
@@ -62,7 +62,7 @@ def require_same(self, index, digest, name):
 GROUPS = 4
 SILENCE = 4.0
 STUCK = 240.0  # seconds without a step after which the run counts as hung
-RESTARTS = {"attempts": 1_000_000, "backoff": 0.2, "window": 0.1}  # no death has anything to do with the one before
+RESTARTS = 1_000_000  # with `SOON`: no death has anything to do with the one before
 SETTINGS = {
     "cluster": {"nodes": [{"name": name} for name in NAMES]},
     "training": {"groups_per_step": GROUPS},
@@ -214,7 +214,7 @@ def play(faults: int, seed: int, folder: Path) -> Measured:
         (folder / "loss.py").write_text(LOSS)
         config = write_config(folder / "config.yaml", make_tiny(folder / "tiny"), **SETTINGS)
         own = f"algorithm.loss={folder / 'loss.py'}:flips"
-        with little_memory() as little, cluster(config, *LONG, own, folder=folder / "run") as run:
+        with little_memory() as little, cluster(config, *LONG, own, folder=folder / "run", modules=SOON) as run:
             run.run.reaches(2, STUCK)
             campaign = Campaign(run, disk, little, random.Random(seed))
             try:

@@ -40,6 +40,7 @@ class Cluster:
     overrides: Sequence[str]
     folder: Path
     own: Sequence[Path] = ()
+    modules: Path = ROOT
     agents: dict[str, Live] = field(default_factory=dict)
 
     def node(self, name: str) -> Node:
@@ -53,7 +54,8 @@ class Cluster:
     def start(self, name: str, torchrun: bool = True) -> Live:
         """The agent of a node, again if there was one. Without `torchrun` its exit code is its own."""
         console = self.folder.with_name(f"{self.folder.name}.{name}.console")
-        env = {**(OUTER if torchrun else {}), "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        modules = os.pathsep.join((str(self.modules), str(ROOT)))
+        env = {**(OUTER if torchrun else {}), "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": modules, "COLUMNS": "200"}
         command = (sys.executable, *(AGENT if torchrun else AGENT[-2:]), str(self.config), "--name", name, *self.overrides)
         if self.own:  # what is mounted in a namespace of `ip netns exec` is seen there alone
             mounts = " && ".join(f"mount --bind {self.place(name, path)} {path}" for path in self.own)
@@ -115,6 +117,7 @@ def cluster(
     start: int | None = None,
     network: str = namespaces.NETWORK,
     own: Sequence[Path] = (),
+    modules: Path = ROOT,
 ) -> Iterator[Cluster]:
     """A run over `count` nodes, on the first `start` of which an agent is started at once; nothing of it stays. `own`: as in
     Cluster."""
@@ -123,7 +126,7 @@ def cluster(
         first = made_of.nodes[0].address
         where = (f"run.dir={folder}", f"services.coordinator.host={first}", f"services.coordinator.port={PORT}")
         seen = _place(NAMES[0], folder) if folder in own else folder
-        made = Cluster(made_of, config, (*where, "network.interface=auto", *overrides), seen, own)
+        made = Cluster(made_of, config, (*where, "network.interface=auto", *overrides), seen, own, modules)
         for name in NAMES[: count if start is None else start]:
             made.start(name)
         yield made

@@ -80,6 +80,9 @@ def shown(run: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
+SOON = Path(__file__).parent / "soon"  # as `modules`: lost processes are started again at once, however many were lost before
+
+
 def _environment(modules: Path = ROOT) -> dict[str, str]:
     return {**os.environ, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join((str(modules), str(ROOT)))}
 
@@ -249,6 +252,7 @@ def started(
     command: str = "train",
     python: Path | str = sys.executable,
     terminal: int | None = None,
+    modules: Path = ROOT,
 ) -> Iterator[Live]:
     """`sluice COMMAND` in a process group of its own, on the pseudo-terminal `terminal` if there is one, which then has what it
     prints. Leaving the block ends what is left of it, and only that."""
@@ -260,7 +264,7 @@ def started(
         process = subprocess.Popen(
             [str(python), "-m", "launcher.cli", command, str(config), f"run.dir={folder}", *overrides],
             cwd=ROOT,
-            env=_environment(),
+            env=_environment(modules),
             stdin=subprocess.DEVNULL if terminal is None else terminal,
             stdout=out if terminal is None else terminal,
             stderr=err if terminal is None else terminal,

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from tests.system.chaos import RESTARTS, check_ledger
-from tests.system.runs import ROOT, STOP, Live, belonging, check_gone, eventually, points, started, steps
+from tests.system.runs import ROOT, SOON, STOP, Live, belonging, check_gone, eventually, points, started, steps
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 PROCESSES = ("coordinator", "trainer-0", "reference-0", "reward-0", "rollout-0", "rollout-1")
@@ -34,7 +34,7 @@ OVERRIDES = (
     "training.steps=1000000",
     "checkpoint.every=20",
     "evaluation.every=100",
-    *(f"services.{role}.restarts={json.dumps(RESTARTS)}" for role in ("coordinator", *{name[:-2] for name in PROCESSES[1:]})),
+    *(f"services.{role}.restarts={RESTARTS}" for role in ("coordinator", *{name[:-2] for name in PROCESSES[1:]})),
 )
 GROUPS = 8  # in a step of the quickstart
 MINUTE = 60.0  # seconds between two samples
@@ -125,7 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="sluice-soak-") as name,
-        started(QUICKSTART, *OVERRIDES, folder=Path(name) / "run") as run,
+        started(QUICKSTART, *OVERRIDES, folder=Path(name) / "run", modules=SOON) as run,
     ):
         run.reaches(5, STUCK)
         soak = Soak(run, arguments.every, random.Random(arguments.seed))

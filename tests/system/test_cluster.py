@@ -34,7 +34,7 @@ NODES: dict[str, Any] = {
         "trainer": {"placement": ["first"]},
         "reference": {"placement": ["first"]},
         "reward": {"placement": ["first"]},
-        "rollout": {"placement": ["second", "third"], "restarts": {"backoff": 0.5}},
+        "rollout": {"placement": ["second", "third"]},
     },
 }
 
@@ -66,7 +66,6 @@ def test_a_run_over_three_nodes_outlives_what_happens_to_them(nodes: Path, tmp_p
     group = (
         "services.trainer.processes=2",
         "services.trainer.placement=[first, second]",
-        "services.trainer.restarts.backoff=0.5",
     )
     settings = (*LONG, *group, "checkpoint.every=2", "cluster.min_nodes=2", "deadlines.stop=60", f"network.interface={network}")
     with cluster(nodes, *settings, folder=tmp_path / "run", start=2, network=network) as run:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(600)
 
 END = 240.0  # seconds that a run may take
 STEPS = 12
-SETTINGS = (f"training.steps={STEPS}", "checkpoint.every=1", "services.trainer.restarts.backoff=0.1")
+SETTINGS = (f"training.steps={STEPS}", "checkpoint.every=1")
 
 LOSS = """
 import os

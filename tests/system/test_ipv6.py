@@ -21,7 +21,7 @@ START = 180.0  # seconds until several processes train, on what may be two busy 
 def test_a_run_on_the_loopback_of_ipv6(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of the trainer, whose store is on loopback; the run is looked at by its folder and by its address, and is
     scaled up and down. It ends with its coordinator, in whose place no other may come."""
-    once = "services.coordinator.restarts.attempts=0"
+    once = "services.coordinator.restarts=0"
     overrides = (once, f"network.interface={IP}", "services.trainer.processes=2", "publication.transport=collective")
     with started(config, *LONG, *overrides, folder=tmp_path / "run") as run:
         run.reaches(2, START)

@@ -16,7 +16,6 @@ from tests.system.runs import LONG, Live, check_gone, eventually, sluice, starte
 pytestmark = pytest.mark.timeout(400)
 
 BACK = 120.0  # seconds until another process has come in a dead one's place, on a busy machine
-RESTARTS = tuple(f"services.{role}.restarts.backoff=0.1" for role in ("rollout", "reward", "reference"))
 
 
 def newest(run: Live) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def ends_well(run: Live) -> None:
 
 
 def test_replicas_that_are_killed_are_replaced_while_the_run_goes_on(config: Path, tmp_path: Path) -> None:
-    with started(config, *LONG, *RESTARTS, folder=tmp_path / "run") as run:
+    with started(config, *LONG, folder=tmp_path / "run") as run:
         run.reaches(2)
         trainer = run.member("trainer-0").pid
         run.member("rollout-1").kill()

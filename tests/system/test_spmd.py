@@ -101,8 +101,7 @@ def assert_same(run: Live, alone: Live) -> None:
 def test_two_ranks_are_one_though_one_of_them_is_killed(config: Path, tmp_path: Path, alone: Live) -> None:
     """Both ranks' weights, moments and all are restored: what is made again is what would have been."""
     two = ("services.trainer.processes=2", "services.critic.processes=2", "publication.senders=all")
-    soon = ("services.trainer.restarts.backoff=0.1", "services.critic.restarts.backoff=0.1")
-    with started(config, *two, *soon, folder=tmp_path / "run") as run:
+    with started(config, *two, folder=tmp_path / "run") as run:
         run.reaches(EVERY + 1, RUN)
         run.member("trainer-0", rank=1).kill()
         run.says("trainer-0: run: ", RUN)
@@ -136,7 +135,7 @@ def test_megatron_killed_while_it_saves_goes_on_in_another_layout(config: Path, 
     mark, folder = tmp_path / "writing", tmp_path / "run"
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.replace("MARK", str(mark)))
     slow = (f"services.trainer.env.PYTHONPATH={tmp_path}:{ROOT}", "checkpoint.async_save=true")
-    once = "services.trainer.restarts={attempts: 1, backoff: 0.1}"
+    once = "services.trainer.restarts=1"
     with started(config, *MEGATRON, TENSOR, *AWAY, *slow, once, folder=folder) as run:
         run.comes(mark.exists, RUN, "the second checkpoint's files")
         run.reaches(5)  # beside it: the one of step 6 waits

@@ -19,7 +19,6 @@ SETTINGS = (
     "training.steps=100000",
     "checkpoint.every=1",
     f"deadlines.stall={{loop: {LIMIT}, forward: {LIMIT}, decode: {LIMIT}}}",
-    "services.coordinator.restarts.backoff=0",
 )
 
 # Sleeps once in a step, in C code that has released the interpreter's lock, as a kernel that never ends does.

@@ -158,7 +158,7 @@ def test_a_stranger_who_asks_for_one_thing_does_not_get_it(live: Live, tmp_path:
 def test_a_stranger_on_the_network_gets_nothing_and_the_run_goes_on(tiny: Path, tmp_path: Path) -> None:
     """Three nodes, a trainer with ranks on two of them, and a fourth that is nobody's."""
     config = write_config(tmp_path / "config.yaml", tiny, **NODES)
-    group = (TWO, "services.trainer.placement=[first, second]", "services.trainer.restarts.backoff=0.5", "deadlines.stop=60")
+    group = (TWO, "services.trainer.placement=[first, second]", "deadlines.stop=60")
     with cluster(config, *LONG, *group, "checkpoint.every=2", folder=tmp_path / "run", count=4, start=3) as run:
         run.run.reaches(3, START)
         found = [one for node in run.network.nodes[:3] for one in listeners(node.processes())]

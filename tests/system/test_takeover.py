@@ -12,12 +12,12 @@ import pytest
 
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from tests.system.runs import Live, eventually, started, steps
+from tests.system.runs import SOON, Live, eventually, started, steps
 
 pytestmark = pytest.mark.timeout(600)
 
 END = 240.0  # seconds that a run may take
-OFTEN = ("services.coordinator.restarts.attempts=1000", "services.coordinator.restarts.backoff=0")
+OFTEN = ("services.coordinator.restarts=1000",)
 # One group is decoded at a time, a step makes two updates of its whole batch, and the loss looks at no log-probabilities of
 # rollouts or references, whose last bits depend on what they compute together: so the weights depend on the tokens alone.
 DETERMINISTIC = (
@@ -89,7 +89,7 @@ def test_it_goes_on_with_the_processes_that_it_had_and_the_weights_are_those_of_
     settings, chance = (*DETERMINISTIC, "training.steps=30", "checkpoint.every=7"), random.Random(11)
     made: dict[str, bytes] = {}
     for name, kills in (("undisturbed", 0), ("disturbed", 6)):
-        with started(config, *settings, *(OFTEN + clocks if kills else ()), folder=tmp_path / name) as run:
+        with started(config, *settings, *(OFTEN + clocks if kills else ()), folder=tmp_path / name, modules=SOON) as run:
             run.reaches(1)
             before = others(run)
             for _ in range(kills):

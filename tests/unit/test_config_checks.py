@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
-from runtime.config import Config
+from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.config.loading import resolve, type_faults
 from runtime.config.service_checks import colocation_faults, device_faults, network_faults, unequal_numbers
 from runtime.coordinator.run_context import accelerators
+from runtime.errors import ConfigError
 from runtime.models.families import FAMILIES
 from tests.unit.config_cases import EXPERTS, PPO, cases, checked, configured, model_folder
 
@@ -212,15 +213,27 @@ def test_what_was_removed_says_what_to_write_now(given: dict[str, Any], told: st
     assert fault.startswith(told)
 
 
-def test_trackers_get_one_set_of_names() -> None:
-    faults = type_faults({"run": {"name": "x"}, "metrics": {"names": "mindspeed"}})
-    assert faults[-1].startswith("metrics.names: no longer a key: all trackers get the names of own ")
+@pytest.mark.parametrize("pattern", loading._REMOVED)
+def test_a_removed_key_is_refused_with_what_to_write_now(pattern: str) -> None:
+    """Under a role, a fleet of a list, and an environment's name."""
+    for role in ("trainer", "rollout.0", "environment.own") if "*" in pattern else ("",):
+        key = pattern.replace("*", role)
+        raw: Any = 1
+        for part in reversed(key.split(".")):
+            raw = [raw] if part == "0" else {part: raw}
+        assert f"{key}: no longer a key: {loading._REMOVED[pattern]}" in type_faults(raw)
 
 
-def test_the_embedded_engine_drafts_no_tokens_any_more() -> None:
-    faults = type_faults({"run": {"name": "x"}, "services": {"rollout": {"speculation": "auto"}}})
-    told = "no longer a key: replies are those of off, and no engine drafts tokens; leave the key out"
-    assert faults[-1:] == [f"services.rollout.speculation: {told}"]
+def test_what_is_called_as_a_removed_key_within_a_users_mapping_is_the_users(sound: dict[str, Any]) -> None:
+    assert type_faults(sound | {"services": {"trainer": {"env": {"threads": "1"}}}}) == []
+
+
+def test_a_removed_key_of_a_presets_file_is_refused(sound: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("trainer: {restarts: {backoff: 1}}")
+    with pytest.raises(ConfigError) as refused:
+        loading.load(sound, [f"services.platform={path}"])
+    assert refused.value.faults[0].startswith(f"services.platform: {path}: trainer.restarts.backoff: no longer a key: ")
 
 
 def test_weights_travel_by_a_shared_folder(sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,11 +380,11 @@ def test_ranks_live_and_die_together_and_replicas_each_for_itself() -> None:
 
 
 def test_everything_but_the_coordinator_is_started_again_a_group_by_the_name_of_its_first_rank() -> None:
-    critic = {"processes": 2, "restarts": {"attempts": 7}}
+    critic = {"processes": 2, "restarts": 7}
     config = make(critic={}, services={"rollout": {"replicas": 2}, "critic": critic})
     allowed = restarts(config, started(config))
     assert set(allowed) == {"rollout-0", "rollout-1", "reward-0", "trainer-0", "critic-0"}
-    assert (allowed["critic-0"].attempts, allowed["trainer-0"].attempts) == (7, 3)
+    assert (allowed["critic-0"], allowed["trainer-0"]) == (7, 3)
     assert {spec.name for spec in specs(config)} == set(allowed)
 
 

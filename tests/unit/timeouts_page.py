@@ -38,7 +38,7 @@ def _configured() -> list[str]:
     rows = [
         f"| {key} | {default} | {text} |"
         for key, default, unit, text in _reference()
-        if unit in ("s", "seconds") and re.search(r"deadlines\.|timeout|backoff|silence|budgets\.", key)
+        if unit in ("s", "seconds") and re.search(r"deadlines\.|timeout|silence|budgets\.", key)
     ]
     return ["## Configured", "", "| key | default, s | of what |", "| --- | --- | --- |", *rows]
 
@@ -75,7 +75,7 @@ def _retries() -> list[str]:
     """Counts, factors and shares: the keys of the reference, one row for what is the same of each role, and `NUMBERS`."""
     rows = []
     for key, default, unit, text in _reference():
-        if re.search(r"restarts\.(attempts|window)|\.retries`|failures_in_a_row", key):
+        if re.search(r"\.restarts`|\.retries`|failures_in_a_row", key):
             key = re.sub(r"services\.[A-Za-z_.]+\.restarts", "services.ROLE.restarts", key)
             rows.append(f"| {key} | {f'{default} {unit}'.strip()} | {text} |")
     for name, file in NUMBERS.items():

@@ -1,0 +1,5 @@
+"""Starts lost processes again at once, however many were lost before."""
+
+from runtime import timeouts
+
+timeouts.FIRST_BACKOFF = timeouts.RESTART_WINDOW = 0.1
