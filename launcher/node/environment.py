@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from launcher.node import local_node
 from launcher.node.local_node import VISIBLE, Machine
@@ -21,10 +20,11 @@ _SHORT_LOOKUPS = {"RES_OPTIONS": f"timeout:{timeouts.NAME_LOOKUP} attempts:1"}
 
 
 def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str | FromEnvironment]:
-    """Return the variables of the role's processes: its own over Sluice's. `devices`: the indices of the machine's devices for
-    the process; empty = the devices that it inherits. Thread counts are limited: several thread pools on the same cores slow
-    each other down severely."""
-    count = str(role.threads or min(threads, len(affinity(role)) or threads))
+    """The role's own variables over Sluice's. `devices`: which of the machine's it gets; empty = those that it inherits.
+
+    Several pools of threads on the same cores slow each other down severely.
+    """
+    count = role.env.get("OMP_NUM_THREADS") or str(min(threads, len(affinity(role)) or threads))
     own: dict[str, str] = {}
     if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
@@ -40,21 +40,14 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
         **own,
         **role.env,
     }
-    others = made.get("LD_PRELOAD", machine.preload)
-    if (library := _jemalloc(role, machine)) and isinstance(others, str):
-        made["LD_PRELOAD"] = f"{library}:{others}" if others else library
+    if machine.kind == "npu" and isinstance(role, Computing) and machine.jemalloc:
+        made.setdefault("LD_PRELOAD", ":".join(filter(None, (machine.jemalloc, machine.preload))))
     return made
 
 
 def affinity(role: Process) -> tuple[int, ...]:
     """Return the processors that the role's processes may run on; () = the launcher's processors."""
     return local_node.parse_cpus(role.cpus) if role.cpus else ()
-
-
-def _jemalloc(role: Process, machine: Machine) -> str:
-    if role.jemalloc == "auto":
-        return machine.jemalloc if machine.kind == "npu" and isinstance(role, Computing) else ""
-    return machine.jemalloc if role.jemalloc is True else role.jemalloc or ""
 
 
 def hccl_ports(network: Network, used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
@@ -91,17 +84,9 @@ def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
 def faults(config: Config, machine: Machine) -> Iterator[str]:
     """Return one line for each thing that the configuration asks for and this machine lacks."""
     for path, role in processes(config).items():
-        yield from _jemalloc_faults(f"{path}.jemalloc", role, machine)
         yield from _cpu_faults(f"{path}.cpus", role, machine)
         if not config.services.coordinator.host:  # with a host there may be other nodes, and the role may run there
             yield from (missing(key, name) for key, name in references(role, path).items() if name not in machine.variables)
-
-
-def _jemalloc_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
-    if role.jemalloc is True and not machine.jemalloc:
-        yield f"{key}: true, but libjemalloc.so.2 was not found; install libjemalloc2 (openEuler: jemalloc), or name its path"
-    elif isinstance(role.jemalloc, str) and role.jemalloc != "auto" and not Path(role.jemalloc).is_file():
-        yield f"{key}: '{role.jemalloc}' is not a file; must be auto, true, false or a library's path"
 
 
 def _cpu_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:

@@ -105,8 +105,8 @@ class Scaled(Struct, kw_only=True, frozen=True):
     pending: list[str] = []
 
 
-_CODE = ("python", "env", "jemalloc", "engine_args")  # keys, at any depth, whose values are executed
-_FILE = re.compile(r"\.py(:|$)")  # the name of a Python file, or FILE.py:NAME
+_CODE = ("python", "env", "engine_args")  # keys that say what is executed, wherever they stand
+_FILE = re.compile(r"\.py(:|$)")  # what names a file of Python, or FILE.py:NAME
 
 
 def code(config: Config) -> dict[str, object]:

@@ -44,7 +44,7 @@ from runtime.types import ENVIRONMENT_COLUMN, REWARD_MODEL_COLUMN
 # Checks of the environments that play episodes, and of the servers of the user's own that a run calls.
 
 _OF_PROCESSES = (
-    *("python", "env", "threads", "cpus", "jemalloc", "placement", "replicas", "restarts"),
+    *("python", "env", "cpus", "placement", "replicas", "restarts"),
     *("concurrency", "per_process", "sandbox"),
 )
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")

@@ -64,6 +64,8 @@ _REMOVED = {
     "metrics.names": "all trackers get the names of own (docs/metrics.md has MindSpeed-RL's beside them); leave the key out",
     "services.rollout.speculation": "replies are those of off, and no engine drafts tokens; leave the key out",
     "publication.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
+    "services.*.threads": "write env: {OMP_NUM_THREADS: 'NUMBER'}",
+    "services.*.jemalloc": "write env: {LD_PRELOAD: LIBRARY}, with '' for none",
     "services.*.restarts.attempts": "write services.ROLE.restarts: NUMBER",
     "services.*.restarts.window": "restarts are counted within ten minutes; leave the key out",
     "services.*.restarts.backoff": "restarts come after 0.5 s, 1 s and so on, up to a minute; leave the key out",

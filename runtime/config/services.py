@@ -55,17 +55,12 @@ class Process(Section, frozen=True):
     launcher's."""
     env: dict[str, str | FromEnvironment] = {}
     """Environment variables, over those inherited. A secret is `{from: NAME}`: the variable NAME of the machine's own
-    environment."""
-    threads: NonNegative = 0
-    """OMP and MKL threads; 0: the cores shared out among rollouts, reward models, references, and the ranks of trainer and
-    critic. All others get one."""
+    environment. `OMP_NUM_THREADS` sets the threads. Default: an equal share of the cores for each rollout, reward model and
+    reference, and for each rank of trainer and critic; one thread for the other roles. `LD_PRELOAD` sets the libraries that
+    are preloaded. Default on machines with NPUs, for the roles that compute: `libjemalloc.so.2`, if it is installed."""
     cpus: str = ""
     """The processors that the role's processes may run on, all of them on each, as taskset writes them: `0-15,32`. Set before
-    the process begins; what it starts has the same. No more threads are started than these, unless `threads` says so. Empty:
-    all."""
-    jemalloc: bool | str = "auto"
-    """`true`: preload `libjemalloc.so.2` (`LD_PRELOAD`), which has to be installed; `auto`: on machines with NPUs, where it is
-    installed, for the roles that compute; `false`: never; or the library's path."""
+    the process begins; what it starts has the same. The default of `OMP_NUM_THREADS` is at most their number. Empty: all."""
     restarts: NonNegative = 3
     """How often a process of the role that died is started again, at most, within ten minutes; 0: never. The ranks of a group
     are started together. After the death of a trainer or critic both continue from the newest checkpoint. A new

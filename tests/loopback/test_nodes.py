@@ -506,7 +506,6 @@ def test_a_node_whose_secret_is_not_there_says_where_it_looked(tmp_path: Path) -
 CODE = {
     "services.trainer.python": "/tmp/python",
     "services.reward.env": "{LD_PRELOAD: /tmp/a.so}",
-    "services.critic.jemalloc": "/tmp/a.so",
     "services.rollout.engine_args": "{additional_config: {worker: a}}",
     "rewards.rules": "[{name: '/tmp/rules.py:a'}]",
     "data.handler": "/tmp/handlers.py:a",

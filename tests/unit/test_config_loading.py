@@ -117,8 +117,8 @@ def test_aliases_are_copies_and_merge_keys_no_duplicates(loading: Loading) -> No
     text = "run: {name: a}\nservices: {rollout: {env: &e {A: x}}, trainer: {env: *e}}"
     config = loading(text, "services.trainer.env.A=y")
     assert (config.services.rollout.env, config.services.trainer.env) == ({"A": "x"}, {"A": "y"})
-    config = loading("run: {name: a}\nservices:\n  reward: &r {threads: 1, replicas: 2}\n  reference: {<<: *r, threads: 3}")
-    assert (config.services.reference.threads, config.services.reference.replicas) == (3, 2)
+    config = loading("run: {name: a}\nservices:\n  reward: &r {restarts: 1, replicas: 2}\n  reference: {<<: *r, restarts: 3}")
+    assert (config.services.reference.restarts, config.services.reference.replicas) == (3, 2)
 
 
 FAULTY = """
@@ -136,7 +136,7 @@ TOLD = """
 override 'nonsense': not of the form key.path=value
 rewards.rules.4: no such item; the list has 1, counted from 0
 override 'training.steps': the value is not valid YAML
-services.trainer.threads: services.trainer is 5, which has no keys
+services.trainer.env: services.trainer is 5, which has no keys
 run: missing; needs a section of keys
 trianing: unknown key; nearest is 'training'
 kl_coefficient: unknown key; nearest is 'algorithm.kl_coefficient'
@@ -160,7 +160,7 @@ stop.accurate: unknown key; nearest is 'accuracy'
 
 
 def test_all_faults_at_once_each_with_path_and_what_is_allowed(loading: Loading) -> None:
-    found = faults_of(loading, FAULTY, *OVERRIDES, "services.trainer.threads.x=1", "warmup.accuracy=1e999")
+    found = faults_of(loading, FAULTY, *OVERRIDES, "services.trainer.env.x=1", "warmup.accuracy=1e999")
     assert sorted(found) == sorted(TOLD.strip().splitlines())
 
 
@@ -406,7 +406,7 @@ def test_references_are_resolved_from_the_processs_own_environment() -> None:
 
 def test_a_role_reads_of_its_machine_what_it_is_not_given_itself() -> None:
     rollout = {"env": {"X": {"from": "Y"}}, "engine_args": {"a": {"from": "X"}, "b": {"from": "Z"}}}
-    roles = of_roles(rollout=rollout, trainer={"jemalloc": "/lib/j.so", "env": {"LD_PRELOAD": {"from": "MINE"}}}).services
+    roles = of_roles(rollout=rollout, trainer={"env": {"LD_PRELOAD": {"from": "MINE"}}}).services
     assert isinstance(roles.rollout, Rollout)
     assert references(roles.rollout, "services.rollout") == {
         "services.rollout.env.X": "Y",

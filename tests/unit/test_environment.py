@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.node.environment import faults, port_ranges
+from launcher.node.environment import port_ranges
 from launcher.node.local_node import Machine, jemalloc_paths, this_machine
 from launcher.node.topology import service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, launches
@@ -162,20 +162,10 @@ class TestJemalloc:
         assert "LD_PRELOAD" not in environments(Machine(jemalloc=self.FOUND))["trainer-0"]
         assert "LD_PRELOAD" not in environments(npus(2))["trainer-0"]
 
-    @pytest.mark.parametrize(("asked", "loaded"), [(True, FOUND), (False, None), ("/mine.so", "/mine.so")])
-    def test_it_is_as_the_role_says(self, asked: bool | str, loaded: str | None) -> None:
-        found = environments(npus(2, jemalloc=self.FOUND), services={"reward": {"jemalloc": asked}})
-        assert found["reward-0"].get("LD_PRELOAD") == loaded
-
-    def test_its_absence_is_one_line(self, tmp_path: Path) -> None:
-        config = make(services={"trainer": {"jemalloc": True}, "critic": {"jemalloc": str(tmp_path / "no.so")}})
-        missing, wrong = faults(config, npus(1))
-        assert missing.startswith("services.trainer.jemalloc: true, but libjemalloc.so.2 was not found; install libjemalloc2")
-        assert (
-            wrong
-            == f"services.critic.jemalloc: '{tmp_path}/no.so' is not a file; must be auto, true, false or a library's path"
-        )
-        assert list(faults(config, Machine(jemalloc=self.FOUND))) == [wrong]
+    @pytest.mark.parametrize("asked", ["/mine.so", ""])
+    def test_a_roles_own_variable_stands_over_it(self, asked: str) -> None:
+        found = environments(npus(2, jemalloc=self.FOUND), services={"trainer": {"env": {"LD_PRELOAD": asked}}})
+        assert found["trainer-0"]["LD_PRELOAD"] == asked
 
 
 class TestMachine:
@@ -231,7 +221,7 @@ class TestFileOfVariables:
         path = tmp_path / "c.yaml"
         path.write_text(
             "run: {name: a}\nservices:\n  platform: ascend\n  trainer: {processes: 1}\n"
-            + "".join(f"  {role}: {{threads: 1}}\n" for role in roles)
+            + "".join(f"  {role}: {{cpus: ''}}\n" for role in roles)
         )
         assert loading.load(path).services.trainer.env["TASK_QUEUE_ENABLE"] == "2"
 

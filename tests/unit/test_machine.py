@@ -77,8 +77,9 @@ def test_there_are_no_more_threads_than_processors_unless_asked_for() -> None:
     role = make(trainer={"cpus": "0-1"}).services.trainer
     assert environment(role, 6, MACHINE)["OMP_NUM_THREADS"] == "2"
     assert environment(role, 1, MACHINE)["OMP_NUM_THREADS"] == "1"
-    role = make(trainer={"cpus": "0-1", "threads": 4}).services.trainer
-    assert environment(role, 6, MACHINE)["OMP_NUM_THREADS"] == "4"
+    role = make(trainer={"cpus": "0-1", "env": {"OMP_NUM_THREADS": "4"}}).services.trainer
+    found = environment(role, 6, MACHINE)
+    assert found["OMP_NUM_THREADS"] == found["MKL_NUM_THREADS"] == "4"
 
 
 def test_what_the_machine_has_not_is_refused() -> None:

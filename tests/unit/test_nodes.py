@@ -167,7 +167,7 @@ def test_what_a_node_executes_is_known_by_its_key_or_as_a_file_of_python() -> No
     found = code(msgspec.convert(given, Config))
     assert found["rewards.rules.0.name"] == "own.py:judge"
     assert found["services.trainer.env"] == {"A": "b"} and found["services.rollout.engine_args"] == {"x": 1}
-    assert {key.rpartition(".")[2] for key in found} == {"name", "python", "env", "jemalloc", "engine_args"}
+    assert {key.rpartition(".")[2] for key in found} == {"name", "python", "env", "engine_args"}
 
 
 # ---- What somebody gives on the command line of a node, or of `sluice scale`, and cannot be: one line that names it

@@ -357,7 +357,10 @@ def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
 
 
 def test_fleets_have_settings_of_their_own_and_their_names_count_on() -> None:
-    fleets = [{"replicas": 2, "slots": 8, "python": "/a", "env": {"A": "1"}}, {"slots": 4, "dtype": "bfloat16", "threads": 3}]
+    fleets = [
+        {"replicas": 2, "slots": 8, "python": "/a", "env": {"A": "1"}},
+        {"slots": 4, "dtype": "bfloat16", "env": {"OMP_NUM_THREADS": "3"}},
+    ]
     config = make(services={"rollout": fleets})
     assert names(config) == ["rollout-0", "rollout-1", "rollout-2", "reward-0", "trainer-0"]
     assert accelerators(config) == 4
@@ -400,7 +403,7 @@ def test_a_part_of_a_group_that_spans_nodes_is_not_this_nodes_to_start_again() -
 
 
 def test_the_ranks_of_a_critic_are_started_together_and_a_reward_model_computes() -> None:
-    own = {"threads": 3, "python": "/own/python", "env": {"A": "1"}}
+    own = {"python": "/own/python", "env": {"A": "1", "OMP_NUM_THREADS": "3"}}
     config = make(critic={}, services={"critic": {"processes": 2, **own}})
     (spec,) = (spec for spec in specs(config) if spec.role == "critic")
     assert spec.name == "critic-0"

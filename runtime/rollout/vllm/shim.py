@@ -161,7 +161,7 @@ def prepare_environment(on_cpu: bool) -> None:
         _METHOD: "spawn",  # a process that serves gRPC should not fork
     }
     if on_cpu:
-        # Sluice assigns threads (services.rollout.threads). Without dynamo no compiler is needed.
+        # The threads are shared out by Sluice (OMP_NUM_THREADS), and no compiler need be installed.
         defaults.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
