@@ -142,15 +142,16 @@ class TranslatedSettings:
             return Setting(entry.path, None, True)  # the fault is known; no more is said of the key
         return Setting(entry.path, _typed(key, entry.value), True)
 
-    def put(self, path: str, value: Any, *settings: Setting, note: str = "") -> None:
-        """Set our key to `value`, because of `settings`. Does nothing if `value` is None."""
+    def put(self, path: str, value: Any, *settings: Setting, note: str = "", item: str = "") -> None:
+        """Ours becomes `value`, because of `settings`. Nothing happens where that is None. `item`: what `settings` added to a
+        list."""
         if value is None:
             return
         self.values[path] = value
         for setting in settings:
             if setting.path in self._left_out:
                 continue
-            line = f"{path}={shown(value)}"
+            line = f"{path}={shown([item] if item else value)}"
             if setting.given:
                 self.sources.setdefault(path, setting.path)
                 ours = self._ours.setdefault(setting.path, [])
@@ -160,6 +161,13 @@ class TranslatedSettings:
                     self._noted[setting.path] = note
             else:
                 self._defaults.setdefault(setting.path, (setting.value, []))[1].append(line)
+
+    def add(self, path: str, item: str, setting: Setting) -> None:
+        """Put `item` into ours, a list, if the setting is true."""
+        if setting.value:
+            self.put(path, list(dict.fromkeys([*self.values.get(path, ()), item])), setting, item=item)
+        else:
+            self.say("off", setting)
 
     def say(self, reason: str, *settings: Setting) -> None:
         """Record why a key decides nothing, in case that it decides nothing after all. The first reason stays."""
@@ -187,9 +195,12 @@ class TranslatedSettings:
         """Copy every key of the table that is the same here, or has its values by name, if its facts hold."""
         for section, known in self.table.sections.items():
             for name, key in known.items():
-                setting = self.of(section, name) if key.copy or key.values else None
+                setting = self.of(section, name) if key.copy or key.item or key.values else None
                 if setting is not None and any(facts.get(fact) != wanted for fact, wanted in key.when.items()):
                     self.say(key.otherwise, setting)
+                elif setting is not None and key.item:
+                    for path in key.to:
+                        self.add(path, key.item, setting)
                 elif setting is not None:
                     value = setting.value if key.copy else self.chosen(setting, key.values)
                     value = value if None in (value, key.least) else max(key.least, value)
@@ -391,14 +402,15 @@ _WORDS = {
 class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Has exactly one of `to`, `decide`, `ignored` and `refused`."""
 
-    default: Any = None  # of the other program
-    type: str = ""  # str, bool, int, float, list, map or several with "|"; "": that of the default
-    to: list[str] = []  # mapped: the paths of our keys that it decides, alone or together with other keys
-    note: str = ""  # how, if that is not obvious; with its unit
-    copy: bool = False  # mapped: all of `to` get its value unchanged
-    least: int | None = None  # with `copy`: values below it become it
-    values: dict[str, Any] = {}  # mapped: our values, by theirs as they are shown; other values are refused
-    when: dict[str, Any] = {}  # with `copy` and `values`: the facts under which they hold; otherwise the key is ignored
+    default: Any = None  # the other program's own
+    type: str = ""  # str, bool, int, float, list, map or several with "|"; that of the default when empty
+    to: list[str] = []  # mapped: our keys, by their paths, that it decides alone or together with others
+    note: str = ""  # how, where that is not obvious; with its unit
+    copy: bool = False  # mapped: all of `to` become its value as it is
+    least: int | None = None  # of `copy`: values below it are this one
+    item: str = ""  # mapped, a bool: all of `to`, which are lists, have this where it is true
+    values: dict[str, Any] = {}  # mapped: ours, by theirs as they are shown; others are refused
+    when: dict[str, Any] = {}  # of `copy`, `item` and `values`: by facts of a translation, when they hold; else it is ignored
     otherwise: str = ""  # for this reason
     decide: str = ""  # what the user has to do about a value other than `default`
     ignored: str = ""  # why it has no counterpart, and needs none

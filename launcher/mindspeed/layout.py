@@ -239,9 +239,9 @@ def _rollouts(keys: RoleSettings, actor: Setting) -> None:
     _engine_arguments(keys, path, size)
     for kind in ("optimizer", "grad", "param"):
         setting = keys.of(section, f"offload_train_{kind}")
-        keys.put(f"services.trainer.offload_train_{kind}", setting.value, setting)
-        if "critic" in keys.values and kind != "param":  # a critic's weights are needed between updates
-            keys.put(f"services.critic.offload_train_{kind}", setting.value, setting)
+        keys.add("services.trainer.offload", kind, setting)
+        if "critic" in keys.values and kind != "param":  # whose weights are needed between updates
+            keys.add("services.critic.offload", kind, setting)
 
 
 def _engine_arguments(keys: RoleSettings, path: str, ways: int) -> None:
@@ -287,9 +287,7 @@ def _recomputation(keys: RoleSettings, role: str, service: str) -> None:
         keys.put(f"services.{service}.activation_checkpointing", True, granularity)
     elif granularity.value is not None:
         keys.say("all of a layer is computed again (full), or nothing", granularity)
-    if swapped.value:
-        keys.put(f"services.{service}.offload_train_optimizer", True, swapped)
-    keys.say("off", swapped)
+    keys.add(f"services.{service}.offload", "optimizer", swapped)
 
 
 def tokens(keys: RoleSettings, samples: Setting) -> int | None:

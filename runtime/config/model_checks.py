@@ -237,8 +237,8 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
     for role, model in models.items():
         settings: Spread = getattr(config.services, role)
         key = f"services.{role}"
-        if role == "critic" and isinstance(settings, Trainer) and settings.offload_train_param:
-            yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
+        if role == "critic" and isinstance(settings, Trainer) and "param" in settings.offload:
+            yield f"{key}.offload: param leaves it no weights to compute values with between updates; must be left out"
         if settings.engine == "megatron":
             yield from _blocks(key, settings)
             # An interpreter of its own has other packages; the process says so itself.
@@ -261,10 +261,8 @@ def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]
     """What engine torch has not."""
     if config.checkpoint.async_save:
         yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
-    if not settings.overlap:
-        yield f"{key}.overlap: false is for engine megatron; engine torch always overlaps; must be true"
-    for kind in settings.offloaded if settings.cpu_offload else ():
-        yield f"{key}.offload_train_{kind}: true, but with cpu_offload it is in host memory at all times; must be false"
+    if settings.offload and settings.cpu_offload:
+        yield f"{key}.offload: {settings.offload[0]}, but with cpu_offload all is in host memory at all times; must be empty"
 
 
 def _blocks(key: str, settings: Spread) -> Iterator[str]:

@@ -85,7 +85,7 @@ class Computing(Placed, frozen=True):
     colocate: str = ""
     """Another role whose devices this one's processes use, one after the other in this order; not of `trainer`. With
     `rollout.colocate: trainer` the two take turns, and so does the reference if it is there too; critic and trainer alternate
-    where one of them has `offload_train_*`; all others are there at the same time. Empty: none."""
+    where one of them has `offload`; all others are there at the same time. Empty: none."""
 
 
 class Coordinator(Process, frozen=True):
@@ -235,31 +235,21 @@ class Trainer(Computing, frozen=True):
     backend: GroupBackend = "auto"
     """Of the ranks' own process group. `auto`: hccl on NPUs, nccl on CUDA, else gloo. `gloo` on CUDA, for virtual GPUs and
     slices (vGPU, MIG), on which NCCL does not work: engine torch alone, and slow, since it goes through the host."""
-    overlap: bool = True
-    """Engine megatron, with several blocks: gradients are summed during the backward pass, and new weights gathered during the
-    next forward pass."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass: all of a layer's, or, `selective` (engine torch), all but the results of
     matrix products and of attention, which take the time."""
     cpu_offload: bool = False
     """Engine torch: shards and optimizer in host memory; needs accelerators and several ranks."""
-    offload_train_optimizer: bool = False
-    """Between steps, or while another role has the devices, the optimizer's state and master weights are in host memory. Not
-    with `cpu_offload`; engine torch on CPUs has them there already."""
-    offload_train_grad: bool = False
-    """At these times gradients have no memory; on engine torch they never have between steps."""
-    offload_train_param: bool = False
-    """At these times the weights are in host memory. Of `critic` it must be false: values are computed between updates."""
+    offload: list[Literal["optimizer", "grad", "param"]] = []
+    """What is not on the devices between steps, or while another role has the devices. `optimizer`: its state and the master
+    weights are in host memory. `grad`: gradients have no memory, as always between steps on engine torch. `param`: the weights
+    are in host memory; not of `critic`, which computes values between updates. Not with `cpu_offload`. On CPUs engine torch
+    has all in host memory already."""
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Which of optimizer, grad and param."""
-        chosen = {
-            "optimizer": self.offload_train_optimizer,
-            "grad": self.offload_train_grad,
-            "param": self.offload_train_param,
-        }
-        return tuple(kind for kind, wanted in chosen.items() if wanted)
+        """What `offload` names, each once, in a fixed order."""
+        return tuple(kind for kind in ("optimizer", "grad", "param") if kind in self.offload)
 
 
 class ReferenceScorer(Scorer, frozen=True):

@@ -249,7 +249,7 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Move what `offload_train_*` of the role's service names off the device, and the gradients, which are 0 then."""
+        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps."""
 
     @abstractmethod
     def onload(self) -> None:

@@ -365,8 +365,8 @@ class ModelTrainer:
         self._begin()
 
     def offload(self) -> None:
-        """Move what `offload_train_*` of the role's service names off the device, and the gradients, which are 0 between steps.
-        Until `onload`, only `values` is called."""
+        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps. Until
+        `onload` nothing is called but `values`."""
         self.backend.offload()
 
     def onload(self) -> None:

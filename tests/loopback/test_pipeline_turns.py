@@ -152,7 +152,7 @@ def colocated(path: Path, *others: str, sections: dict[str, Any] | None = None, 
     services = config.Services(
         rollout=config.Rollout(replicas=2, slots=8, colocate="trainer"),
         reference=config.ReferenceScorer(colocate="trainer" if "reference" in others else ""),
-        trainer=config.Trainer(offload_train_optimizer=True),
+        trainer=config.Trainer(offload=["optimizer"]),
         critic=config.Trainer(colocate="trainer" if "critic" in others else ""),
     )
     return RunFolder(path, sections={"services": services, **(sections or {})}, **settings)
@@ -259,7 +259,7 @@ def test_trainer_and_critic_alternate_beside_rollouts_of_their_own(tmp_path: Pat
     folder = colocated(tmp_path, "critic", steps=6, sections={"critic": config.Critic()})
     services = config.Services(
         rollout=config.Rollout(replicas=2, slots=16),
-        trainer=config.Trainer(offload_train_optimizer=True),
+        trainer=config.Trainer(offload=["optimizer"]),
         critic=config.Trainer(colocate="trainer"),
     )
     folder.sections["services"] = services

@@ -401,7 +401,7 @@ def test_a_checkpoint_is_written_beside_the_next_commands(tmp_path: Path) -> Non
 
 
 def test_the_state_is_away_between_steps(tmp_path: Path) -> None:
-    rank, engine = make(engine="megatron", offload_train_optimizer=True)
+    rank, engine = make(engine="megatron", offload=["optimizer"])
     step = [BeginStep(0), Accumulate(0, [], True), Apply(0)]
     for command in (*step, ComputeValues([]), Save(str(tmp_path)), BeginStep(1)):
         answer = rank.execute(command)
@@ -414,7 +414,7 @@ def test_the_state_is_away_between_steps(tmp_path: Path) -> None:
 
 
 def test_where_the_device_is_anothers_as_well_the_coordinator_says_when(tmp_path: Path) -> None:
-    rank, engine = make(colocate="trainer", offload_train_optimizer=True)
+    rank, engine = make(colocate="trainer", offload=["optimizer"])
     assert ordered(engine) == [("offload",)]
     for command in (Offload(), Onload(), Onload(), BeginStep(0), Apply(0)):
         rank.execute(command)

@@ -244,11 +244,14 @@ SECTIONS: dict[str, Any] = {
 
 
 def make_engine(folder: Path, rank: int, overlap: bool, dtype: str, **training: Any) -> Any:
-    away = {f"offload_train_{kind}": overlap for kind in ("optimizer", "grad", "param")}
-    settings = Trainer(processes=BLOCKS, engine="megatron", overlap=overlap, **away)
+    settings = Trainer(processes=BLOCKS, engine="megatron", offload=["optimizer", "grad", "param"] if overlap else [])
     sections = SECTIONS | {"training": SECTIONS["training"] | training}
     config = make_config(str(folder / "policy"), dtype=dtype, trainer=settings, **sections)
-    return policy_trainer(config, rank=rank, world_size=BLOCKS, device=CPU)
+    from runtime.trainer.megatron.optimizer import MegatronOptimizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.trainer.megatron.backend.MegatronOptimizer", partial(MegatronOptimizer, overlap=overlap))
+        return policy_trainer(config, rank=rank, world_size=BLOCKS, device=CPU)
 
 
 def overlap_steps(engine: Any, rank: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ QUIET, STEPS = 10, 40
 SETTINGS = (
     *(f"services.{role}.colocate=trainer" for role in ("rollout", "reference", "critic")),
     *("algorithm.preset=ppo", "critic={}"),
-    *("services.trainer.offload_train_optimizer=true", "services.critic.offload_train_optimizer=true"),
+    *("services.trainer.offload=[optimizer]", "services.critic.offload=[optimizer]"),
     *("training.staleness=2", "training.partial_rollouts=true", f"training.steps={STEPS}"),
     *("evaluation.every=2", "checkpoint.every=2", "checkpoint.keep=2"),
 )

@@ -51,7 +51,7 @@ def variety(text, label, context):
 MEGATRON = ("services.trainer.engine=megatron", "services.trainer.processes=2", "services.critic.engine=megatron")
 TENSOR, PIPELINE = "services.trainer.parallel.tensor=2", "services.trainer.parallel.pipeline=2"
 REFERENCE = ("services.reference.engine=megatron", "services.reference.processes=2")  # two blocks, each with its own groups
-AWAY = ("services.trainer.offload_train_optimizer=true", "services.trainer.offload_train_param=true")
+AWAY = ("services.trainer.offload=[optimizer, param]",)
 
 
 @pytest.fixture(scope="module")

@@ -289,7 +289,7 @@ def test_who_takes_turns_with_the_trainer() -> None:
         config = made(**WITH_ALL, services=given)
         assert (takes_turns(config), reference_takes_part(config), alternates(config)) == turns
         assert accelerators(config) == devices
-    services["critic"]["offload_train_optimizer"] = True
+    services["critic"]["offload"] = ["optimizer"]
     assert alternates(made(**WITH_ALL, services=services))
 
 

@@ -203,14 +203,12 @@ role: critic, critic: {optimizer: {name: adamw_8bit}}, services: {critic: {engin
   => critic.optimizer.name: adamw_8bit is engine torch's; must be adamw for engine megatron
 services: {trainer: {processes: 2, parallel: {tensor: 2}}} => services.trainer.parallel: is for engine megatron
 checkpoint: {async_save: true} => checkpoint.async_save: 
-services: {trainer: {overlap: false, offload_train_grad: true, offload_train_param: true}} => services.trainer.overlap: 
-services: {trainer: {engine: megatron, overlap: false, offload_train_param: true}}, checkpoint: {async_save: true} => none
-role: critic, critic: {}, services: {critic: {engine: torch, offload_train_param: true}}
-  => services.critic.offload_train_param: true leaves it no weights to compute values with
-role: critic, critic: {}, services: {critic: {engine: megatron, offload_train_param: true}}
-  => services.critic.offload_train_param: true leaves it no weights to compute values with
-services: {trainer: {cpu_offload: true, offload_train_grad: true}} => services.trainer.offload_train_grad: 
-services: {trainer: {cpu_offload: true, offload_train_param: true}} => services.trainer.offload_train_param: 
+services: {trainer: {engine: megatron, offload: [param]}}, checkpoint: {async_save: true} => none
+role: critic, critic: {}, services: {critic: {engine: torch, offload: [param]}}
+  => services.critic.offload: param leaves it no weights to compute values with
+role: critic, critic: {}, services: {critic: {engine: megatron, offload: [optimizer, param]}}
+  => services.critic.offload: param leaves it no weights to compute values with
+services: {trainer: {cpu_offload: true, offload: [grad]}} => services.trainer.offload: grad, but with cpu_offload 
 services: {trainer: {engine: megatron}}, platform: true
   => services.trainer.engine: megatron needs Megatron-LM and MindSpeed: install them (docs/guides/ascend.md)
 """

@@ -373,7 +373,7 @@ megatron_training: {stage: ray_ppo}, actor_config: {load: a, tensor_model_parall
   generate_config: {offload_train_optimizer: true, offload_train_param: true}
   => critic.path: null, critic.value_clip: 0.3, critic.optimizer.learning_rate: 5e-6, critic.optimizer.betas: [0.9, 0.9],
   algorithm.gae_lambda: 0.9, services.critic.parallel: {tensor: 4, sequence: true}, services.critic.colocate: trainer,
-  services.critic.processes: 4, services.critic.offload_train_optimizer: true, services.critic.offload_train_param: null,
+  services.critic.processes: 4, services.critic.offload: [optimizer], services.trainer.offload: [optimizer, param],
   services.trainer.parallel.tensor: 2
 megatron_training: {stage: ray_dapo}, rl_config: {clip_higher_enable: true, clip_ratio_low: 0.1, clip_ratio_high: 0.3,
   filter_groups_enable: true, filter_groups_max_batches: 7, filter_groups_train_batch_size: 16, mini_batch_size: 16,

@@ -144,7 +144,7 @@ model_engine: megatron, actor_rollout_ref.actor.megatron.tensor_model_parallel_s
   actor_rollout_ref.actor.megatron.optimizer_offload: 'True', actor_rollout_ref.actor.use_kl_loss: 'true',
   +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity: full
   => services.trainer.engine: megatron, services.trainer.parallel.tensor: 2, services.trainer.parallel.sequence: true,
-  services.trainer.offload_train_optimizer: true, services.trainer.activation_checkpointing: true,
+  services.trainer.offload: [optimizer], services.trainer.activation_checkpointing: true,
   services.reference.engine: megatron, services.reference.parallel.tensor: 2, services.critic.engine: megatron
 trainer: trainer.main_ppo => training.staleness: 0, training.partial_rollouts: false, algorithm.loss: ppo
 trainer: experimental.one_step_off_policy.main_ppo, rollout.nnodes: 1
@@ -258,7 +258,7 @@ def test_a_key_of_the_table_has_one_outcome_and_decides_what_there_is() -> None:
             assert set(key.to) <= ours, told
             assert not (key.to and not key.type and key.default is None), told
             assert bool(key.when) is bool(key.otherwise), told
-            assert not key.when or key.copy or key.values, told
+            assert not key.when or key.copy or key.item or key.values, told
             assert key.default is None or key.asks_for_nothing(key.default), told
 
 

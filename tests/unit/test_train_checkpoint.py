@@ -284,7 +284,7 @@ def test_steps_are_the_same_bit_for_bit(tmp_path: Path, optimizer: str, lent: tu
 
 
 def test_on_a_cpu_nothing_is_taken_to_the_host(policy: str) -> None:
-    engine = policy_trainer(make_config(policy, trainer=Trainer(offload_train_param=True)))
+    engine = policy_trainer(make_config(policy, trainer=Trainer(offload=["param"])))
     engine.offload()
     assert next(engine.backend.model.parameters()).untyped_storage().nbytes() > 0
     engine.onload()

@@ -71,7 +71,7 @@ class MegatronBackend(ModelBackend):
             base = AdapterBase(trained.source)
             self._adapters = MegatronAdapters(self._passes, config.lora, base, config.run.seed)
         stored = compute if self._adapters is None else torch.float32
-        self.optimizer = MegatronOptimizer(self.model.train(), trained.options, stored, device, settings.overlap)
+        self.optimizer = MegatronOptimizer(self.model.train(), trained.options, stored, device)
         self._passes.passed = self.optimizer.model
         save = config.deadlines.save
         self._writer = state.Writer(self._grid.host_group(save), trained.role, save, config.checkpoint.gather)

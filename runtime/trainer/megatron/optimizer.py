@@ -1,9 +1,9 @@
 """megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments sharded.
 
-With `overlap`, both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the last
-backward pass of the update has made them. The caller of `passes` says which call is the last, as an update's micro-batches may
-come in several calls. The new weights are gathered while the next forward pass begins, and each layer waits for its own. Other
-readers wait for all weights (`settle`).
+With several blocks both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the
+update's last backward pass has made them: whoever runs it says so (`passes`), as an update's micro-batches may come in several
+calls. The new weights are gathered while the next forward pass begins, each layer of which waits for its own; whoever reads
+weights otherwise waits for all (`settle`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class MegatronOptimizer:
     """A model's gradients, as sums over all passes since they were cleared, and the model's updates by AdamW."""
 
     def __init__(
-        self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device, overlap: bool = False
+        self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device, overlap: bool = True
     ):
-        """Wrap `model`, which has the initial weights, the trained ones in `dtype`. Biases and norms have no weight decay."""
+        """`model` holds the weights to begin with, those that are trained in `dtype`. Biases and norms do not decay. Without
+        `overlap` the results are the same."""
         self._decay = options.weight_decay
         self.device = device
         self._blocks = parallel_state.get_data_parallel_group(with_context_parallel=True)
