@@ -47,7 +47,6 @@ DEADLINE = 1800.0  # of a group
 SLOTS, GROUP = 16, 4
 REPLY, CONTEXT = 128, 2048  # tokens
 TURNS = 3, 7  # at least, at most
-KEPT = 1 << 30  # bytes of keys and values of conversations that wait: all of them have room
 MODEL = Warmup(hidden_size=128, layers=4, heads=4, kv_heads=2, intermediate_size=384)
 FREE = 1 << 20  # groups: no bound
 RULE = "measured"
@@ -183,7 +182,7 @@ def _configure(folder: Path) -> None:
     model.save_pretrained(folder / "model")
     config = loading.load(CONFIG, ())
     assert isinstance(config.services.rollout, Rollout)
-    rollout = replace(config.services.rollout, slots=SLOTS, kv_for_waiting=KEPT, env={"OMP_NUM_THREADS": "1"})
+    rollout = replace(config.services.rollout, slots=SLOTS, env={"OMP_NUM_THREADS": "1"})
     config = replace(
         config,
         run=replace(config.run, dir=str(folder)),

@@ -68,11 +68,12 @@ CONVERSION_GRID = 60.0  # of the collectives of the one process that converts a 
 
 # ------------------------------------------------------------------------------------------------ weight sync
 
-# If coordinator and sender are both lost without closing a socket.
-GLOO_BACKSTOP = 4 * 3600.0  # deadline of a wait that no process aborts
-GLOO_LEAST = 1.0  # the least timeout given to gloo, as a machine may be busy
-TORCH_LEAST = 0.001  # the least timeout given to torch, which reads 0 as no timeout
-RENDEZVOUS_LEAST = 0.1  # the least time for a step of a rendezvous after earlier steps used up the deadline
+SYNC_ABORT = 10.0  # deadline of the members to leave a group that is given up; a member that does not leave is lost
+# When coordinator and sender are both lost without closing a socket.
+GLOO_BACKSTOP = 4 * 3600.0  # deadline of a wait that nobody aborts
+GLOO_LEAST = 1.0  # the least timeout that gloo is given, as a machine may be busy
+TORCH_LEAST = 0.001  # the least timeout that torch is given: it reads 0 as none at all
+RENDEZVOUS_LEAST = 0.1  # the least that what follows in a rendezvous is given when the step before used up the deadline
 GLOO_LEAVE = 5.0  # deadline of leaving a group at the interpreter's end
 COLLECTIVE_ABORT = 5.0  # deadline of a communicator's end
 COLLECTIVE_SLICE = 0.05  # poll whether the process has left the group, during a wait

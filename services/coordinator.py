@@ -258,12 +258,9 @@ class CoordinatorProcess:
             await server.stop(timeouts.SERVER_GRACE)  # last: watchers still read the final phase
 
     async def _open_ledger(self) -> None:
-        """Open the ledger, begin a term, and look for processes that an earlier coordinator of this run has left."""
-        folder, size = self._folder / run_files.LEDGER, self._config.ledger.segment_bytes
-        opening = (
-            failover.reopened(folder, size, self._config.deadlines.start) if self._follows else LedgerWriter.open(folder, size)
-        )
-        self._ledger = await opening
+        """And see whether an earlier coordinator of this run has left processes to go on with."""
+        folder, patience = self._folder / run_files.LEDGER, self._config.deadlines.start
+        self._ledger = await (failover.reopened(folder, patience) if self._follows else LedgerWriter.open(folder))
         self._term = self._peers.term = await self._ledger.begin_term()
         self._left = await failover.left_by(self._ledger, run_files.run_id(self._folder))
         if self._left is not None:

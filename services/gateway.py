@@ -343,7 +343,7 @@ class GatewayService(process.Service):
         except OSError as error:
             why = os.strerror(error.errno or 0)
             raise UserError(f"services.gateway.port: cannot listen on {network.host_port(host, port)}: {why}") from None
-        self._server = server(self._episodes, self._settings.max_body, most)
+        self._server = server(self._episodes, most=most)
         self.url = await self._server.open(listener, tls, most)
         folder = Path(self.config.run.dir) / run_files.GATEWAYS
         folder.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,6 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
             dtype=dtype,
             slots=settings.slots,
             max_model_len=longest,
-            kv_for_waiting=settings.kv_for_waiting,
             replays=replays,
         )
     from runtime.rollout.vllm.engine import VLLMRolloutEngine

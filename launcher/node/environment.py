@@ -8,14 +8,16 @@ from launcher.node import local_node
 from launcher.node.local_node import VISIBLE, Machine
 from runtime import timeouts
 from runtime.cluster.topology import processes
-from runtime.config import Computing, Config, FromEnvironment, Network, Process, Spread
+from runtime.config import Computing, Config, FromEnvironment, Process, Spread
 from runtime.config.secret_values import missing, references
 
 # Variables that torch reads once. On CPUs they give huge pages: the first write to new memory takes a fifth of the time.
 OF_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR", "THP_MEM_ALLOC_ENABLE": "1"}
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
-# torch's TCPStore looks up the name of every address that it connects to. Without a name server that takes 5 s of each
-# rendezvous of the sync group, although torch does not need the name.
+HOST_PORTS = 60000, 60999  # first and last for HCCL on the host; a role's own variables stand over them
+NPU_PORTS = 61000, 61999  # and on the NPUs' own interfaces
+# torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
+# rendezvous of the publication group, although nobody needs a name.
 _SHORT_LOOKUPS = {"RES_OPTIONS": f"timeout:{timeouts.NAME_LOOKUP} attempts:1"}
 
 
@@ -50,9 +52,9 @@ def affinity(role: Process) -> tuple[int, ...]:
     return local_node.parse_cpus(role.cpus) if role.cpus else ()
 
 
-def hccl_ports(network: Network, used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
-    """Return by process the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether
-    child processes, on any node, use HCCL on the same NPU.
+def hccl_ports(used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
+    """By process, the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether, on
+    this node or another, what these start uses HCCL on one NPU with them.
 
     No variables are needed if no NPU has two processes: HCCL's defaults do. Otherwise every process gets ranges of its own: all
     members of a communicator must set ranges, and processes of one NPU must have different ranges. Child processes take ports
@@ -61,8 +63,7 @@ def hccl_ports(network: Network, used: Mapping[str, Sequence[int]], shared: bool
     taken = [npu for npus in used.values() for npu in npus]
     if not used or (not shared and len(taken) == len(set(taken))):
         return {}
-    host = port_ranges(network.hccl_host_ports, len(used))
-    npu = port_ranges(network.hccl_npu_ports, len(used))
+    host, npu = (port_ranges(ports, len(used)) for ports in (HOST_PORTS, NPU_PORTS))
     return {
         name: {"HCCL_HOST_SOCKET_PORT_RANGE": host[index], "HCCL_NPU_SOCKET_PORT_RANGE": npu[index]}
         for index, name in enumerate(used)

@@ -71,7 +71,7 @@ def service_specs(
     computing = sum(len(launch.ranks) or 1 for launch in launches if isinstance(roles[launch.name], Computing))
     threads = max(1, cores // max(1, computing))
     npus = {launch.name: launch.devices for launch in launches if machine.kind == "npu" and launch.devices}
-    ports = hccl_ports(config.network, npus, hccl_beside_workers(config))
+    ports = hccl_ports(npus, hccl_beside_workers(config))
     specs = {}
     for launch in launches:
         role, world = roles[launch.name], len(group_of(config, Instance(launch.role, launch.name)))

@@ -52,12 +52,6 @@ class Network(Section, frozen=True):
     port_range: tuple[Port, Port] | None = None
     """First and last of the ports that services listen on. The ports of gloo's and NCCL's own connections cannot be chosen.
     Null: any free ones."""
-    hccl_host_ports: tuple[Port, Port] = (60000, 60999)
-    """First and last port for HCCL on the host. Where some NPU has several processes that may use HCCL, each process is given
-    ranges of its own, equally long and of at most 51 ports, as `HCCL_HOST_SOCKET_PORT_RANGE` and `HCCL_NPU_SOCKET_PORT_RANGE`;
-    `services.ROLE.env` stands over them."""
-    hccl_npu_ports: tuple[Port, Port] = (61000, 61999)
-    """The same on the NPUs' own interfaces."""
     security: Literal["auto", "token", "tls", "none"] = "auto"
     """Who may call a process of the run. `token`: who knows the run's secret, or a key made of it; `tls`: the same, and both
     ends show certificates and all is encrypted (TLS 1.3); `auto`: `tls`, but gateways speak plain HTTP where `interface` is

@@ -253,8 +253,6 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
                 yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
             if isinstance(settings, Trainer):
                 yield from _megatrons_own(key, config, settings)
-            elif settings.backend != "auto":
-                yield f"{key}.backend: {settings.backend} is for engine megatron; {_ON_TORCH[role]}"
 
 
 def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]:

@@ -12,7 +12,6 @@ from runtime.config.base import (
     NonNegative,
     Port,
     Positive,
-    Seconds,
     Section,
     StepsOr0,
     in_unit,
@@ -66,10 +65,6 @@ class Checkpoint(Section, frozen=True):
 class Ledger(Section, frozen=True):
     """The journal of groups, and their payloads, from which a run goes on after a crash."""
 
-    tick: Seconds = 0.05
-    """One transaction at most this often."""
-    segment_bytes: Bytes = 64 << 20
-    """Of a payload file."""
     retain_bytes: Bytes = 1 << 30
     """Payloads that no restart needs, kept for `sluice samples`; trimmed at each checkpoint."""
 
@@ -104,9 +99,6 @@ class Mismatch(Section, frozen=True):
     (8 tokens): progress, `sluice status`, summary and the last line say so. 0: never."""
     action: Literal["warn", "stop"] = "warn"
     """After an alarm. `warn`: the run goes on. `stop`: the run finishes the step, saves and ends."""
-    keep_tokens: Annotated[int, in_unit("tokens", ge=0)] = 2048
-    """Of so many tokens of a step each rank of the trainer keeps the log-probability that it computed, and the advantage:
-    `trained/` in the run's folder, for `sluice page`. 0: none."""
 
 
 class Prometheus(Section, frozen=True):

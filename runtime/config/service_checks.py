@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
-from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +25,7 @@ from runtime.cluster.topology import (
     takes_turns,
     teachers,
 )
-from runtime.config import Cluster, Computing, Config, Moe, Placed, Publication, ReferenceScorer, Rollout, Services, Trainer
+from runtime.config import Cluster, Computing, Config, Moe, Placed, ReferenceScorer, Rollout, Services, Trainer
 from runtime.config.base import DType, computed_dtype
 from runtime.models import hf_config
 from runtime.process.network import is_loopback
@@ -129,6 +128,7 @@ def _tokens(folder: Path) -> dict[str, int]:
 
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
 RESERVED = 1024  # ports below belong to the system
+HCCL_PORTS = 60000, 61999  # first and last that the launcher gives to processes that share an NPU
 HOSTS = tuple(role for role in Services.__struct_fields__ if isinstance(getattr(Services(), role), Computing))
 _VLLM_ALONE = ("tensor_parallel", "engine_args")
 _DEFAULT = Rollout()
@@ -155,7 +155,7 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
     yield from scraping_faults(config)
-    yield from _port_ranges(config, trains, 0 if several else _listeners(config, trains))
+    yield from _ports(config, 0 if several else _listeners(config, trains))
 
 
 def scraping_faults(config: Config) -> Iterator[str]:
@@ -226,24 +226,21 @@ def _listeners(config: Config, trains: bool) -> int:
     return processes_ + (not config.services.coordinator.port) + trains * RENDEZVOUS + scraped
 
 
-def _port_ranges(config: Config, trains: bool, listening: int) -> Iterator[str]:
+def _ports(config: Config, listening: int) -> Iterator[str]:
     """`listening`: the ports that the run takes of `port_range`; 0 where that is known only when its processes have been
     placed."""
-    network, port = config.network, config.services.coordinator.port
-    of_hccl = sum(instance.rank == 0 for instance in instances(config, trains)) * (2 if hccl_beside_workers(config) else 1)
-    ranges = {"hccl_host_ports": (network.hccl_host_ports, of_hccl), "hccl_npu_ports": (network.hccl_npu_ports, of_hccl)}
-    if network.port_range is not None:
-        ranges["port_range"] = network.port_range, listening
-    for name, ((first, last), needed) in ranges.items():
-        if not RESERVED <= first <= last:
-            yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
-        elif last - first + 1 < needed:
-            yield f"network.{name}: [{first}, {last}] has fewer ports than the run needs, {needed}"
-        elif first <= port <= last and name != "port_range":
-            yield f"network.{name}: [{first}, {last}] contains services.coordinator.port {port}"
-    for (name, ((first, last), _)), (other, ((start, end), _)) in combinations(ranges.items(), 2):
-        if first <= end and start <= last:
-            yield f"network.{other}: [{start}, {end}] overlaps {name} [{first}, {last}]"
+    port, ascend = config.services.coordinator.port, config.services.platform == "ascend"
+    if ascend and HCCL_PORTS[0] <= port <= HCCL_PORTS[1]:
+        yield f"services.coordinator.port: {port} is one of HCCL's, {HCCL_PORTS[0]} to {HCCL_PORTS[1]}; must be another"
+    if config.network.port_range is None:
+        return
+    first, last = config.network.port_range
+    if not RESERVED <= first <= last:
+        yield f"network.port_range: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
+    elif last - first + 1 < listening:
+        yield f"network.port_range: [{first}, {last}] has fewer ports than the run needs, {listening}"
+    elif ascend and first <= HCCL_PORTS[1] and HCCL_PORTS[0] <= last:
+        yield f"network.port_range: [{first}, {last}] overlaps HCCL's ports, {HCCL_PORTS[0]} to {HCCL_PORTS[1]}"
 
 
 def device_faults(config: Config, trains: bool) -> Iterator[str]:
@@ -428,8 +425,6 @@ def publication_faults(config: Config) -> Iterator[str]:
         yield "publication.senders: all is not for transport files, whose folder one process writes; must be one"
     if settings.folder and settings.transport != "files":
         yield f"publication.folder: '{settings.folder}' is for transport files alone, and it is {settings.transport}"
-    if settings.encoding != "delta" and settings.full_every != Publication().full_every:
-        yield f"publication.full_every: {settings.full_every} is for encoding delta alone, and it is {settings.encoding}"
     if settings.encoding == "delta" and settings.dtype == "float32":
         yield (
             "publication.dtype: float32 changes in nearly every element, and encoding delta would send it all; "

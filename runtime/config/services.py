@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from runtime.config.base import (
     Bytes,
@@ -19,7 +19,6 @@ from runtime.config.base import (
     Section,
     Tokens,
     TokensOr0,
-    Versions,
 )
 from runtime.config.sandbox import Sandbox
 
@@ -38,8 +37,6 @@ class Gateway(Section, frozen=True):
     episodes: Positive = 4096
     """Episodes that one gateway has at once, at most; more are answered 429. A run begins fewer where these keep its rollouts
     busy."""
-    max_body: Bytes = 8 << 20
-    """Of a request; a larger one is answered 413."""
     serve: bool = False
     """Calls need no episode, and sample as they say: `sluice serve` sets it."""
     tools: Literal["auto", "hermes", "json", "none"] = "auto"
@@ -111,9 +108,6 @@ class Rollout(Computing, frozen=True):
     slots: Positive = 64
     """Sequences that an engine decodes at once; each slot holds `data.max_prompt_tokens` plus the longest reply in its KV
     cache, or `gateway.context` where that is more."""
-    kv_for_waiting: Bytes = 256 << 20
-    """Engine torch, with a `gateway`: keys and values of conversations that wait for their next turn, the least recently used
-    of which leave first. vLLM keeps them in its prefix cache."""
     dtype: DType = "auto"
     """The dtype of the rollouts' forward pass. `auto`: `model.dtype`."""
     tensor_parallel: Processes = 1
@@ -260,8 +254,7 @@ class ReferenceScorer(Scorer, frozen=True):
     engine: Literal["torch", "megatron"] = "torch"
     """`torch`, or `megatron`: one group of ranks that share the model, forward only."""
     parallel: Parallel = Parallel()
-    backend: GroupBackend = "auto"
-    """Engine megatron: of the ranks' own process group. `auto`: hccl on NPUs, nccl on CUDA, else gloo."""
+    backend: ClassVar[GroupBackend] = "auto"
 
 
 Spread = Trainer | ReferenceScorer
@@ -304,8 +297,6 @@ class Publication(Section, frozen=True):
     folder: str = ""
     """Of transport `files`: a folder that trainer and rollouts share under this path, for this run alone; earlier runs'
     versions in it are removed."""
-    full_every: Versions = 50
-    """Of encoding `delta`: of how many versions one is sent whole."""
     backend: GroupBackend = "auto"
     """Of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl
     refuse two members on one device."""
@@ -330,5 +321,3 @@ class Publication(Section, frozen=True):
     again."""
     commit_timeout: Seconds = 30.0
     """For all rollouts to swap; with `drain` also for the samples that are being generated to end."""
-    abort_timeout: Seconds = 10.0
-    """For the members to leave a group that is given up; who does not is lost."""

@@ -75,14 +75,14 @@ class Failover(Struct):
     course: RunState
 
 
-async def reopened(folder: Path, segment_bytes: int, patience: float) -> LedgerWriter:
-    """Open the ledger of an earlier coordinator, once there is room and the file system works. Raises InUse if another process,
-    such as the earlier one, keeps the ledger open for `patience` seconds."""
+async def reopened(folder: Path, patience: float) -> LedgerWriter:
+    """The ledger of an earlier coordinator, once there is room and the file system does not fail. Raises InUse when another
+    process, as the earlier one, has it open for `patience` seconds."""
     clock = asyncio.get_running_loop().time
     reported, until = False, clock() + patience
     while True:
         try:
-            return await LedgerWriter.open(folder, segment_bytes)
+            return await LedgerWriter.open(folder)
         except (StorageFull, ServiceFault, InUse) as error:
             if isinstance(error, InUse) and clock() >= until:
                 raise

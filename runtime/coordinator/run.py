@@ -154,8 +154,7 @@ class Attempt:
         """
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
-            # Wait until the work is saved, or trainer or critic is lost.
+            self._beside = [tasks.create_task(self._context.ledger.run())]
             if (loss := await self._recovery.run_until_lost(self._until_saved())) is not None:
                 # Rollouts go on meanwhile, unless they share devices. Wait for the registration of trainer and critic.
                 self._recovery.check_progress(loss, self.buffer.committed)

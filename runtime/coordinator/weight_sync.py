@@ -32,6 +32,7 @@ from typing import Any
 from msgspec import structs
 from msgspec.structs import replace
 
+from runtime import timeouts
 from runtime.commands import (
     AbortWeights,
     CommitWeights,
@@ -225,7 +226,7 @@ class WeightPublisher:
             transfer=settings.transfer_timeout,
             verify=settings.transfer_timeout,
             commit=settings.commit_timeout,
-            abort=settings.abort_timeout,
+            abort=timeouts.SYNC_ABORT,
         )
         self._step_seconds = step_seconds
         self._lock = asyncio.Lock()  # held by the weight sync that is under way

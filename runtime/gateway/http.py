@@ -60,8 +60,11 @@ class _EndBody(Struct, frozen=True):
 _BEGIN, _REWARD, _END = FieldTable(_BeginBody), FieldTable(_RewardBody), FieldTable(_EndBody)
 
 
-def server(episodes: Episodes, max_body: int, most: int = 4096) -> HttpServer:
-    """Return a server to open. A client that hangs up cancels its requests. `max_body`: bytes. `most`: episodes."""
+MAX_BODY = 8 << 20  # bytes of a request
+
+
+def server(episodes: Episodes, max_body: int = MAX_BODY, most: int = 4096) -> HttpServer:
+    """To be opened. A client that hangs up cancels what it has asked for. `max_body`: bytes of a request. `most`: episodes."""
     made = web.Application(middlewares=[_errors, bounded], client_max_size=max_body)
     made.on_response_prepare.append(_sign)
     routes = _GatewayRoutes(episodes)
@@ -215,7 +218,7 @@ def _refused(error: Exception, request: web.Request) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return Refused(413, f"the body has more than {request.client_max_size} bytes (gateway.max_body)")
+        return Refused(413, f"the body has more than {request.client_max_size} bytes that are allowed")
     if isinstance(error, web.HTTPException):
         hint = "" if error.status != 404 or "/v1" in what else "; paths of the API begin with /v1"
         return Refused(error.status, f"{what}: {error.reason}{hint}")

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from runtime import run_files, timeouts
 from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull, is_full
 from runtime.ledger import checkpoint, states
-from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segments
+from runtime.ledger.payloads import SEGMENT_BYTES, Handle, PayloadLost, PayloadStore, segments
 from runtime.ledger.reader import (
     DATABASE,
     PARTS,
@@ -62,6 +62,7 @@ from runtime.ledger.states import GroupState, Mark
 # A ledger that lacks groups which the run's checkpoint names. The coordinator then goes on from the checkpoint alone
 # (`Attempt._restore`).
 
+TICK = 0.05  # seconds between two transactions, at least
 ASIDE = "ledger.broken-"
 
 
@@ -108,8 +109,8 @@ class LedgerWriter:
         self._afterwards: deque[tuple[int, Callable[[], None]]] = deque()  # (records to write first, callback)
 
     @classmethod
-    async def open(cls, folder: Path | str, segment_bytes: int) -> LedgerWriter:
-        """Open or create the ledger. Raises InUse if another process has it open, UserError, StorageFull, ServiceFault."""
+    async def open(cls, folder: Path | str, segment_bytes: int = SEGMENT_BYTES) -> LedgerWriter:
+        """Open or create. Raises InUse when another process has it open, UserError, StorageFull, ServiceFault."""
         thread = ThreadPoolExecutor(1, "ledger")
         try:
             writer = await asyncio.get_running_loop().run_in_executor(
@@ -141,11 +142,11 @@ class LedgerWriter:
                 self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())  # all callers may be gone
             await asyncio.shield(self._writing)  # cancelling a caller must not interrupt the write
 
-    async def run(self, tick: float) -> None:
-        """Flush new records, at most every `tick` seconds, until cancelled. Raises what `flush` raises."""
+    async def run(self) -> None:
+        """Flush what is recorded, at most every `TICK` seconds, until cancelled. Raises what `flush` raises."""
         while True:
             await self._dirty.wait()
-            await asyncio.sleep(tick)
+            await asyncio.sleep(TICK)
             self._dirty.clear()
             try:
                 await self.flush()

@@ -23,6 +23,7 @@ from runtime.errors import SluiceError, StorageFull, is_full
 from runtime.process import disk
 from runtime.run_files import regular
 
+SEGMENT_BYTES = 64 << 20  # of a payload file
 _HEADER = struct.Struct("<QQ")
 _NAME = re.compile(r"segment-(\d{5,})\.bin")
 
@@ -69,7 +70,7 @@ def read(folder: Path, handle: Handle) -> bytes:
 class PayloadStore:
     """The writing side; one per folder, used from one thread."""
 
-    def __init__(self, folder: Path, segment_bytes: int):
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.segment_bytes = segment_bytes

@@ -135,7 +135,7 @@ class Simulation(SimulatedWorld):
         """Execute the run in the folder of `config`. `clock`: offset of the wall clock in seconds."""
         life = f"{self._seed}/{self.outcome.lives}"
         cluster = self.cluster = SimulatedCluster(loop, config, self._costs, life, self._deadlines, self.observer, self._nodes)
-        ledger = await LedgerWriter.open(Path(config.run.dir) / run_files.LEDGER, config.ledger.segment_bytes)
+        ledger = await LedgerWriter.open(Path(config.run.dir) / run_files.LEDGER)
         try:
             context = RunContext(
                 config=config,

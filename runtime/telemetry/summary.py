@@ -28,8 +28,9 @@ from runtime.telemetry.startup import Memory, Startup
 #
 # The trainer's values of single tokens: their log-probabilities at the step's beginning, and their advantages.
 #
-# Each rank appends its tokens of a step, up to `mismatch.keep_tokens`, to its own file in the run's folder. At half of
-# `MOST_BYTES` the rank renames the file to its older part, and begins a new file. So the newest steps are kept.
+# Each rank appends what it had of a step, up to `KEPT_TOKENS` of runtime/trainer/step.py, to a file of its own in the run's
+# folder. The file is begun anew at half of the size that both parts may have, and the part before it stays: the newest steps
+# are kept.
 
 MOST_BYTES = 64 << 20  # of a rank's two parts
 SUFFIX, OLDER = ".tokens", ".tokens.1"

@@ -45,7 +45,7 @@ from runtime.trainer.backend import TrainedRole
 from runtime.trainer.collectives import RankInfo, _all_gather_json, exchange
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
-from runtime.weights.delta import ShardDelta, TensorChanges
+from runtime.weights.delta import FULL_EVERY, ShardDelta, TensorChanges
 from runtime.weights.group import AuthenticatedStore
 from runtime.weights.plan import Manifest, TensorSpec, roots
 from runtime.weights.sender import SendBuffers, WeightSender
@@ -290,7 +290,7 @@ class TrainRank(UpdateRank):
             buffers = SendBuffers(self.manifest, number=number, pin=device.type == "cuda", takes_changes=by_shard)
             # Members that share a device cannot use NCCL or HCCL.
             backend = platform.collective_backend("gloo" if takes_turns(config) else settings.backend, device)
-            full_every = settings.full_every if delta else 0
+            full_every = FULL_EVERY if delta else 0
             self.sender = WeightSender(buffers, config, names[number], backend=backend, names=names, full_every=full_every)
 
     def _senders(self) -> tuple[list[int], list[TensorSpec]]:

@@ -41,12 +41,15 @@ from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Va
 # Trained tokens of a step that are logged for readers of samples: collected on the device, written when the step is over.
 
 
+KEPT_TOKENS = 2048  # they take 16 KiB of the device until the step is over
+
+
 class TokenLog:
-    """Log of the first `mismatch.keep_tokens` tokens that this rank trains in each step; empty without a run folder. Adding
-    tokens does not wait for the device."""
+    """Of this rank, the first `KEPT_TOKENS` of each step that it trains; none without a run's folder. No pass waits
+    for it."""
 
     def __init__(self, config: Config, rank: int):
-        self._most = config.mismatch.keep_tokens if config.run.dir else 0
+        self._most = KEPT_TOKENS if config.run.dir else 0
         self._log = TrainedTokenLog(Path(config.run.dir), f"trainer-{rank}")
         self._parts: list[tuple[Rows, np.ndarray, torch.Tensor]] = []
         self._count = 0

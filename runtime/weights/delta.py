@@ -434,6 +434,9 @@ def _name(trailer: bytes) -> str:
     return f"version {PolicyVersion.unpack(packed)} (checksum {digest:016x})"
 
 
+FULL_EVERY = 50  # of so many versions of an epoch one is sent whole
+
+
 class DeltaEncoder:
     """The sender's state: each bucket's last words, or the changes that `set_changed` was given."""
 

@@ -166,12 +166,13 @@ Share = Callable[[Any, int], list[list[int]]]
 class Method:
     """One method, and what its callers must know.
 
-    `deadline`: the configuration key of the seconds until its answer; "" if its callers set them. `command`: the Struct that
-    asks for it. `gathered`: the Struct of a single request; a command takes many. `key`: the fields that identify a call. A
-    call with a key outlives its stream, is not done twice, and has its answer kept until the caller acknowledges it. Groups of
-    evaluations and probes, whose ids are negative, have no key: they are generated again. `callers`: who may call it, by kind
-    or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may send it. `streamed`: the answer is any
-    number of replies.
+    `deadline`: the configuration's key of the seconds until its answer, or their name in `timeouts`; "" where its callers
+    say. `command` is the Struct that
+    asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's fields
+    that make a repeat the same call, which is not done twice: it outlives its stream, and its answer is kept until the caller
+    acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead. `callers`: who may
+    call it, by kind or by role (`keys.kinds_of`). `speaker`: the command's fields that name the one of them who alone may say
+    it. `streamed`: the answer is any number of replies.
     """
 
     service: str
@@ -216,7 +217,9 @@ class Method:
         another weight sync. Its deadline is generous: the deadlines of its phases end first, and name the late process."""
         if self.deadline == PUBLICATION:
             return 2 * (config.deadlines.train + config.publication.transfer_timeout)
-        section, key = self.deadline.split(".")
+        section, _, key = self.deadline.rpartition(".")
+        if not section:
+            return float(getattr(timeouts, key))
         seconds: float = getattr(getattr(config, section), key)
         if self.command is GroupRequest and config.training.partial_rollouts:  # other roles compute in between
             seconds += config.training.staleness * (seconds + config.deadlines.score + config.deadlines.train)
@@ -327,7 +330,7 @@ def _by_bytes(command: commands.ComputeLogprobs, leaders: int) -> list[list[int]
 
 PUBLICATION = "publication"
 _START, _TRAIN, _SCORE, _SAVE = "deadlines.start", "deadlines.train", "deadlines.score", "deadlines.save"
-_JOIN, _COMMIT, _ABORT = "publication.join_timeout", "publication.commit_timeout", "publication.abort_timeout"
+_JOIN, _COMMIT, _ABORT = "publication.join_timeout", "publication.commit_timeout", "SYNC_ABORT"
 _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")

@@ -568,7 +568,6 @@ class RunFolder:
             training=config.Training(steps=self.steps, staleness=self.staleness, groups_per_step=self.groups_per_step),
             services=config.Services(rollout=config.Rollout(replicas=2, slots=16)),
             publication=config.Publication(transfer_timeout=20.0, commit_timeout=20.0),
-            ledger=config.Ledger(tick=0.01),
             trackers=[config.Tracker(name="jsonl")],
         )
         return replace(base, **self.sections)
@@ -585,7 +584,7 @@ class RunFolder:
 
     async def _execute(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None, resume: str) -> Summary:
         settings = self.config(resume)
-        ledger = await LedgerWriter.open(self.path / "ledger", settings.ledger.segment_bytes)
+        ledger = await LedgerWriter.open(self.path / "ledger")
         trackers = Trackers(settings, self.path)
         register = cast.register()
         try:

@@ -36,7 +36,7 @@ from tests.loopback.losable import Losable
 from tests.loopback.weight_cases import DEADLINE, MANIFEST, come, expected, on_a_loop, same, until
 
 # Longer than a test may take: what waits for one of these deadlines fails.
-PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0, abort_timeout=600.0)
+PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0)
 COLLECTIVE = replace(PUBLICATION, transport="collective")
 
 

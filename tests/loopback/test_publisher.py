@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime import config
+from runtime import config, timeouts
 from runtime.commands import WeightsCommitted, WeightsHosted, WeightsReceived, WeightsSent
 from runtime.coordinator import weight_sync
 from runtime.coordinator.pools import RolloutPool
@@ -30,10 +30,13 @@ def address_of(rollout: FakeRollout) -> tuple[int, int, int]:
     return rollout.address.epoch, rollout.address.rank, rollout.address.world_size
 
 
+@pytest.fixture(autouse=True)
+def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "SYNC_ABORT", 0.2)
+
+
 def make(cast: Cast, transfer: float = 20.0, commit: float = 20.0, patience: float = 20.0, **options: Any) -> WeightPublisher:
-    settings = config.Publication(
-        transfer_timeout=transfer, commit_timeout=commit, abort_timeout=min(transfer, commit), **options
-    )
+    settings = config.Publication(transfer_timeout=transfer, commit_timeout=commit, **options)
     pool = RolloutPool(Register(), dict.fromkeys(("rollout-0", "rollout-1", "rollout-2"), 1), patience)
     for rollout in cast.rollouts:
         come(pool, rollout)

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.config import Config
 from runtime.errors import StorageFull
 from runtime.ledger import checkpoint, journal
@@ -92,5 +92,5 @@ def _patience(config: Config) -> float:
     """More than any wait that is right, one after the other: what a step that loses a group may take."""
     deadlines, publication = config.deadlines, config.publication
     one = deadlines.start + deadlines.generate + deadlines.score + deadlines.train + deadlines.save
-    sync = publication.join_timeout + 2 * publication.transfer_timeout + publication.commit_timeout + publication.abort_timeout
+    sync = publication.join_timeout + 2 * publication.transfer_timeout + publication.commit_timeout + timeouts.SYNC_ABORT
     return 3 * (one + 3 * sync)

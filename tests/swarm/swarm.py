@@ -19,14 +19,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from msgspec.structs import replace
 
-from runtime import config
+from runtime import config, timeouts
 from runtime.cluster.topology import instances, is_group
 from runtime.config import Config
 from runtime.coordinator.weight_sync import TRIES
 from runtime.errors import InvariantViolated, SluiceError
+from runtime.ledger import journal
 from runtime.simulation.engine import Costs, Fixed, LogNormal, Pareto
 from services.rpc.client import ContractDeadlines
 from tests.swarm.faults import KINDS, Fault, draw
@@ -44,6 +46,7 @@ class Case:
     costs: Costs
     faults: tuple[Fault, ...]
     nodes: int
+    tick: float  # of the ledger
 
     def may_give_up(self, published: bool) -> bool:
         """Whether so much goes wrong that a run may end: as often as a process is started again, or a publication tried; or a
@@ -84,13 +87,13 @@ def case_of(seed: int) -> Case:
             reward=config.Reward(replicas=chance.randint(1, 2)),
         ),
         publication=config.Publication(
-            join_timeout=10.0, transfer_timeout=10.0, commit_timeout=10.0, abort_timeout=5.0, in_flight=pick(("keep", "drain"))
+            join_timeout=10.0, transfer_timeout=10.0, commit_timeout=10.0, in_flight=pick(("keep", "drain"))
         ),
         deadlines=config.Deadlines(start=60.0, silence=8.0, generate=pick((60.0, 300.0)), score=30.0, train=60.0, save=30.0),
         checkpoint=config.Checkpoint(every=pick((0, 1, 2, 3)), keep=pick((1, 2))),
-        ledger=config.Ledger(tick=pick((0.001, 0.05))),
         trackers=[],
     )
+    tick = pick((0.001, 0.05))
     costs = Costs(
         reply_tokens=pick((LogNormal(6.0, 0.8), Pareto(2.0, 1.1, 32.0))),
         decode_step=pick((1e-4, 1e-2)),
@@ -104,13 +107,17 @@ def case_of(seed: int) -> Case:
     nodes = chance.randint(1, 3)
     units = [one.name for one in instances(settings) if one.rank == 0 or not is_group(settings, one.role)]
     faults = draw(chance, units, nodes, pick((0.3, 3.0)), MOST_FAULTS)
-    return Case(seed, settings, costs, tuple(faults), nodes)
+    return Case(seed, settings, costs, tuple(faults), nodes, tick)
 
 
 @contextmanager
 def simulation(case: Case) -> Iterator[FaultySimulation]:
     """Nothing is left behind."""
-    with tempfile.TemporaryDirectory(prefix="sluice-swarm-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="sluice-swarm-", dir=MEMORY if MEMORY.is_dir() else None) as folder,
+        mock.patch.object(journal, "TICK", case.tick),
+        mock.patch.object(timeouts, "SYNC_ABORT", 5.0),
+    ):
         settings = replace(case.config, run=replace(case.config.run, dir=f"{folder}/run"))
         deadlines = ContractDeadlines(settings)
         yield FaultySimulation(settings, case.costs, deadlines, case.seed, case.faults, problems=50, nodes=case.nodes)

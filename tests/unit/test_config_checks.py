@@ -72,7 +72,7 @@ publication: {in_flight: drain}, training: {staleness: 0}
 services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {transport: shared_memory}
 services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {backend: gloo}
 services: {trainer: {devices: [2]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {backend: hccl}
-publication: {transport: collective, encoding: delta, full_every: 7, backend: gloo, dtype: bfloat16}
+publication: {transport: collective, encoding: delta, backend: gloo, dtype: bfloat16}
 """
 
 
@@ -158,7 +158,6 @@ publication: {transport: files, folder: /tmp, backend: gloo}
   => publication.backend: gloo is for a collective; transport files has none, so must be auto
 publication: {encoding: delta, folder: /tmp, dtype: bfloat16}
   => publication.folder: '/tmp' is for transport files alone, and it is auto
-publication: {full_every: 7} => publication.full_every: 7 is for encoding delta alone, and it is whole
 """
 
 
@@ -375,8 +374,10 @@ standby: b => none
 cluster: {min_nodes: 2}, standby: anybody => none
 port_range: [80, 90] => network.port_range: [80, 90] is not a range of ports from 1024 to 65535, first and last
 port_range: [7000, 6999] => network.port_range: [7000, 6999] is not a range of ports from 1024 to 65535, first and last
-port_range: [59000, 60000] => network.port_range: [59000, 60000] overlaps hccl_host_ports [60000, 60999]
-port_range: [61500, 61600] => network.port_range: [61500, 61600] overlaps hccl_npu_ports [61000, 61999]
+port_range: [59000, 60000] => none
+platform: ascend, port_range: [59000, 60000] => network.port_range: [59000, 60000] overlaps HCCL's ports, 60000 to 61999
+platform: ascend, port_range: [61500, 61600] => network.port_range: [61500, 61600] overlaps HCCL's ports, 60000 to 61999
+platform: ascend, port: 61999 => services.coordinator.port: 61999 is one of HCCL's, 60000 to 61999; must be another
 port_range: [7000, 7001] => none
 """
 
@@ -384,8 +385,9 @@ port_range: [7000, 7001] => none
 @pytest.mark.parametrize(("given", "fault"), cases(NETWORK))
 def test_nodes_and_ports_that_cannot_be(given: dict[str, Any], fault: str) -> None:
     """`none`: which nodes take how many of a range is known when they are there."""
-    services = {"trainer": {"placement": given.get("placement", "pack")}}
-    services["coordinator"] = REACHED["services"]["coordinator"] | {"standby": given.get("standby", "")}
+    services = {"trainer": {"placement": given.get("placement", "pack")}, "platform": given.get("platform", "")}
+    own = {name: given[name] for name in ("standby", "port") if name in given}
+    services["coordinator"] = REACHED["services"]["coordinator"] | own
     found = {"interface": "eth0"} | ({"port_range": given["port_range"]} if "port_range" in given else {})
     told = addresses(cluster=given.get("cluster", TWO_NODES), services=services, network=found)
     assert told == ([] if fault == "none" else [fault])

@@ -175,7 +175,6 @@ engine: megatron, processes: 8, parallel: {tensor: 8} => parallel: tensor parall
 engine: megatron, replicas: 2 => replicas: 2 is for engine torch; engine megatron takes processes
 processes: 2 => processes: 2 is for engine megatron; engine torch takes replicas
 parallel: {tensor: 2} => parallel: is for engine megatron; engine torch has one process a replica
-backend: gloo => backend: gloo is for engine megatron; engine torch has one process a replica
 """
 
 

@@ -254,7 +254,7 @@ def test_run_flushes_by_itself_and_waits_for_room(tmp_path: Path, monkeypatch: p
             flushed.set()
 
         monkeypatch.setattr(ledger, "flush", watched)
-        task = asyncio.create_task(ledger.run(0.001))
+        task = asyncio.create_task(ledger.run())
         buffer = buffer_on(ledger)
         make_ready(buffer, 0)
         await flushed.wait()
@@ -329,7 +329,7 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
         with pytest.raises(UserError, match=f"in use by another coordinator: process {os.getpid()}, "):
             await LedgerWriter.open(tmp_path, 100)
         with pytest.raises(UserError, match="in use by another coordinator"):
-            await reopened(tmp_path, 100, 0.0)
+            await reopened(tmp_path, 0.0)
         assert (tmp_path / "ledger.lock").stat().st_mode & 0o777 == 0o600
         other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=KeptChanges(), clock=time.time)
         make_ready(other, 5)

@@ -106,10 +106,11 @@ class TestSeveralUpdates:
 
     @pytest.mark.parametrize(("training", "most"), [({}, 1 << 20), ({}, 7), (SEVERAL[0], 0), (SEVERAL[2], 1 << 20)], ids=str)
     def test_what_is_kept_of_tokens_are_the_numbers_of_a_plain_loop(
-        self, policy: str, tmp_path: Path, training: dict[str, int], most: int
+        self, policy: str, tmp_path: Path, training: dict[str, int], most: int, monkeypatch: pytest.MonkeyPatch
     ):
+        monkeypatch.setattr("runtime.trainer.step.KEPT_TOKENS", most)
         made = settings(policy, **training)
-        made = replace(made, run=replace(made.run, dir=str(tmp_path)), mismatch=config.Mismatch(keep_tokens=most))
+        made = replace(made, run=replace(made.run, dir=str(tmp_path)))
         engine = policy_trainer(made)
         plain = plain_policy(policy, made)
         groups = batch(0, made)

@@ -232,6 +232,9 @@ def with_experts(sample: Sample, request: GroupRequest, taken: np.ndarray | None
 SHORTEST = 16  # tokens; a shorter beginning is not used, as most prompts of a run share it by their template
 
 
+KV_FOR_WAITING = 256 << 20  # bytes of keys and values of conversations that wait for their next turn
+
+
 class TurnCache:
     """Holds at most `capacity` bytes of keys and values; the least recently used texts leave first.
 
@@ -330,7 +333,7 @@ class TorchRolloutEngine(RolloutEngine):
         dtype: torch.dtype,
         slots: int,
         max_model_len: int,
-        kv_for_waiting: int = 0,
+        kv_for_waiting: int = KV_FOR_WAITING,
         replays: bool = False,
         version: PolicyVersion = _INITIAL,
     ):
