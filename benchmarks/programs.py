@@ -77,7 +77,7 @@ async def _starts(sandbox: Sandbox, command: Sequence[str], times: int) -> float
 async def _judge(programs: int, workers: int, rounds: int) -> float:
     """Programs a second of the best round; each round's programs are new to the pool, which it does not keep anyhow."""
     defaults = Rewards()
-    limits = Limits(defaults.timeout, defaults.cpu_seconds, defaults.memory_bytes, defaults.sandbox)
+    limits = Limits(defaults.timeout, defaults.timeout / 2, defaults.memory_bytes, defaults.sandbox)
     pool = KillablePool(["code"], workers, limits)
     label = json.dumps([{"input": f"{n} 1\n", "output": f"{n + 1}\n", "testtype": "stdin"} for n in range(TESTS)])
     source = "```python\na, b = map(int, input().split())\nprint(a + b)  # {}\n```"

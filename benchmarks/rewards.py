@@ -169,7 +169,7 @@ async def _score(
 ) -> Scored:
     """The best of some rounds: a round that another process disturbed says nothing."""
     defaults = Rewards()
-    pool = KillablePool([verifier], workers, Limits(defaults.timeout, defaults.cpu_seconds, defaults.memory_bytes))
+    pool = KillablePool([verifier], workers, Limits(defaults.timeout, defaults.timeout / 2, defaults.memory_bytes))
     tasks = [Task(verifier, text, label, RuleContext()) for text, label in replies]
     screen = find_rule(verifier).screen
     assert screen is not None

@@ -104,17 +104,18 @@ VLLM_LAST_OUTPUT = 5.0  # deadline of vLLM's printed output after its failure
 
 # ------------------------------------------------------------------------------------------------ the gateway
 
-CALL_LEAST = 0.2  # the least time for a call at another rollout after its first rollout was lost
-GATEWAY_RETRY = 1.0  # until a client may ask again after an answer 429 or 503
-TASK_WAIT = 60.0  # the longest wait of a program that asks for a task
-NO_PROGRAM_ASKS = 30.0  # without a program that asks for a task, until the log reports it
-LOOP_LOOK = 0.05  # between two measurements of a gateway's event loop lag
-LOOP_TURN = 0.0005  # after which a gateway's event loop gets the interpreter from another thread
-EPISODE_END = 5.0  # for a gateway to close a group's episodes after `deadlines.episode`
-AGENT_FORK = 60.0  # deadline of a new process of an agent, with its imports if it imports for itself
-AGENT_LAST_WORD = 0.1  # after the loss of an agent's worker, until its nursery has reported the cause
-HTTP_HEAD = 10.0  # deadline of a connection's first HTTP request, and of TLS before it
-HTTP_IDLE = 75.0  # from a request's answer until the next request's head is here; then the connection is ended
-HTTP_WRITE = 60.0  # that an HTTP client may leave its answer unread, without reading any of it
-REQUEST_BODY = 60.0  # deadline of a request's body after its head
-STREAM_SILENCE = 15.0  # between two events of a streamed answer without new text: less than proxies wait
+CALL_LEAST = 0.2  # the least that another rollout is given for a call whose first one was lost
+GATEWAY_RETRY = 1.0  # after which whoever is answered 429 or 503 is to ask again
+TASK_WAIT = 60.0  # the most that a program which asks for a task is let wait
+NOBODY_ASKS = 30.0  # without any program that asks for a task, until the log says so
+LOOP_LOOK = 0.05  # between two looks of a gateway at how late its event loop is
+LOOP_TURN = 0.0005  # after which a gateway's event loop is given the interpreter that another thread holds
+EPISODE_END = 5.0  # that a gateway has to close a group's episodes after `deadlines.episode`
+AGENT_CLEANUP = 10.0  # deadline of an agent's `cleanup`, and grace of an agent that is to end
+AGENT_FORK = 60.0  # deadline of a new process of an agent; where it imports for itself, of that too
+AGENT_LAST_WORD = 0.1  # after a worker of agents is gone, until its nursery has said how
+HTTP_HEAD = 10.0  # deadline of a connection's first request by HTTP, and of TLS before it
+HTTP_IDLE = 75.0  # from a request's answer until the next one's head is here; then its connection is ended
+HTTP_WRITE = 60.0  # that a client of HTTP may leave unread what it was answered, without reading any of it
+REQUEST_BODY = 60.0  # deadline of a request's body behind its head
+STREAM_SILENCE = 15.0  # between two events of a streamed answer, of which nothing is to be told yet: less than proxies wait

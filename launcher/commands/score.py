@@ -99,7 +99,7 @@ def score(path: Path, verifier: str | None, workers: int | None, timeout: float 
     sandbox = structs.replace(defaults.sandbox, timeout=min(defaults.sandbox.timeout, SANDBOX_SHARE * seconds))
     if verifier is not None and rules[verifier].sandboxed:
         asyncio.run(check(sandbox, "--verifier"))
-    limits = Limits(seconds, min(defaults.cpu_seconds, seconds), defaults.memory_bytes, sandbox)
+    limits = Limits(seconds, seconds / 2, defaults.memory_bytes, sandbox)
     start = time.perf_counter()
     with contextlib.ExitStack() as files:
         source = files.enter_context(_opened(path, "rb"))

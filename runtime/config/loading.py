@@ -80,6 +80,8 @@ _REMOVED = {
     "mismatch.keep_tokens": "each rank keeps 2048 tokens of a step; leave the key out",
     "network.hccl_host_ports": "write services.ROLE.env: {HCCL_HOST_SOCKET_PORT_RANGE: FIRST-LAST}",
     "network.hccl_npu_ports": "write services.ROLE.env: {HCCL_NPU_SOCKET_PORT_RANGE: FIRST-LAST}",
+    "rewards.cpu_seconds": "half of rewards.timeout bounds the processor time; leave the key out",
+    "services.*.budgets.cleanup": "an agent has 10 s to clean up; leave the key out",
     "services.*.restarts.attempts": "write services.ROLE.restarts: NUMBER",
     "services.*.restarts.window": "restarts are counted within ten minutes; leave the key out",
     "services.*.restarts.backoff": "restarts come after 0.5 s, 1 s and so on, up to a minute; leave the key out",

@@ -64,9 +64,7 @@ class Rewards(Section, frozen=True):
     workers: Positive = 1
     """Worker processes of each reward service."""
     timeout: Seconds = 10.0
-    """By the clock, after which a rule is killed on one sample."""
-    cpu_seconds: Seconds = 5.0
-    """Processor time after which it is."""
+    """By the clock: a rule that takes longer on one sample is killed. It may use half of this as processor time."""
     memory_bytes: Annotated[int, in_unit("bytes", ge=128 << 20)] = 384 << 20
     """What a worker may allocate in all, its imports included. A rule that loads torch needs more."""
     sandbox: Sandbox = Sandbox()

@@ -146,8 +146,6 @@ class Budgets(Section, frozen=True):
     """The agent's `run`; then `slow` says what becomes of the episode."""
     scoring: Seconds = 60.0
     """The agent's `score`, where it has one."""
-    cleanup: Seconds = 10.0
-    """The agent's `cleanup`, and its end where it is told to end; then its process is killed."""
 
 
 Slow = Literal["wait", "truncate", "shrink", "retry"]

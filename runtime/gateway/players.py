@@ -111,7 +111,7 @@ class _Attempt:
         what = late(self.settings.slow, ended, self.repeats_left)
         if what == "truncate" and self.runs and self._cancelling is None:
             self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
-            patience = budgets.scoring + 2 * budgets.cleanup + timeouts.EPISODE_END
+            patience = budgets.scoring + 2 * timeouts.AGENT_CLEANUP + timeouts.EPISODE_END
             self._later(patience, lambda: self.decide(EpisodeEnd(stop_reason="timeout")))
         elif what in ("repeat", "leave out") or (what == "truncate" and not self.runs):
             self.repeat = what == "repeat"
@@ -241,7 +241,7 @@ class EpisodeRunner:
             tool_seconds=budgets.tool,
             setup_seconds=budgets.setup,
             score_seconds=budgets.scoring,
-            cleanup_seconds=budgets.cleanup,
+            cleanup_seconds=timeouts.AGENT_CLEANUP,
         )
 
     async def _choose(self, name: str, tried: Sequence[str], until: float) -> EnvironmentPort:

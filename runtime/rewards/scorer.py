@@ -201,7 +201,7 @@ class RewardScorer:
                 raise UserError(f"rewards.rules: {name!r} is named {count} times")
         self._tokenizer = tokenizer
         self._fail = settings.on_error == "fail"
-        self._limits = Limits(settings.timeout, settings.cpu_seconds, settings.memory_bytes, settings.sandbox)
+        self._limits = Limits(settings.timeout, settings.timeout / 2, settings.memory_bytes, settings.sandbox)
         names = [entry.name for entry in settings.rules]
         self.pool = KillablePool(names, settings.workers, self._limits, settings.cache_entries, variables)
 

@@ -28,7 +28,7 @@ from services.rpc.generated import environment_pb2
 from tests.leftovers import descendants
 
 AGENTS = Path(__file__).with_name("agents_of_all_kinds.py")
-SHORT = Budgets(setup=60.0, scoring=60.0, cleanup=0.3)
+SHORT = Budgets(setup=60.0, scoring=60.0)
 
 
 class NothingToAsk:
@@ -68,7 +68,7 @@ def request(budgets: Budgets = SHORT, **task: Any) -> EpisodeRequest:
         tool_seconds=budgets.tool,
         setup_seconds=budgets.setup,
         score_seconds=budgets.scoring,
-        cleanup_seconds=budgets.cleanup,
+        cleanup_seconds=0.3,
     )
 
 
