@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.system.runs import LONG, START, eventually, started, steps, trained
-from tests.system.test_losses import RESTARTS, ends_well, sees
+from tests.system.test_losses import ends_well, sees
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -21,7 +21,7 @@ def whole_versions(shared: Path) -> list[Path]:
 def test_weights_by_way_of_a_folder_and_a_rollout_that_is_killed(config: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     way = ("publication.transport=files", f"publication.folder={shared}")
-    with started(config, *LONG, *RESTARTS, *way, folder=tmp_path / "run") as run:
+    with started(config, *LONG, *way, folder=tmp_path / "run") as run:
         run.reaches(2)
         eventually(lambda: whole_versions(shared), START, "a version with its index")  # only the newest two are kept
         run.member("rollout-1").kill()
