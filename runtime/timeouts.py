@@ -11,9 +11,10 @@ RANK_LOSS = 1.0  # deadline until the end of a rank is known, after other ranks 
 MEMORY_INTERVAL = 4.0  # between two samples of the processes' memory, each of about 40 ms
 STATUS_INTERVAL = 0.5  # poll of the rollouts' status, which detects a silent rollout
 AGENT_STREAM_POLL = 0.1  # poll whether a node's former stream has ended
-FRAME_WINDOW = 0.002  # that a data message waits for others: a frame costs its sender about 0.4 ms
-PING_LEAST = 1.0  # the least time between two pings of a peer, or half of its interval if less: peers end faster pingers
-HANDSHAKE = 10.0  # deadline for a new connection to speak HTTP/2, and for a caller without a key to send its request
+FRAME_WINDOW = 0.002  # that a data message waits for company: a frame costs its sender about 0.4 ms
+PING_LEAST = 1.0  # the least time between two pings of a peer, half of its interval if that is less: others end its connection
+HANDSHAKE = 10.0  # deadline by which a new connection has said that it speaks HTTP/2, and who has no key what it wants
+LEDGER_TICK = 0.05  # between two transactions of the ledger, at least
 LEDGER_LOCK = 5.0  # deadline of a write that waits for another process's lock
 
 # ------------------------------------------------------------------------------------------------ processes and nodes
@@ -79,9 +80,6 @@ COLLECTIVE_ABORT = 5.0  # deadline of a communicator's end
 COLLECTIVE_SLICE = 0.05  # poll whether the process has left the group, during a wait
 COLLECTIVE_LOSS = 1.0  # poll for lost connections, during a wait; a connection found lost twice has failed
 COLLECTIVE_POLL = 0.0005  # poll of the device
-FOLDER_POLL = 0.05  # poll for a member, or a version, in a shared folder
-SHARD_POLL = 0.01  # poll for the next file of a version that is being written
-FOLDER_REMOVAL = 5.0  # deadline of removing an epoch's files
 
 # ------------------------------------------------------------------------------------------------ rewards and vLLM
 

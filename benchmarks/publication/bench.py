@@ -108,7 +108,7 @@ async def _size(folder: Path, megabytes: int, settings: PublicationSettings, sho
         stage = Stage(trainer, rollouts, megabytes, settings)
         await stage.everyone("prepare", megabytes=megabytes)
         seconds, left_out = await stage.plain(folder, show)
-        return await stage.published(folder, seconds, left_out, show)
+        return await stage.published(seconds, left_out, show)
 
 
 def without_ray(nbytes: int) -> str:
@@ -165,21 +165,19 @@ class Stage:
                 await self._ray.ask("close")
         return seconds, left_out
 
-    async def published(
-        self, folder: Path, seconds: dict[str, list[float]], left_out: dict[str, str], show: Callable[[str], None]
-    ) -> Sized:
+    async def published(self, seconds: dict[str, list[float]], left_out: dict[str, str], show: Callable[[str], None]) -> Sized:
         """The transports, each beside a plain way."""
         from benchmarks.publication import ways as plain
 
         megabytes = self._megabytes
-        baselines = {"shared_memory": plain.COPY, "files": plain.DISK if plain.DISK in seconds else plain.GLOO}
         published = {}
         gather = 0.0
         for transport in TRANSPORTS:
             show(f"{megabytes} MB: opening {transport}")
-            publishing = await self._open(transport, folder)
+            publishing = await self._open(transport)
             gather = gather or await self._trainer.ask("gather")
-            published[transport] = await self._publish(transport, publishing, baselines.get(transport, plain.GLOO), show)
+            way = plain.COPY if transport == "shared_memory" else plain.GLOO
+            published[transport] = await self._publish(transport, publishing, way, show)
             await self.everyone("close")
         rates = await self._trainer.ask("rates", piece=Publication().bucket_bytes)
         passes = MemoryPasses(checksum=rates["checksum"], copy=rates["copy"], gather=megabytes * 1e6 / gather)
@@ -201,8 +199,8 @@ class Stage:
         (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
         return max(ended - (began if way in (COPY, HASHED) else sent) for began, ended in others)
 
-    async def _open(self, transport: Any, folder: Path) -> WeightPublisher:
-        publication = Publication(folder=str(folder / transport), **TRANSPORTS[transport])
+    async def _open(self, transport: Any) -> WeightPublisher:
+        publication = Publication(**TRANSPORTS[transport])
         replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
         config = Config(run=Run(name="bench", resume=""), services=replicas, publication=publication)
         await self.everyone("open", config=msgspec.to_builtins(config), megabytes=self._megabytes)

@@ -75,20 +75,25 @@ _REMOVED = {
     "gateway.max_body": "a request may have 8 MiB; leave the key out",
     "ledger.tick": "there is a transaction at most every 0.05 s; leave the key out",
     "ledger.segment_bytes": "a payload file has 64 MiB; leave the key out",
+    "publication.folder": "weights travel over the network or in memory; leave the key out",
     "publication.full_every": "one version of 50 is sent whole; leave the key out",
     "publication.abort_timeout": "members have 10 s to leave a group; leave the key out",
     "mismatch.keep_tokens": "each rank keeps 2048 tokens of a step; leave the key out",
     "network.hccl_host_ports": "write services.ROLE.env: {HCCL_HOST_SOCKET_PORT_RANGE: FIRST-LAST}",
     "network.hccl_npu_ports": "write services.ROLE.env: {HCCL_NPU_SOCKET_PORT_RANGE: FIRST-LAST}",
     "rewards.cpu_seconds": "half of rewards.timeout bounds the processor time; leave the key out",
-    "services.*.budgets.cleanup": "an agent has 10 s to clean up; leave the key out",
+    "services.environment.*.budgets.cleanup": "an agent has 10 s to clean up; leave the key out",
     "services.*.restarts.attempts": "write services.ROLE.restarts: NUMBER",
     "services.*.restarts.window": "restarts are counted within ten minutes; leave the key out",
     "services.*.restarts.backoff": "restarts come after 0.5 s, 1 s and so on, up to a minute; leave the key out",
 }
 # Values of earlier versions, by key: what to write now.
 _REPLACED = {
-    "publication.transport": {"filesystem": "write files", "delta": "write encoding: delta, and transport: auto or collective"},
+    "publication.transport": {
+        "files": "write auto",
+        "filesystem": "write auto",
+        "delta": "write encoding: delta, and transport: auto or collective",
+    },
     "publication.in_flight": {"auto": "write keep, which it stood for"},
     "services.environment": {"ascend": "write services.platform: ascend"},
 }

@@ -6,7 +6,6 @@ Loads neither torch nor vLLM.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -148,9 +147,11 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
     if config.cluster.shared_folder:
         if config.checkpoint.gather:
             yield "checkpoint.gather: true, but with cluster.shared_folder all is in one folder; must be false"
-    elif standby or config.publication.transport == "files":
-        key = "services.coordinator.standby" if standby else "publication.folder"
-        yield f"{key}: is for nodes that share a folder, and cluster.shared_folder is false; must be left out"
+    elif standby:
+        yield (
+            "services.coordinator.standby: is for nodes that share a folder, and cluster.shared_folder is false; must be left "
+            "out"
+        )
     if config.network.tls is not None and config.network.security not in ("auto", "tls"):
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
@@ -416,15 +417,8 @@ def _temperatures(config: Config) -> Iterator[str]:
 
 def publication_faults(config: Config) -> Iterator[str]:
     settings = config.publication
-    if settings.transport == "files":
-        yield from _folder(settings.folder)
-    if settings.transport in ("files", "shared_memory") and settings.backend != "auto":
-        none = f"transport {settings.transport} has none"
-        yield f"publication.backend: {settings.backend} is for a collective; {none}, so must be auto"
-    if settings.senders == "all" and settings.transport == "files":
-        yield "publication.senders: all is not for transport files, whose folder one process writes; must be one"
-    if settings.folder and settings.transport != "files":
-        yield f"publication.folder: '{settings.folder}' is for transport files alone, and it is {settings.transport}"
+    if settings.transport == "shared_memory" and settings.backend != "auto":
+        yield f"publication.backend: {settings.backend} is for a collective; transport shared_memory has none, so must be auto"
     if settings.encoding == "delta" and settings.dtype == "float32":
         yield (
             "publication.dtype: float32 changes in nearly every element, and encoding delta would send it all; "
@@ -452,16 +446,3 @@ def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
                 f"{path}.dtype: rollouts compute in {found}, and the trainer in {computes}: log-probabilities of rollouts will "
                 "be 0.03 to 0.1 nats from the trainer's in the mean"
             )
-
-
-def _folder(folder: str) -> Iterator[str]:
-    if not folder:
-        yield "publication.folder: missing; transport files needs a folder that trainer and rollouts share"
-        return
-    there = Path(folder).absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        yield f"publication.folder: '{folder}' cannot be made, as {there} is a file"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"publication.folder: '{folder}' cannot be written"

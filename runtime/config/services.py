@@ -285,16 +285,12 @@ class Services(Section, frozen=True):
 class Publication(Section, frozen=True):
     """Weights go to the rollouts in flat buckets. Every phase has a deadline."""
 
-    transport: Literal["auto", "shared_memory", "collective", "files"] = "auto"
+    transport: Literal["auto", "shared_memory", "collective"] = "auto"
     """`shared_memory`: rollouts copy them out of the trainer's memory, on one machine. `collective`: a broadcast over
-    `backend`. `files`: by way of `folder`. `auto`: shared memory where trainer and all rollouts are on one machine, else the
-    collective."""
+    `backend`. `auto`: shared memory where trainer and all rollouts are on one machine, else the collective."""
     encoding: Literal["whole", "delta"] = "whole"
     """`delta`: only what changed since the version before, without loss, over any transport; the ranks of a trainer gather no
     more than that."""
-    folder: str = ""
-    """Of transport `files`: a folder that trainer and rollouts share under this path, for this run alone; earlier runs'
-    versions in it are removed."""
     backend: GroupBackend = "auto"
     """Of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl
     refuse two members on one device."""
@@ -307,7 +303,7 @@ class Publication(Section, frozen=True):
     begun meanwhile. With `training.staleness: 0` no sample of training is being generated then."""
     senders: Literal["one", "all"] = "one"
     """`one`: rank 0 of the trainer gathers and sends everything. `all`: each rank that can have a tensor whole sends a share of
-    the buckets. Not for `files`."""
+    the buckets."""
     dtype: DType = "auto"
     """On the wire. `auto`: what the trainer computes in (`model.dtype`), so that rollouts sample from the same numbers; with
     `encoding: delta` bfloat16. The exported model has the dtype that the `config.json` of `model.path` declares."""

@@ -335,7 +335,7 @@ class WeightPublisher:
         register = self._pool.register
         newcomers = [register.port(member) for member in self._pool.membership.newcomers]
         peer = nearest(newcomers, self._pool.serving, self.group.machines.values())
-        if peer is None or self._settings.transport == "files":  # with files the trainer keeps a folder for one epoch
+        if peer is None:
             return
         group = PeerGroup(peer, self._pool, self._settings)
         try:

@@ -62,7 +62,6 @@ from runtime.ledger.states import GroupState, Mark
 # A ledger that lacks groups which the run's checkpoint names. The coordinator then goes on from the checkpoint alone
 # (`Attempt._restore`).
 
-TICK = 0.05  # seconds between two transactions, at least
 ASIDE = "ledger.broken-"
 
 
@@ -143,10 +142,10 @@ class LedgerWriter:
             await asyncio.shield(self._writing)  # cancelling a caller must not interrupt the write
 
     async def run(self) -> None:
-        """Flush what is recorded, at most every `TICK` seconds, until cancelled. Raises what `flush` raises."""
+        """Flush what is recorded, at most every `LEDGER_TICK` seconds, until cancelled. Raises what `flush` raises."""
         while True:
             await self._dirty.wait()
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(timeouts.LEDGER_TICK)
             self._dirty.clear()
             try:
                 await self.flush()

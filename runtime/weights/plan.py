@@ -71,7 +71,6 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     key: bytes = b""  # of the group
     rank: int = 0
     transport: str = "collective"
-    folder: str = ""  # of transport files
     full_every: int = 0  # of encoding delta; 0: every version is whole
     names: tuple[str, ...] = ()  # the members' names by rank; (): unknown
     senders: int = 1  # as in the manifest

@@ -1,8 +1,8 @@
 """The rendezvous of an epoch's members: `host` opens a group by the name of its transport, and `join` enters the group.
 
-`join`, and `connect` of the group that `host` opens, block until all members are connected. Both raise ServiceFault with the
-missing ranks. With any transport except `files`, members meet in a TCPStore that rank 0 hosts. Buckets then move over links,
-one from each sender to all receivers.
+`join`, and `connect` of the group that `host` opens, block until all members are connected, or raise ServiceFault with the
+missing ranks. Members meet in a TCPStore that rank 0 hosts, and buckets move over links: one from each sender to all
+receivers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
-from runtime.weights import collective, files, shared_memory
+from runtime.weights import collective, shared_memory
 from runtime.weights.delta import DeltaLink
 from runtime.weights.gloo_mesh import SocketAddress, meet, reason, shut_down
 from runtime.weights.group import AuthenticatedStore, Link, PendingGroup, Transfer, WeightGroup, new_key
 from runtime.weights.plan import GroupAddress
 
 BACKENDS = ("gloo", "nccl", "hccl")
-TRANSPORTS = ("collective", "shared_memory", "files")
+TRANSPORTS = ("collective", "shared_memory")
 BACKLOG = 1024  # members that connect at once
 
 LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
@@ -176,19 +176,14 @@ def _left(give_up: float) -> float:
 def host(address: GroupAddress, interface: str, port_range: PortRange | None = None, name: str = "sender") -> PendingGroup:
     """Open the rendezvous of `address` as rank 0, on a free port of `interface` within `port_range`. Does not block.
 
-    `address` comes without host, port and key. Transport `files` meets in the folder, and ignores interface and backend. With
-    `full_every` = n > 0, one of every n versions is sent whole, the others as deltas. Raises UserError for an unknown
-    interface, backend or transport, a range without a free port, or a folder that cannot be written.
+    `address` lacks its host, its port and its key. With `full_every` = n > 0 versions are deltas, except one of every n, which
+    is whole. Raises UserError for an unknown interface, backend or transport, or a range without a free port.
     """
     if address.backend not in BACKENDS:
         raise UserError(f"publication.backend: {address.backend!r} is not one of {', '.join(BACKENDS)}")
     if address.transport not in TRANSPORTS:
         raise UserError(f"publication.transport: {address.transport!r} is not one of {', '.join(TRANSPORTS)}")
     address = structs.replace(address, key=new_key())
-    if address.transport == "files":
-        if address.senders > 1:
-            raise UserError(f"publication.senders: transport files has one sender, not {address.senders}; must be one")
-        return files.host(address, name)
     ip, patience = own_address(interface), timedelta(seconds=address.timeout)
     with listen(ip, port_range, BACKLOG) as listener:
         port = listener.getsockname()[1]
@@ -202,8 +197,6 @@ def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGr
     """Enter the rendezvous as `address.rank`, and block until every member is connected. `interface` defaults to the local
     address that reaches `address.host`. Raises ServiceFault, phase "rendezvous"."""
     name = name or f"rank {address.rank}"
-    if address.transport == "files":
-        return files.PendingFilesGroup(address, name).connect()
     give_up, patience = time.monotonic() + address.timeout, timedelta(seconds=address.timeout)
     try:
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience, wait_for_workers=False)

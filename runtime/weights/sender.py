@@ -291,7 +291,7 @@ class WeightSender:
     async def open(self, command: HostWeights) -> WeightsHosted:
         """Host the rendezvous of an epoch as rank 0, and begin to connect. Raises Cancelled once the epoch is left.
 
-        Known limit: a name server or file server that never answers blocks every later epoch of this process.
+        Known limit: a server of names that never answers holds up every later epoch of this process.
         """
         settings, left = self._settings, self._enter(command.epoch)
         address = GroupAddress(
@@ -300,7 +300,6 @@ class WeightSender:
             backend=self._backend,
             timeout=settings.join_timeout,
             transport=command.transport,
-            folder=settings.folder,
             full_every=self._full_every,
             names=(*self._names, *command.names[1:]),
             senders=len(self._names),
@@ -315,8 +314,8 @@ class WeightSender:
 
         # Wait until the epoch before is left: both epochs may use the same port, and the transfer before must free the buckets.
         await asyncio.wrap_future(left)
-        # Host in a thread, so that the event loop can answer an abort meanwhile. Torch looks up names while it opens the store,
-        # which takes seconds without a name server. The server of a shared folder may not answer at all.
+        # In a thread: torch looks up names while it opens the store, for seconds where no name server answers. An abort is
+        # answered meanwhile.
         hosting = in_thread("host-weights", host)
         try:
             pending = await asyncio.wrap_future(hosting)
@@ -392,7 +391,7 @@ class WeightSender:
             self.buffers.abort()
             joining.group.add_done_callback(_abandon)
 
-        # In a thread: to leave a group in a shared folder may wait for the file server.
+        # In a thread: the group's connections are closed there.
         self._left = in_thread("leave-weights", leave)
         return self._left
 

@@ -242,11 +242,11 @@ def test_what_the_targets_have_is_the_tensors_as_they_are(tmp_path: Path, count:
     run_ranks(follow, tmp_path, count, count, 11 * count, exchange_bytes)
 
 
-@pytest.mark.parametrize("way", ["collective+delta", "shared_memory+delta", "files+delta"])
-def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("way", ["collective+delta", "shared_memory+delta"])
+def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(way: str) -> None:
     manifest = Manifest(tuple(TensorSpec(str(place), "bfloat16", shape) for place, shape in enumerate(SHAPES)), 600)
     groups, receiver, sender = (
-        connected(way, 2, folder=str(tmp_path)),
+        connected(way, 2),
         StagedWeights(manifest),
         SendBuffers(manifest, takes_changes=True),
     )
@@ -264,8 +264,7 @@ def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_pat
         assert all(torch.equal(bits(got), bits(whole)) for got, whole in zip(staged.tensors().values(), wholes, strict=True))
         staged.release()
     assert took[4] > max(took[1:4])  # which is whole
-    encoder = groups[0]._encoder if way.startswith("files") else groups[0]._links[0]._encoder
-    assert encoder._last == {}
+    assert groups[0]._links[0]._encoder._last == {}
     for group in groups:
         group.abort()
 
@@ -363,26 +362,25 @@ def assert_served(rollout: Any, here: Stage) -> None:
 
 @pytest.mark.parametrize(
     "publication",
-    [{}, {"transport": "files"}, {"transport": "collective", "encoding": "delta", "dtype": "bfloat16"}],
-    ids=["shared_memory", "files", "delta"],
+    [{}, {"transport": "collective", "encoding": "delta", "dtype": "bfloat16"}],
+    ids=["shared_memory", "delta"],
 )
 @on_a_loop
 async def test_rollouts_have_the_policy_and_so_has_a_late_one(publication: dict[str, str], tmp_path: Path) -> None:
-    files = publication.get("transport") == "files"
-    site = Site(tmp_path, **publication, folder=str(tmp_path / "shared") if files else "")
+    site = Site(tmp_path, **publication)
     same = shutil.copytree(site.path, tmp_path / "same")
     async with site.stage(site.path, str(same)) as here:
         for step in (1, 2):
             figures = await train_and_publish(here, step)
             buckets = plan_buckets(here.trainer.service._worker.manifest)
-            assert 0 < figures.bytes < 2 * sum(bucket.total_bytes for bucket in buckets)  # files have headers
+            assert 0 < figures.bytes < 2 * sum(bucket.total_bytes for bucket in buckets)
             for rollout in here.rollouts:
                 assert_served(rollout, here)
         sends = counted(here)
         here.rollouts[1].cut()
         late = await here.comes(site.rollout("rollout-1", incarnation=1))
         assert_served(late, here)
-        assert bool(sends) == files  # else the other rollout gave it
+        assert not sends  # the other rollout gave it
         await late.call(Move(Level.ASLEEP))
         await late.call(Move(Level.WEIGHTS))
         await train_and_publish(here, 3)

@@ -67,7 +67,7 @@ class Site:
 
     def __init__(self, models: Models, **publication: Any):
         self.models = models
-        self.transport, self.folder = publication.get("transport", "collective"), publication.get("folder", "")
+        self.transport = publication.get("transport", "collective")
         self.full_every = 50 if publication.get("encoding") == "delta" else 0
         settings = config.Publication(**{"transfer_timeout": DEADLINE, **publication})
         self.service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings), "rollout-0", 0)
@@ -99,7 +99,7 @@ class Site:
     async def join(self, manifest: Manifest | None = None) -> None:
         """A new epoch."""
         self.epoch += 1
-        told = {"transport": self.transport, "folder": self.folder, "full_every": self.full_every}
+        told = {"transport": self.transport, "full_every": self.full_every}
         pending = host(unhosted(2, DEADLINE, epoch=self.epoch, **told), "127.0.0.1", name="trainer")
         joined = self.ask(JoinWeights(replace(pending.address, rank=1), manifest or self.models.manifest))
         self.group = await asyncio.wrap_future(in_thread("host", pending.connect))

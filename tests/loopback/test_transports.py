@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import secrets
 import socket
@@ -11,10 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,13 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
-from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.errors import ServiceFault, UserError
 from runtime.process.aio import in_thread
-from runtime.types import PolicyVersion
-from runtime.weights import files, shared_memory
-from runtime.weights.delta import TensorReader, TensorWriter
+from runtime.weights import shared_memory
 from runtime.weights.group import (
     AuthenticatedStore,
     BucketTags,
@@ -41,17 +34,15 @@ from runtime.weights.group import (
     memory_file,
     new_key,
 )
-from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec
+from runtime.weights.plan import TRAILER, Bucket, GroupAddress
 from runtime.weights.receiver import StagedWeights
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import SendBuffers
-from tests.loopback.ranks import Helper
 from tests.loopback.weight_cases import (
     MANIFEST,
     PATIENCE,
     ROOT,
     VERSION,
-    expected,
     gather,
     mappings,
     posted,
@@ -336,265 +327,21 @@ def test_the_kernel_tells_a_process_of_another_user() -> None:
             child.wait()
 
 
-# ------------------------------------------------------------------------------------------------ a shared folder
-def hosted(folder: Path, world_size: int = 2, timeout: float = PATIENCE, epoch: int = 1) -> PendingGroup:
-    return host(unhosted(world_size, timeout, epoch=epoch, transport="files", folder=str(folder)), "lo", name="trainer")
-
-
-def joined(address: GroupAddress, rank: int = 1) -> WeightGroup:
-    return join(msgspec.structs.replace(address, rank=rank), f"rollout-{rank - 1}")
-
-
-@pytest.fixture
-def groups(tmp_path: Path) -> Iterator[list[WeightGroup]]:
-    pending = hosted(tmp_path)
-    other = in_thread("join", lambda: joined(pending.address))
-    groups = [pending.connect(), other.result(PATIENCE)]
-    try:
-        yield groups
-    finally:
-        for group in groups:
-            group.abort()
-        assert not list(tmp_path.glob("epoch-*"))
-
-
-def publish(group: WeightGroup, sender: SendBuffers, step: int) -> None:
-    gather(sender, step)
-    sender.send(group, PolicyVersion(0, step), PATIENCE).result(PATIENCE)
-
-
-def test_a_version_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
-    )
-    state = LlamaForCausalLM(config).to(torch.bfloat16).state_dict()
-    specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in state.items())
-    group = hosted(tmp_path, world_size=1).connect()
-    sender = SendBuffers(Manifest(specs, 8192))
-    sender.fill(state.values())
-    sent = sender.send(group, PolicyVersion(0, 7), PATIENCE).result(PATIENCE)
-
-    (folder,) = tmp_path.glob("epoch-0001/*-version-0.7")
-    files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == len(sender.buckets) > 2
-    assert sent.bytes == sum(file.stat().st_size for file in files)
-    with safe_open(files[0], framework="pt") as file:
-        assert file.metadata()["version"] == "0.7"
-    (index,) = folder.glob("model.safetensors.index.json")
-    assert json.loads(index.read_text())["metadata"]["total_size"] == sum(spec.nbytes for spec in specs)
-    config.save_pretrained(folder)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).state_dict()
-    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
-    group.abort()
-
-
-def test_two_versions_are_kept_and_nothing_after_the_end(groups: list[WeightGroup], tmp_path: Path) -> None:
-    sender, receiver = SendBuffers(MANIFEST), StagedWeights(MANIFEST)
-    for step in range(4):
-        publish(groups[0], sender, step)
-        staged = posted(receiver, groups[1], PolicyVersion(0, step), PATIENCE).result(PATIENCE)
-        assert same(staged.tensors(), step)
-        for buffer in staged._buffers:
-            buffer.fill_(step + 1)  # what an engine leaves there
-        staged.release()
-    assert sorted(path.name for path in tmp_path.glob("epoch-0001/*version*")) == ["000003-version-0.2", "000004-version-0.3"]
-    groups[0].abort()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        ("shorter", "transfer: bucket 1 of .*model-00002-of.*not a whole"),
-        ("another", "transfer: bucket 1 of .*model-00002-of.*does not hold bucket 1"),
-        ("trailer", "transfer: bucket 1 of .*model-00002-of.*(not a whole|does not hold bucket 1)"),
-        ("byte", r"verify: version 0\.1: bucket 1 of \d+: the checksum"),
-    ],
-)
-def test_a_file_that_is_not_what_was_sent_is_refused(groups: list[WeightGroup], tmp_path: Path, damage: str, said: str) -> None:
-    publish(groups[0], SendBuffers(MANIFEST), 1)
-    files = sorted(tmp_path.glob("epoch-*/*/*.safetensors"))
-    content, other = files[1].read_bytes(), files[2].read_bytes()
-    start = content.index(b'"trailer":"') + len(b'"trailer":"')
-    no_number = content[:start] + b"x" + content[start + 1 :]
-    changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
-    files[1].write_bytes({"shorter": content[:-1], "another": other, "trailer": no_number, "byte": changed}[damage])
-    with pytest.raises(ServiceFault, match=f"rollout-0: {said}"):
-        posted(StagedWeights(MANIFEST), groups[1], VERSION, PATIENCE).result(PATIENCE)
-    assert groups[1].aborted == (damage != "byte")
-
-
-def stick_within_a_write(connection: Any) -> None:
-    """The sender: it says when it is to be met, and that it is within its write of one tensor, at which it stays."""
-    pending = hosted(connection.recv()[0])
-    connection.send("hosted")
-    group, write = pending.connect(), TensorWriter.write
-
-    def stuck(self: TensorWriter, name: str, *rest: Any) -> None:
-        write(self, name, *rest)
-        if name == "layer.2":
-            connection.send("within")
-            connection.recv()
-
-    TensorWriter.write = stuck
-    sender = SendBuffers(MANIFEST)
-    gather(sender, 1)
-    sender.send(group, VERSION, 10 * PATIENCE).result()
-
-
-def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_host_removes_them(tmp_path: Path) -> None:
-    trainer = Helper(stick_within_a_write)
-    try:
-        trainer.tell(str(tmp_path))
-        assert trainer.hear() == "hosted"
-        told = ADDRESS | {"rank": 1, "backend": "", "key": b""}
-        group = joined(GroupAddress(**told, transport="files", folder=str(tmp_path)))
-        reception = posted(StagedWeights(MANIFEST), group, VERSION, 1.0)
-        assert trainer.hear() == "within"
-    finally:
-        trainer.end()
-    with pytest.raises(DeadlineExceeded, match=r"rollout-0: transfer: bucket \d+ of \d+ .*safetensors did not appear"):
-        reception.result(PATIENCE)
-    (folder,) = tmp_path.glob("epoch-0001/*-version-0.1")
-    assert list(folder.glob(".*.partial")) and not list(folder.glob("*.json"))
-    found = contents(folder)
-    assert 0 < len(found) < len(MANIFEST.tensors)
-    assert all(torch.equal(tensor, expected(1)[name]) for name, tensor in found.items())
-    hosted(tmp_path, epoch=2).abort()
-    assert not list(tmp_path.iterdir())
-
-
-def contents(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
-
-
-def test_the_next_host_removes_what_is_of_its_kind_alone(tmp_path: Path) -> None:
-    mine = ["epoch-1", "epoch-0004/weights.bin", "notes.txt", "epoch-0005x/sluice-weights"]
-    for name in mine:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    for name in ("epoch-0003/sluice-weights", "epoch-0003/000001-version-0.0/a", "epoch-0002.removed-1-2/a"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    (tmp_path / "epoch-0006").mkdir()
-    hosted(tmp_path, epoch=7).abort()
-    assert all((tmp_path / name).read_text() == "mine" for name in mine)
-    assert {path.name for path in tmp_path.iterdir()} == {Path(name).parts[0] for name in mine}
-    with pytest.raises(UserError, match=r"^publication\.folder: \S+/epoch-0004 exists already, and is no folder of Sluice's$"):
-        hosted(tmp_path, epoch=4)
-
-
-def test_a_folder_that_is_not_shared_is_called_so(tmp_path: Path) -> None:
-    pending = hosted(tmp_path / "here")
-    elsewhere = msgspec.structs.replace(pending.address, rank=1, timeout=0.2, folder=str(tmp_path / "there"))
-    with pytest.raises(
-        ServiceFault, match=r"rollout-0: rendezvous: \S+/there/epoch-0001, .* is not seen here: publication\.folder"
-    ):
-        join(elsewhere, "rollout-0")
-    pending.abort()
-
-
-def test_a_rendezvous_that_is_given_up_ends_for_everyone(tmp_path: Path) -> None:
-    pending = hosted(tmp_path, world_size=3, timeout=10 * PATIENCE)
-    waiting = [in_thread("join", lambda: joined(pending.address)), in_thread("connect", pending.connect)]
-    assert settles(lambda: [not list(tmp_path.glob("*/member-1"))], [0])
-    pending.abort()
-    for one in waiting:
-        with pytest.raises(ServiceFault, match="rendezvous: "):
-            one.result(PATIENCE)
-
-
-def test_the_sender_sees_who_left(groups: list[WeightGroup]) -> None:
-    sender = SendBuffers(MANIFEST)
-    publish(groups[0], sender, 1)
-    groups[1].abort()
-    with pytest.raises(
-        ServiceFault, match=r"trainer: transfer: bucket 0 of .* of version 0\.2 was not taken: rank 1 left the group"
-    ):
-        sender.send(groups[0], PolicyVersion(0, 2), PATIENCE).result(PATIENCE)
-
-
-def failing(code: int, name: str) -> Callable[..., None]:
-    write = TensorWriter.write
-
-    def fail(self: TensorWriter, tensor: str, *rest: object) -> None:
-        if tensor == name:
-            raise OSError(code, os.strerror(code))
-        write(self, tensor, *rest)  # type: ignore[arg-type]
-
-    return fail
-
-
-@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, UserError), (errno.EACCES, UserError), (errno.EIO, ServiceFault)])
-def test_a_write_that_fails_names_folder_and_bucket(
-    groups: list[WeightGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[SluiceError]
-) -> None:
-    sender = SendBuffers(MANIFEST)
-    gather(sender, 3)
-    reception = posted(StagedWeights(MANIFEST), groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
-    with monkeypatch.context() as patch:
-        patch.setattr(files.TensorWriter, "write", failing(code, "layer.3"))
-        words = rf"{tmp_path}/epoch-0001/000001-version-0\.3: bucket \d of {len(sender.buckets)} cannot be written: "
-        with pytest.raises(kind, match=words + os.strerror(code)) as caught:
-            sender.send(groups[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ServiceFault, match=r"rollout-0: \w+: .* rank 0 left the group"):  # at once, not at its deadline
-        reception.result(PATIENCE)
-    sender.begin(VERSION, PATIENCE)
-
-
-def test_an_epoch_removed_once_its_file_was_seen_is_one_that_left(
-    groups: list[WeightGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sender = SendBuffers(MANIFEST)
-    gather(sender, 3)
-
-    def late(path: Path) -> TensorReader:
-        groups[0].abort()
-        return TensorReader(path)
-
-    monkeypatch.setattr(files, "TensorReader", late)
-    reception = posted(StagedWeights(MANIFEST), groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
-    with suppress(ServiceFault):  # all may be written before the first file is read
-        sender.send(groups[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
-    with pytest.raises(ServiceFault, match=r"rollout-0: transfer: .* rank 0 left the group"):
-        reception.result(PATIENCE)
-
-
-def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in ("file", "file/below"):
-        with pytest.raises(UserError, match=r"^publication\.folder: .*file") as caught:
-            hosted(tmp_path / folder)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"^publication\.folder: '' is no folder"):
-        host(unhosted(transport="files"), "lo")
-
-
 # ------------------------------------------------------------------------------------------------ how members meet
 FORGED = "in the group's store was written by a process that does not have the group's key"
 
 
-@pytest.mark.parametrize("transport", ["collective", "shared_memory+delta", "files"])
-def test_the_rendezvous_names_who_is_missing(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["collective", "shared_memory+delta"])
+def test_the_rendezvous_names_who_is_missing(transport: str) -> None:
     transport, full_every = transport_and_encoding(transport)
     names = ("trainer", "rollout-0", "rollout-1")
-    address = unhosted(4, 2.0, transport=transport, folder=str(tmp_path), full_every=full_every, names=names)
+    address = unhosted(4, 2.0, transport=transport, full_every=full_every, names=names)
     pending = host(address, "127.0.0.1", name="trainer")
     other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2, timeout=PATIENCE), "rollout-1"))
     with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 2 s\)"):
         pending.connect()
-    gone = r"rank 0 \(trainer\) is gone" if transport == "files" else ""
-    with pytest.raises(ServiceFault, match=f"rollout-1: rendezvous: {gone}"):
+    with pytest.raises(ServiceFault, match="rollout-1: rendezvous: "):
         other.result(2 * PATIENCE)
-    assert not list(tmp_path.iterdir())
 
 
 def test_nobody_at_the_address() -> None:

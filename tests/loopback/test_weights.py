@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -72,8 +71,8 @@ def members() -> Iterator[list[Member]]:
 
 
 @pytest.fixture(params=SOME_WAYS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[WeightGroup]]:
-    groups = connected(request.param, folder=str(tmp_path))
+def pair(request: pytest.FixtureRequest) -> Iterator[list[WeightGroup]]:
+    groups = connected(request.param)
     try:
         yield groups
     finally:
@@ -87,8 +86,8 @@ def send(group: WeightGroup, sender: SendBuffers, step: int, deadline: float = P
 
 
 @pytest.mark.parametrize("transport", WAYS)
-def test_two_processes_receive_every_version_whole(members: list[Member], transport: str, tmp_path: Path) -> None:
-    group = connect(members, 1, transport=transport, folder=str(tmp_path))
+def test_two_processes_receive_every_version_whole(members: list[Member], transport: str) -> None:
+    group = connect(members, 1, transport=transport)
     sender = SendBuffers(MANIFEST)
     assert len(sender.buckets) > 3
     for version in range(4):
@@ -101,10 +100,8 @@ def test_two_processes_receive_every_version_whole(members: list[Member], transp
 
 
 @pytest.mark.parametrize("transport", SOME_WAYS)
-def test_a_corrupted_bucket_is_named(
-    members: list[Member], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = connect(members, 2, transport=transport, folder=str(tmp_path))
+def test_a_corrupted_bucket_is_named(members: list[Member], transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = connect(members, 2, transport=transport)
     sender = SendBuffers(MANIFEST)
     stamp = BucketTags.stamp
 
@@ -167,8 +164,8 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
 
 # ------------------------------------------------------------------------------------------------ between threads
 @pytest.mark.parametrize("transport", SOME_WAYS)
-def test_a_reception_waits_past_the_rendezvous_timeout_for_the_sender(transport: str, tmp_path: Path) -> None:
-    timeout, groups = connected_in_little_time(transport, str(tmp_path))
+def test_a_reception_waits_past_the_rendezvous_timeout_for_the_sender(transport: str) -> None:
+    timeout, groups = connected_in_little_time(transport)
     sender, receiver = SendBuffers(MANIFEST), StagedWeights(MANIFEST)
     reception = posted(receiver, groups[1], VERSION, PATIENCE)
     with pytest.raises(TimeoutError):
@@ -179,12 +176,12 @@ def test_a_reception_waits_past_the_rendezvous_timeout_for_the_sender(transport:
         group.abort()
 
 
-def connected_in_little_time(transport: str, folder: str) -> tuple[float, list[WeightGroup]]:
+def connected_in_little_time(transport: str) -> tuple[float, list[WeightGroup]]:
     """Members that have met, and the shortest timeout in which they did on this machine."""
     for timeout in (0.5, 4.0):
         with suppress(ServiceFault):
-            return timeout, connected(transport, timeout=timeout, folder=folder)
-    return 16.0, connected(transport, timeout=16.0, folder=folder)
+            return timeout, connected(transport, timeout=timeout)
+    return 16.0, connected(transport, timeout=16.0)
 
 
 def wait(future: Future[Any], seconds: float) -> Any:
@@ -348,14 +345,13 @@ def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> No
 @pytest.mark.parametrize(
     ("transport", "senders"), [*((way, ()) for way in SOME_WAYS), ("collective", NAMES), ("shared_memory+delta", NAMES)]
 )
-def test_many_aborts_leave_no_thread_and_no_file(transport: str, senders: tuple[str, ...], tmp_path: Path) -> None:
-    aborts = Aborts(transport, str(tmp_path), senders)
+def test_many_aborts_leave_no_thread_and_no_file(transport: str, senders: tuple[str, ...]) -> None:
+    aborts = Aborts(transport, senders)
     for _ in range(10):
         aborts.one()
     more = (2, 6) if senders else (0, 0)  # what ten leave would be more
     most = [count + slack for count, slack in zip(aborts.warm, more, strict=True)]
     assert settles(threads_and_files, most), f"{threads_and_files()} after {aborts.warm}"
-    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------ two senders

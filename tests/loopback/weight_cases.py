@@ -44,9 +44,8 @@ MANIFEST = Manifest(SPECS, 48 << 10)  # more buckets than are under way at once
 
 PATIENCE = 60.0  # seconds for what is to happen, on however busy a machine
 
-IN_A_STORE = ("collective", "shared_memory", "collective+delta", "shared_memory+delta")  # whose members meet in a store
-WAYS = (*IN_A_STORE, "files", "files+delta")  # each transport with each encoding
-SOME_WAYS = ("collective+delta", "shared_memory", "files")  # each transport, and an encoding around one
+WAYS = ("collective", "shared_memory", "collective+delta", "shared_memory+delta")  # each transport with each encoding
+SOME_WAYS = ("collective+delta", "shared_memory")  # each transport, and an encoding around one
 VERSION = PolicyVersion(0, 1)
 DEADLINE = 100.0  # seconds that one test may take
 
@@ -132,13 +131,11 @@ def unhosted(world_size: int = 2, timeout: float = PATIENCE, **more: Any) -> Gro
     return GroupAddress(**{"epoch": 1, "world_size": world_size, "backend": "gloo", "timeout": timeout, **more})
 
 
-def connected(
-    transport: str, world_size: int = 2, timeout: float = PATIENCE, folder: str = "", senders: Sequence[str] = ()
-) -> list[WeightGroup]:
+def connected(transport: str, world_size: int = 2, timeout: float = PATIENCE, senders: Sequence[str] = ()) -> list[WeightGroup]:
     """The members of one epoch, by rank, all in this process."""
     torch.set_num_threads(1)
     transport, full_every = transport_and_encoding(transport)
-    told = {"transport": transport, "folder": folder, "full_every": full_every, "senders": len(senders) or 1}
+    told = {"transport": transport, "full_every": full_every, "senders": len(senders) or 1}
     pending = host(unhosted(world_size, timeout, names=senders, **told), "127.0.0.1", name="trainer")
     names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
     others = [
@@ -161,8 +158,8 @@ def posted(staged: StagedWeights, group: WeightGroup, version: PolicyVersion, de
 class Aborts:
     """Epochs of a sender, or several, and two receivers, each of which is left before, or within, its transfer."""
 
-    def __init__(self, transport: str, folder: str = "", senders: Sequence[str] = ()) -> None:
-        self._transport, self._folder, self._senders = transport, folder, senders
+    def __init__(self, transport: str, senders: Sequence[str] = ()) -> None:
+        self._transport, self._senders = transport, senders
         self._receivers = [StagedWeights(MANIFEST) for _ in range(2)]
         self._number = 0
         threads, files = threads_and_files()
@@ -173,7 +170,7 @@ class Aborts:
 
     def one(self) -> None:
         first = len(self._senders) or 1
-        groups = connected(self._transport, first + 2, folder=self._folder, senders=self._senders)
+        groups = connected(self._transport, first + 2, senders=self._senders)
         receptions = [
             posted(receiver, group, VERSION, 60.0) for receiver, group in zip(self._receivers, groups[first:], strict=True)
         ]
@@ -260,13 +257,12 @@ def connect(
     timeout: float = PATIENCE,
     backend: str = "gloo",
     transport: str = "collective",
-    folder: str = "",
 ) -> WeightGroup:
     for one in members:
         one.ready()
     names = ("trainer", *(one.name for one in members))
     transport, full_every = transport_and_encoding(transport)
-    told = {"epoch": epoch, "backend": backend, "transport": transport, "folder": folder, "full_every": full_every}
+    told = {"epoch": epoch, "backend": backend, "transport": transport, "full_every": full_every}
     pending = host(unhosted(len(names), timeout, names=names, **told), "127.0.0.1", name="trainer")
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.structs.replace(pending.address, rank=rank), one.name)

@@ -28,7 +28,6 @@ from runtime.cluster.topology import instances, is_group
 from runtime.config import Config
 from runtime.coordinator.weight_sync import TRIES
 from runtime.errors import InvariantViolated, SluiceError
-from runtime.ledger import journal
 from runtime.simulation.engine import Costs, Fixed, LogNormal, Pareto
 from services.rpc.client import ContractDeadlines
 from tests.swarm.faults import KINDS, Fault, draw
@@ -115,7 +114,7 @@ def simulation(case: Case) -> Iterator[FaultySimulation]:
     """Nothing is left behind."""
     with (
         tempfile.TemporaryDirectory(prefix="sluice-swarm-", dir=MEMORY if MEMORY.is_dir() else None) as folder,
-        mock.patch.object(journal, "TICK", case.tick),
+        mock.patch.object(timeouts, "LEDGER_TICK", case.tick),
         mock.patch.object(timeouts, "SYNC_ABORT", 5.0),
     ):
         settings = replace(case.config, run=replace(case.config.run, dir=f"{folder}/run"))

@@ -7,28 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.system.runs import LONG, START, eventually, started, steps, trained
-from tests.system.test_losses import ends_well, sees
+from tests.system.runs import steps, trained
 
 pytestmark = pytest.mark.timeout(400)
-
-
-def whole_versions(shared: Path) -> list[Path]:
-    indices = shared.glob("epoch-0001/*-version-*/*.index.json")
-    return [index for index in indices if index.with_name("model-00001-of-00001.safetensors").exists()]
-
-
-def test_weights_by_way_of_a_folder_and_a_rollout_that_is_killed(config: Path, tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    way = ("publication.transport=files", f"publication.folder={shared}")
-    with started(config, *LONG, *way, folder=tmp_path / "run") as run:
-        run.reaches(2)
-        eventually(lambda: whole_versions(shared), START, "a version with its index")  # only the newest two are kept
-        run.member("rollout-1").kill()
-        sees(run, lambda point: point["rollout/serving"] == 2 and point["publication/epoch"] >= 3, "the rollout's return")
-        assert not list(shared.glob("epoch-0001*"))
-        ends_well(run)
-    assert not list(shared.iterdir())
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -427,7 +427,6 @@ REACHED = {"coordinator": {"host": "10.0.0.1", "port": 7000}}
     ("sections", "line"),
     [
         ({}, ""),
-        ({"publication": {"transport": "files", "folder": "/tmp/w"}}, f"publication.folder: {REFUSED}"),
         ({"services": {"coordinator": REACHED["coordinator"] | {"standby": "b"}}}, f"services.coordinator.standby: {REFUSED}"),
         (
             {"cluster": TWO, "checkpoint": {"gather": True}},
