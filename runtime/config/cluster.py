@@ -1,4 +1,4 @@
-"""The machines, the network between them, and after which time something counts as failed."""
+"""The machines, the network between them, and the deadlines."""
 
 from __future__ import annotations
 
@@ -11,85 +11,84 @@ class Node(Section, frozen=True):
     """A machine."""
 
     name: str
-    """The one that its agent gives; each is there once."""
+    """The name of its agent. Unique."""
     devices: NonNegative | None = None
-    """Its accelerators. Null: as many as its agent finds."""
+    """Number of its accelerators. Null: as many as its agent finds."""
     supernode: str = ""
-    """Nodes of one are near each other, and a group of ranks is put into one that holds it. Empty: none."""
+    """Nodes of one supernode are close to each other. A group of ranks is placed in one supernode, if it fits. Empty: none."""
 
 
 class Cluster(Section, frozen=True):
-    """The machines of a run, each with an agent (`python -m sluice.node CONFIG`)."""
+    """The nodes of a run, each with an agent (`python -m sluice.node CONFIG`)."""
 
     nodes: Literal["auto"] | list[Node] = "auto"
-    """`auto`: the run's machines are those whose agents come. Or a list: nobody else may come."""
+    """`auto`: each node whose agent joins. A list: no other node may join."""
     min_nodes: NonNegative = 0
-    """The run starts once so many are there, at most as many as are named. Rollouts, rewards and references for which these
-    have no room start with the nodes that come later. 0: all that are named; with `auto`, one."""
+    """The run starts when so many nodes have joined; at most the number of named nodes. Rollouts, rewards and references
+    without room on them start on nodes that join later. 0: all named nodes; with `auto`, one."""
     shared_folder: bool = True
-    """Whether all nodes see one folder at `run.dir`. `false`: each has its own, with logs, spans and its part of checkpoints,
-    and a copy of each model; ledger and data are the coordinator's alone."""
+    """Whether all nodes share one folder at `run.dir`. `false`: each node has its own folder, with logs, spans, its part of
+    checkpoints and a copy of each model. Only the coordinator's node has ledger and data."""
 
 
 class Tls(Section, frozen=True):
-    """Certificates of your own, PEM. Each node has its own files at these paths; new connections take them as they are then."""
+    """Your own certificates, PEM. Each node has its own files at these paths. Each new connection reads the files again."""
 
     ca: str
-    """A file with the authorities whose certificates are believed."""
+    """A file with the trusted certificate authorities."""
     certificate: str
-    """A file with this node's certificate, for servers and clients, and for the addresses by which others reach it; after it
-    those between it and the authority."""
+    """A file with this node's certificate, for servers and clients and for the node's addresses, followed by the intermediate
+    certificates."""
     key: str
-    """A file with its private key, without a password."""
+    """A file with the private key, without a password."""
 
 
 class Network(Section, frozen=True):
-    """Addresses and ports, and who may connect."""
+    """Addresses, ports and access."""
 
     interface: str = "127.0.0.1"
-    """The address that all services bind to, and by which they are reached; on several nodes a network (`10.1.0.0/16`) or an
-    interface (`eth0`), by which each node finds its own, or `auto`: the one by which it reaches the coordinator."""
+    """The address of all services. On several nodes: a network (`10.1.0.0/16`) or an interface (`eth0`), in which each node
+    finds its own address, or `auto`: the address by which the node reaches the coordinator."""
     port_range: tuple[Port, Port] | None = None
-    """First and last of the ports that services listen on. The ports of gloo's and NCCL's own connections cannot be chosen.
-    Null: any free ones."""
+    """First and last port of the services. The ports of gloo's and NCCL's own connections cannot be chosen. Null: any free
+    ports."""
     security: Literal["auto", "token", "tls", "none"] = "auto"
-    """Who may call a process of the run. `token`: who knows the run's secret, or a key made of it; `tls`: the same, and both
-    ends show certificates and all is encrypted (TLS 1.3); `auto`: `tls`, but gateways speak plain HTTP where `interface` is
-    loopback and there is no section `tls`; `none`: anybody who reaches it."""
+    """Who may call a process of the run. `token`: callers with the run's secret, or a key derived from it. `tls`: the same,
+    with certificates on both sides and encryption (TLS 1.3). `auto`: `tls`, but gateways use plain HTTP if `interface` is loopback
+    and there is no section `tls`. `none`: all callers that reach the process."""
     tls: Tls | None = None
-    """Null: the run makes its own certificates."""
+    """Null: the run creates its own certificates."""
 
 
 StallPhase = Literal["loop", "decode", "forward", "backward", "reduce", "update", "command"]
 
 
 class Deadlines(Section, frozen=True):
-    """After which something counts as failed."""
+    """Deadlines of processes, commands and phases."""
 
     start: Seconds = 120.0
-    """A process, from its start to its registration; a run without any rollout, or a request without any reward or reference to
-    ask, until one is back; a trainer or critic to be back, after the longest backoff, and to read its checkpoint."""
+    """Of a process, from its start to its registration. Of a run without rollouts, or a request without a reward or reference
+    service, until one is back. Of a trainer or critic to be back, after the longest backoff, and to read its checkpoint."""
     silence: Seconds = 30.0
-    """A process that answers no ping, or a rollout that tells nothing of itself: the run does without it, and it is started
-    again, a rank with its group, a coordinator alone."""
+    """Of a process that answers no ping, and a rollout without status reports. The run continues without the process, which is
+    started again; a rank with its group, a coordinator alone."""
     stall: dict[StallPhase, Seconds] = {}
-    """By phase, a process's work without progress: it is ended by its agent, with its stacks in its log, and started again.
-    `loop` is its event loop, `decode` a rollout's next token, `forward` and `backward` a micro-batch, `reduce` and `update` an
-    optimizer's, `command` the rest of a command. A phase that is not named has ten times the longest that it has taken in that
-    process, 10 s at least; the first ten times, and a process that loads, have `start`."""
+    """By phase: longest time without progress. The agent writes the process's stacks to its log, ends it and starts it again.
+    `loop` is the event loop, `decode` a rollout's next token, `forward` and `backward` a micro-batch, `reduce` and `update` an
+    optimizer's, `command` the rest of a command. Default of a phase: ten times its longest time in that process, at least 10 s.
+    Its first ten times, and a process that loads, have `start`."""
     coordinator: Seconds = 120.0
-    """The return of a coordinator that was lost: until then agents keep their processes, and these what they have."""
+    """Of a lost coordinator to return. Until then agents keep their processes, and the processes keep their state."""
     generate: Seconds = 600.0
-    """A group's generation, waiting for a slot included."""
+    """Of a group's generation, including the wait for a slot."""
     episode: Seconds = 1800.0
-    """A group's episodes, from its dispatch on; then they are closed with what is there. A call within one has `generate`."""
+    """Of a group's episodes, from its dispatch. Then they are closed as they are. A call within an episode has `generate`."""
     score: Seconds = 120.0
-    """A group's scores, by rules or model, and its reference log-probabilities; on engine megatron those of all groups that
-    were asked for together."""
+    """Of a group's scores, by rules or model, and its reference log-probabilities; on engine megatron, of those of all groups
+    in one request."""
     train: Seconds = 600.0
-    """A command of a step, and a group's values, for which it may have to wait."""
+    """Of a command of a step, and of a group's values, which may have to wait."""
     save: Seconds = 300.0
-    """A checkpoint or an export."""
+    """Of a checkpoint or an export."""
     stop: Seconds = 8.0
-    """The end of a process that was told to stop; and, where it is more than 9, the end of a run after Ctrl-C, saving
-    included."""
+    """Of a process to end after its order to stop. If more than 9: also of a run to end after Ctrl-C, including saving."""

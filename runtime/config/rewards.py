@@ -1,4 +1,4 @@
-"""What replies are rewarded for."""
+"""The rewards of replies."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from runtime.config.sandbox import Sandbox
 
 
 class Rule(Section, frozen=True):
-    """One reward rule. The first one decides what counts as correct in evaluations."""
+    """A reward rule. The first rule decides what is correct in evaluations."""
 
     name: str
-    """A built-in rule, or `FILE.py:NAME` for one of your own."""
+    """A built-in rule, or `FILE.py:NAME` for your own rule."""
     weight: float = 1.0
     """Factor in the sum."""
     correct: float = 1.0
-    """Value when a rule that answers yes or no holds; of other rules, from this value on a sample is right in evaluations."""
+    """Value if a yes-or-no rule holds. Of other rules: the least value that is correct in evaluations."""
     wrong: float = 0.0
-    """Value when it does not hold."""
+    """Value if the rule does not hold."""
 
 
 class RemoteReward(RemoteServer, frozen=True, kw_only=True):
-    """A reward that a process of your own serves."""
+    """A reward served by your own process."""
 
     name: str
-    """Of its column and its metric, `NAME_rewards/mean`."""
+    """Name of its column and its metric, `NAME_rewards/mean`."""
     weight: float = 1.0
     """Factor in the sum."""
     timeout: Seconds = 10.0
-    """From the question to the answer, attempts to reach the server included; below `deadlines.score`."""
+    """Of one call, including the attempts to reach the server. Below `deadlines.score`."""
     batch: Samples = 64
     """Most replies in one call."""
 
 
 class RewardModel(Section, frozen=True):
-    """A model that scores replies, by services of its own."""
+    """A model that scores replies, in its own services."""
 
     path: str
     """A Hugging Face folder of a sequence classifier with one label, or a critic's checkpoint
@@ -43,34 +43,34 @@ class RewardModel(Section, frozen=True):
     weight: float = 1.0
     """Factor in the sum."""
     input: Literal["auto", "tokens", "text"] = "auto"
-    """What it reads: the policy's `tokens` as they are, or the conversation as `text`, by its own tokenizer and chat template;
-    `auto`: tokens where both tokenizers agree."""
+    """Input of the model. `tokens`: the policy's tokens. `text`: the conversation, by the model's own tokenizer and chat
+    template. `auto`: tokens if both tokenizers agree."""
     max_tokens: TokensOr0 = 0
-    """Of prompt and reply; a longer sample gets no score. 0: the model's positions."""
+    """Most tokens of prompt and reply. A longer sample gets no score. 0: the model's positions."""
 
 
 class Rewards(Section, frozen=True):
-    """The reward of a sample is the weighted sum of all that is named here. Rules run in killable processes, with limits."""
+    """The reward of a sample is the weighted sum of these rewards. Rules run in processes with limits, which can be killed."""
 
     rules: list[Rule] = []
-    """Without a rule, evaluations are refused."""
+    """Evaluations need at least one rule."""
     remote: list[RemoteReward] = []
-    """Processes of your own that give rewards."""
+    """Your own processes that give rewards."""
     model: RewardModel | None = None
     """Null: none."""
     environment: float = 1.0
-    """Factor of the reward that whoever played an episode gave it; an episode that it gave none is masked out. 0: what it gives
-    is not looked at."""
+    """Factor of the reward that an agent gives its episode. An episode without such a reward is masked out. 0: ignore these
+    rewards."""
     workers: Positive = 1
     """Worker processes of each reward service."""
     timeout: Seconds = 10.0
-    """By the clock: a rule that takes longer on one sample is killed. It may use half of this as processor time."""
+    """Wall time of a rule on one sample; then it is killed. Half of it as processor time is also a limit."""
     memory_bytes: Annotated[int, in_unit("bytes", ge=128 << 20)] = 384 << 20
-    """What a worker may allocate in all, its imports included. A rule that loads torch needs more."""
+    """Memory limit of a worker, including imports. A rule that loads torch needs more."""
     sandbox: Sandbox = Sandbox()
-    """Where the rules `code` and `code_share` run what a reply has written."""
+    """The sandbox in which the rules `code` and `code_share` run the code of replies."""
     cache_entries: NonNegative = 65_536
-    """Values that each reward service keeps, by rule, text, label and context, about 200 bytes each; 0: none."""
+    """Values that each reward service caches by rule, text, label and context, about 200 bytes each. 0: none."""
     on_error: Literal["mask", "fail"] = "mask"
-    """A sample on which a rule, a remote reward or the model failed: `mask` it out of the loss and count it, or `fail` the
-    run."""
+    """After a rule, a remote reward or the model failed on a sample: `mask` the sample out of the loss and count it, or `fail`
+    the run."""

@@ -1,4 +1,4 @@
-"""Where programs of strangers run: what a model wrote, or an environment brings along."""
+"""The sandbox of untrusted programs: code of replies, and programs of environments."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ IN_CONTAINERS = ("docker", "apptainer")
 
 
 class Sandbox(Section, frozen=True):
-    """What a program may see and take. What is asked for and is not there is refused at the start."""
+    """What a program may access and use. The run is refused at the start if the machine lacks what is asked for."""
 
     runtime: Literal["bwrap", "subprocess", "docker", "apptainer"] = "bwrap"
-    """`bwrap`: bubblewrap, without a daemon; `docker` and `apptainer`: containers of `image`; `subprocess`: limits alone, for
-    programs that are trusted."""
+    """`bwrap`: bubblewrap, without a daemon. `docker` and `apptainer`: containers of `image`. `subprocess`: only limits, for
+    trusted programs."""
     image: str = ""
-    """Of `docker` and `apptainer`: an image on the machine that has python3, 3.9 or later. Empty: none, for the others."""
+    """`docker` and `apptainer`: an image on the machine, with python3 of 3.9 or later. Empty: none, for the others."""
     timeout: Seconds = 8.0
-    """Of a command, by the clock. `rewards.sandbox`: of all tests of a reply, below `rewards.timeout`."""
+    """Wall time of a command. `rewards.sandbox`: of all tests of a reply; below `rewards.timeout`."""
     cpu_seconds: Seconds = 8.0
-    """Processor time of a command, of all its processes together."""
+    """Processor time of all processes of a command together."""
     memory: Bytes = 256 << 20
-    """Of all processes together, counted 20 times a second; and what one of them may allocate, by the kernel.
-    `rewards.sandbox`: at most `rewards.memory_bytes`."""
+    """Memory of all processes together, checked 20 times a second, and the kernel's limit of each process. `rewards.sandbox`:
+    at most `rewards.memory_bytes`."""
     processes: Processes = 32
-    """Processes and threads at a time."""
+    """Most processes and threads at a time."""
     disk: Bytes = 64 << 20
-    """Of the files in the program's folder, the only one that it can write to. They lie in memory, beside `memory`."""
+    """Bytes of files in the program's folder, the only folder that it can write. They are in memory, beside `memory`."""
     network: Literal["none", "gateway", "open"] = "none"
-    """`none`: not even this machine; `gateway`: the run's gateway alone, with `bwrap`; `open`: all that this machine reaches,
-    with `subprocess`, which can hold back nothing."""
+    """`none`: no network, not even this machine. `gateway` (`bwrap`): only the run's gateway. `open` (`subprocess`, which
+    cannot restrict it): all that this machine reaches."""
     read: list[str] = []
-    """Absolute paths that it may read besides the system's programs and libraries and Python's own."""
+    """Absolute paths that it may read, besides the programs and libraries of the system and Python."""
 
 
 CODE_RULES = ("code", "code_share")  # whose programs run in `rewards.sandbox`
 
 
 def sandbox_faults(key: str, sandbox: Sandbox) -> Iterator[str]:
-    """What no machine can do, one line each. `key` is the section's."""
+    """Yield a line for each setting that no machine supports. `key` is the section's."""
     runtime, network = sandbox.runtime, sandbox.network
     networks = {"bwrap": ("none", "gateway"), "subprocess": ("open",)}.get(runtime, ("none",))
     if network not in networks:

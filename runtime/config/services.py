@@ -1,4 +1,4 @@
-"""The roles: how many processes each has, where they run, with which engine; and how new weights get to the rollouts."""
+"""The roles: their processes, nodes and engines, and how rollouts get new weights."""
 
 from __future__ import annotations
 
@@ -24,40 +24,38 @@ from runtime.config.sandbox import Sandbox
 
 # ---- Gateway
 #
-# Episodes of agents that speak OpenAI's or Anthropic's API.
+# Episodes of agents that call OpenAI's or Anthropic's API.
 
 
 class Gateway(Section, frozen=True):
-    """With this section, tasks are played as episodes: whoever plays one calls the gateway as it would OpenAI or Anthropic. It
-    is there where `services.environment` has agents; without these, programs that you start yourself ask for tasks."""
+    """With this section tasks are played as episodes: an agent calls the gateway as it would call OpenAI or Anthropic. The
+    section exists by default if `services.environment` has agents. Without agents, your own programs ask for tasks."""
 
     context: TokensOr0 = 0
-    """Tokens of a conversation, prompt and reply; a call that needs more is refused. 0: `data.max_prompt_tokens` +
+    """Most tokens of a conversation, prompt and reply. A call that needs more is refused. 0: `data.max_prompt_tokens` +
     `sampling.max_new_tokens`."""
     episodes: Positive = 4096
-    """Episodes that one gateway has at once, at most; more are answered 429. A run begins fewer where these keep its rollouts
-    busy."""
+    """Most episodes of one gateway at a time; it answers 429 to more. A run starts fewer if these keep its rollouts busy."""
     serve: bool = False
-    """Calls need no episode, and sample as they say: `sluice serve` sets it."""
+    """Calls need no episode, and have their own sampling parameters. `sluice serve` sets this key."""
     tools: Literal["auto", "hermes", "json", "none"] = "auto"
-    """How the model writes calls of tools: `hermes`: JSON in `<tool_call>`; `json`: its whole reply, as Llama 3 does; `none`:
-    not at all, and requests with tools are refused. `auto`: what its family or its chat template says."""
+    """How the model writes tool calls. `hermes`: JSON in `<tool_call>`. `json`: the whole reply, as Llama 3 does. `none`: it
+    writes none, and requests with tools are refused. `auto`: as the model's family or chat template says."""
 
 
 class Process(Section, frozen=True):
-    """What every role's process can be given."""
+    """The keys of every role."""
 
     python: str = ""
-    """An interpreter of its own: a role may live in another environment, in which Sluice is installed too. Empty: the
-    launcher's."""
+    """The role's Python interpreter. Sluice must be installed in its environment too. Empty: the launcher's interpreter."""
     env: dict[str, str | FromEnvironment] = {}
     """Environment variables, over those inherited. A secret is `{from: NAME}`: the variable NAME of the machine's own
     environment. `OMP_NUM_THREADS` sets the threads. Default: an equal share of the cores for each rollout, reward model and
     reference, and for each rank of trainer and critic; one thread for the other roles. `LD_PRELOAD` sets the libraries that
     are preloaded. Default on machines with NPUs, for the roles that compute: `libjemalloc.so.2`, if it is installed."""
     cpus: str = ""
-    """The processors that the role's processes may run on, all of them on each, as taskset writes them: `0-15,32`. Set before
-    the process begins; what it starts has the same. The default of `OMP_NUM_THREADS` is at most their number. Empty: all."""
+    """The processors that each process of the role may run on, in the format of taskset: `0-15,32`. Child processes inherit
+    them. The default of `OMP_NUM_THREADS` is at most their number. Empty: all."""
     restarts: NonNegative = 3
     """How often a process of the role that died is started again, at most, within ten minutes; 0: never. The ranks of a group
     are started together. After the death of a trainer or critic both continue from the newest checkpoint. A new
@@ -68,179 +66,178 @@ class Placed(Process, frozen=True):
     """A role with processes to place."""
 
     placement: Literal["pack", "spread"] | list[str] = "pack"
-    """On which nodes the role's processes run: on as few as hold them (`pack`), evenly over all (`spread`), or evenly over
-    those of a list of names. Replicas wait for a node that has not come, a group has to have all."""
+    """The nodes of the role's processes. `pack`: as few nodes as hold them. `spread`: all nodes evenly. A list of names: these
+    nodes evenly. Replicas wait for a node that has not joined; a group of ranks needs all its nodes at the start."""
 
 
 class Computing(Placed, frozen=True):
     """A role that computes on accelerators."""
 
     devices: list[NonNegative] = []
-    """Indices of accelerators of one node, shared out evenly in this order: one for each replica or rank. Set for the processes
-    as `ASCEND_RT_VISIBLE_DEVICES` where the machine has NPUs, else as `CUDA_VISIBLE_DEVICES`. Empty: each has its own of those
-    that are free."""
+    """Indices of the accelerators of one node, assigned evenly in this order, one for each replica or rank. The processes see
+    them as `ASCEND_RT_VISIBLE_DEVICES` on machines with NPUs, else as `CUDA_VISIBLE_DEVICES`. Empty: each process gets a free
+    accelerator."""
     colocate: str = ""
-    """Another role whose devices this one's processes use, one after the other in this order; not of `trainer`. With
-    `rollout.colocate: trainer` the two take turns, and so does the reference if it is there too; critic and trainer alternate
-    where one of them has `offload`; all others are there at the same time. Empty: none."""
+    """Another role, whose devices this role's processes use in order; `trainer` itself cannot have this key. With
+    `rollout.colocate: trainer` rollouts and trainer take turns, and a reference on these devices too. Critic and trainer
+    alternate if one of them has `offload`. All other roles use the devices at the same time. Empty: none."""
 
 
 class Coordinator(Process, frozen=True):
-    """The one process whose address is configured."""
+    """The coordinator. Only its address has to be known in advance."""
 
     host: str = ""
-    """On several nodes: the address that all reach the coordinator by. The node that has it starts the coordinator. Empty:
+    """On several nodes: the address by which all nodes reach the coordinator. The node with this address starts it. Empty:
     `network.interface`."""
     port: Port = 0
-    """0: any free port; on several nodes it has to be named."""
+    """0: any free port. Required on several nodes."""
     standby: str = ""
-    """On several nodes: the one that starts the next coordinator when the coordinator's node is lost, and leads the run from
-    then on. All share `run.dir`, on a file system whose locks hold between nodes (NFS 4, Lustre with `flock`). Empty: none."""
+    """On several nodes: the node that starts the next coordinator, and leads the run, after the coordinator's node is lost. All
+    nodes share `run.dir` on a file system with locks between nodes (NFS 4, Lustre with `flock`). Empty: none."""
 
 
 class Rollout(Computing, frozen=True):
-    """A fleet: engines that generate."""
+    """A fleet of engines that generate."""
 
     replicas: Processes = 1
-    """Engines of the fleet."""
+    """Number of engines."""
     engine: Literal["torch", "vllm"] = "torch"
-    """`torch` is embedded; `vllm` runs vLLM's AsyncLLM."""
+    """`torch` is embedded. `vllm` runs vLLM's AsyncLLM."""
     slots: Positive = 64
-    """Sequences that an engine decodes at once; each slot holds `data.max_prompt_tokens` plus the longest reply in its KV
-    cache, or `gateway.context` where that is more."""
+    """Sequences that an engine decodes at a time. The KV cache of each slot holds `data.max_prompt_tokens` plus the longest
+    reply, or `gateway.context` if that is more."""
     dtype: DType = "auto"
     """The dtype of the rollouts' forward pass. `auto`: `model.dtype`."""
     tensor_parallel: Processes = 1
-    """Engine vllm: devices (processes, on CPUs) that one engine is spread over."""
+    """Engine vllm: devices of one engine; processes on CPUs."""
     engine_args: dict[str, Any] = {}
-    """Engine vllm: further arguments of vLLM's `AsyncEngineArgs`, such as `gpu_memory_utilization: 0.8`. What Sluice sets
-    itself is refused. A secret is `{from: NAME}`: the variable NAME of the process's environment."""
+    """Engine vllm: more arguments of vLLM's `AsyncEngineArgs`, such as `gpu_memory_utilization: 0.8`. Arguments that Sluice
+    sets are refused. A secret is `{from: NAME}`: the variable NAME of the process's environment."""
 
 
 class Gateways(Placed, frozen=True):
-    """Gateways, which agents call; used when there is a `gateway` section."""
+    """Gateways that agents call. They run if there is a `gateway` section."""
 
     replicas: Processes = 1
-    """Services, among which groups of episodes are shared out."""
+    """Number of gateways. Each group of episodes goes to one of them."""
     port: Port = 0
-    """Of HTTP; of each further gateway on the same node the next one. 0: any free one."""
+    """Port of HTTP. Each further gateway on the same node has the next port. 0: any free port."""
 
 
 class Reward(Placed, frozen=True):
-    """Services that compute rules and ask remote rewards; used when there are any."""
+    """Services that run rules and call remote rewards. They run if there are any."""
 
     replicas: Processes = 1
-    """Services, each with `rewards.workers` workers."""
+    """Number of services, each with `rewards.workers` workers."""
 
 
 class Budgets(Section, frozen=True):
-    """How long each part of an episode may take, after which that part is ended."""
+    """Deadlines of the parts of an episode. A part that takes longer is ended."""
 
     setup: Seconds = 120.0
-    """From a worker's start until the agent runs."""
+    """From the start of a worker until the agent's `run` begins."""
     call: Seconds = 600.0
-    """One call of the policy; `deadlines.generate` holds too."""
+    """One call of the policy. `deadlines.generate` also applies."""
     tool: Seconds = 60.0
-    """One call of a tool; then the model reads that it took too long."""
+    """One call of a tool. After it the model reads that the tool took too long."""
     episode: Seconds = 1200.0
-    """The agent's `run`; then `slow` says what becomes of the episode."""
+    """The agent's `run`. After it `slow` decides about the episode."""
     scoring: Seconds = 60.0
-    """The agent's `score`, where it has one."""
+    """The agent's `score`, if it has one."""
 
 
 Slow = Literal["wait", "truncate", "shrink", "retry"]
 
 
 class Environment(Placed, frozen=True):
-    """Agents of one kind, with the tools and tasks that they know. They are played in processes of their own, by the
-    interpreter `python`, which need not have Sluice; these inherit what every program needs, and `env`, and nothing else."""
+    """Agents of one kind, with their tools and tasks. Each runs in a process of the interpreter `python`, which need not have
+    Sluice. The process inherits `env` and the few variables that every program needs."""
 
     run: str = ""
-    """`FILE.py:NAME`: a function `async def run(data, *, base_url, api_key, http_client, episode=None, **_)`, or a class, or an
-    object, with such a method."""
+    """`FILE.py:NAME`: a function `async def run(data, *, base_url, api_key, http_client, episode=None, **_)`, or a class or an
+    object with such a method."""
     server: RemoteServer | None = None
-    """In the place of `run`: a server of the service Environment in `proto/environment.proto`. Null: none."""
+    """Instead of `run`: a server of the service Environment in `proto/environment.proto`. Null: none."""
     replicas: Processes = 1
-    """Services, among which episodes are shared out."""
+    """Number of services. Each episode goes to one of them."""
     concurrency: Positive = 64
-    """Episodes at once in each; more wait."""
+    """Most episodes of a service at a time; more wait."""
     per_process: Positive = 1
-    """Episodes at once in one worker process. One that ends its process costs those beside it a repeat."""
+    """Most episodes of one worker process at a time. If one of them ends the process, the others are repeated."""
     retries: NonNegative = 2
-    """How often an episode is played again where something failed that is not the agent's doing; then it is left out."""
+    """How often an episode is repeated after a failure that the agent did not cause; then it is left out."""
     failures_in_a_row: Positive = 32
-    """The run stops after so many such failures with no episode between them that ended well."""
+    """The run stops after so many such failures without a successful episode between them."""
     slow: Slow = "truncate"
-    """What becomes of an episode at its deadline, or when the trainer waits for its group alone. `wait`: it goes on, up to
-    `deadlines.episode`; `truncate`: it ends, and is scored as it is; `shrink`: it is left out, where its group has two others
-    that ended; `retry`: it is played again, as often as `retries` allows, and then left out."""
+    """What happens to an episode at its deadline, or when the trainer waits only for its group. `wait`: it continues until
+    `deadlines.episode`. `truncate`: it ends and is scored as it is. `shrink`: it is left out, if two others of its group have
+    ended. `retry`: it is repeated, as often as `retries` allows, and then left out."""
     budgets: Budgets = Budgets()
     sandbox: Sandbox | None = None
-    """Of `episode.sandbox()`. Null: there is none."""
+    """The sandbox of `episode.sandbox()`. Null: none."""
 
 
 class Scorer(Computing, frozen=True):
-    """A model that is only run forward."""
+    """A model that only computes forward passes."""
 
     replicas: Processes = 1
-    """Services; of the reference on engine torch, of one process each."""
+    """Number of services. The reference has them on engine torch, with one process each."""
     max_tokens_per_microbatch: Tokens = 16384
-    """Of one forward pass."""
+    """Most tokens of one forward pass."""
     dtype: DType = "auto"
     """The dtype of the forward pass. `auto` of the reference: `model.dtype`. `auto` of a reward model: bfloat16 on
     accelerators, float32 on CPUs."""
 
 
 class Parallel(Section, frozen=True):
-    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes, between which the data
-    is shared out.
-    """
+    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes. Each block trains a
+    part of the data."""
 
     tensor: Processes = 1
-    """Ranks that share each layer. It divides the model's heads and key-value heads."""
+    """Ranks that share each layer. Must divide the model's heads and key-value heads."""
     pipeline: Processes = 1
-    """Stages that the layers are cut into. It divides their number, unless `layers_per_stage` is given."""
+    """Stages of layers. Must divide the number of layers, unless `layers_per_stage` is given."""
     data: Positive | None = None
-    """Blocks over which data is shared out. Null: as many as `processes` have room for, or 1 when these are left out too."""
+    """Number of blocks. Null: as many as `processes` have room for, or 1 if `processes` is left out too."""
     context: Processes = 1
     """Ranks that share the tokens of each micro-batch."""
     layers_per_stage: list[Layers] = []
-    """Layers of each pipeline stage, such as `[9, 10, 9]`; all but the first and the last are equal. Empty: the same number for
-    all."""
+    """Layers of each pipeline stage, such as `[9, 10, 9]`. All stages except the first and the last must be equal. Empty: all
+    stages are equal."""
     expert: Processes = 1
-    """Models with experts: ranks of the blocks that the experts of a layer are spread over. It divides their number and that of
-    all blocks' ranks with the same part of the model."""
+    """Models with experts: ranks over which the experts of a layer are spread. Must divide the number of experts, and the
+    number of all ranks with the same part of the model."""
     sequence: bool = False
-    """The ranks of `tensor` also share the activations between the parts that they compute together; a mixture of experts with
-    `tensor` above 1 needs it."""
+    """Sequence parallelism: the ranks of `tensor` also share the activations between their common parts. Required for a mixture
+    of experts with `tensor` above 1."""
 
 
 class Trainer(Computing, frozen=True):
-    """The trainer, or the critic, which is used when there is a `critic` section."""
+    """The trainer, or the critic. The critic runs if there is a `critic` section."""
 
     processes: Processes = 1
-    """Ranks; above 1 they are one group: with FSDP2, or as `parallel` says. Left out with engine megatron: `tensor` ×
-    `context` × `pipeline` × `data`."""
+    """Ranks of one group: with FSDP2, or as `parallel` says. Default of engine megatron: `tensor` × `context` × `pipeline` ×
+    `data`."""
     engine: Literal["torch", "megatron"] = "torch"
-    """`torch` is embedded; `megatron` is megatron-core, for models that are spread over many devices."""
+    """`torch` is embedded. `megatron` is megatron-core, for models on many devices."""
     parallel: Parallel = Parallel()
     backend: GroupBackend = "auto"
-    """Of the ranks' own process group. `auto`: hccl on NPUs, nccl on CUDA, else gloo. `gloo` on CUDA, for virtual GPUs and
-    slices (vGPU, MIG), on which NCCL does not work: engine torch alone, and slow, since it goes through the host."""
+    """Backend of the ranks' process group. `auto`: hccl on NPUs, nccl on CUDA, else gloo. `gloo` on CUDA is for virtual GPUs
+    and slices (vGPU, MIG), where NCCL does not work. It needs engine torch and is slow, since data passes through the host."""
     activation_checkpointing: bool | Literal["selective"] = False
-    """Compute activations again in the backward pass: all of a layer's, or, `selective` (engine torch), all but the results of
-    matrix products and of attention, which take the time."""
+    """Recompute activations in the backward pass. `true`: all of a layer. `selective` (engine torch): all except the results of
+    matrix products and attention, which take most of the time."""
     cpu_offload: bool = False
-    """Engine torch: shards and optimizer in host memory; needs accelerators and several ranks."""
+    """Engine torch: keep shards and optimizer in host memory. Needs accelerators and several ranks."""
     offload: list[Literal["optimizer", "grad", "param"]] = []
-    """What is not on the devices between steps, or while another role has the devices. `optimizer`: its state and the master
-    weights are in host memory. `grad`: gradients have no memory, as always between steps on engine torch. `param`: the weights
-    are in host memory; not of `critic`, which computes values between updates. Not with `cpu_offload`. On CPUs engine torch
-    has all in host memory already."""
+    """What leaves the devices between steps, and while another role has the devices. `optimizer`: its state and the master
+    weights are in host memory. `grad`: gradients have no memory; on engine torch they never have between steps. `param`: the
+    weights are in host memory; refused for `critic`, which computes values between updates. Not with `cpu_offload`. No effect
+    for engine torch on CPUs."""
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """What `offload` names, each once, in a fixed order."""
+        """The kinds of `offload`, each once, in a fixed order."""
         return tuple(kind for kind in ("optimizer", "grad", "param") if kind in self.offload)
 
 
@@ -248,33 +245,34 @@ class ReferenceScorer(Scorer, frozen=True):
     """The reference. Engine torch: `replicas` of one process each. Engine megatron: one group of `processes`."""
 
     processes: Processes = 1
-    """Engine megatron: ranks of one group. Left out: `tensor` × `context` × `pipeline` × `data`."""
+    """Engine megatron: ranks of one group. Default: `tensor` × `context` × `pipeline` × `data`."""
     engine: Literal["torch", "megatron"] = "torch"
-    """`torch`, or `megatron`: one group of ranks that share the model, forward only."""
+    """`torch` is embedded. `megatron`: one group of ranks shares the model, forward only."""
     parallel: Parallel = Parallel()
     backend: ClassVar[GroupBackend] = "auto"
 
 
 Spread = Trainer | ReferenceScorer
-"""The roles whose model may be spread over several processes."""
+"""Roles with a model that may be spread over several processes."""
 
 
 class Services(Section, frozen=True):
-    """One section a role. A key here overrides the files of `preset` and `platform`, variable by variable."""
+    """One section for each role. A key here overrides the files of `preset` and `platform`, variable by variable."""
 
     preset: str = ""
-    """A layout of one model on one kind of node, `qwen25_7b_8` for example (`configs/models`), or a path to a YAML file: values
-    for the keys of this section that are left out. Empty: none."""
+    """Default values of this section's keys: a layout of one model on one kind of node, such as `qwen25_7b_8`
+    (`configs/models`), or a path to a YAML file. Empty: none."""
     platform: str = ""
-    """`ascend` (`configs/envs/ascend.yaml`: what CANN, torch_npu and vllm-ascend read from the environment), or a path to a
-    YAML file: values for the keys of this section that are left out, within each role and its `env` too. Empty: none."""
+    """Default values of this section's keys, also within each role and its `env`: `ascend` (`configs/envs/ascend.yaml`, the
+    variables of CANN, torch_npu and vllm-ascend), or a path to a YAML file. Empty: none."""
     coordinator: Coordinator = Coordinator()
     rollout: Rollout | list[Rollout] = Rollout()
-    """One fleet, or a list of several that differ. Rollouts are named over all of them, `rollout-0` and on, and get the same
-    versions; overrides count fleets from 0 (`services.rollout.1.slots=8`)."""
+    """One fleet, or a list of different fleets. Rollouts are numbered over all fleets, from `rollout-0`, and all get the same
+    versions. Overrides count fleets from 0 (`services.rollout.1.slots=8`)."""
     gateway: Gateways = Gateways()
     environment: dict[str, Environment] = {}
-    """By names of your own: who plays the episodes. Their processes are named over all of them, `environment-0` and on."""
+    """The agents that play the episodes, by names of your choice. Processes are numbered over all of them, from
+    `environment-0`."""
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
     reference: ReferenceScorer = ReferenceScorer()
@@ -283,35 +281,35 @@ class Services(Section, frozen=True):
 
 
 class Publication(Section, frozen=True):
-    """Weights go to the rollouts in flat buckets. Every phase has a deadline."""
+    """The weight sync: weights go to the rollouts in flat buckets. Every phase has a deadline."""
 
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
-    """`shared_memory`: rollouts copy them out of the trainer's memory, on one machine. `collective`: a broadcast over
-    `backend`. `auto`: shared memory where trainer and all rollouts are on one machine, else the collective."""
+    """`shared_memory`: rollouts on the same machine copy the weights out of the trainer's memory. `collective`: a broadcast
+    over `backend`. `auto`: shared memory if trainer and all rollouts are on one machine, else the collective."""
     encoding: Literal["whole", "delta"] = "whole"
-    """`delta`: only what changed since the version before, without loss, over any transport; the ranks of a trainer gather no
-    more than that."""
+    """`delta`: send only what changed since the version before, without loss, over any transport. The ranks of a trainer gather
+    only that."""
     backend: GroupBackend = "auto"
-    """Of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl
-    refuse two members on one device."""
+    """Backend of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl refuse
+    two members on one device."""
     bucket_bytes: Bytes = 16 << 20
-    """Size of a flat buffer; a larger tensor has one of its own. Four are under way at once, so that a model wants to have many
+    """Size of a bucket. A larger tensor has a bucket of its own. Four buckets are sent at a time, so a model should have many
     more."""
     in_flight: Literal["keep", "recompute", "drain"] = "keep"
-    """What a sample does that is being generated when new weights are swapped in: `keep`: it goes on with the keys and values
-    that it has; `recompute`: with those that the new weights give its tokens so far; `drain`: it is finished first, and none is
-    begun meanwhile. With `training.staleness: 0` no sample of training is being generated then."""
+    """What happens to samples in generation when new weights are swapped in. `keep`: they continue with their keys and values.
+    `recompute`: they continue with keys and values of the new weights. `drain`: they end first, and no sample begins meanwhile.
+    With `training.staleness: 0` no training sample is in generation then."""
     senders: Literal["one", "all"] = "one"
-    """`one`: rank 0 of the trainer gathers and sends everything. `all`: each rank that can have a tensor whole sends a share of
-    the buckets."""
+    """`one`: rank 0 of the trainer gathers and sends all buckets. `all`: each rank that can have a whole tensor sends a share
+    of the buckets."""
     dtype: DType = "auto"
-    """On the wire. `auto`: what the trainer computes in (`model.dtype`), so that rollouts sample from the same numbers; with
-    `encoding: delta` bfloat16. The exported model has the dtype that the `config.json` of `model.path` declares."""
+    """Dtype on the wire. `auto`: the trainer's compute dtype (`model.dtype`), so that rollouts sample from the same numbers;
+    bfloat16 with `encoding: delta`. The exported model has the dtype in the `config.json` of `model.path`."""
     join_timeout: Seconds = 60.0
-    """To connect the group. A rollout that stops in it holds publications up for as long, or for `deadlines.silence` if that is
-    shorter and it served."""
+    """Deadline to connect the group. A rollout that stops meanwhile delays weight syncs for this time, or for
+    `deadlines.silence` if that is shorter and the rollout served before."""
     transfer_timeout: Seconds = 60.0
-    """From the sender's announcement to the last bucket, the gathering of the weights included; the checksums have the same
-    again."""
+    """Deadline from the sender's announcement to the last bucket, gathering the weights included. The checksums have the same
+    deadline again."""
     commit_timeout: Seconds = 30.0
-    """For all rollouts to swap; with `drain` also for the samples that are being generated to end."""
+    """Deadline for all rollouts to swap. With `drain` it includes the end of the samples in generation."""
