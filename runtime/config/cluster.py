@@ -54,8 +54,8 @@ class Network(Section, frozen=True):
     ports."""
     security: Literal["auto", "token", "tls", "none"] = "auto"
     """Who may call a process of the run. `token`: callers with the run's secret, or a key derived from it. `tls`: the same,
-    with certificates on both sides and encryption (TLS 1.3). `auto`: `tls`, but gateways use plain HTTP if `interface` is loopback
-    and there is no section `tls`. `none`: all callers that reach the process."""
+    with certificates on both sides and encryption (TLS 1.3). `auto`: `tls`, but gateways use plain HTTP if `interface` is
+    loopback and there is no section `tls`. `none`: all callers that reach the process."""
     tls: Tls | None = None
     """Null: the run creates its own certificates."""
 
