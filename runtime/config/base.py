@@ -1,7 +1,7 @@
-"""What sections are made of: the base of them all, and types that carry bounds and units.
+"""The base of all sections, and types with bounds and units.
 
-A unit is an annotation of the JSON Schema, and the column of the reference (`launcher.config_reference`). `...Or0`: 0 stands
-for something else, which the key's meaning says.
+A unit is an annotation of the JSON Schema, and a column of the reference (`launcher.config_reference`). `...Or0`: 0 has a
+meaning of its own, which the key's description gives.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ Layers = Annotated[int, in_unit("layers", ge=1)]
 
 
 def computed_dtype(dtype: DType, policy: DType, on_cpus: bool) -> str:
-    """Return the name of the dtype that a process computes in. "auto" is `policy`, the configured `model.dtype`; and if that is
-    "auto" too, float32 on CPUs and bfloat16 on accelerators."""
+    """Return the name of a process's compute dtype. "auto" is `policy`, the configured `model.dtype`. If that is "auto" too, it
+    is float32 on CPUs and bfloat16 on accelerators."""
     chosen = (each for each in (dtype, policy) if each != "auto")
     return next(chosen, "float32" if on_cpus else "bfloat16")
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every section: immutable, and unknown keys are errors. The string under a field is its meaning."""
+    """Base of every section. Immutable; unknown keys are errors. The string under a field is its description."""
 
 
 class FromEnvironment(Section, frozen=True, rename={"variable": "from"}):
-    """`{from: NAME}`: what the environment variable NAME has on the machine where the process runs. So a secret is given."""
+    """`{from: NAME}`: the environment variable NAME of the machine where the process runs. The form of secrets."""
 
     variable: str
-    """Its name."""
+    """Name of the variable."""
 
 
 class RemoteServer(Section, frozen=True, kw_only=True):
-    """A gRPC server of your own, in any language, that Sluice calls."""
+    """Your own gRPC server, in any language, that Sluice calls."""
 
     address: str
     """`HOST:PORT`."""
     ca: str = ""
-    """TLS: a file with the authorities of which the server's certificate may be, PEM; `system`: those that gRPC comes with.
+    """TLS: a file with the authorities that may have signed the server's certificate, PEM. `system`: gRPC's own authorities.
     Empty: plain text."""
     token: FromEnvironment | None = None
-    """The variable of the calling service's environment that each call carries, as `authorization: Bearer VALUE`. Off this
-    machine with TLS alone. Null: none."""
+    """The variable of the calling service's environment with the token of each call, as `authorization: Bearer VALUE`. To other
+    machines only with TLS. Null: none."""
     plaintext: bool = False
-    """True allows an address that is not this machine's without `ca`: nothing is encrypted."""
+    """`true` allows an address of another machine without `ca`: nothing is encrypted."""

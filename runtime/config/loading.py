@@ -1,7 +1,7 @@
-"""From a YAML file and overrides to a `Config`, with presets and derived defaults.
+"""Load a `Config` from a YAML file and overrides, with presets and derived defaults.
 
-Whatever is wrong is collected, so that one attempt shows every fault: one line each, with its path in the file. msgspec's own
-decoding stops at the first fault, so `mismatches` finds them all before it.
+One attempt shows all faults: one line each, with its path in the file. msgspec's decoding stops at the first fault, so
+`mismatches` finds all faults before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runtime.errors import ConfigError
 
 # ---- Names of trl
 #
-# What GRPOConfig of TRL's calls otherwise than Sluice: by its letters alone another key would be the nearest.
+# Keys of TRL's GRPOConfig with other names here. By their letters another key of Sluice would be the nearest.
 
 OF_TRL = {
     "beta": "algorithm.kl_coefficient",
@@ -55,9 +55,9 @@ OF_TRL = {
 
 S = TypeVar("S", bound=Section)
 
-_MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two formats, which ours has not
+_MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two formats that ours lacks
 
-# Keys of earlier versions, by path, where `*` is a role, a fleet or a name: what to write now.
+# What to write instead of a key of an earlier version, by path. `*` is a role, a fleet or a name.
 _REMOVED = {
     "publication.staging": "there is one way now, what shadow was; leave the key out",
     "gateway.player": "write services.environment, whose agents are called, and given their episode's URL and key",
@@ -87,7 +87,7 @@ _REMOVED = {
     "services.*.restarts.window": "restarts are counted within ten minutes; leave the key out",
     "services.*.restarts.backoff": "restarts come after 0.5 s, 1 s and so on, up to a minute; leave the key out",
 }
-# Values of earlier versions, by key: what to write now.
+# What to write instead of a value of an earlier version, by key.
 _REPLACED = {
     "publication.transport": {
         "files": "write auto",
@@ -99,7 +99,7 @@ _REPLACED = {
 }
 
 _ROOT = inspect.type_info(Config)
-# By key: the type of the section that the file fills, and the folder (of configs/ in the source tree) of those that have names.
+# By key: the type of the section that the file fills, and the folder (configs/ in the source tree) with the named files.
 _PRESETS = {
     "algorithm.preset": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
     "services.preset": (inspect.type_info(Services), Path(__file__).parent / "layouts"),
@@ -108,10 +108,10 @@ _PRESETS = {
 
 
 def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, or take a file's content, apply `key.path=value` overrides, fill in the presets and what layouts imply, and
-    decode.
+    """Read `path`, or take a file's content, apply `key.path=value` overrides, fill in presets and what layouts imply, and
+    decode the result.
 
-    Raises ConfigError with every fault found.
+    Raises ConfigError with all faults.
     """
     raw = dict(path) if isinstance(path, Mapping) else read_mapping(Path(path))
     if theirs := [section for section in _MINDSPEED if section in raw]:
@@ -132,9 +132,9 @@ def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) ->
 
 
 def load_other(path: str | Path, overrides: Sequence[str], kind: type[S], advice: Mapping[str, str]) -> S:
-    """Read `path`, apply overrides, and decode: a file of the schema `kind` instead of a run's configuration.
+    """Read `path`, a file of the schema `kind` instead of a run's configuration, apply overrides, and decode.
 
-    `advice` says of keys that other programs have, and the schema has not, what to do. Raises ConfigError with every fault.
+    `advice`: what to do about keys that only other programs have. Raises ConfigError with all faults.
     """
     root = inspect.type_info(kind)
     needed = ", ".join(field.encode_name for field in _fields(root) if field.required)
@@ -147,7 +147,7 @@ def load_other(path: str | Path, overrides: Sequence[str], kind: type[S], advice
 
 
 def resolve(config: Config) -> Config:
-    """Fill the defaults that follow from other values. Idempotent, so that it may run again once a warm-up named the model."""
+    """Fill the defaults that depend on other values. Idempotent: it runs again after a warm-up has named the model."""
     model, critic, data = config.model, config.critic, config.data
     (*several, only) = config.services.environment or [""]
     return replace(
@@ -163,22 +163,22 @@ def resolve(config: Config) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration, defaults included; `load` reads it back as an equal one."""
+    """Return the whole configuration with defaults as YAML, which `load` reads as an equal configuration."""
     return dump(msgspec.to_builtins(config))
 
 
 def type_faults(raw: Mapping[str, Any]) -> list[str]:
-    """Where `raw`, as a file's content, is not of the schema: one line each, which begins with the key's path."""
+    """Return a line for each value of `raw`, a file's content, that does not match the schema. It begins with the key's path."""
     return list(mismatches(dict(raw), _ROOT))
 
 
 def preset_names(key: str = "algorithm.preset") -> list[str]:
-    """What such a key may name besides a file."""
+    """Return the names that `key` allows besides a path."""
     return sorted(path.stem for path in _PRESETS[key][1].glob("*.yaml"))
 
 
 def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
-    """Give a section what it lacks of the file that `key` names; returns the faults found instead."""
+    """Fill a section with the missing values of the file that `key` names. Return the faults found instead."""
     kind, folder = _PRESETS[key]
     section, _, own_key = key.partition(".")
     given = raw.get(section)
@@ -203,7 +203,7 @@ def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
 
 
 def _is_whole(given: object, kind: inspect.Type) -> bool:
-    """Whether no key of the section `kind` is left out, nor one of the sections within."""
+    """Return whether the section `kind`, with its nested sections, has all keys."""
     return not isinstance(kind, inspect.StructType) or (
         isinstance(given, dict)
         and all(field.encode_name in given and _is_whole(given[field.encode_name], field.type) for field in kind.fields)
@@ -211,13 +211,13 @@ def _is_whole(given: object, kind: inspect.Type) -> bool:
 
 
 def _filled(given: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
-    """`given`, with what the preset has besides, also within mappings that both have."""
+    """Return `given` with the additional values of the preset, also within mappings that both have."""
     mappings = [key for key in given if isinstance(given[key], dict) and isinstance(preset.get(key), dict)]
     return preset | given | {key: _filled(given[key], preset[key]) for key in mappings}
 
 
 def _fill_processes(raw: dict[Any, Any]) -> None:
-    """Give a section that leaves out `processes`, of a role on megatron-core, as many as its layout has places."""
+    """Set `processes`, if left out, of roles on megatron-core to the number of ranks of their layouts."""
     for role in ("trainer", "critic", "reference"):
         section = raw.get("services", {}).get(role, {})
         if section.get("engine") == "megatron" and "processes" not in section:
@@ -226,10 +226,10 @@ def _fill_processes(raw: dict[Any, Any]) -> None:
 
 
 def _spell_out(raw: dict[Any, Any]) -> list[str]:
-    """Put sections in the place of the names; returns the faults found instead.
+    """Replace names by sections. Return the faults found instead.
 
-    `model: tiny:FAMILY` is the model of every role: of the policy and the reference, and of the critic and the reward model
-    where there is one. `services: LAYOUT` is `services: {preset: LAYOUT}`.
+    `model: tiny:FAMILY` is the model of policy and reference, and of critic and reward model if the run has them.
+    `services: LAYOUT` is `services: {preset: LAYOUT}`.
     """
     services, model = raw.get("services"), raw.get("model")
     if isinstance(services, str):
@@ -252,7 +252,7 @@ def _spell_out(raw: dict[Any, Any]) -> list[str]:
 
 
 def _overridden(raw: dict[Any, Any], overrides: Sequence[str], root: inspect.Type) -> tuple[dict[Any, Any], list[str]]:
-    """`raw` with the overrides applied and paths of home directories, and the faults of overrides that could not be."""
+    """Return `raw` with overrides and home directories applied, and the faults of overrides that cannot be applied."""
     faults = _spell_out(raw) if root is _ROOT else []
     for override in overrides:
         try:
@@ -264,7 +264,7 @@ def _overridden(raw: dict[Any, Any], overrides: Sequence[str], root: inspect.Typ
 
 
 def _apply(raw: dict[Any, Any], override: str, root: inspect.Type) -> None:
-    """Set one `key.path=value` in `raw`. Sections on the way are made, list items must exist. Raises ConfigError."""
+    """Set one `key.path=value` in `raw`. Create missing sections; list items must exist. Raises ConfigError otherwise."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -294,7 +294,7 @@ def _apply(raw: dict[Any, Any], override: str, root: inspect.Type) -> None:
 
 
 def _member(kind: inspect.Type | None, name: str) -> tuple[inspect.Type | None, Any]:
-    """Type and default, as a fresh container, of the section or list `name` in `kind`; (None, {}) where the schema has none."""
+    """Return type and default, a new container, of the section or list `name` in `kind`; (None, {}) if the schema has none."""
     for variant in _variants(kind):
         if isinstance(variant, inspect.ListType) and name.isdecimal():
             return variant.item_type, {}
@@ -318,7 +318,7 @@ def _fields(kind: inspect.Type | None) -> tuple[inspect.Field, ...]:
 
 
 def mismatches(value: object, kind: inspect.Type, path: str = "", root: inspect.Type | None = None) -> Iterator[str]:
-    """Every place where `value`, at `path`, is not of type `kind`, in words. Names near an unknown key are those of `root`."""
+    """Yield a line for each part of `value`, at `path`, that is not of type `kind`. `root` has the names to suggest."""
     root = root or kind
     if isinstance(kind, inspect.Metadata):  # a type with a unit
         kind = kind.type
@@ -416,12 +416,12 @@ def _fits(value: object, kind: inspect.Type) -> bool:
 
 
 def _is_plain(value: object, kind: inspect.Type) -> bool:
-    """Whether `value` is what YAML makes of such a kind; what a list or mapping holds is not looked at."""
+    """Return whether YAML gives such a value for `kind`, without a look into lists and mappings."""
     return isinstance(value, _PLAIN.get(type(kind), ((), ""))[0])
 
 
 def _wanted(kind: inspect.Type) -> str:
-    """`kind` in words, after "is not"."""
+    """Return `kind` in words, to follow "is not"."""
     if isinstance(kind, inspect.Metadata):
         kind = kind.type
     if isinstance(kind, inspect.UnionType):

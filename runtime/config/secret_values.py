@@ -40,8 +40,8 @@ class _Entry(NamedTuple):
 
 
 def refused(section: Any, path: str) -> list[str]:
-    """One line for each secret whose value stands in `section`, part of a file, at `path`. None of them shows it, and no later
-    fault does: a reference takes its place."""
+    """Return a line for each secret with a value in `section`, part of a file, at `path`. No line shows the value, and no later
+    fault: a reference replaces the value."""
     found = [entry for entry in _entries(section, path) if entry.is_secret and _is_text(entry)]
     for entry in found:
         entry.holder[entry.key] = {"from": "NAME"}
@@ -50,8 +50,8 @@ def refused(section: Any, path: str) -> list[str]:
 
 
 def without_secrets(config: Any) -> Any:
-    """A configuration, decoded or not, as plain values that may be shown to anybody: no value of `env`, no text of
-    `engine_args` but those that are known to be harmless, and no password of a URL. References stay."""
+    """Return a configuration, decoded or not, as plain values that may be shown. It has no value of `env`, no text of
+    `engine_args` except the known harmless ones, and no password of a URL. References stay."""
     shown = msgspec.to_builtins(config)
     for entry in list(_entries(shown)):
         hidden = _is_text(entry) and (entry.is_secret or entry.key not in _HARMLESS)
@@ -69,15 +69,15 @@ def _without_passwords(node: Any) -> Any:
 
 
 def references(role: Process, path: str) -> dict[str, str]:
-    """By path, the variables that the role at `path` reads of its machine's environment."""
+    """Return, by path, the variables that the role at `path` reads from its machine's environment."""
     given = msgspec.to_builtins(role)
     found = [entry for entry in _entries(given, path) if _is_reference(entry.value)]
     return {one.path: one.value["from"] for one in found if one.within == "env" or one.value["from"] not in given["env"]}
 
 
 def resolved(value: Any, environment: Mapping[str, str], path: str) -> Any:
-    """`value`, at `path`, as plain values, with what `environment` has in the place of references. Raises UserError for a
-    variable that is not there."""
+    """Return `value`, at `path`, as plain values, with the variables of `environment` instead of references. Raises UserError
+    if a variable is missing."""
     value = msgspec.to_builtins(value)
     if _is_reference(value):
         if (name := value["from"]) not in environment:
@@ -91,12 +91,12 @@ def resolved(value: Any, environment: Mapping[str, str], path: str) -> Any:
 
 
 def missing(path: str, name: str) -> str:
-    """The fault of a reference at `path` to the variable `name`."""
+    """Return the fault of a reference at `path` to the missing variable `name`."""
     return f"{path}: {{from: {name}}}: this machine's environment has no {name}"
 
 
 def _entries(node: Any, path: str = "", within: str = "", is_secret: bool = False) -> Iterator[_Entry]:
-    """All below `node`; what holds others is none. `within` and `is_secret` are of the node."""
+    """Yield the values below `node`, without mappings and lists. `within` and `is_secret` are of the node."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         words = map(str.lower, _BETWEEN_WORDS.split(str(key)))
         named = is_secret or (bool(within) and not _WORDS.isdisjoint(words))
@@ -107,7 +107,7 @@ def _entries(node: Any, path: str = "", within: str = "", is_secret: bool = Fals
 
 
 def _is_text(entry: _Entry) -> bool:
-    """Whether there is a value to hide. A number of `engine_args` is no secret: it may be the number of a token."""
+    """Return whether the value must be hidden. A number in `engine_args` is no secret: it may be a token's number."""
     value = entry.value
     return isinstance(value, str | int | float if entry.within == "env" else str) and value != ""
 

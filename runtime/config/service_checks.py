@@ -1,4 +1,4 @@
-"""Checks of the roles: their nodes, addresses, ports and devices, who shares these, rollout engines, and how weights travel.
+"""Checks of the roles: nodes, addresses, ports, devices, colocation, rollout engines and the weight sync.
 
 Loads neither torch nor vLLM.
 """
@@ -33,8 +33,7 @@ from runtime.weights.plan import resolve_transport
 
 # ---- Reference checks
 #
-# Checks of the reference: where it runs, and that it, or a teacher in its place, has the policy's tokens; and of the
-# policy's experts.
+# Checks of the reference and teachers, which need the policy's tokens, and of the policy's experts.
 
 
 def reference_faults(config: Config) -> Iterator[str]:
@@ -66,7 +65,7 @@ def _nothing_to_learn(config: Config) -> Iterator[str]:
 
 
 def moe_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str]:
-    """One line per fault. `policy`: the contents of its config.json, as far as it is known."""
+    """Yield a line for each fault. `policy`: the contents of its config.json, if known."""
     experts, off = hf_config.experts_of(policy or {}), msgspec.structs.asdict(Moe())
     fixed = "is for models whose scores have a bias, as deepseek_v3's and glm4_moe's, and model.path has none"
     for name, value in msgspec.structs.asdict(config.moe).items():
@@ -81,11 +80,11 @@ def moe_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str
 
 
 def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int, filtered: bool) -> str:
-    """Why the model of `folder`, with `vocabulary` rows, cannot say how likely it finds what the policy of the folder `policy`,
-    with `wanted` rows, samples; "" where it can.
+    """Return why the model of `folder`, with `vocabulary` rows, cannot score samples of the policy of the folder `policy`, with
+    `wanted` rows; "" if it can.
 
-    Rows beyond those of the tokens, which models of one tokenizer have different numbers of, do no harm, unless sets of tokens
-    travel (`filtered`), which are of the policy's rows.
+    Models of one tokenizer may have different numbers of unused rows. This is harmless, unless sets of tokens are sent
+    (`filtered`), which refer to the policy's rows.
     """
     own, theirs = _tokens(Path(policy)), _tokens(Path(folder))
     if own and theirs:
@@ -115,7 +114,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """Every token's id by tokenizer.json; none where there is no such file, or nothing is known of its kind."""
+    """Return the ids of all tokens in tokenizer.json; none if the file is missing or of an unknown kind."""
     try:
         found = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerFile)
     except (OSError, msgspec.DecodeError):
@@ -160,7 +159,7 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
 
 
 def scraping_faults(config: Config) -> Iterator[str]:
-    """One line per fault. Off this machine metrics are for those alone who have the token."""
+    """Yield a line for each fault. On other machines only requests with the token may read metrics."""
     settings, network = config.metrics.prometheus, config.network
     if settings is None or settings.token is not None or network.security == "none" or is_loopback(network.interface):
         return
@@ -176,7 +175,7 @@ def gateway_faults(config: Config) -> Iterator[str]:
 
 
 def cluster_faults(cluster: Cluster) -> Iterator[str]:
-    """What is wrong with the nodes themselves, one line each."""
+    """Yield a line for each fault of the nodes."""
     if cluster.nodes == "auto":
         return
     if not cluster.nodes:
@@ -221,15 +220,15 @@ def _reachable(config: Config) -> Iterator[str]:
 
 
 def _listeners(config: Config, trains: bool) -> int:
-    """How many sockets of the run's own listen at once, where all are on one machine."""
+    """Return how many sockets of the run listen at a time, if all are on one machine."""
     processes_, settings = len(instances(config, trains)), config.metrics.prometheus
     scraped = 0 if settings is None else processes_ + (not settings.port)
     return processes_ + (not config.services.coordinator.port) + trains * RENDEZVOUS + scraped
 
 
 def _ports(config: Config, listening: int) -> Iterator[str]:
-    """`listening`: the ports that the run takes of `port_range`; 0 where that is known only when its processes have been
-    placed."""
+    """Yield a line for each fault of the ports. `listening`: the number of ports of `port_range` that the run needs; 0 if it is
+    unknown until the processes are placed."""
     port, ascend = config.services.coordinator.port, config.services.platform == "ascend"
     if ascend and HCCL_PORTS[0] <= port <= HCCL_PORTS[1]:
         yield f"services.coordinator.port: {port} is one of HCCL's, {HCCL_PORTS[0]} to {HCCL_PORTS[1]}; must be another"
@@ -261,7 +260,7 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
 
 
 def _shared_device(config: Config) -> Iterator[str]:
-    """NCCL and HCCL refuse two members on one device. Who names none has its own."""
+    """Yield a line if two members share a device, which NCCL and HCCL refuse. A role that names no device has its own."""
     settings = config.publication
     transport = resolve_transport(settings.transport, settings.backend, {"trainer-0": "this"})
     if settings.backend == "gloo" or transport != "collective":
@@ -282,7 +281,7 @@ def _shared_device(config: Config) -> Iterator[str]:
 
 
 def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
-    """The members of the publication group, and the devices that each has all for itself."""
+    """Yield the members of the sync group with their devices."""
     yield "trainer-0", config.services.trainer.devices[:1]
     for name, fleet in replicas(config).items():
         place, size = place_in_fleet(config, Instance("rollout", name)), len(fleet.devices) // fleet.replicas
@@ -290,8 +289,7 @@ def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
 
 
 def hccl_beside_workers(config: Config) -> bool:
-    """Whether, on NPUs, a rollout receives weights over HCCL on the NPU on which the first of vLLM's workers meets the others
-    over HCCL too."""
+    """Return whether, on NPUs, a rollout receives weights over HCCL on the NPU of vLLM's first worker, which uses HCCL too."""
     settings = config.publication
     if takes_turns(config) or settings.backend not in ("auto", "hccl"):
         return False
@@ -344,17 +342,17 @@ def _of_role(config: Config, role: str) -> list[Computing]:
 
 
 def _needed(settings: Computing) -> int:
-    """Devices of all its processes."""
+    """Return the number of devices of all its processes."""
     if isinstance(settings, Rollout):
         return settings.replicas * settings.tensor_parallel
     if isinstance(settings, Trainer) or (isinstance(settings, ReferenceScorer) and settings.engine == "megatron"):
         return settings.processes
-    count: int = settings.replicas  # type: ignore[attr-defined]  # whoever is no group has them
+    count: int = settings.replicas  # type: ignore[attr-defined]  # all roles that are no group have it
     return count
 
 
 def _partial(config: Config) -> Iterator[str]:
-    """What does not go with replies that go on in the next turn."""
+    """Yield a line for each setting that conflicts with replies that continue in the next turn."""
     if config.training.staleness == 0:
         yield "training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1"
     if config.publication.in_flight == "drain":
@@ -364,7 +362,7 @@ def _partial(config: Config) -> Iterator[str]:
 
 
 def _turns(config: Config) -> Iterator[str]:
-    """What does not go with rollouts and trainer on the same devices."""
+    """Yield a line for each setting that conflicts with rollouts and trainer on the same devices."""
     staleness, publication = config.training.staleness, config.publication
     if config.training.partial_rollouts:
         yield from _partial(config)
@@ -384,7 +382,7 @@ def _turns(config: Config) -> Iterator[str]:
 
 
 def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[str]:
-    """One line per fault. `model`: the contents of the policy's config.json, as far as it is known."""
+    """Yield a line for each fault. `model`: the contents of the policy's config.json, if known."""
     for key, fleet in fleets(config).items():
         if fleet.engine == "torch":
             given = [name for name in _VLLM_ALONE if getattr(fleet, name) != getattr(_DEFAULT, name)]
@@ -402,7 +400,7 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         yield from _temperatures(config)
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := getattr(config.sampling, name)) != off:
-                yield f"sampling.{name}: {value} needs rollouts of engine torch: vllm tells no kept sets; must be {off}"
+                yield f"sampling.{name}: {value} needs rollouts of engine torch: vllm reports no kept sets; must be {off}"
 
 
 def _temperatures(config: Config) -> Iterator[str]:
@@ -427,9 +425,9 @@ def publication_faults(config: Config) -> Iterator[str]:
 
 
 def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
-    """Warnings of settings by which rollouts compute with other numbers than the trainer.
+    """Yield a warning for each setting that makes rollouts compute with other numbers than the trainer.
 
-    `on_cpus`: whether both compute on CPUs, where `auto` is float32. The gaps are those of SmolLM2-135M-Instruct on CPUs.
+    `on_cpus`: both compute on CPUs, where `auto` is float32. The gaps are those of SmolLM2-135M-Instruct on CPUs.
     """
     computes = computed_dtype("auto", config.model.dtype, on_cpus)
     publication = config.publication

@@ -59,8 +59,8 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # PyYAML's, for `!!int x`
-            told = f"{show(str(node.value))} is not of the type {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from error
+            fault = f"{show(str(node.value))} is not of the type {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, fault, node.start_mark) from error
 
     def compose_mapping_node(self, anchor: dict[Any, Any]) -> yaml.MappingNode:
         # Checked here and not in construct_mapping, where merged keys legitimately repeat those they are merged into.
@@ -100,12 +100,12 @@ class _TextLoader(_Loader):
 
 
 def read_value(text: str | bytes) -> Any:
-    """Raises yaml.YAMLError."""
+    """Return the value of a YAML text. Raises yaml.YAMLError if it is not valid."""
     return _read(text, _Loader)
 
 
 def read_texts(text: str) -> Any:
-    """All scalars as they are written, so that a run may be called `on`. Raises yaml.YAMLError."""
+    """Return the value with all scalars as texts, so that a run may be called `on`. Raises yaml.YAMLError if not valid."""
     return _read(text, _TextLoader)
 
 
@@ -114,7 +114,7 @@ class _TextDumper(_Dumper):
 
 
 def write_texts(raw: Any) -> str:
-    """What `read_texts` gave, for people to read: a text of figures has no quotes."""
+    """Return a value of `read_texts` as YAML for readers: numbers have no quotes."""
     return str(yaml.dump(raw, Dumper=_TextDumper, sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -129,7 +129,7 @@ def _read(text: str | bytes, loader: type[_Loader]) -> Any:
 
 
 def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
-    """A YAML file that holds a mapping. Raises ConfigError; `needed` says what an empty one lacks."""
+    """Return the mapping in a YAML file. Raises ConfigError if it has none; `needed` says what an empty file lacks."""
     try:
         own = path.is_relative_to("/dev")  # a pipe of the user's shell, which is in no folder
         with (path if own else regular(path, MOST_BYTES)).open("rb") as file:
@@ -148,14 +148,14 @@ def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dic
 
 
 def at_home(value: Any) -> Any:
-    """`value`, in which each text that begins with `~/` or `~NAME/` is a path below the home of the user, or of NAME."""
+    """Return `value` with the home directory of the user, or of NAME, for `~/` or `~NAME/` at the start of each text."""
     if isinstance(value, dict):
         return {key: at_home(each) for key, each in value.items()}
     if isinstance(value, list):
         return [at_home(each) for each in value]
     if not isinstance(value, str) or not value.startswith("~") or "/" not in value:
         return value
-    return os.path.expanduser(value)  # noqa: PTH111 - which leaves a NAME alone that nobody has
+    return os.path.expanduser(value)  # noqa: PTH111 - which leaves an unknown NAME as it is
 
 
 def _yaml_fault(error: yaml.YAMLError) -> str:
@@ -166,16 +166,16 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 
 
 def dump(raw: Mapping[str, Any], leaves_inline: bool = False) -> str:
-    """Keys and values in YAML as it is read here, in the order that they are in.
+    """Return keys and values as YAML, in their order.
 
-    `leaves_inline`: lists and mappings that hold no others are in one line.
+    `leaves_inline`: write lists and mappings without nested ones on one line.
     """
     style = None if leaves_inline else False
     return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style)
 
 
 def show(value: object) -> str:
-    """A value as the user wrote it, on one line."""
+    """Return a value as the user wrote it, on one line."""
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
     text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)

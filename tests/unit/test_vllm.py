@@ -124,7 +124,7 @@ def faults_of(tmp_path: Path, *overrides: str) -> list[str]:
     return [line for line in semantic_faults(loading.load(path, overrides)) if "rollout" in line or "temperature" in line]
 
 
-KEPT = "needs rollouts of engine torch: vllm tells no kept sets"
+KEPT = "needs rollouts of engine torch: vllm reports no kept sets"
 VLLM = ("services.rollout.engine=vllm", f"services.rollout.python={sys.executable}")
 
 
