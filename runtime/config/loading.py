@@ -168,7 +168,7 @@ def to_yaml(config: Config) -> str:
 
 
 def type_faults(raw: Mapping[str, Any]) -> list[str]:
-    """Return a line for each value of `raw`, a file's content, that does not match the schema. It begins with the key's path."""
+    """Return a line for each value of `raw`, a file's content, that does not match the schema. It begins with its path."""
     return list(mismatches(dict(raw), _ROOT))
 
 
