@@ -77,7 +77,7 @@ def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
 
 
 def _named(config: Config) -> Iterator[str]:
-    """Of the places where a row format names an environment."""
+    """Yield a line for each row format that names an unknown environment, or none of several."""
     data, known = config.data, config.services.environment
     if known and not (data.environment or data.environment_key) and len(known) > 1:
         own = [data.train] if isinstance(data.train, str) else data.train
@@ -92,7 +92,7 @@ def _named(config: Config) -> Iterator[str]:
 
 
 def address_faults(path: str, remote: RemoteServer) -> Iterator[str]:
-    """Of a server of the user's, which other machines may listen in to."""
+    """Yield a line for each fault of a user's server: its address, and plain text to another machine."""
     found = _ADDRESS.fullmatch(remote.address)
     if found is None or not 0 < int(found["port"]) < 65536:
         yield f"{path}.address: '{remote.address}' is not HOST:PORT, with a port from 1 to 65535"
@@ -124,13 +124,13 @@ def semantic_faults(
     available_bytes: int | None = None,
     trains: bool = True,
 ) -> list[str]:
-    """One line per fault, [] when there is none.
+    """Return a line for each fault.
 
     `known` lists the registered names under "algorithm.advantage", "algorithm.loss", "algorithm.correction",
     "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic" those of the advantages that
-    need a critic's values; what it leaves out is not checked.
-    `available_bytes`: the memory of the machine on whose CPUs all runs; None where it runs elsewhere or on accelerators, whose
-    memory is not known. With a `warmup` section, paths that the warm-up will name may be empty. `trains`: False for an
+    need a critic's values; keys that it lacks are not checked.
+    `available_bytes`: the memory of the machine, if all runs on its CPUs; None for other machines and accelerators, whose
+    memory is unknown. With a `warmup` section, paths that the warm-up will name may be empty. `trains`: False for an
     evaluation alone, which needs problems to evaluate on, and nothing that only training does.
     """
     policy, serves = policy_model(config), config.gateway is not None and config.gateway.serve
@@ -169,7 +169,7 @@ def semantic_faults(
 
 
 def alone(config: Config) -> Config:
-    """What `sluice tune` takes of a configuration, as that of a run in which nothing but the trainer has a part."""
+    """Return the parts of a configuration that `sluice tune` uses, as that of a run with only a trainer."""
     training, tune = config.training, config.tune
     return Config(
         run=config.run,
@@ -192,7 +192,7 @@ def alone(config: Config) -> Config:
 
 
 def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_bytes: int | None = None) -> list[str]:
-    """As `semantic_faults`, of `sluice tune`."""
+    """Return a line for each fault of `sluice tune`, as `semantic_faults` does."""
     tuned = alone(config)
     short = replace(tuned, data=replace(tuned.data, max_prompt_tokens=1), sampling=Sampling(max_new_tokens=1))
     of_layouts = [*megatron_faults(tuned, spread_models(tuned))]
@@ -232,7 +232,7 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def chosen_names(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Of each function that the configuration names: the key, the name, and the key that others like it are known by."""
+    """Yield the key and name of each function that the configuration names, and the key of the functions of its kind."""
     algorithm = config.algorithm
     chosen = {
         "algorithm.advantage": algorithm.advantage,
@@ -323,7 +323,7 @@ def _values(config: Config) -> Iterator[str]:
 
 
 def _updates(config: Config) -> Iterator[str]:
-    """Every update must share its groups out evenly over the ranks."""
+    """Yield a line if the groups of an update cannot be divided evenly over the ranks."""
     groups, mini_batch = config.training.groups_per_step, config.training.mini_batch_size
     if mini_batch and groups % mini_batch:
         yield f"training.mini_batch_size: {mini_batch} does not divide groups_per_step = {groups}"
@@ -345,7 +345,7 @@ def _processes(config: Config) -> Iterator[str]:
 
 
 def _how_to_install(python: str) -> str:
-    """What makes the interpreter that is missing, where Sluice's own Makefile does."""
+    """Return the command of Sluice's Makefile that makes the missing interpreter; "" if there is none."""
     made = [name for name in ("vllm", "agents") if f".venv-{name}" in Path(python).parts]
     return f"; run make install-{made[0]}" if made else ""
 
@@ -365,7 +365,7 @@ def _has(package: str) -> bool:
 
 
 def reward_faults(config: Config, trains: bool) -> Iterator[str]:
-    """`trains`: False for an evaluation alone."""
+    """Yield a line for each fault of the rewards. `trains`: False for an evaluation alone."""
     rewards = config.rewards
     plays, judged = config.gateway is not None and rewards.environment != 0, judge_of(config) is not None
     distils = trains and config.algorithm.advantage == "none"  # no reward is looked at
@@ -399,7 +399,7 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
 
 
 def _sandbox(rewards: Rewards) -> Iterator[str]:
-    """A worker waits for its sandbox, and hands its own limit of memory down to it."""
+    """Yield a line for each fault of the sandbox: its limits must be within those of the worker."""
     key, sandbox = "rewards.sandbox", rewards.sandbox
     yield from sandbox_faults(key, sandbox)
     if not any(rule.name in CODE_RULES for rule in rewards.rules):
@@ -419,7 +419,7 @@ def _evaluates(config: Config) -> bool:
 
 
 def data_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line for each fault of section `data`, evaluation sets left out. `trains`: False for an evaluation alone."""
+    """Yield a line for each fault of section `data`, without evaluation sets. `trains`: False for an evaluation alone."""
     data = config.data
     seen: set[Path] = set()
     for key, source in sources(data) if trains else []:
@@ -442,7 +442,7 @@ def data_faults(config: Config, trains: bool) -> Iterator[str]:
 
 
 def evaluation_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line for each fault of the evaluation sets."""
+    """Yield a line for each fault of the evaluation sets."""
     sets = evaluation_sets(config)
     if not sets and (config.warmup is None or config.data.train):  # otherwise the warm-up names one
         if not trains:

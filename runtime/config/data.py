@@ -28,7 +28,7 @@ class RowFormat(Section, frozen=True):
 
     handler: str = "plain"
     """How a row becomes a prompt and a label: `plain`, `gsm8k`, `alpaca`, `r1`, `math`, `math17k`, `messages`
-    (conversations), `task` (of which every column may be missing), or `FILE.py:NAME`."""
+    (conversations), `task` (every column may be missing), or `FILE.py:NAME`."""
     prompt_key: str | None = None
     """The column of the prompt. Null: the handler's own."""
     query_key: str | None = None

@@ -34,8 +34,8 @@ class Lora(Section, frozen=True):
     alpha: PositiveRate = 32.0
     """What an adapter adds is scaled by alpha / rank."""
     target_modules: list[str] = []
-    """Names of linear layers, as `q_proj`, or with as much of their path as tells them apart: `layers.1.mlp.up_proj`. Empty:
-    all but the head and routers of experts."""
+    """Names of linear layers, such as `q_proj`, or with a part of their path: `layers.1.mlp.up_proj`. Empty: all except the
+    head and the routers of experts."""
 
 
 class Warmup(Section, frozen=True):

@@ -1,7 +1,7 @@
-"""Checks of model folders, of layouts on megatron-core, and of what processes hold against the memory that they have.
+"""Checks of model folders, of layouts on megatron-core, and of the memory of processes.
 
-Loads neither torch, transformers nor megatron-core. What these can in an interpreter of its own is left to the role's process,
-and on accelerators, whose memory is not known before, the processes compare it themselves when they start.
+Loads neither torch, transformers nor megatron-core. A role with its own interpreter checks their abilities in its process.
+The memory of accelerators is unknown here: the processes check it when they start.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
     index = path / "model.safetensors.index.json"
     try:
         shards = hf_config.shard_names(index) if index.is_file() else []
-        if key in ("model.path", "critic.path"):  # of which the trained model has files
+        if key in ("model.path", "critic.path"):  # the trained model gets files of these
             hf_config.described_files(path)
     except UserError as error:
         yield f"{key}: {error}"
@@ -131,7 +131,7 @@ def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
 
 
 def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
-    """What engines would refuse once they have loaded. A warm-up's model is one that all take."""
+    """Yield a line for each model that an engine would refuse once loaded. All engines take a warm-up's model."""
     path, services = config.model.path, config.services
     for key, fleet in fleets(config).items() if path else ():
         if fleet.engine == "torch" and (fault := _undecodable(policy, "model.path")):
@@ -154,7 +154,7 @@ def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterat
 
 
 def _undecodable(model: ModelConfig | None, where: str) -> str:
-    """Why Sluice's own decoder cannot compute a model; "" where it can, or nothing is known of the model."""
+    """Return why Sluice's decoder cannot compute a model; "" if it can, or the model is unknown."""
     try:
         if model is not None:
             hf_config.parse(model, where)
@@ -164,7 +164,7 @@ def _undecodable(model: ModelConfig | None, where: str) -> str:
 
 
 def _unloadable(model: ModelConfig | None, where: str, table: str, fault_of: Callable[[ModelConfig], str]) -> Iterator[str]:
-    """Why a model cannot be run by transformers, which knows the model_types of `table`, as `fault_of` wants it."""
+    """Yield why transformers cannot run a model: `table` lacks its model_type, or `fault_of` finds a fault."""
     if model is None:
         return
     kind, known = model.get("model_type"), _known_to_transformers(table)
@@ -176,8 +176,8 @@ def _unloadable(model: ModelConfig | None, where: str, table: str, fault_of: Cal
 
 @cache
 def _known_to_transformers(table: str) -> frozenset[str]:
-    """The model_types that a table of transformers' names, read from its source, as its import takes seconds. Empty where it is
-    not installed, or the table is not found."""
+    """Return the model_types of a table of transformers, read from its source, since its import takes seconds. Empty if the
+    package or the table is missing."""
     found = importlib.util.find_spec("transformers")
     for folder in (found.submodule_search_locations if found is not None else None) or ():
         tree = ast.parse((Path(folder) / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
@@ -189,7 +189,7 @@ def _known_to_transformers(table: str) -> frozenset[str]:
 
 
 def spread_models(config: Config) -> dict[str, ModelConfig | None]:
-    """By role, of those that may be on megatron-core: the contents of the model's config.json, as far as it is known."""
+    """Return, for each role that may be on megatron-core, the contents of its model's config.json, if known."""
     policy = policy_model(config)
     models = {"trainer": policy}
     if config.critic is not None:
@@ -204,7 +204,7 @@ def policy_model(config: Config) -> ModelConfig | None:
 
 
 def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
-    """What of the warm-up's model is known before it exists."""
+    """Return the known values of a warm-up's model before it exists."""
     if warmup is None:
         return None
     return {
@@ -217,8 +217,8 @@ def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
 
 
 def _model_config(folder: str, *, scores: bool = False) -> ModelConfig | None:
-    """config.json of a language model; None when there is none, or one of ours lacks what is read here, which others may call
-    otherwise. `scores`: what a tiny one is of, a reward model."""
+    """Return the config.json of a language model; None if it is missing, or lacks a size under the names that we know. Models
+    of other families may have other names. `scores`: a tiny model is a reward model."""
     found = tiny_model.described(folder, scores=scores) or _json(Path(folder) / "config.json") or {}
     sizes = ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size")
     needed = sizes if found.get("model_type", "llama") in FAMILIES else sizes[:1]
@@ -233,7 +233,7 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 
 def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
-    """One line per fault. `models`: by role, the contents of its model's config.json, as far as it is known."""
+    """Yield a line for each fault. `models`: by role, the contents of its model's config.json, if known."""
     for role, model in models.items():
         settings: Spread = getattr(config.services, role)
         key = f"services.{role}"
@@ -256,7 +256,7 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
 
 
 def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]:
-    """What engine torch has not."""
+    """Yield a line for each setting that engine torch lacks."""
     if config.checkpoint.async_save:
         yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
     if settings.offload and settings.cpu_offload:
@@ -327,7 +327,7 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
 
 
 def _version() -> str:
-    """Of the installed package, without importing it; "" where there is none."""
+    """Return the version of the installed package, without importing it; "" if there is none."""
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -337,7 +337,7 @@ def _version() -> str:
 def memory_of_ranks(
     config: Config, models: Mapping[str, Mapping[str, Any] | None], on_cpus: bool = False
 ) -> dict[str, RankBytes]:
-    """By role, of those on megatron-core whose model is known: what a rank holds."""
+    """Return, for each role on megatron-core with a known model, the memory of a rank."""
     return {
         role: rank_memory(config, role, model, on_cpus)
         for role, model in models.items()
@@ -353,7 +353,7 @@ def _installed() -> bool:
 
 
 def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
-    """By fleet, of those on engine torch whose model is known: bytes of a replica's KV cache."""
+    """Return, for each fleet on engine torch with a known model, the bytes of a replica's KV cache."""
     policy = policy_model(config)
     if policy is None:
         return {}
@@ -370,8 +370,8 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
 
 
 def kv_faults(config: Config, available: int | None) -> Iterator[str]:
-    """One line per fleet that does not fit. `available`: bytes on the machine on whose CPUs all runs; None where it is not
-    known."""
+    """Yield a line for each fleet that does not fit. `available`: bytes of the machine, if all runs on its CPUs; None if
+    unknown."""
     if available is None:
         return
     free = available
@@ -387,7 +387,7 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
 
 
 def rank_faults(config: Config, available: int | None) -> Iterator[str]:
-    """The same of the roles on megatron-core, whose layouts are sound. The processes of a role share the memory."""
+    """Yield a line for each role on megatron-core that does not fit. Layouts must be sound. Its processes share the memory."""
     if available is None:
         return
     for role, held in memory_of_ranks(config, spread_models(config), on_cpus=True).items():
