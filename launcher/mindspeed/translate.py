@@ -19,8 +19,8 @@ _HANDLERS = {
     "Math17kAlpacaStyleInstructionHandler": "math17k",
 }
 _SCHEDULES = ("constant", "linear", "cosine")
-_COLUMNS = {"prompt": "prompt_key", "query": "query_key", "response": "label_key", "system": "system_key"}
-_STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # the role, by a word in theirs
+_COLUMNS = {"prompt": "prompt", "query": "query", "response": "label", "system": "system"}
+_STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # by a word in theirs: the role
 _SWANLAB_MODES = {
     "": "online",
     "cloud": "online",
@@ -90,7 +90,7 @@ def _data(keys: RoleSettings) -> None:
         if name not in _COLUMNS:
             keys.faults.append(f"{columns.path}.{name}: unknown key; allowed are {', '.join(_COLUMNS)}")
         else:
-            keys.put(f"data.{_COLUMNS[name]}", column, columns)
+            keys.put(f"data.columns.{_COLUMNS[name]}", column, columns)
 
 
 def _prepared(keys: RoleSettings, setting: Setting) -> str | list[dict[str, Any]]:

@@ -79,9 +79,9 @@ def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
 def _named(config: Config) -> Iterator[str]:
     """Yield a line for each row format that names an unknown environment, or none of several."""
     data, known = config.data, config.services.environment
-    if known and not (data.environment or data.environment_key) and len(known) > 1:
+    if known and not (data.environment or data.columns.get("environment")) and len(known) > 1:
         own = [data.train] if isinstance(data.train, str) else data.train
-        if any(isinstance(each, str) or not (each.environment or each.environment_key) for each in own):
+        if any(isinstance(each, str) or not (each.environment or each.columns.get("environment")) for each in own):
             yield f"data.environment: missing; must be one of services.environment: {', '.join(known)}"
     places = {"data": data.environment}
     places |= {f"data.train.{at}": each.environment or "" for at, each in enumerate(data.train) if isinstance(each, Source)}

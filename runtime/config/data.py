@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
@@ -22,29 +22,24 @@ from runtime.config.base import (
     TokensOr0,
 )
 
+Column = Literal["prompt", "query", "label", "system", "environment"]
+
 
 class RowFormat(Section, frozen=True):
-    """How a row becomes a prompt and a label. A column that is null is the handler's own, "" is none."""
+    """How a row becomes a prompt and a label."""
 
     handler: str = "plain"
     """How a row becomes a prompt and a label: `plain`, `gsm8k`, `alpaca`, `r1`, `math`, `math17k`, `messages`
-    (conversations), `task` (every column may be missing), or `FILE.py:NAME`."""
-    prompt_key: str | None = None
-    """The column of the prompt. Null: the handler's own."""
-    query_key: str | None = None
-    """The column of a second part of the prompt, put in a line of its own. Null: the handler's own; `""`: none."""
-    label_key: str | None = None
-    """The column of the label. Null: the handler's own; `""`: none."""
-    system_key: str | None = None
-    """The column of the system text. Null: the handler's own; `""`: none."""
+    (conversations), `task` (of which every column may be missing), or `FILE.py:NAME`."""
+    columns: dict[Column, str] = {}
+    """Names of columns: of the `prompt`, the `query` (a second part of the prompt, put in a line of its own), the `label`, the
+    `system` text, and the `environment`, where rows differ. A name left out: the handler's own; `""`: none."""
     system_prompt: str = ""
     """Put before each prompt whose row has no system text of its own."""
     additional_keys: list[str] = []
     """Columns that reward rules, remote rewards and reward models get as `extra`, by these names."""
     environment: str = ""
     """Whose agent plays the rows, a name in `services.environment`. Empty: the only one there is."""
-    environment_key: str = ""
-    """The column with that name, where rows differ. Empty: none."""
 
 
 class RowFormatChoice(Section, frozen=True):
@@ -52,21 +47,13 @@ class RowFormatChoice(Section, frozen=True):
 
     handler: str | None = None
     """As that of `data`, which holds where this is null."""
-    prompt_key: str | None = None
-    """As that of `data`, which holds where this is null."""
-    query_key: str | None = None
-    """As that of `data`, which holds where this is null."""
-    label_key: str | None = None
-    """As that of `data`, which holds where this is null."""
-    system_key: str | None = None
-    """As that of `data`, which holds where this is null."""
+    columns: dict[Column, str] = {}
+    """As that of `data`, which holds for the names left out."""
     system_prompt: str | None = None
     """As that of `data`, which holds where this is null."""
     additional_keys: list[str] | None = None
     """As that of `data`, which holds where this is null."""
     environment: str | None = None
-    """As that of `data`, which holds where this is null."""
-    environment_key: str | None = None
     """As that of `data`, which holds where this is null."""
 
 

@@ -7,11 +7,12 @@ One attempt shows all faults: one line each, with its path in the file. msgspec'
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import yaml
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 
 from runtime.cluster.topology import block_size
 from runtime.config import Algorithm, Config, Parallel, Section, Services
+from runtime.config.data import Column
 from runtime.config.model import TINY_PREFIX
 from runtime.config.secret_values import refused
 from runtime.config.yaml_text import at_home, dump, read_mapping, read_value, show
@@ -57,35 +59,18 @@ S = TypeVar("S", bound=Section)
 
 _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two formats that ours lacks
 
-# What to write instead of a key of an earlier version, by path. `*` is a role, a fleet or a name.
+# Keys of earlier versions, by path, `[]` for each item of a list: what to write now.
 _REMOVED = {
     "publication.staging": "there is one way now, what shadow was; leave the key out",
     "gateway.player": "write services.environment, whose agents are called, and given their episode's URL and key",
     "metrics.names": "all trackers get the names of own (docs/metrics.md has MindSpeed-RL's beside them); leave the key out",
     "services.rollout.speculation": "replies are those of off, and no engine drafts tokens; leave the key out",
     "publication.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
-    "services.*.threads": "write env: {OMP_NUM_THREADS: 'NUMBER'}",
-    "services.*.jemalloc": "write env: {LD_PRELOAD: LIBRARY}, with '' for none",
-    "services.*.offload_train_optimizer": "write offload: [optimizer]",
-    "services.*.offload_train_grad": "write offload: [grad]",
-    "services.*.offload_train_param": "write offload: [param]",
-    "services.*.overlap": "gradients are always summed during the backward pass, as true had it; leave the key out",
-    "services.*.kv_for_waiting": "the embedded engine keeps 256 MiB; leave the key out",
-    "services.reference.backend": "it follows from the devices, as auto had it; leave the key out",
-    "gateway.max_body": "a request may have 8 MiB; leave the key out",
-    "ledger.tick": "there is a transaction at most every 0.05 s; leave the key out",
-    "ledger.segment_bytes": "a payload file has 64 MiB; leave the key out",
-    "publication.folder": "weights travel over the network or in memory; leave the key out",
-    "publication.full_every": "one version of 50 is sent whole; leave the key out",
-    "publication.abort_timeout": "members have 10 s to leave a group; leave the key out",
-    "mismatch.keep_tokens": "each rank keeps 2048 tokens of a step; leave the key out",
-    "network.hccl_host_ports": "write services.ROLE.env: {HCCL_HOST_SOCKET_PORT_RANGE: FIRST-LAST}",
-    "network.hccl_npu_ports": "write services.ROLE.env: {HCCL_NPU_SOCKET_PORT_RANGE: FIRST-LAST}",
-    "rewards.cpu_seconds": "half of rewards.timeout bounds the processor time; leave the key out",
-    "services.environment.*.budgets.cleanup": "an agent has 10 s to clean up; leave the key out",
-    "services.*.restarts.attempts": "write services.ROLE.restarts: NUMBER",
-    "services.*.restarts.window": "restarts are counted within ten minutes; leave the key out",
-    "services.*.restarts.backoff": "restarts come after 0.5 s, 1 s and so on, up to a minute; leave the key out",
+    **{
+        f"{section}.{role}_key": f"write columns: {{{role}: NAME}}"
+        for section in ("data", "data.train[]", "evaluation.sets[]")
+        for role in get_args(Column)
+    },
 }
 # What to write instead of a value of an earlier version, by key.
 _REPLACED = {
@@ -368,7 +353,7 @@ def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, r
     for key, item in value.items():
         if key in known:
             yield from mismatches(item, known[key].type, prefix + key, root)
-        elif now := _replacement(prefix + key):
+        elif now := _REMOVED.get(re.sub(r"\.\d+\.", "[].", f"{prefix}{key}")):
             yield f"{prefix}{key}: no longer a key: {now}"
         else:
             yield f"{prefix}{key}: unknown key; {_nearest(str(key), list(known), root)}"

@@ -257,7 +257,7 @@ class RowReader:
         self._system_prompt = row_format.system_prompt
         self._additional = row_format.additional_keys
         self._difficulty_key = difficulty_key
-        self._environment, self._environment_key = row_format.environment, row_format.environment_key
+        self._environment, self._environment_key = row_format.environment, row_format.columns.get("environment", "")
 
     def problem(self, found: SourceRow) -> Problem:
         """The problem of a row. Raises Rejected, and MissingColumn."""
@@ -281,14 +281,9 @@ def environment_of(row: Row, environment: str, key: str) -> str:
 
 def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
     """The columns that `row_format` names, else the handler's own; the query and system columns of its own may be missing."""
-    named = {
-        "prompt": row_format.prompt_key,
-        "query": row_format.query_key,
-        "label": row_format.label_key,
-        "system": row_format.system_key,
-    }
-    chosen = {role: getattr(of.columns, role) if column is None else column for role, column in named.items()}
-    optional = tuple(role for role in ("query", "system") if named[role] is None)
+    named: Mapping[str, str] = row_format.columns
+    chosen = {role: named.get(role, getattr(of.columns, role)) for role in ("prompt", "query", "label", "system")}
+    optional = tuple(role for role in ("query", "system") if role not in named)
     return FieldColumns(**chosen, optional=optional)
 
 
@@ -299,7 +294,7 @@ def data_key(role: str) -> str:
 
 def role_key(role: str) -> str:
     """The key of a row format that names the column of `role`."""
-    return "additional_keys" if role == "additional" else f"{role}_key"
+    return "additional_keys" if role == "additional" else f"columns.{role}"
 
 
 def load_problems(

@@ -26,6 +26,7 @@ import xxhash
 from msgspec import field
 
 from runtime.config import NonNegative, Positive, RowFormat, Section
+from runtime.config.data import Column
 from runtime.config.loading import load_other
 from runtime.data import prepared
 from runtime.data.fields import MissingColumn, Rejected
@@ -110,14 +111,14 @@ class PrepareSettings(Section, frozen=True):
     @property
     def row_format(self) -> RowFormat:
         keys = self.map_keys
-        return RowFormat(
-            handler=self.handler,
-            prompt_key=keys.prompt,
-            query_key=keys.query,
-            label_key=keys.response,
-            system_key=keys.system,
-            system_prompt=self.system_prompt,
-        )
+        named: dict[Column, str | None] = {
+            "prompt": keys.prompt,
+            "query": keys.query,
+            "label": keys.response,
+            "system": keys.system,
+        }
+        columns = {role: column for role, column in named.items() if column is not None}
+        return RowFormat(handler=self.handler, columns=columns, system_prompt=self.system_prompt)
 
     @property
     def additional_keys(self) -> list[str]:

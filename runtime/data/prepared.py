@@ -54,7 +54,7 @@ def sources(data: Data) -> list[tuple[str, Source]]:
 def row_format_of(choice: RowFormatChoice, data: Data) -> RowFormat:
     """How the rows of a file are: as `choice` says, and as `data` says where it does not."""
     names = RowFormat.__struct_fields__
-    own = {name: getattr(choice, name) for name in names}
+    own = {name: getattr(choice, name) for name in names} | {"columns": data.columns | choice.columns}
     return RowFormat(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
 
 
@@ -100,7 +100,7 @@ def read_prompts(
     Raises UserError for what cannot be used.
     """
     if is_prepared(Path(path)):
-        of, column = row_format.environment, row_format.environment_key
+        of, column = row_format.environment, row_format.columns.get("environment", "")
         names = [*row_format.additional_keys, *([column] if column else [])]
         found = read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key, names)
         named = [replace(each, environment=environment_of(each.extra, of, column)) for each in found.problems]

@@ -49,7 +49,7 @@ def test_prepare_then_train_on_several_sources_with_a_teacher_alone(config: Path
     own.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = [
         {"path": str(prepared), "weight": 3},
-        {"path": str(own), "handler": "r1", "prompt_key": "problem", "weight": 3},
+        {"path": str(own), "handler": "r1", "columns": {"prompt": "problem"}, "weight": 3},
         {"path": str(held_out)},
     ]
     count = len(held_out.read_text().splitlines())

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture
 def mixed(tiny: Path, tmp_path: Path) -> Path:
-    return with_tasks(tiny, tmp_path, MIXED, TWO, environment_key="who")
+    return with_tasks(tiny, tmp_path, MIXED, TWO, columns={"environment": "who"})
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def test_what_agents_of_several_environments_play_is_trained_as_it_was_sampled(t
     settings += [f"network.tls.{name}={path}" for name, path in asdict(files).items()]
     with server(tmp_path / "server", str(files.ca)) as address:
         environments = TWO | {"far": {"server": {"address": address}}}
-        config = with_tasks(tiny, tmp_path, rows, environments, environment_key="who")
+        config = with_tasks(tiny, tmp_path, rows, environments, columns={"environment": "who"})
         run = trained(config, *settings, folder=tmp_path / "run", timeout=BACK)
     assert next((run.folder / "gateways").iterdir()).read_text().startswith("https://")
     points = steps(run.folder)

@@ -71,7 +71,7 @@ def with_tasks(tiny: Path, folder: Path, rows: list[Any], environment: dict[str,
 @pytest.mark.long
 def test_processes_that_are_killed_or_stopped_cost_no_task(tiny: Path, tmp_path: Path) -> None:
     """Of two gateways, and of two environments, one of which has two processes; one stands still, and it goes on."""
-    config = with_tasks(tiny, tmp_path, MIXED, TWO, environment_key="who")
+    config = with_tasks(tiny, tmp_path, MIXED, TWO, columns={"environment": "who"})
     roles = ("gateway", "rollout", "coordinator")
     settings = [f"services.{role}.restarts=9" for role in roles]
     short = ("services.gateway.replicas=2", "deadlines.silence=5", "deadlines.stall={loop: 3}")

@@ -87,6 +87,11 @@ def paths(kind: inspect.Type, prefix: str = "") -> Iterator[str]:
                 yield from paths(field.type, f"{prefix}{field.encode_name}.")
 
 
+def without_name(path: str) -> str:
+    """Return `path` without the name in a mapping, as in `data.columns.prompt`."""
+    return re.sub(r"(\.(?:columns|loss_options|advantage_options))\.\w+$", r"\1", path)
+
+
 MODEL: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 301, "hidden_size": 48, "intermediate_size": 40}
 MODEL |= {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4}
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}

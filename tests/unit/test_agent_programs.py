@@ -234,7 +234,7 @@ def config(tmp_path: Path) -> Config:
     first.write_text("".join(json.dumps({"question": f"{n}?", "answer": n}) + "\n" for n in range(3)))
     second = tmp_path / "second.jsonl"
     second.write_text("".join(json.dumps({"who": "maze", "size": n}) + "\n" for n in (3, 4)))
-    train = f"[{{path: {first}}}, {{path: {second}, handler: task, environment_key: who}}]"
+    train = f"[{{path: {first}}}, {{path: {second}, handler: task, columns: {{environment: who}}}}]"
     return load({"run": {"name": "a", "dir": str(tmp_path / "run")}}, [f"data.train={train}", "sampling.temperature=0.5"])
 
 

@@ -498,8 +498,8 @@ def test_of_several_each_place_names_one_that_there_is(agent: str) -> None:
     (missing,) = refused(both, data={"train": "a.jsonl"})
     assert missing == "data.environment: missing; must be one of services.environment: game, shop"
     assert refused(both, data={"train": "a.jsonl", "environment": "shop"}) == []
-    assert refused(both, data={"train": "a.jsonl", "environment_key": "who"}) == []
-    named = [{"path": "a", "environment": "game"}, {"path": "b", "environment_key": "who"}]
+    assert refused(both, data={"train": "a.jsonl", "columns": {"environment": "who"}}) == []
+    named = [{"path": "a", "environment": "game"}, {"path": "b", "columns": {"environment": "who"}}]
     assert refused(both, data={"train": named}) == []
     assert refused(both, data={"train": [*named, {"path": "c"}]}) == [missing]
     wrong = refused(

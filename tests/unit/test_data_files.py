@@ -53,12 +53,14 @@ def test_plain_reads_lines_and_arrays_alike(tmp_path: Path) -> None:
 
 def test_columns_and_system_prompt_come_from_the_configuration_and_a_prompt_alone_has_an_empty_label(tmp_path: Path) -> None:
     rows = [{"prompt": "Sing."}, {"prompt": [{"role": "user", "content": "Dance."}]}]
-    found = loaded(tmp_path, rows, prompt_key="prompt", label_key="", system_prompt="Be brief.").problems
+    found = loaded(tmp_path, rows, columns={"prompt": "prompt", "label": ""}, system_prompt="Be brief.").problems
     assert [problem.messages for problem in found] == [
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in ("Sing.", "Dance.")
     ]
     assert [problem.label for problem in found] == ["", ""]
-    (problem,) = loaded(tmp_path, [{"problem": "p", "solution": "s"}], prompt_key="problem", label_key="solution").problems
+    (problem,) = loaded(
+        tmp_path, [{"problem": "p", "solution": "s"}], columns={"prompt": "problem", "label": "solution"}
+    ).problems
     assert (problem.question, problem.label) == ("p", "s")
 
 
@@ -101,11 +103,11 @@ BOXED = "So $\\boxed{1}$? No: $x = \\boxed{\\frac{a}{b}}$."
         ({"handler": "alpaca"}, {"instruction": "Add.", "input": "1, 2", "output": "3"}, "Add.\n1, 2", "3"),
         ({"handler": "alpaca"}, {"instruction": "Add 1 and 2.", "input": "", "output": 3}, "Add 1 and 2.", "3"),
         ({"handler": "alpaca"}, {"instruction": "Add 1 and 2.", "output": "3"}, "Add 1 and 2.", "3"),
-        ({"handler": "alpaca", "query_key": ""}, {"instruction": "Add.", "input": "1, 2", "output": "3"}, "Add.", "3"),
+        ({"handler": "alpaca", "columns": {"query": ""}}, {"instruction": "Add.", "input": "1, 2", "output": "3"}, "Add.", "3"),
         ({"handler": "r1"}, {"problem": "p", "answer": "\\frac{1}{2}"}, "p", "\\frac{1}{2}"),
         ({"handler": "r1"}, {"problem": "p", "answer": 142.0}, "p", "142"),
         ({"handler": "r1"}, {"problem": "p", "answer": ["9.6\n", "9.60"]}, "p", "9.6"),
-        ({"handler": "r1", "query_key": "context"}, {"problem": "p", "context": "c", "answer": "1"}, "p\nc", "1"),
+        ({"handler": "r1", "columns": {"query": "context"}}, {"problem": "p", "context": "c", "answer": "1"}, "p\nc", "1"),
         ({"handler": "math"}, {"problem": "p", "solution": BOXED}, "p", "\\frac{a}{b}"),
         ({"handler": "math17k"}, {"prompt": USER, "reward_model": {"ground_truth": "34", "style": "rule"}}, "p", "34"),
         ({"handler": "math17k"}, {"prompt": "p", "reward_model": {"ground_truth": 34}}, "p", "34"),
@@ -125,7 +127,7 @@ def test_a_row_may_bring_its_system_text_and_earlier_turns(tmp_path: Path) -> No
         {"q": chat, "s": "", "a": "1"},
         {"q": [{"role": "system", "content": "S"}, *chat], "s": "Think.", "a": "1"},
     ]
-    data = {"prompt_key": "q", "label_key": "a", "system_key": "s", "system_prompt": "Be brief."}
+    data = {"columns": {"prompt": "q", "label": "a", "system": "s"}, "system_prompt": "Be brief."}
     found = loaded(tmp_path, rows, **data).problems
     assert [problem.messages[0]["content"] for problem in found] == ["Think.", "Be brief.", "Be brief.", "S"]
     assert found[2].messages[1:] == found[3].messages[1:] == chat
@@ -155,9 +157,9 @@ def test_rows_that_a_layout_cannot_use(tmp_path: Path, handler: str, row: dict[s
 
 def test_a_column_that_was_named_must_be_there(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"instruction": "i", "output": "o"}])
-    for key, role in (("query_key", "query"), ("system_key", "system")):
-        with pytest.raises(UserError, match=rf"^data\.{role}_key: .*:1 has no column 'input' "):
-            load_problems(path, config.Data(handler="alpaca", **{key: "input"}))  # type: ignore[arg-type]
+    for role in ("query", "system"):
+        with pytest.raises(UserError, match=rf"^data\.columns\.{role}: .*:1 has no column 'input' "):
+            load_problems(path, config.Data(handler="alpaca", columns={role: "input"}))  # type: ignore[dict-item]
 
 
 def test_difficulty_is_a_number_or_text_with_one_and_rows_without_are_left_out_where_it_matters(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
         ("\x1f\x8b\x08", "data.eval: {path}: cannot be read: Truncated compressed stream"),
         ("\x28\xb5\x2f\xfd", "data.eval: {path}: cannot be read: "),
         *(("\n\n", "data.eval: {path} has no rows"), ("[]", "data.eval: {path} has no rows")),
-        ('{"question": "a"}\n', "data.label_key: {path}:1 has no column 'answer' (its columns: question)"),
+        ('{"question": "a"}\n', "data.columns.label: {path}:1 has no column 'answer' (its columns: question)"),
         ('{"question": "a", "answer": null}\n', "data.eval: {path}: no row is left of 1 rows, 0 problems (dropped: 1 null"),
     ],
 )
@@ -456,7 +458,7 @@ def tasks(tmp_path: Path, rows: list[Any] = TASKS, **data: Any) -> list[Problem]
 
 
 def test_rows_say_whose_they_are_and_are_told_whole(tmp_path: Path) -> None:
-    maze, shop = tasks(tmp_path, environment_key="who", environment="game")
+    maze, shop = tasks(tmp_path, columns={"environment": "who"}, environment="game")
     assert (maze.environment, maze.messages, maze.label, maze.extra) == ("maze", [], "", TASKS[0])
     assert (shop.environment, shop.messages, shop.label) == ("shop", TASKS[1]["messages"], "hat")
     assert shop.extra["price"] == 2.5
@@ -474,14 +476,14 @@ def test_a_row_without_a_name_is_left_out_and_a_file_without_any_or_the_column_i
         tasks(tmp_path, rows=[])
     rows = [TASKS[0], {"who": ""}, {"who": None}, {"who": 3}]
     path = write(tmp_path / "a.jsonl", rows)
-    found = load_problems(path, config.Data(handler="task", environment_key="who"))
+    found = load_problems(path, config.Data(handler="task", columns={"environment": "who"}))
     assert (len(found.problems), found.dropped) == (1, {"row that names no environment": 3})
-    with pytest.raises(UserError, match=r"^data.environment_key: .*a.jsonl:1 has no column 'whose'"):
-        load_problems(path, config.Data(handler="task", environment_key="whose"))
+    with pytest.raises(UserError, match=r"^data.columns.environment: .*a.jsonl:1 has no column 'whose'"):
+        load_problems(path, config.Data(handler="task", columns={"environment": "whose"}))
 
 
 def test_a_row_that_names_an_unknown_environment_is_named(tmp_path: Path) -> None:
-    found = tasks(tmp_path, environment_key="who")
+    found = tasks(tmp_path, columns={"environment": "who"})
     check_environments(found, ["maze", "shop"])
     with pytest.raises(UserError, match=rf"^{tmp_path.name}/train:2: environment 'shop' is not one of .*: maze, game$"):
         check_environments(found, ["maze", "game"])
@@ -501,7 +503,7 @@ class CountedTokenizer:
 
 
 def test_a_task_without_a_conversation_has_no_tokens_and_is_never_too_long(tmp_path: Path) -> None:
-    found = tasks(tmp_path, environment_key="who")
+    found = tasks(tmp_path, columns={"environment": "who"})
     for most, lengths in ((5, [5, 0]), (4, [0])):
         asked = ProblemSet(problems=[found[1], found[0]], rows=2, dropped={})
         kept = tokenise(asked, CountedTokenizer(), most, "data.train")  # type: ignore[arg-type]
@@ -510,7 +512,7 @@ def test_a_task_without_a_conversation_has_no_tokens_and_is_never_too_long(tmp_p
 
 
 def test_what_a_gateway_is_asked_has_the_task(tmp_path: Path) -> None:
-    maze, _ = tasks(tmp_path, environment_key="who")
+    maze, _ = tasks(tmp_path, columns={"environment": "who"})
     whole = config.Config(run=config.Run(name="a"), gateway=config.Gateway())
     asked = request_for(whole, maze, np.zeros(0, np.int32), group_id=1, n=2, seed=3, sampling=SamplingParams(max_new_tokens=4))
     assert isinstance(asked, PlayRequest)

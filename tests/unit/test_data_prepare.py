@@ -174,7 +174,7 @@ def test_sources_of_all_kinds_are_mixed(tmp_path: Path, model: Path) -> None:
     first = prepared(tmp_path, model, difficulty_key="level").path
     (tmp_path / "gsm").mkdir()
     write(tmp_path / "gsm" / "x.jsonl", [{"q": f"{i}?", "a": f"#### {i}", "difficulty": "3"} for i in range(10)])
-    second = Source(path=str(tmp_path / "gsm" / "x.jsonl"), weight=2.5, handler="gsm8k", prompt_key="q", label_key="a")
+    second = Source(path=str(tmp_path / "gsm" / "x.jsonl"), weight=2.5, handler="gsm8k", columns={"prompt": "q", "label": "a"})
     data = Data(train=[Source(path=first), second], curriculum=Curriculum(), system_prompt="S")
     found = training_prompts(data, Tokenizer(str(model)))
     assert found.shares == [Share(len(found.problems) - 10, 1.0), Share(10, 2.5)]
@@ -185,8 +185,8 @@ def test_sources_of_all_kinds_are_mixed(tmp_path: Path, model: Path) -> None:
     assert found.rows == 310
     with pytest.raises(UserError, match=r"^data\.curriculum\.key: .*out\.parquet has no column 'hard' \(its columns: id, "):
         training_prompts(Data(train=first, curriculum=Curriculum(key="hard")), Tokenizer(str(model)))
-    wrong = Source(path=second.path, handler="gsm8k", prompt_key="z", label_key="a")
-    with pytest.raises(UserError, match=r"^data\.train\.1\.prompt_key: .*x\.jsonl:1 has no column 'z'"):
+    wrong = Source(path=second.path, handler="gsm8k", columns={"prompt": "z", "label": "a"})
+    with pytest.raises(UserError, match=r"^data\.train\.1\.columns\.prompt: .*x\.jsonl:1 has no column 'z'"):
         training_prompts(Data(train=[Source(path=first), wrong]), Tokenizer(str(model)))
 
 
@@ -374,5 +374,5 @@ def test_what_published_files_have_in_common(train: str, held_out: str, shared: 
     for file in (train, held_out):
         key = "prompt" if file.startswith("math_lvl") else "problem"
         label = "solution" if file == "math/test5000.jsonl" else "answer"
-        sets.append(load_problems(str(real_file(file)), Data(handler="r1", prompt_key=key, label_key=label)).problems)
+        sets.append(load_problems(str(real_file(file)), Data(handler="r1", columns={"prompt": key, "label": label})).problems)
     assert (len(overlap(*sets)), len(sets[1])) == (shared, of)

@@ -37,6 +37,7 @@ from runtime.errors import ConfigError
 from runtime.models.tiny_model import write_tokenizer
 from runtime.registry import Registry
 from runtime.rewards.rules import RULES
+from tests.unit.config_cases import without_name
 from tests.unit.docs_blocks import KINDS, PAGES, ROOT, Block, blocks, commands, inline, own_files, read
 from tests.unit.model_dimensions import CONFIGS
 from tests.unit.zh_pages import GENERATED
@@ -475,5 +476,5 @@ def test_keys_that_are_named_exist() -> None:
         if page.name == "migration.md":
             text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
         named = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", text))
-        wrong = {name for name in named - plain if name.partition(".")[0] in sections}
+        wrong = {name for name in set(map(without_name, named)) - plain if name.partition(".")[0] in sections}
         assert {name for name in wrong if not name.startswith(others)} == set(), page

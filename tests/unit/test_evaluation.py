@@ -169,11 +169,11 @@ def test_data_eval_is_the_simple_way() -> None:
 
 
 def test_a_set_takes_over_what_it_leaves_out() -> None:
-    rows = {"handler": "gsm8k", "prompt_key": "q", "label_key": "l", "system_prompt": ""}
+    rows = {"handler": "gsm8k", "columns": {"prompt": "q", "label": "l"}, "system_prompt": ""}
     config = make(
         {"name": "plain", "path": "p"},
         {"name": "own", "path": "o", "problems": 0, "samples": 2, "k": [2], "temperature": 0, "max_new_tokens": 16, **rows},
-        data={"eval": "e", "system_prompt": "s", "prompt_key": "x"},
+        data={"eval": "e", "system_prompt": "s", "columns": {"prompt": "x"}},
         evaluation={"problems": 7, "samples": 4, "temperature": 1.0, "max_new_tokens": 64},
     )
     held_out, plain, own = evaluation_sets(config)
@@ -260,8 +260,8 @@ def test_the_first_problems_of_each_file_are_read(tmp_path: Path) -> None:
     assert [problem.label for problem in held_out.prompts.problems] == ["1", "2"]
     assert len(held_out.prompts.tokens) == 2
     assert [problem.label for problem in all_of_it.prompts.problems] == ["1", "2", "3", "4", "5"]
-    with pytest.raises(UserError, match=r"evaluation\.sets\.0\.label_key: .* has no column 'none'"):
-        load_held_out(make({"name": "a", "path": path, "label_key": "none"}), Tokenizer(str(tmp_path)))
+    with pytest.raises(UserError, match=r"evaluation\.sets\.0\.columns\.label: .* has no column 'none'"):
+        load_held_out(make({"name": "a", "path": path, "columns": {"label": "none"}}), Tokenizer(str(tmp_path)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------- replies

@@ -313,7 +313,7 @@ megatron_training: {data_path: ./a/data.jsonl} => data.train: ./a/data.jsonl
 megatron_training: {data_path: '2,./a,0.5,./b.json'}
   => data.train: [{path: ./a.parquet, weight: 2.0}, {path: ./b.json, weight: 0.5}]
 megatron_training: {handler_name: R1AlpacaStyleInstructionHandler, map_keys: {prompt: q, query: '', response: a, system: ''}}
-  => data.handler: r1, data.prompt_key: q, data.query_key: '', data.label_key: a, data.system_key: ''
+  => data.handler: r1, data.columns: {prompt: q, query: '', label: a, system: ''}
 megatron_training: {dataset_additional_keys: [labels, level]} => data.additional_keys: [level]
 megatron_training: {no_shared_storage: true} => cluster.shared_folder: false
 older: true => rewards.rules: [{name: r1_zero_acc}]

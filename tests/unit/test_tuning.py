@@ -130,8 +130,8 @@ def test_files_of_which_nothing_is_left_are_refused(tmp_path: Path, tokenizer: T
     row = {"question": "1+2=", "answer": "3"}
     with pytest.raises(UserError, match=r"^data\.train: .*: no conversation has 4 tokens or less; see tune\.max_tokens$"):
         lessons_of(tmp_path, tokenizer, row, max_tokens=4)
-    with pytest.raises(UserError, match=r"^data\.label_key: .* has no column 'reply'"):
-        lessons_of(tmp_path, tokenizer, row, label_key="reply")
+    with pytest.raises(UserError, match=r"^data\.columns\.label: .* has no column 'reply'"):
+        lessons_of(tmp_path, tokenizer, row, columns={"label": "reply"})
 
 
 def test_several_files_are_mixed_by_weight(tmp_path: Path, tokenizer: Tokenizer) -> None:
