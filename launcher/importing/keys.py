@@ -187,6 +187,11 @@ class TranslatedSettings:
         self.advice.append(f"{', '.join(setting.path for setting in settings)}: {reason}")
         self._decided.update({setting.path: reason for setting in settings if setting.given})
 
+    def not_of_critic(self, setting: Setting, policys: Any) -> None:
+        """Report a setting of the critic's optimizer that differs from the policy's, which Sluice has for both."""
+        if setting.given and setting.value not in (None, policys):
+            self.decide(f"not carried over: the critic has training.optimizer, where it is {shown(policys)}", setting)
+
     def at(self, path: str) -> Setting:
         """Return a key by its path, whatever its section."""
         return self.of(*self.table.place(path))
@@ -272,6 +277,11 @@ def _typed(key: TheirKey, value: Any) -> Any:
 def as_float(value: Any) -> float | None:
     """Return a float, where theirs may be whole; None stays."""
     return None if value is None else float(value)
+
+
+def scaled(least: float | None, policys: float | None, critics: float | None) -> float | None:
+    """Return `least`, of the policy's learning rate, in proportion to the critic's."""
+    return least * critics / policys if least and policys and critics else least
 
 
 # ---- Translation

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path, PurePath
 from typing import Any
 
-from launcher.importing.keys import Read, Setting, Translation, as_float, check, translation
+from launcher.importing.keys import Read, Setting, Translation, as_float, check, scaled, translation
 from launcher.mindspeed import algorithm, layout
 from launcher.mindspeed.reading import TABLE as TABLE
 from launcher.mindspeed.reading import RoleSettings, read
@@ -20,6 +20,7 @@ _HANDLERS = {
 }
 _SCHEDULES = ("constant", "linear", "cosine")
 _COLUMNS = {"prompt": "prompt", "query": "query", "response": "label", "system": "system"}
+_OF_OPTIMIZER = ("min_lr", "lr_decay_style", "lr_warmup_fraction", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad")
 _STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # by a word in theirs: the role
 _SWANLAB_MODES = {
     "": "online",
@@ -188,9 +189,9 @@ def _training(keys: RoleSettings) -> None:
         keys.say("off there too", split)
     keys.put("training.staleness", further, *deciding)
     _batches(keys)
-    optimizer(keys, "actor", "training.optimizer")
+    _optimizer(keys)
     if "critic" in keys.values:
-        optimizer(keys, "critic", "critic.optimizer")
+        _critics_optimizer(keys)
 
 
 def _batches(keys: RoleSettings) -> None:
@@ -235,8 +236,17 @@ def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
     keys.put("training.mini_batch_size", 0 if whole else prompts, mini, note=note)
 
 
-def optimizer(keys: RoleSettings, role: str, path: str) -> None:
-    """Translate the optimizer of a role, at our keys `path`."""
+def _critics_optimizer(keys: RoleSettings) -> None:
+    """Report what the critic's optimizer has otherwise than the policy's, which it shares here."""
+    rate, policys_rate = keys.role("critic", "lr"), keys.role("actor", "lr")
+    keys.put("critic.learning_rate", as_float(rate.value), rate)
+    for name in _OF_OPTIMIZER:
+        own, policys = keys.role("critic", name), keys.role("actor", name).value
+        keys.not_of_critic(own, scaled(policys, policys_rate.value, rate.value) if name == "min_lr" else policys)
+
+
+def _optimizer(keys: RoleSettings) -> None:
+    role, path = "actor", "training.optimizer"
     for ours, theirs in {
         "learning_rate": "lr",
         "min_learning_rate": "min_lr",

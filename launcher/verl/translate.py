@@ -21,6 +21,7 @@ from launcher.importing.keys import (
     Translation,
     Unresolved,
     check,
+    scaled,
     translation,
 )
 from launcher.verl.script import TRAINERS, UNKNOWN, Script
@@ -162,6 +163,10 @@ def _found(path: str, value: Any, models: Path | None) -> Any:
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _WARMUPS = ("optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio", "optim.min_lr_ratio")
+_OF_OPTIMIZER = (
+    *("grad_clip", "optim.optimizer", "optim.weight_decay", "optim.betas", "optim.clip_grad", "optim.min_lr"),
+    *("optim.lr_scheduler_type", "optim.warmup_style", "optim.lr_decay_style", *_WARMUPS),
+)
 _DEVICES = ("nnodes", "n_gpus_per_node")
 _TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 _MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
@@ -182,11 +187,8 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     _rewards(keys)
     _algorithm(keys, facts)
     _steps(keys)
-    for role, section in {"training": _ACTOR, "critic": "critic"}.items():
-        if role == "training" or facts["gae"]:
-            _schedule(keys, f"{role}.optimizer", section)
-        else:
-            keys.say("of adv_estimator gae, which has a critic", *_each(keys, section, *_WARMUPS))
+    _schedule(keys)
+    _critics_optimizer(keys, facts["gae"])
     _services(keys, facts)
     check(keys)
     return translation(keys, keys.advice)
@@ -368,8 +370,9 @@ def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
     return mode, int(mode.value == "colocate_async")
 
 
-def _schedule(keys: TranslatedSettings, path: str, section: str) -> None:
-    count, share, least = _each(keys, section, *_WARMUPS)
+def _schedule(keys: TranslatedSettings) -> None:
+    path = "training.optimizer"
+    count, share, least = _each(keys, _ACTOR, *_WARMUPS)
     steps, rate = keys.values.get("training.steps"), keys.values.get(f"{path}.learning_rate")
     if count.value is not None and count.value >= 0:
         keys.put(f"{path}.warmup_steps", count.value, count)
@@ -380,6 +383,17 @@ def _schedule(keys: TranslatedSettings, path: str, section: str) -> None:
     if least.value and rate:
         keys.put(f"{path}.min_learning_rate", least.value * rate, least)
     keys.say("none", count, share, least)
+
+
+def _critics_optimizer(keys: TranslatedSettings, gae: bool) -> None:
+    """Report what the critic's optimizer has otherwise than the policy's, which it shares here."""
+    rates = [keys.at(f"{section}.optim.lr").value for section in (_ACTOR, "critic")]
+    for name in _OF_OPTIMIZER:
+        own, policys = keys.at(f"critic.{name}"), keys.at(f"{_ACTOR}.{name}")
+        if not gae:
+            keys.say("of adv_estimator gae, which has a critic", own)
+        else:
+            keys.not_of_critic(own, scaled(policys.value, *rates) if name == "optim.min_lr" else policys.value)
 
 
 def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:

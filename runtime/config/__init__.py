@@ -5,7 +5,10 @@ string under each field is what `sluice schema` and docs/configuration-reference
 `launcher.config_reference`.
 """
 
+from typing import Literal
+
 from msgspec import field
+from msgspec.structs import replace
 
 from runtime.config.algorithm import Algorithm
 from runtime.config.base import UNIT, DType, FromEnvironment, NonNegative, Positive, RemoteServer, Section
@@ -45,7 +48,7 @@ from runtime.config.services import (
     Spread,
     Trainer,
 )
-from runtime.config.training import Critic, CriticOptimizer, Moe, Optimizer, Reference, Training, Tune, TuneOptimizer
+from runtime.config.training import Critic, Moe, Optimizer, Reference, Training, Tune
 
 
 class Config(Section, frozen=True):
@@ -88,3 +91,14 @@ class Config(Section, frozen=True):
     """Null: none; `{}`: one with the defaults below."""
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])
     """Where metrics go."""
+
+    def optimizer_of(self, role: Literal["trainer", "critic", "tune"]) -> Optimizer:
+        """Return the optimizer's settings for a role: `training.optimizer`, at the learning rate of the role."""
+        policys = self.training.optimizer
+        rate = {
+            "trainer": policys.learning_rate,
+            "critic": (self.critic or Critic()).learning_rate,
+            "tune": self.tune.learning_rate,
+        }[role]
+        scale = rate / policys.learning_rate if policys.learning_rate else 0.0
+        return replace(policys, learning_rate=rate, min_learning_rate=scale * policys.min_learning_rate)

@@ -33,7 +33,7 @@ from runtime.data.handlers import MODEL, names
 from runtime.data.prepared import sources
 from runtime.errors import UserError
 from runtime.evaluation.results import evaluation_sets, judge_of, set_faults
-from runtime.models.limits import LORA_NEEDS_PEFT, needs_torchao
+from runtime.models.limits import LORA_NEEDS_PEFT, NEEDS_TORCHAO
 from runtime.process.network import is_loopback
 from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
@@ -176,7 +176,7 @@ def alone(config: Config) -> Config:
         model=config.model,
         data=config.data,
         training=Training(
-            optimizer=tune.optimizer,
+            optimizer=config.optimizer_of("tune"),
             max_tokens_per_microbatch=training.max_tokens_per_microbatch,
             on_nonfinite=training.on_nonfinite,
         ),
@@ -307,17 +307,14 @@ def _critic(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]
 
 
 def _values(config: Config) -> Iterator[str]:
-    optimizers = {"training.optimizer": config.training.optimizer, "tune.optimizer": config.tune.optimizer}
-    if config.critic is not None:
-        optimizers["critic.optimizer"] = config.critic.optimizer
-    for path, optimizer in optimizers.items():
-        low, high = optimizer.min_learning_rate, optimizer.learning_rate
-        if low > high:
-            yield f"{path}.min_learning_rate: {low:g} is above learning_rate {high:g}"
-        # A trainer with an interpreter of its own has other packages; it says so itself.
-        role = "critic" if path.startswith("critic") else "trainer"
-        if optimizer.name == "adamw_8bit" and not getattr(config.services, role).python and not _has("torchao"):
-            yield needs_torchao(path)
+    optimizer, services = config.training.optimizer, config.services
+    low, high = optimizer.min_learning_rate, optimizer.learning_rate
+    if low > high:
+        yield f"training.optimizer.min_learning_rate: {low:g} is above learning_rate {high:g}"
+    # A process with an interpreter of its own has other packages, and checks them itself.
+    pythons = [services.trainer.python, *([services.critic.python] if config.critic is not None else [])]
+    if optimizer.name == "adamw_8bit" and not all(pythons) and not _has("torchao"):
+        yield NEEDS_TORCHAO
     if config.stop.accuracy > 0 and config.evaluation.every == 0:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
 

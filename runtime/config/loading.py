@@ -71,6 +71,8 @@ _REMOVED = {
         for section in ("data", "data.train[]", "evaluation.sets[]")
         for role in get_args(Column)
     },
+    "critic.optimizer": "write critic.learning_rate; all else is training.optimizer's",
+    "tune.optimizer": "write tune.learning_rate; all else is training.optimizer's",
 }
 # What to write instead of a value of an earlier version, by key.
 _REPLACED = {

@@ -287,10 +287,9 @@ def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
         return
     if settings.cpu_offload:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
-    role = config.critic if key == "services.critic" else config.training
-    if role is not None and role.optimizer.name != "adamw":
-        where = "critic" if key == "services.critic" else "training"
-        yield f"{where}.optimizer.name: {role.optimizer.name} is engine torch's; must be adamw for engine megatron"
+    name, once = config.training.optimizer.name, key == "services.trainer" or config.services.trainer.engine != "megatron"
+    if name != "adamw" and once:
+        yield f"training.optimizer.name: {name} is engine torch's; must be adamw for engine megatron"
     if settings.activation_checkpointing == "selective":
         yield f"{key}.activation_checkpointing: selective is engine torch's; must be true or false for engine megatron"
 

@@ -97,13 +97,6 @@ class Moe(Section, frozen=True):
         return self.aux_loss > 0 or self.z_loss > 0
 
 
-class CriticOptimizer(Optimizer, frozen=True):
-    """Likewise."""
-
-    learning_rate: Rate = 1e-5
-    """The highest, after the warm-up."""
-
-
 class Critic(Section, frozen=True):
     """The value model of `algorithm.advantage: gae`, trained beside the policy by a service of its own. Given with an advantage
     that takes no values it is refused.
@@ -114,7 +107,8 @@ class Critic(Section, frozen=True):
     model, whose head is replaced by one that says 0. Empty: `model.path`."""
     value_clip: Rate = 0.2
     """How far a value may move from the one recorded; 0: anywhere."""
-    optimizer: CriticOptimizer = CriticOptimizer()
+    learning_rate: Rate = 1e-5
+    """The highest; all else of the optimizer is `training.optimizer`, whose `min_learning_rate` is scaled in proportion."""
 
 
 class Reference(Section, frozen=True):
@@ -123,13 +117,6 @@ class Reference(Section, frozen=True):
     mode: Literal["service", "adapter_off", "none"] = "service"
     """`service`: reference services, which run when `algorithm.kl_coefficient` is above 0; `adapter_off`: the trainer with its
     LoRA adapters switched off (needs `lora`); `none`: nowhere, with a coefficient of 0."""
-
-
-class TuneOptimizer(Optimizer, frozen=True):
-    """AdamW likewise; `linear` and `cosine` end with the last step of `sluice tune`."""
-
-    learning_rate: Rate = 1e-5
-    """The highest, after the warm-up."""
 
 
 class Tune(Section, frozen=True):
@@ -142,4 +129,6 @@ class Tune(Section, frozen=True):
     """Conversations of an optimizer step, all ranks together."""
     max_tokens: Tokens = 2048
     """Of a conversation, replies included; longer ones are left out and counted."""
-    optimizer: TuneOptimizer = TuneOptimizer()
+    learning_rate: Rate = 1e-5
+    """The highest; all else of the optimizer is `training.optimizer`, whose `min_learning_rate` is scaled in proportion, and
+    whose schedule ends with the last step of `sluice tune`."""

@@ -17,9 +17,7 @@ MEGATRON_NEEDS_MINDSPEED = "megatron needs Megatron-LM and MindSpeed: install th
 LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
 
 
-def needs_torchao(key: str) -> str:
-    """Return the error for the optimizer of section `key` if torchao is missing."""
-    return f"{key}.name: adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
+NEEDS_TORCHAO = "training.optimizer.name: adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
 
 
 def uncut(tied: bool, pipeline: int, version: str) -> str:

@@ -160,18 +160,13 @@ class TrainedRole:
     @classmethod
     def of(cls, config: Config, role: str) -> TrainedRole:
         if role == "trainer":
-            return cls(role, config.model.path, config.training.optimizer, config.services.trainer)
+            return cls(role, config.model.path, config.optimizer_of("trainer"), config.services.trainer)
         assert config.critic is not None
-        return cls(role, config.critic.path or config.model.path, config.critic.optimizer, config.services.critic)
+        return cls(role, config.critic.path or config.model.path, config.optimizer_of("critic"), config.services.critic)
 
     @property
     def has_value_head(self) -> bool:
         return self.role == "critic"
-
-    @property
-    def optimizer_key(self) -> str:
-        """The configuration key that holds `options`."""
-        return "critic.optimizer" if self.has_value_head else "training.optimizer"
 
 
 class ModelBackend(ABC):

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from runtime import types
 from runtime.cluster.topology import data_leaders
-from runtime.config import Config, Critic, CriticOptimizer, Moe, Parallel, Trainer
+from runtime.config import Config, Critic, Moe, Parallel, Trainer
 from runtime.models.adapters import are_adapters
 from runtime.process.aio import in_thread
 from runtime.trainer import backend
@@ -90,7 +90,7 @@ class Layout(NamedTuple):
             config = make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **sections)
             return replace(config, moe=self.moe)
         config = make_config(str(folder / "policy"), dtype=self.dtype, **sections | {"algorithm": CRITIC})
-        critic = Critic(path=str(folder / "critic"), optimizer=CriticOptimizer(**OPTIMIZER))
+        critic = Critic(path=str(folder / "critic"), learning_rate=OPTIMIZER["learning_rate"])
         return replace(config, critic=critic, services=replace(config.services, critic=settings))
 
 

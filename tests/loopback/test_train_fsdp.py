@@ -403,7 +403,7 @@ CASES: dict[str, tuple[Callable[..., ModelTrainer], dict[str, Any]]] = {
 def settings(folder: Path, algorithm: dict[str, Any], **training: Any) -> Config:
     training = {"groups_per_step": 4, "epochs": 2, "mini_batch_size": 2, "max_tokens_per_microbatch": 24} | training
     made = make_config(str(folder / "policy"), optimizer=SECTIONS["optimizer"], training=training, algorithm=algorithm)
-    critic = config.Critic(value_clip=0.1, optimizer=config.CriticOptimizer(learning_rate=1e-2, eps=1e-2))
+    critic = config.Critic(value_clip=0.1, learning_rate=1e-2)
     return replace(made, critic=critic, run=replace(made.run, dir=str(folder)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -13,12 +14,12 @@ from tests.unit.tuning_cases import make_sums, make_tune, points, resumed, tuned
 
 pytestmark = [pytest.mark.numeric, pytest.mark.ranks]
 
-SMOOTH = {"eps": 1e-2, "learning_rate": 1e-3, "max_grad_norm": 0.5}
+SMOOTH: dict[str, Any] = {"learning_rate": 1e-3, "optimizer": {"eps": 1e-2, "max_grad_norm": 0.5}}
 
 
 def two_ranks(rank: int, folder: Path) -> None:
     """A go that is stopped, and one that goes on from what it saved; with odd numbers of conversations for two."""
-    config = make_tune(folder, "two", processes=2, batch_size=7, optimizer=SMOOTH)
+    config = make_tune(folder, "two", processes=2, batch_size=7, **SMOOTH)
 
     def at_the_fourth(made: object) -> None:
         made.stopped = rank == 1 and made._trainer.step == 3  # type: ignore[attr-defined]
@@ -29,11 +30,11 @@ def two_ranks(rank: int, folder: Path) -> None:
 
 def test_two_ranks_tune_as_one(tmp_path: Path) -> None:
     make_sums(tmp_path)
-    config = make_tune(tmp_path, "one", batch_size=7, optimizer=SMOOTH)
+    config = make_tune(tmp_path, "one", batch_size=7, **SMOOTH)
     tuned(config)
     run_two(two_ranks, tmp_path)
     two, one = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one"))
-    assert_updated(two, one, config.tune.optimizer, steps=11)
+    assert_updated(two, one, config.optimizer_of("tune"), steps=11)
     for ours, theirs in zip(points(make_tune(tmp_path, "two")), points(config), strict=True):
         assert ours["step"] == theirs["step"]
         assert ours["tune/loss"] == pytest.approx(theirs["tune/loss"], rel=1e-3)

@@ -151,7 +151,7 @@ def test_ppo_with_two_updates_a_mini_batch_and_a_reward_model(tmp_path: Path) ->
     """A reward model is made of a configuration that names one of its own."""
     settings = (
         *("rewards={model: {path: /models/judge}}", "model=tiny:llama", "services=one_machine", "sampling.group_size=2"),
-        *("training.epochs=2", "training.mini_batch_size=1", "critic.optimizer.learning_rate=1e-3"),
+        *("training.epochs=2", "training.mini_batch_size=1", "critic.learning_rate=1e-3"),
     )
     run = rehearsed(tmp_path, "ppo_qwen25_32b", r1, *settings)
     check_names(run.folder)

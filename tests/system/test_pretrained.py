@@ -110,7 +110,7 @@ def test_it_is_tuned_resumed_and_evaluated_and_its_export_is_what_transformers_c
     config, run = write_config(folder / "config.yaml", folder, **SMALL), folder / "run"
     rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)[:8]
     (folder / "taught.jsonl").write_text("".join(rows))
-    tune = "tune={epochs: 1, batch_size: 4, max_tokens: 96, optimizer: {learning_rate: 1.0e-5}}"
+    tune = "tune={epochs: 1, batch_size: 4, max_tokens: 96, learning_rate: 1.0e-5}"
     with started(config, tune, f"data.train={folder / 'taught.jsonl'}", folder=folder / "tuned", command="tune") as tuned:
         assert tuned.wait(RUN) == 0, tuned.output + tuned.errors
     on = f"model.path={folder / 'tuned' / 'model'}"

@@ -64,7 +64,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_tiny(folder / "tiny", kv_heads=2),
         rewards={"rules": [{"name": f"{folder / 'variety.py'}:variety"}]},
         algorithm={"preset": "ppo", "kl_coefficient": 0.1, "kl_placement": "loss", "kl": "k3"},
-        critic={"optimizer": SMOOTH},
+        critic={"learning_rate": SMOOTH["learning_rate"]},
         training={"steps": STEPS, "staleness": 0, "optimizer": SMOOTH},
         checkpoint={"every": EVERY},
         deadlines={"stop": 60.0},

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(600)
 PATIENCE = 150.0  # seconds that a stranger takes at most
 TWO = "services.trainer.processes=2"
 JOIN = contract.METHODS["Coordinator", "Join"]
-PPO = {"algorithm": {"preset": "ppo"}, "critic": {"optimizer": {"learning_rate": 1e-3}}}
+PPO = {"algorithm": {"preset": "ppo"}, "critic": {"learning_rate": 1e-3}}
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,12 @@ RUN = 200.0
 def sums(tmp_path: Path) -> Path:
     """A configuration beside a tiny model and its sums."""
     make_sums(tmp_path)
-    optimizer = {"learning_rate": 5e-3, "warmup_steps": 2}
     raw: dict[str, Any] = {
         "run": {"name": "sums"},
         "model": {"path": str(tmp_path / "model")},
         "data": {"train": str(tmp_path / "sums.jsonl")},
-        "tune": {"epochs": 60, "batch_size": 12, "max_tokens": 64, "optimizer": optimizer},
+        "tune": {"epochs": 60, "batch_size": 12, "max_tokens": 64, "learning_rate": 5e-3},
+        "training": {"optimizer": {"warmup_steps": 2}},
         "checkpoint": {"every": 50},
         "rewards": {"rules": [{"name": "math"}]},  # a run's own, which is no mistake
         "trackers": [{"name": "jsonl"}],

@@ -135,8 +135,6 @@ reference: {mode: adapter_off} => reference.mode: adapter_off needs a lora secti
 algorithm: {advantage: gae} => critic: missing; algorithm.advantage gae needs one
 critic: {} => critic: there is one, but algorithm.advantage group_norm takes no values; leave the section out
 algorithm: {advantage: gae}, critic: {path: /no/critic} => critic.path: '/no/critic' is not a folder
-algorithm: {advantage: gae}, critic: {optimizer: {learning_rate: 0.5, min_learning_rate: 1}}
-  => critic.optimizer.min_learning_rate: 1 is above learning_rate 0.5
 algorithm: {advantage: gae}, critic: {}, services: {critic: {processes: 3}}
   => services.critic.processes: 3 does not divide training.groups_per_step = 8
 algorithm: {advantage: gae}, critic: {}, training: {mini_batch_size: 2}, services: {critic: {processes: 8}}
@@ -182,11 +180,12 @@ def test_what_needs_a_package_says_how_to_install_it(sound: dict[str, Any], monk
 def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.config.checks._has", lambda package: package != "torchao")
     small = {"optimizer": {"name": "adamw_8bit"}}
-    critic = {"algorithm": {"advantage": "gae"}, "critic": small}
+    critic = {"algorithm": {"advantage": "gae"}, "critic": {}, "training": small}
     needs = "adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
     assert checked(sound, training=small) == [f"training.optimizer.name: {needs}"]
-    assert checked(sound, **critic) == [f"critic.optimizer.name: {needs}"]
-    assert checked(sound, **critic, services={"critic": {"python": sys.executable}}) == []
+    python = {"python": sys.executable}
+    assert checked(sound, **critic, services={"trainer": python}) == [f"training.optimizer.name: {needs}"]
+    assert checked(sound, **critic, services={"trainer": python, "critic": python}) == []
 
 
 REPLACED = """

@@ -198,8 +198,8 @@ services: {trainer: {engine: megatron, cpu_offload: true}}
   => services.trainer.cpu_offload: is engine torch's; must be false for engine megatron
 training: {optimizer: {name: muon}}, services: {trainer: {engine: megatron}}
   => training.optimizer.name: muon is engine torch's; must be adamw for engine megatron
-role: critic, critic: {optimizer: {name: adamw_8bit}}, services: {critic: {engine: megatron}}
-  => critic.optimizer.name: adamw_8bit is engine torch's; must be adamw for engine megatron
+role: critic, training: {optimizer: {name: adamw_8bit}}, services: {critic: {engine: megatron}}
+  => training.optimizer.name: adamw_8bit is engine torch's; must be adamw for engine megatron
 services: {trainer: {processes: 2, parallel: {tensor: 2}}} => services.trainer.parallel: is for engine megatron
 checkpoint: {async_save: true} => checkpoint.async_save: 
 services: {trainer: {engine: megatron, offload: [param]}}, checkpoint: {async_save: true} => none

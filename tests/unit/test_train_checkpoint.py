@@ -359,7 +359,7 @@ def test_matrices_of_layers_are_muons_and_all_else_adamws(tmp_path: Path, tied: 
     model = hf_policy.load_policy(make_policy(tmp_path, tied=tied))
     parameters = dict(model.named_parameters())
     options = Optimizer(name="muon", learning_rate=1e-2, weight_decay=0.1, momentum=0.8)
-    optimizer = optimizers.make_optimizer(options, model, parameters, torch.float64, "training.optimizer")
+    optimizer = optimizers.make_optimizer(options, model, parameters, torch.float64)
     before = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
     rng = np.random.default_rng(1)
     gradients = {name: [rng.normal(size=array.shape) for _ in range(2)] for name, array in before.items()}

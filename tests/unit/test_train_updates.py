@@ -43,8 +43,7 @@ def settings(path: str, *, algorithm: dict[str, Any] | None = None, critic: str 
     training = {"groups_per_step": GROUPS, **training}
     made = make_config(path, algorithm=algorithm or {}, optimizer=SMOOTH, training=training)
     if critic is not None:
-        options = config.CriticOptimizer(learning_rate=5e-3, eps=1e-2, max_grad_norm=0.3)
-        made = replace(made, critic=config.Critic(path=critic, value_clip=0.1, optimizer=options))
+        made = replace(made, critic=config.Critic(path=critic, value_clip=0.1, learning_rate=5e-3))
     return made
 
 
@@ -182,7 +181,7 @@ class TestPpo:
         actor, critic = policy_trainer(made), critic_trainer(made)
         plain_actor = plain_policy(policy, made)
         classifier = AutoModelForSequenceClassification.from_pretrained(reward_model)
-        plain_critic = oracle.CriticLoop(classifier, made, made.critic.optimizer)
+        plain_critic = oracle.CriticLoop(classifier, made, made.optimizer_of("critic"))
         for step in range(2):
             groups = batch(step, made)
             taken = run_step(actor, groups).metrics
@@ -198,7 +197,7 @@ class TestPpo:
             told = [taken[f"advantages/{part}"] for part in ("mean", "max", "min")]
             assert_close(told, [np.mean(white), max(white), min(white)], terms=2 * len(white))  # mean and deviation
         assert_equals(actor, plain_actor.model, made.training.optimizer, len(plain_actor.norms))
-        assert_equals(critic, plain_critic.model, made.critic.optimizer, len(plain_critic.norms))
+        assert_equals(critic, plain_critic.model, made.optimizer_of("critic"), len(plain_critic.norms))
         assert metrics["critic/lr"] == 5e-3
         assert all(name.startswith("critic/") for name in metrics)
 
@@ -209,7 +208,7 @@ class TestPpo:
         requests = [ValueRequest(group_id=g.group_id, tokens=g.tokens, payload=g.payload) for g in groups]
         found = engine.values(requests)
         model = AutoModelForSequenceClassification.from_pretrained(reward_model)
-        expected = oracle.CriticLoop(model, made, made.critic.optimizer).values(groups)  # type: ignore[union-attr]
+        expected = oracle.CriticLoop(model, made, made.optimizer_of("critic")).values(groups)
         assert [values.group_id for values in found] == [0, 1, 2, 3]
         for g, group in enumerate(groups):
             samples = types.decode(GroupPayload, group.payload).samples

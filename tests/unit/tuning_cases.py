@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from runtime.config import Checkpoint, Config, Data, Model, Run, Services, Tracker, Trainer, Tune, TuneOptimizer
+from runtime.config import Checkpoint, Config, Data, Model, Optimizer, Run, Services, Tracker, Trainer, Training, Tune
 from runtime.models import tiny_model
 from runtime.tuning.conversations import SftRow
 from runtime.tuning.rank import TuneRank
@@ -32,12 +32,13 @@ def make_sums(folder: Path) -> Path:
 
 def make_tune(folder: Path, name: str = "run", processes: int = 1, every: int = 0, **changes: Any) -> Config:
     """Of the folder of `make_sums`; `changes` are keys of the section."""
-    chosen: dict[str, Any] = {"epochs": 2, "batch_size": 8, "max_tokens": 64, **changes}
-    chosen["optimizer"] = TuneOptimizer(**{"learning_rate": 5e-3, "warmup_steps": 2, **chosen.get("optimizer", {})})
+    optimizer = Optimizer(**{"warmup_steps": 2, **changes.pop("optimizer", {})})
+    chosen: dict[str, Any] = {"epochs": 2, "batch_size": 8, "max_tokens": 64, "learning_rate": 5e-3, **changes}
     return Config(
         run=Run(name=name, dir=str(folder / name)),
         model=Model(path=str(folder / "model")),
         data=Data(train=str(folder / "sums.jsonl")),
+        training=Training(optimizer=optimizer),
         tune=Tune(**chosen),
         services=Services(trainer=Trainer(processes=processes)),
         checkpoint=Checkpoint(every=every, keep=9),

@@ -175,9 +175,8 @@ class FsdpBackend(ModelBackend):
         self._fixed = hf_policy.fixed_tensors(self.model)
         self._policy = {**(self.parameters if self._adapters is None else self._adapters.base), **self._fixed}
         self._published = self._policy if self._adapters is None else self._adapters.published
-        self._key = trained.optimizer_key
-        self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute, self._key)
-        # On a CPU everything is on the host already.
+        self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute)
+        # What is on the host already is not taken there.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
         self._on_host: dict[str, HostOffload] = {}
         large = sum(sharding.local(parameter).nbytes for parameter in self.parameters.values()) > TRIMMED
@@ -316,7 +315,7 @@ class FsdpBackend(ModelBackend):
 
     def _state(self, position: TrainingPosition) -> state.TrainingState:
         trained = self.parameters if self._adapters is None else self._adapters.trained
-        return state.TrainingState(trained, self.optimizer, self._key, position, self.rank_info, self._adapters, self._fixed)
+        return state.TrainingState(trained, self.optimizer, position, self.rank_info, self._adapters, self._fixed)
 
     # ------------------------------------------------------------------------------------------ weight sync and export
 

@@ -10,7 +10,7 @@ import torch
 
 from runtime.config import Optimizer
 from runtime.errors import UserError
-from runtime.models.limits import needs_torchao
+from runtime.models.limits import NEEDS_TORCHAO
 from runtime.trainer.fsdp import sharding
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,10 +21,10 @@ _RMS = 0.2  # root mean square of an AdamW update, as measured for Moonlight
 
 
 def make_optimizer(
-    options: Optimizer, model: Any, parameters: Mapping[str, torch.nn.Parameter], compute: torch.dtype, key: str
+    options: Optimizer, model: Any, parameters: Mapping[str, torch.nn.Parameter], compute: torch.dtype
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `options`, the section `key`, name. Biases and norms have no weight decay. `compute`: the dtype
-    in which Muon orthogonalises. Raises UserError if a package is missing."""
+    """The optimizer that `options` name; biases and norms do not decay. `compute`: in which dtype Muon
+    orthogonalises. Raises UserError where a package is missing."""
     every = list(parameters.values())
     hidden = hidden_matrices(model, every) if options.name == "muon" else frozenset()
     groups: list[dict[str, Any]] = [
@@ -33,8 +33,8 @@ def make_optimizer(
     ]
     settings: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
     if options.name == "adamw_8bit":
-        return AdamW8bit(groups, _eight_bits(key), **settings)
-    # Fused where a kernel exists: on a CPU it takes a third of foreach's time.
+        return AdamW8bit(groups, _eight_bits(), **settings)
+    # Fused where there is a kernel: on a CPU it takes a third of foreach's time.
     settings["fused"] = {p.device.type for p in every} <= {"cpu", "cuda"}
     if options.name == "muon":
         groups.append({"params": [p for p in every if p in hidden], "weight_decay": options.weight_decay})
@@ -105,13 +105,12 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _eight_bits(key: str) -> Any:
-    """Return torchao's class of 8-bit tensors. A number is a code: a fraction of the largest number of its block. Raises
-    UserError if torchao is missing."""
+def _eight_bits() -> Any:
+    """torchao's class of tensors of 8 bits, each a code for a share of the largest of its block. Raises UserError."""
     try:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
-        raise UserError(needs_torchao(key)) from error
+        raise UserError(NEEDS_TORCHAO) from error
     return OptimState8bit
 
 

@@ -48,7 +48,6 @@ class TrainingState:
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
-    key: str  # the optimizer's section of the configuration
     position: TrainingPosition
     rank_info: RankInfo
     adapters: Adapters | None = None
@@ -143,7 +142,7 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
     Raises UserError, and changes nothing, if the checkpoint does not fit the model.
     """
     description = read_description(folder, state.config, state.base)
-    require_same_optimizer(folder, description, optimizers.family(state.optimizer), state.key)
+    require_same_optimizer(folder, description, optimizers.family(state.optimizer))
     where = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
     kept = state.parameters if state.adapters else {**state.parameters, **state.fixed}
     with contextlib.ExitStack() as stack:
@@ -191,10 +190,11 @@ def require_same_adapters(folder: Path, saved: dict[str, Any] | None, config: Lo
             raise UserError(f"lora.{key}: {value} differs from checkpoint {folder}; must be {other}")
 
 
-def require_same_optimizer(folder: Path, description: Mapping[str, Any], own: str, key: str) -> None:
-    """Check that the optimizer of section `key`, of kind `own`, is of the checkpoint's kind. Raises UserError if not."""
+def require_same_optimizer(folder: Path, description: Mapping[str, Any], own: str) -> None:
+    """Raises UserError unless the optimizer, of the kind `own`, is of the kind of the checkpoint's."""
     if (saved := description.get("optimizer", "adamw")) != own:
-        raise UserError(f"{key}.name: {own} cannot continue from checkpoint {folder}, which is of {saved}; must be {saved}")
+        what = f"checkpoint {folder} is of {saved}, which {own} cannot go on from; must be {saved}"
+        raise UserError(f"training.optimizer.name: {what}")
 
 
 def _safetensors(path: Path) -> Any:

@@ -158,7 +158,7 @@ class MegatronAdapters:
     def load(self, folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
         """Restore the state that either engine saved. Raises UserError, and changes nothing, if it does not fit the model."""
         found = state.read_description(folder, self._config, self._base)
-        state.require_same_optimizer(folder, found, "adamw", "training.optimizer")
+        state.require_same_optimizer(folder, found, "adamw")
         shapes = self._weights.shapes
         kept = {f"{kind}.{name}": shape for kind in KINDS[1:] for name, shape in shapes.items()}
         with contextlib.ExitStack() as stack:
