@@ -31,9 +31,10 @@ from benchmarks.inputs import CONFIG
 from benchmarks.process import end, service
 from runtime import run_files, timeouts
 from runtime.commands import PeerAddress, UsePeers
-from runtime.config import Gateway, Network, Rollout, Warmup, loading
+from runtime.config import Gateway, Network, Rollout, loading
 from runtime.coordinator.gateways import Concurrency, Load, load_of
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError
+from runtime.models.tiny_model import Shape
 from runtime.status import Registration
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import EpisodeTask, PlayRequest, SamplingParams
@@ -47,7 +48,8 @@ DEADLINE = 1800.0  # of a group
 SLOTS, GROUP = 16, 4
 REPLY, CONTEXT = 128, 2048  # tokens
 TURNS = 3, 7  # at least, at most
-MODEL = Warmup(hidden_size=128, layers=4, heads=4, kv_heads=2, intermediate_size=384)
+KEPT = 1 << 30  # bytes of keys and values of conversations that wait: all of them have room
+MODEL = Shape()
 FREE = 1 << 20  # groups: no bound
 RULE = "measured"
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from launcher.commands import quickstart
-from runtime.config import Config, Warmup, loading
+from runtime.config import Config, loading
 from runtime.data import arithmetic
+from runtime.models.tiny_model import Shape
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "bench.yaml"
 
@@ -18,16 +19,17 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs" / "bench.yaml"
 # geometric, 15 tokens on average when cut at 64; no weight has to be shaped, so that training leaves them as they are.
 END_TOKENS = 19
 CONTEXT_TOKENS = 1024
-QUICKSTART = Warmup()
+QUICKSTART = Shape()
+SEED = 7
 
 
-def bench_config(folder: Path, model: Warmup = QUICKSTART, vocabulary: int = 0) -> Config:
+def bench_config(folder: Path, shape: Shape = QUICKSTART, vocabulary: int = 0) -> Config:
     """The bench's configuration, resolved, with its model and prompts made under `folder` unless they lie there.
 
-    Of `model` the shape and the seed count; `vocabulary`: see `make_model`.
+    `vocabulary`: see `make_model`.
     """
     if not (folder / "model" / "config.json").exists():
-        _make(folder, model, vocabulary)
+        _make(folder, shape, vocabulary)
     config = loading.load(CONFIG, ())
     return loading.resolve(
         replace(
@@ -55,7 +57,7 @@ def answer_pattern(config: Config) -> str:
     return r"#### (-?\d+)\s*$" if config.rewards.rules[0].name == "gsm8k" else r"(-?\d+)(?!.*\d)"
 
 
-def _make(folder: Path, settings: Warmup, vocabulary: int) -> None:
+def _make(folder: Path, shape: Shape, vocabulary: int) -> None:
     """Everything, or nothing when another process was first."""
     from runtime.models import tiny_model
 
@@ -64,12 +66,12 @@ def _make(folder: Path, settings: Warmup, vocabulary: int) -> None:
         whole = Path(scratch) / "whole"
         (whole / "model").mkdir(parents=True)
         tokenizer = tiny_model.write_tokenizer(whole / "model")
-        model = tiny_model.make_model(settings, tokenizer, vocabulary)
+        model = tiny_model.make_model(shape, tokenizer, vocabulary, SEED)
         model.config.max_position_embeddings = CONTEXT_TOKENS
         end = tokenizer.token_to_id(tiny_model.END_OF_TURN)
         model.save_pretrained(whole / "model")
         _end_replies_with(whole / "model", [*range(END_TOKENS - 1), end])
-        problems, _ = arithmetic.split(settings.min_operand, settings.max_operand, settings.eval_problems, settings.seed)
+        problems, _ = arithmetic.split(10, 49, 256, SEED)
         arithmetic.write_jsonl(whole / "train.jsonl", problems)
         try:
             whole.rename(folder)  # a folder that is not empty is never replaced

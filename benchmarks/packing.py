@@ -15,7 +15,8 @@ from benchmarks.inputs import bench_config
 from benchmarks.packing_trial import APART, BRANCHES, PACKED, SORTED, TREES, UNSORTED, WAYS, cut
 from benchmarks.worker import Measured, Worker, total
 from launcher.accept.worker import GroupLengths, draw_lengths
-from runtime.config import Config, Warmup
+from runtime.config import Config
+from runtime.models.tiny_model import Shape
 from runtime.telemetry.shown import LiteralTable
 from runtime.trainer.micro_batch import cut_trees, tree_paths
 from runtime.trainer.rows import starts
@@ -39,7 +40,7 @@ class PackingShape(Struct, frozen=True):
         """The bench's configuration for this model, made under `folder` unless it lies there."""
         shape = structs.asdict(self)
         vocabulary = shape.pop("vocabulary")
-        return bench_config(folder / f"{self.layers}x{self.hidden_size}", Warmup(**shape), vocabulary)
+        return bench_config(folder / f"{self.layers}x{self.hidden_size}", Shape(**shape), vocabulary)
 
 
 QUICKSTART = PackingShape(128, 4, 4, 2, 384)

@@ -5,15 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from pathlib import Path
-from typing import NamedTuple
-import numpy as np
-from runtime import types
-from runtime.config import Config
-from runtime.types import GroupPayload, PolicyVersion, Sample, TrainGroup
-import asyncio
 import os
 import signal
 import subprocess
@@ -21,14 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import msgspec
-from runtime import timeouts
+import numpy as np
+
+from runtime import timeouts, types
+from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
+from runtime.types import GroupPayload, PolicyVersion, Sample, TrainGroup
 from sluice import start
 
 if TYPE_CHECKING:
     import torch
+
     from runtime.weights.plan import GroupAddress, Manifest
 
 
@@ -108,13 +109,12 @@ TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices
 
 
 def model(device: str, folder: Path) -> Figures:
-    """Make a tiny model for the checks of the engines."""
-    from runtime.config import Warmup
+    """A tiny one, for the checks of the engines."""
     from runtime.models import tiny_model
 
     folder.mkdir()
-    settings = Warmup(hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128)
-    tiny_model.make_model(settings, tiny_model.write_tokenizer(folder)).save_pretrained(folder)
+    shape = tiny_model.Shape(hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128)
+    tiny_model.make_model(shape, tiny_model.write_tokenizer(folder)).save_pretrained(folder)
     return {}
 
 

@@ -73,6 +73,13 @@ _REMOVED = {
     },
     "critic.optimizer": "write critic.learning_rate; all else is training.optimizer's",
     "tune.optimizer": "write tune.learning_rate; all else is training.optimizer's",
+    **{
+        f"warmup.{key}": "follows from warmup.task; leave the key out"
+        for key in (
+            *("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "min_operand", "max_operand"),
+            *("max_accuracy", "forgotten_carry", "learning_rate", "batch_size"),
+        )
+    },
 }
 # What to write instead of a value of an earlier version, by key.
 _REPLACED = {

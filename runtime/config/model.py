@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from runtime.config.base import DType, Fraction, NonNegative, Positive, PositiveRate, Problems, Rate, Samples, Seconds, Section
+from runtime.config.base import DType, Fraction, NonNegative, Positive, PositiveRate, Problems, Seconds, Section
 
 TINY_PREFIX = "tiny:"  # before the family of a tiny random model, in the place of a folder
 
@@ -40,41 +40,18 @@ class Lora(Section, frozen=True):
 
 class Warmup(Section, frozen=True):
     """Makes a tiny Qwen2 model and problems, and trains it by supervision until its greedy accuracy on held-out
-    problems lies between two bounds. The result replaces `model.path`, `data.train` and `data.eval` where these are empty.
+    problems is near `accuracy`. The result replaces `model.path`, `data.train` and `data.eval` where these are empty.
     """
 
     cache: str = "runs/.cache"
     """Where results are kept, under a key made of these settings (`cache` and `max_seconds` aside)."""
     task: Literal["sums", "lookup"] = "sums"
     """`sums`: additions. `lookup`: values of keys, which the model has to ask a tool for, in an episode of two turns."""
-    hidden_size: Positive = 128
-    """Of the model."""
-    layers: Positive = 4
-    """Of the model."""
-    heads: Positive = 4
-    """Attention heads of a layer."""
-    kv_heads: Positive = 2
-    """Key-value heads of a layer."""
-    intermediate_size: Positive = 384
-    """Of the model's MLPs."""
-    min_operand: NonNegative = 10
-    """The sums are all those of two numbers from this one on."""
-    max_operand: Positive = 49
-    """The largest of these numbers."""
     eval_problems: Problems = 256
     """Held out; `a+b` and `b+a` are on the same side."""
     accuracy: Fraction = 0.42
     """From this accuracy on training stops."""
-    max_accuracy: Fraction = 0.58
-    """A model above it has learned too much, and is not taken."""
-    forgotten_carry: Fraction = 0.7
-    """The probability with which a training answer forgets its carry, or takes a key's last digit for its value: what is left
-    for reinforcement learning to mend."""
     max_seconds: Seconds = 180.0
     """Give up after."""
-    learning_rate: Rate = 2e-3
-    """Of the supervised training."""
-    batch_size: Samples = 64
-    """Of the supervised training."""
     seed: NonNegative = 7
     """Of model, problems and training."""

@@ -50,8 +50,6 @@ def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterato
         yield from _folder_faults("model.path", path, needs_tokenizer=True)
     elif config.warmup is None:
         yield "model.path: missing; name a Hugging Face folder, or give a warmup section"
-    else:
-        yield from _warmup_faults(config.warmup)
     if config.rewards.model is not None:
         yield from _reward_model(config.rewards.model, policy)
     others = {"model.reference": reference, **teachers(config), "critic.path": config.critic.path if config.critic else ""}
@@ -109,13 +107,6 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
         yield f"{key}: '{folder}' lacks {missing[0]}, which its index names{more}"
     elif not shards and not any(path.glob("*.safetensors")):
         yield f"{key}: '{folder}' has no weights (*.safetensors)"
-
-
-def _warmup_faults(warmup: Warmup) -> Iterator[str]:
-    if warmup.hidden_size % (2 * warmup.heads):
-        yield f"warmup.hidden_size: {warmup.hidden_size} is not a multiple of 2 · heads = {2 * warmup.heads}"
-    if warmup.heads % warmup.kv_heads:
-        yield f"warmup.kv_heads: {warmup.kv_heads} does not divide heads = {warmup.heads}"
 
 
 def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
@@ -207,11 +198,12 @@ def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
     """Return the known values of a warm-up's model before it exists."""
     if warmup is None:
         return None
+    shape = tiny_model.WARMED_UP[warmup.task]
     return {
-        "num_hidden_layers": warmup.layers,
-        "num_attention_heads": warmup.heads,
-        "num_key_value_heads": warmup.kv_heads,
-        "hidden_size": warmup.hidden_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "hidden_size": shape.hidden_size,
         "max_position_embeddings": tiny_model.CONTEXT_TOKENS,
     }
 
@@ -301,7 +293,7 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
         made = {
             "model_type": "qwen2",
             "vocab_size": 1,
-            "intermediate_size": config.warmup.intermediate_size,
+            "intermediate_size": tiny_model.WARMED_UP[config.warmup.task].intermediate_size,
             "tie_word_embeddings": True,
         }
     where = model_key(config, key.removeprefix("services."))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -48,6 +49,20 @@ CHAT_TEMPLATE = (
 # Three times Hugging Face's default. At a width of 128, weights of 0.02 leave attention nearly uniform. Supervised training
 # then needs twice the steps to distinguish digits.
 INITIALIZER_RANGE = 0.06
+
+
+class Shape(Struct, frozen=True):
+    """The sizes of a Qwen2."""
+
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate_size: int = 384
+
+
+WARMED_UP = {"sums": Shape(), "lookup": Shape(hidden_size=64, layers=2, kv_heads=4, intermediate_size=128)}
+"""The model of a warm-up, by `warmup.task`."""
 
 
 def byte_symbols() -> list[str]:
@@ -88,20 +103,20 @@ def write_tokenizer(folder: Path, context_tokens: int = CONTEXT_TOKENS) -> Token
     return tokenizer
 
 
-def make_model(settings: Warmup, tokenizer: Tokenizer, vocabulary: int = 0) -> Qwen2ForCausalLM:
-    """Make a Qwen2 with random float32 weights, seeded by `seed`, and tied embeddings; `save_pretrained` writes its files.
-    `vocabulary`: the model's, if larger than the tokenizer's, as in published models."""
+def make_model(shape: Shape, tokenizer: Tokenizer, vocabulary: int = 0, seed: int = 7) -> Qwen2ForCausalLM:
+    """Return a Qwen2 with random float32 weights and tied embeddings; `save_pretrained` writes its files.
+    `vocabulary`: of the model, where it is larger than the tokenizer's, as those of published models are."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     end = tokenizer.token_to_id(END_OF_TURN)
     config = Qwen2Config(
         vocab_size=max(vocabulary, tokenizer.get_vocab_size()),
-        hidden_size=settings.hidden_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        num_key_value_heads=settings.kv_heads,
-        intermediate_size=settings.intermediate_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate_size,
         max_position_embeddings=CONTEXT_TOKENS,
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,
@@ -109,7 +124,7 @@ def make_model(settings: Warmup, tokenizer: Tokenizer, vocabulary: int = 0) -> Q
         eos_token_id=end,
         pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
     )
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(seed)
     return Qwen2ForCausalLM(config)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import Warmup
 from runtime.data import arithmetic
 from runtime.models import tiny_model
 from tests.system.namespaces import why_not
@@ -16,10 +15,10 @@ from tests.system.runs import write_config
 
 def make_tiny(folder: Path, kv_heads: int = 1, hidden_size: int = 32) -> Path:
     """model/ with random weights, train.jsonl and eval.jsonl."""
-    settings = Warmup(hidden_size=hidden_size, layers=2, heads=2, kv_heads=kv_heads, intermediate_size=64)
+    shape = tiny_model.Shape(hidden_size=hidden_size, layers=2, heads=2, kv_heads=kv_heads, intermediate_size=64)
     (folder / "model").mkdir(parents=True)
     tokenizer = tiny_model.write_tokenizer(folder / "model")
-    tiny_model.make_model(settings, tokenizer).save_pretrained(folder / "model")
+    tiny_model.make_model(shape, tokenizer).save_pretrained(folder / "model")
     return make_data(folder)
 
 

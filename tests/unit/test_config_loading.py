@@ -46,7 +46,7 @@ def test_overrides_reach_sections_lists_and_defaults(loading: Loading) -> None:
         "run.resume=auto",
         "training.optimizer.betas=[0.8, 0.9]",
         "rewards.rules.1.weight=2",
-        "warmup.layers=2",
+        "warmup.seed=2",
         "trackers.1.name=wandb",
         "services.trainer.env.A='1'",
         "model.reference=",
@@ -54,7 +54,7 @@ def test_overrides_reach_sections_lists_and_defaults(loading: Loading) -> None:
     assert (config.run.name, config.run.resume) == ("b=c", "auto")
     assert config.training.optimizer.betas == (0.8, 0.9)
     assert [rule.weight for rule in config.rewards.rules] == [1.0, 2.0]
-    assert config.warmup == Warmup(layers=2)
+    assert config.warmup == Warmup(seed=2)
     assert config.trackers == [Tracker(name="jsonl"), Tracker(name="wandb")]
     assert config.services.trainer.env == {"A": "1"}
     assert config.model.reference == ""
@@ -128,7 +128,7 @@ algorithm: {behaviour_weight_cap: 0, correction_cap: -1}
 services: {rollout: {slots: many, dtype: fp32, env: {A: 1}}, trainer: 5}
 evaluation: {before: yes, top_p: 2}
 rewards: {rules: [{weight: 1}]}
-warmup: {layers: 0}
+warmup: {eval_problems: 0}
 data:
 """
 OVERRIDES = ("stop.accurate=1", "kl_coefficient=1", "stop.qux=1", "nonsense", "rewards.rules.4.weight=1", "training.steps=[")
@@ -152,7 +152,7 @@ services.trainer: 5 is not a section of keys
 evaluation.before: 'yes' is not true or false
 evaluation.top_p: 2 is not a finite number > 0 and <= 1
 rewards.rules.0.name: missing; needs a string
-warmup.layers: 0 is not an integer >= 1
+warmup.eval_problems: 0 is not an integer >= 1
 warmup.accuracy: inf is not a finite number >= 0 and <= 1
 data: null is not a section of keys
 stop.accurate: unknown key; nearest is 'accuracy'

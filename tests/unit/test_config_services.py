@@ -188,9 +188,9 @@ def test_the_reference_is_spread_or_has_replicas(tmp_path: Path, settings: dict[
 
 
 def test_the_warm_ups_model_is_checked_too() -> None:
-    config = msgspec.convert({"run": {"name": "test"}, "warmup": {"layers": 3}, **services(2, pipeline=2)}, Config)
+    config = msgspec.convert({"run": {"name": "test"}, "warmup": {}, **services(3, pipeline=3)}, Config)
     told = [fault for fault in semantic_faults(config) if fault.startswith("services")]
-    assert told == ["services.trainer.parallel: pipeline parallel is 2; must divide the layers (3), or give layers per stage"]
+    assert told == ["services.trainer.parallel: pipeline parallel is 3; must divide the layers (4), or give layers per stage"]
 
 
 ENGINES = """

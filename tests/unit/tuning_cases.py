@@ -15,7 +15,7 @@ from runtime.config import Checkpoint, Config, Data, Model, Optimizer, Run, Serv
 from runtime.models import tiny_model
 from runtime.tuning.conversations import SftRow
 from runtime.tuning.rank import TuneRank
-from tests.unit.test_warmup import settings
+from tests.unit.test_warmup import SHAPE
 
 SUMS = [(a, b) for a in range(6) for b in range(6)]
 
@@ -24,7 +24,7 @@ def make_sums(folder: Path) -> Path:
     """A tiny random model, `model`, and `sums.jsonl`: questions and answers."""
     (folder / "model").mkdir(parents=True)
     tokenizer = tiny_model.write_tokenizer(folder / "model")
-    tiny_model.make_model(settings(), tokenizer).save_pretrained(folder / "model")
+    tiny_model.make_model(SHAPE, tokenizer).save_pretrained(folder / "model")
     rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

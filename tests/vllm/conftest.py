@@ -53,11 +53,10 @@ def left_folders() -> set[Path]:
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 of 128 units and 2 layers. CPU attention of vLLM wants heads of 32."""
-    from runtime.config import Warmup
     from runtime.models import tiny_model
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tiny_model.write_tokenizer(folder)
-    settings = Warmup(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=256)
-    tiny_model.make_model(settings, tokenizer).save_pretrained(folder)
+    shape = tiny_model.Shape(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=256)
+    tiny_model.make_model(shape, tokenizer).save_pretrained(folder)
     return folder
