@@ -157,7 +157,7 @@ class PaddedTrainer:
         )
         self._way = way
         self._limit = options.max_grad_norm
-        self._cap = config.algorithm.behaviour_weight_cap
+        self._cap = config.algorithm.loss_options.get("weight_cap", 2.0)
         self._budget = config.training.max_tokens_per_microbatch
 
     def step(self, samples: Sequence[PaddedSample]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from runtime.algorithms.interfaces import (
     KlEstimator,
     LossOptions,
     PolicyLoss,
+    with_keywords,
     with_options,
 )
 from runtime.algorithms.losses import AdaptiveKl, FixedKl, masked_sample
@@ -30,8 +31,8 @@ NO_CORRECTION = "none"
 
 @dataclass(frozen=True)
 class ChosenAlgorithm:
-    """The configured functions, each with its options from the schema. The options of a user's own function, the mappings
-    `algorithm.loss_options` and `algorithm.advantage_options`, are bound in it.
+    """What the configuration chose, each with those of its settings that the schema names. The options of a function, the
+    mappings `algorithm.loss_options` and `algorithm.advantage_options`, are bound in it.
 
     `correction` is None if the loss is taken against the policy that sampled. `masked_sample`: see the aggregation."""
 
@@ -58,34 +59,28 @@ def choose(config: Config) -> ChosenAlgorithm:
     algorithm = config.algorithm
     aggregation_options = AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens)
     advantage, loss = ADVANTAGES.find(algorithm.advantage), POLICY_LOSSES.find(algorithm.loss)
-    estimate = with_options(advantage.compute, algorithm.advantage_options, "algorithm.advantage_options")
-    lose = with_options(loss.compute, algorithm.loss_options, "algorithm.loss_options")
+    streamable, given, key = advantage.streamable, algorithm.advantage_options, "algorithm.advantage_options"
+    advantage = replace(
+        advantage,
+        compute=with_options(advantage.compute, given, key),
+        streamable=streamable if isinstance(streamable, bool) else with_keywords(streamable, given, key),
+    )
+    chooses, given, key = loss.chooses, algorithm.loss_options, "algorithm.loss_options"
+    loss = replace(
+        loss,
+        compute=with_options(loss.compute, given, key, chooses),
+        chooses=None if chooses is None else with_keywords(chooses, given, key),
+    )
     return ChosenAlgorithm(
-        advantage=replace(advantage, compute=estimate),
+        advantage=advantage,
         advantage_options=AdvantageOptions(
             group_std=algorithm.group_std,
-            ddof=algorithm.group_std_ddof,
-            eps=algorithm.group_std_eps,
             gamma=algorithm.gamma,
             gae_lambda=algorithm.gae_lambda,
-            gae_whitened=algorithm.gae_whitened,
             turn_discount=algorithm.turn_discount,
         ),
-        loss=replace(loss, compute=lose),
-        loss_options=LossOptions(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            behaviour_weight_cap=algorithm.behaviour_weight_cap,
-            behaviour_weight_over=algorithm.behaviour_weight_over,
-            tau_positive=algorithm.sapo_tau_positive,
-            tau_negative=algorithm.sapo_tau_negative,
-            covariance_share=algorithm.covariance_share,
-            covariance_low=algorithm.covariance_low,
-            covariance_high=algorithm.covariance_high,
-            covariance_kl=algorithm.covariance_kl,
-            m2_threshold=algorithm.m2_threshold,
-        ),
+        loss=loss,
+        loss_options=LossOptions(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip),
         correction=None if algorithm.correction == NO_CORRECTION else CORRECTIONS.find(algorithm.correction),
         correction_options=CorrectionOptions(
             cap=algorithm.correction_cap, low=algorithm.correction_low, high=algorithm.correction_high

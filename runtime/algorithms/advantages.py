@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from runtime.algorithms.interfaces import AdvantageInputs, AdvantageOptions, advantage, own_part
+from runtime.algorithms.interfaces import AdvantageInputs, AdvantageOptions, NonNegative, advantage, own_part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -232,9 +232,11 @@ def _turns(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @advantage("group_norm", streamable=lambda options: options.group_std != "batch")
-def group_norm_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
+def group_norm_advantage(
+    inputs: AdvantageInputs, options: AdvantageOptions, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-6
+) -> Tensor:
     """With rewards of turns: `(r - mean) / (std + eps)` over all those of the group, or of the batch, too."""
-    settings: Any = {"eps": options.eps, "ddof": options.ddof, "scale": options.group_std, "batch_sum": inputs.batch_sum}
+    settings: Any = {"eps": eps, "ddof": ddof, "scale": options.group_std, "batch_sum": inputs.batch_sum}
     episodes = group_norm(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)), **settings)
     turns, groups, _ = _turns(inputs)
     return with_turns(inputs.of_rows(episodes), group_norm(turns, groups, **settings), inputs, options)
@@ -289,12 +291,12 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOpti
     return whiten(advantages.expand_as(inputs.mask), inputs.mask, inputs.batch_sum)
 
 
-@advantage("gae", streamable=lambda options: not options.gae_whitened, needs_values=True)
-def gae(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """[B, T], whitened over all trained tokens of the batch where `gae_whitened` says so (PPO's advantage normalisation,
+@advantage("gae", streamable=lambda options, *, whitened=True: not whitened, needs_values=True)
+def gae(inputs: AdvantageInputs, options: AdvantageOptions, *, whitened: bool = True) -> Tensor:
+    """Return the advantages [B, T], `whitened` over all trained tokens of the batch (PPO's advantage normalisation,
     arXiv:1707.06347)."""
     advantages, _ = _estimate(inputs, options)
-    return whiten(advantages, inputs.mask, inputs.batch_sum) if options.gae_whitened else advantages
+    return whiten(advantages, inputs.mask, inputs.batch_sum) if whitened else advantages
 
 
 def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:

@@ -14,15 +14,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from runtime.errors import UserError
 from runtime.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 def own_part(part: Tensor) -> Tensor:
@@ -80,19 +86,16 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """`group_std`, `ddof` and `eps` are `group_norm`'s; `gamma` discounts the rewards of later tokens; `gae_lambda` and
-    `gae_whitened` are `gae`'s. `turn_discount` is that of a turn's reward for each turn before it."""
+    """`group_std` is `group_norm`'s; `gamma` discounts the rewards of later tokens; `gae_lambda` is `gae`'s. `turn_discount` is
+    that of a turn's reward for each turn before it."""
 
     group_std: str = "group"
-    ddof: int = 1
-    eps: float = 1e-6
     gamma: float = 1.0
     gae_lambda: float = 1.0
-    gae_whitened: bool = True
     turn_discount: float = 1.0
 
 
-Streamable = bool | Callable[[AdvantageOptions], bool]
+Streamable = bool | Callable[..., bool]
 
 
 @dataclass(frozen=True)
@@ -134,24 +137,11 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; `dual_clip` 0 is off.
-
-    `behaviour_weight_over` says what happens to tokens beyond `behaviour_weight_cap`: "clamp" or "drop". `covariance_*` are
-    those of `clip_cov` and `kl_cov`, `m2_threshold` that of `m2po`.
-    """
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; `dual_clip` 0 is off."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0
-    behaviour_weight_cap: float = 2.0
-    behaviour_weight_over: str = "clamp"
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-    covariance_share: float = 0.0002
-    covariance_low: float = 1.0
-    covariance_high: float = 5.0
-    covariance_kl: float = 1.0
-    m2_threshold: float = 0.04
 
 
 @dataclass(frozen=True)
@@ -212,7 +202,7 @@ class StepTokens:
 
 
 BatchSum = Callable[["Tensor"], "Tensor"]  # as of `AdvantageInputs`
-Choice = Callable[[StepTokens, LossOptions, BatchSum], "Tensor"]  # bool [N]
+Choice = Callable[..., "Tensor"]  # of StepTokens, BatchSum, and options by keyword: bool [N]
 
 
 @dataclass(frozen=True)
@@ -255,7 +245,8 @@ def advantage(
     [B, T], or [B, 1] where all tokens of a row share one advantage.
 
     `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group; True,
-    False, or a function of the options. `needs_values`: it takes a critic's values, so that the run has to have one.
+    False, or a function of the options, which takes those of `algorithm.advantage_options` by keyword.
+    `needs_values`: it takes a critic's values, so that the run has to have one.
     """
 
     def add(compute: AdvantageFunction) -> AdvantageFunction:
@@ -271,8 +262,9 @@ def policy_loss(
     """Decorator that registers a policy loss, a function of (LossInputs, LossOptions) to LossOutputs, and returns it as it is.
 
     `zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass. `chooses`: a
-    function that says for the whole step which tokens are trained, as `LossInputs.chosen`; the step then waits for its whole
-    batch. `by_start`: that needs `StepTokens.start` too, which takes a forward pass of its own.
+    function of (StepTokens, BatchSum), and of `algorithm.loss_options` by keyword, that says for the whole step which tokens
+    are trained, as `LossInputs.chosen`; the step then waits for its whole batch. `by_start`: that needs
+    `StepTokens.start` too, which takes a forward pass of its own.
     """
 
     def add(compute: LossFunction) -> LossFunction:
@@ -310,12 +302,16 @@ def require_shape(value: Any, allowed: Sequence[Sequence[int]], what: str, meani
         raise UserError(f"{what} is {is_now}; allowed: {' or '.join(str(list(each)) for each in allowed)}, {meaning}")
 
 
-def with_options(compute: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """`compute` with the `options` that the configuration gives it at `key`, as keyword arguments.
+def with_options(
+    compute: Callable[..., Any], options: Mapping[str, Any], key: str, helper: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return `compute` with the `options` that the configuration gives it at `key`, as keyword arguments.
 
-    Its signature is what they are checked by: those parameters behind the first two that may be given by name, and their
-    annotations where these are types of YAML. Raises UserError, naming the option, the value and what is allowed.
+    The signature of `compute` decides what is allowed: the parameters behind the first two that may be given by name, and
+    their annotations where these are types of YAML. `helper` is a function of the same entry, whose keyword-only parameters
+    are allowed too (`with_keywords`). Raises UserError, naming the option, the value and what is allowed.
     """
+    helped = _keywords(helper) if helper is not None else {}
     parameters = list(inspect.signature(compute).parameters.values())
     first = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
     own = [one for one in parameters if one not in first]
@@ -329,23 +325,41 @@ def with_options(compute: Callable[..., Any], options: Mapping[str, Any], key: s
     for option, value in options.items():
         if option in taken:
             raise UserError(f"{key}.{option}: {value!r}: {name} takes it as an argument already")
-        if option not in known and not any(one.kind is one.VAR_KEYWORD for one in own):
-            allowed = f"allowed: {', '.join(known)}" if known else "it takes none"
+        if option not in known | helped and not any(one.kind is one.VAR_KEYWORD for one in own):
+            allowed = f"allowed: {', '.join(known | helped)}" if known or helped else "it takes none"
             raise UserError(f"{key}.{option}: {value!r}: {name} takes no such option; {allowed}")
     for option, one in known.items():
         if one.default is one.empty and option not in options:
             raise UserError(f"{key}.{option}: is missing, and {name} needs it")
     given = {
-        option: _of_type(value, _annotation(compute, known.get(option)), f"{key}.{option}") for option, value in options.items()
+        option: _of_type(value, _annotation(compute, known.get(option)), f"{key}.{option}")
+        for option, value in options.items()
+        if option in known or option not in helped
     }
     return partial(compute, **given) if given else compute
+
+
+def with_keywords(helper: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """Return `helper` with those of the `options` at `key` that it takes as keyword-only arguments."""
+    own = _keywords(helper)
+    given = {
+        option: _of_type(value, _annotation(helper, own[option]), f"{key}.{option}")
+        for option, value in options.items()
+        if option in own
+    }
+    return partial(helper, **given) if given else helper
+
+
+def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters
+    return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
 
 
 def _annotation(compute: Callable[..., Any], parameter: inspect.Parameter | None) -> Any:
     if parameter is not None and parameter.annotation is not parameter.empty:
         with suppress(Exception):  # it is no type here, such as one that is imported for type checking alone
             written = SimpleNamespace(__annotations__={"it": parameter.annotation})
-            return typing.get_type_hints(written, getattr(compute, "__globals__", {}))["it"]
+            return typing.get_type_hints(written, getattr(compute, "__globals__", {}), include_extras=True)["it"]
     return Any
 
 
@@ -353,7 +367,13 @@ def _of_type(value: Any, kind: Any, path: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-        raise UserError(f"{path}: {value!r} is not {expected}") from None
+        raise UserError(f"{path}: {value!r} is not {_in_words(kind)}") from None
     except TypeError:  # not a type of YAML: the function's own to check
         return value
+
+
+def _in_words(kind: Any) -> str:
+    base, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
+    words = base.__name__ if isinstance(base, type) else str(base).replace("typing.", "")
+    limits = [(sign, getattr(each, name)) for each in bounds for sign, name in ((">", "gt"), (">=", "ge"), ("<=", "le"))]
+    return " ".join([words, *(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from runtime.algorithms.interfaces import (
     AGGREGATIONS,
@@ -18,6 +18,9 @@ from runtime.algorithms.interfaces import (
     LossInputs,
     LossOptions,
     LossOutputs,
+    NonNegative,
+    Positive,
+    Share,
     StepTokens,
     policy_loss,
 )
@@ -73,16 +76,18 @@ def _last(holds: Callable[[int], bool]) -> int:
     return low
 
 
-def drawn_within(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
-    """A share of all tokens, drawn among those with `low < covariance < high`."""
+def drawn_within(
+    tokens: StepTokens, batch_sum: BatchSum, *, share: Share = 0.0002, low: NonNegative = 1.0, high: NonNegative = 5.0
+) -> Tensor:
+    """Return a share of all tokens, drawn among those with `low < covariance < high`."""
     covariance = covariances(tokens, batch_sum)
-    within = (covariance > options.covariance_low) & (covariance < options.covariance_high)
-    return within & largest(tokens.draws.where(within, -1.0), options.covariance_share, batch_sum)
+    within = (covariance > low) & (covariance < high)
+    return within & largest(tokens.draws.where(within, -1.0), share, batch_sum)
 
 
-def highest(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
-    """The share of all tokens that has the largest covariances."""
-    return largest(covariances(tokens, batch_sum), options.covariance_share, batch_sum)
+def highest(tokens: StepTokens, batch_sum: BatchSum, *, share: Share = 0.0002) -> Tensor:
+    """Return the share of all tokens that has the largest covariances."""
+    return largest(covariances(tokens, batch_sum), share, batch_sum)
 
 
 @policy_loss("clip_cov", zero_without_advantage=True, chooses=drawn_within)
@@ -95,29 +100,29 @@ def clip_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 
 @policy_loss("kl_cov", zero_without_advantage=False, chooses=highest)
-def kl_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-r A`, and of the tokens of the highest covariances `-r A + c |logp - old_logp|` (the estimate of the KL is
+def kl_cov(inputs: LossInputs, options: LossOptions, *, kl: NonNegative = 1.0) -> LossOutputs:
+    """`-r A`, and of the tokens of the highest covariances `-r A + kl |logp - old_logp|` (the estimate of the KL is
     the authors' code's)."""
     assert inputs.chosen is not None
     log_ratio = inputs.logp - inputs.old_logp
-    loss = -log_ratio.exp() * inputs.advantages + options.covariance_kl * inputs.chosen * log_ratio.abs()
+    loss = -log_ratio.exp() * inputs.advantages + kl * inputs.chosen * log_ratio.abs()
     return LossOutputs(loss, {"actor/covariance_chosen": inputs.chosen})
 
 
-def beyond_second_moment(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
+def beyond_second_moment(tokens: StepTokens, batch_sum: BatchSum, *, threshold: NonNegative = 0.04) -> Tensor:
     """Those that have to go, the largest `m_t = (log r_t)^2` first, until the mean of m over the others is at most
-    `m2_threshold` τ (algorithm 1). Only those go whose advantage moves them on: where `A log r > 0`.
+    `threshold` τ (algorithm 1). Only those go whose advantage moves them on: where `A log r > 0`.
 
     A token counts m - τ, and of what may go only m > τ helps: so the others' sum rises with the largest m that stays.
     """
     assert tokens.start is not None
     gap = tokens.start - tokens.logp
-    moments, limit = gap.square(), options.m2_threshold
-    may_go, keys = (gap * tokens.advantages > 0) & (moments > limit), _keys(moments)
+    moments = gap.square()
+    may_go, keys = (gap * tokens.advantages > 0) & (moments > threshold), _keys(moments)
 
     def within(key: int) -> bool:
         kept = moments[~may_go | (keys <= key)]
-        return float(batch_sum((kept - limit).sum())) <= 0
+        return float(batch_sum((kept - threshold).sum())) <= 0
 
     return may_go & (keys > _last(within))
 
@@ -260,16 +265,18 @@ def ppo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 
 @policy_loss("decoupled", zero_without_advantage=True)
-def decoupled(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+def decoupled(
+    inputs: LossInputs, options: LossOptions, *, weight_cap: Positive = 2.0, weight_over: Literal["clamp", "drop"] = "clamp"
+) -> LossOutputs:
     """`w · ppo`, clipped about the proximal policy, `w = exp(prox - behaviour)` without gradient.
 
-    AReaL, arXiv:2505.24298, equation 5. w is clamped to `behaviour_weight_cap`, or dropped (0) beyond it; either way the
+    AReaL, arXiv:2505.24298, equation 5. w is clamped to `weight_cap`, or dropped (0) beyond it; either way the
     token still counts as one.
     """
     weight = (inputs.proximal_logp - inputs.behaviour_logp).detach().exp()
     loss, clips = clipped_surrogate(inputs.logp, inputs.proximal_logp, inputs.advantages, options)
-    beyond = weight > options.behaviour_weight_cap
-    capped = weight.masked_fill(beyond, 0.0 if options.behaviour_weight_over == "drop" else options.behaviour_weight_cap)
+    beyond = weight > weight_cap
+    capped = weight.masked_fill(beyond, 0.0 if weight_over == "drop" else weight_cap)
     return LossOutputs(capped * loss, clips | {"actor/behaviour_capfrac": beyond.to(loss.dtype)})
 
 
@@ -294,13 +301,15 @@ def gspo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 
 @policy_loss("sapo", zero_without_advantage=True)
-def sapo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+def sapo(
+    inputs: LossInputs, options: LossOptions, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
+) -> LossOutputs:
     """`-(4 / τ) sigmoid(τ (r - 1)) A`, `r = exp(logp - old_logp)`; τ is `tau_positive` where A > 0, else `tau_negative`.
 
     At r = 1 the gradient is that of `-r A`.
     """
     ratio, advantages = (inputs.logp - inputs.old_logp).exp(), inputs.advantages
-    tau = advantages.new_full((), options.tau_positive).where(advantages > 0, options.tau_negative)
+    tau = advantages.new_full((), tau_positive).where(advantages > 0, tau_negative)
     return LossOutputs(-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages)
 
 

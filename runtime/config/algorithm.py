@@ -21,13 +21,10 @@ class Algorithm(Section, frozen=True):
     `reinforce_plus_plus_baseline`: reward − mean of the group, whitened over the batch; `gae`: generalised advantage
     estimation, with a `critic`; `none`: 0, whatever the rewards, so that the KL term alone is learned from."""
     advantage_options: dict[str, Any] = {}
-    """Of an advantage of your own: what its function takes besides its two arguments, by name."""
+    """By name, what the advantage's function takes besides its two arguments. Of `group_norm`: `ddof` (1: unbiased deviation;
+    0: of the population) and `eps` (1e-6, added to the deviation); of `gae`: `whitened` (true: over the whole batch)."""
     group_std: Literal["group", "batch", "none"] = "group"
     """What `group_norm` divides by: the deviation of the `group`, of the whole `batch`, or `none`."""
-    group_std_ddof: Literal[0, 1] = 1
-    """1: unbiased deviation; 0: of the population."""
-    group_std_eps: Rate = 1e-6
-    """Added to the deviation."""
     gamma: Fraction = 1.0
     """Discount per token of `reinforce_plus_plus` and `gae`."""
     turn_discount: Fraction = 1.0
@@ -35,8 +32,6 @@ class Algorithm(Section, frozen=True):
     discounts it, per token."""
     gae_lambda: Fraction = 1.0
     """λ of `gae`."""
-    gae_whitened: bool = True
-    """The advantages of `gae` are whitened over the whole batch."""
     dynamic_sampling: bool = False
     """Drop each group whose valid rewards are all equal, as it is scored, and sample another prompt in its place (DAPO). Needs
     `sampling.group_size` of 2 or more."""
@@ -61,8 +56,12 @@ class Algorithm(Section, frozen=True):
     up to 1, as its weight; `m2po`: no clip, without the tokens of the largest ratios; `clip_cov`: `ppo` without some tokens,
     and `kl_cov`: a KL on some, of high covariance of advantage and log-probability."""
     loss_options: dict[str, Any] = {}
-    """Of a loss of your own: what its function takes besides its two arguments, by name. Of `vespo`: `power_positive`,
-    `decay_positive`, `power_negative` and `decay_negative`."""
+    """By name, what the loss's function takes besides its two arguments. `decoupled`: `weight_cap` (2, the largest weight) and
+    `weight_over` (`clamp` a larger one, or `drop` its token); `sapo`: `tau_positive` (1) and `tau_negative` (1.05), how steep
+    the gate is, by the sign of the advantage; `clip_cov`, `kl_cov`: `share` (0.0002) of the step's tokens, one at least;
+    `clip_cov`: `low` (1) and `high` (5), the covariances between which tokens are drawn; `kl_cov`: `kl` (1), the coefficient;
+    `m2po`: `threshold` (0.04), the mean of (log ratio)² over the tokens that stay; `vespo`: `power_positive`,
+    `decay_positive`, `power_negative`, `decay_negative`."""
     aggregation: str = "token_mean"
     """Over the whole step: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `dr_grpo` (sum / (episodes ·
     `aggregation_norm`)); `episode_mean_token_mean`: every episode weighs the same, however many branches it has. `gspo` and
@@ -75,24 +74,6 @@ class Algorithm(Section, frozen=True):
     """The ratio is clipped to 1 + this value at most."""
     dual_clip: Rate = 0.0
     """Above 1: bounds the loss of tokens with a negative advantage by so many times the advantage; 0: off."""
-    sapo_tau_positive: PositiveRate = 1.0
-    """How steep the gate of `sapo` is where the advantage is positive."""
-    sapo_tau_negative: PositiveRate = 1.05
-    """How steep it is where the advantage is negative."""
-    covariance_share: Fraction = 0.0002
-    """Of the step's tokens, those that `clip_cov` leaves out, or `kl_cov` puts a KL on; one at least."""
-    covariance_low: Rate = 1.0
-    """`clip_cov` draws them among tokens of a covariance above this."""
-    covariance_high: Rate = 5.0
-    """And below this."""
-    covariance_kl: Rate = 1.0
-    """The coefficient of the KL of `kl_cov`."""
-    m2_threshold: Rate = 0.04
-    """`m2po` leaves out tokens until the mean of the others' (log ratio)² is at most this."""
-    behaviour_weight_cap: PositiveRate = 2.0
-    """The largest weight in `decoupled`."""
-    behaviour_weight_over: Literal["clamp", "drop"] = "clamp"
-    """Tokens beyond it: `clamp` the weight, or `drop` them."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
     """The policy at the start of the step, where the loss takes it: `recomputed` by a forward pass (the loss's own, where the
     step makes one update), or `interpolated` between the policy that sampled and the one being trained, by the age of each

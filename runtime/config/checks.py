@@ -271,9 +271,9 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
             f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean, nor seq_mean_token_sum; "
             f"loss {algorithm.loss} is one value a sample"
         )
-    if algorithm.loss == "clip_cov" and algorithm.covariance_low >= algorithm.covariance_high:
-        low, high = algorithm.covariance_low, algorithm.covariance_high
-        yield f"algorithm.covariance_low: {low:g} is not below covariance_high {high:g}"
+    low, high = (algorithm.loss_options.get(name, usual) for name, usual in (("low", 1.0), ("high", 5.0)))
+    if algorithm.loss == "clip_cov" and all(isinstance(each, (int, float)) for each in (low, high)) and low >= high:
+        yield f"algorithm.loss_options.low: {low:g} is not below high {high:g}"
     if algorithm.turn_discount != 1 and algorithm.advantage in _BY_TOKEN:
         discount = f"{algorithm.turn_discount:g}"
         yield f"algorithm.turn_discount: {discount} is not 1; advantage {algorithm.advantage} discounts by gamma, per token"

@@ -71,6 +71,24 @@ _REMOVED = {
         for section in ("data", "data.train[]", "evaluation.sets[]")
         for role in get_args(Column)
     },
+    **{
+        f"algorithm.{key}": f"write algorithm.{mapping}: {{{option}: VALUE}}"
+        for mapping, options in {
+            "loss_options": {
+                "sapo_tau_positive": "tau_positive",
+                "sapo_tau_negative": "tau_negative",
+                "covariance_share": "share",
+                "covariance_low": "low",
+                "covariance_high": "high",
+                "covariance_kl": "kl",
+                "m2_threshold": "threshold",
+                "behaviour_weight_cap": "weight_cap",
+                "behaviour_weight_over": "weight_over",
+            },
+            "advantage_options": {"group_std_ddof": "ddof", "group_std_eps": "eps", "gae_whitened": "whitened"},
+        }.items()
+        for key, option in options.items()
+    },
     "critic.optimizer": "write critic.learning_rate; all else is training.optimizer's",
     "tune.optimizer": "write tune.learning_rate; all else is training.optimizer's",
     **{
@@ -191,6 +209,9 @@ def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
         return [f"{key}: {fault}" for fault in error.faults]
     if own_key in preset:
         return [f"{key}: {path}: names a preset itself; they do not nest"]
+    for chosen in ("loss", "advantage"):  # the options of another function than the preset's are no defaults
+        if chosen in given and given[chosen] != preset.get(chosen):
+            preset.pop(f"{chosen}_options", None)
     faults = [*refused(preset, section), *mismatches(preset, kind, "", _ROOT)]
     raw[section] = _filled(given, preset)
     return [f"{key}: {path}: {fault}" for fault in faults]

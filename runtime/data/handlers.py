@@ -281,7 +281,7 @@ def environment_of(row: Row, environment: str, key: str) -> str:
 
 def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
     """The columns that `row_format` names, else the handler's own; the query and system columns of its own may be missing."""
-    named: Mapping[str, str] = row_format.columns
+    named = {str(role): column for role, column in row_format.columns.items()}
     chosen = {role: named.get(role, getattr(of.columns, role)) for role in ("prompt", "query", "label", "system")}
     optional = tuple(role for role in ("query", "system") if role not in named)
     return FieldColumns(**chosen, optional=optional)

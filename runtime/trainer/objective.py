@@ -247,7 +247,7 @@ class PolicyObjective(Objective):
         if chooses is not None:
             columns["chosen"] = chosen = rows.mask.copy()
             tokens = step_tokens(rows, advantages, (self._seed, step))
-            chosen[rows.mask] = chooses(tokens, self._algorithm.loss_options, self._backend.batch_sum).numpy()
+            chosen[rows.mask] = chooses(tokens, self._backend.batch_sum).numpy()
         return columns, self.has_gradient(advantages)
 
     def rate_divisor(self, reduced: Reduced) -> float:

@@ -303,8 +303,8 @@ BATCH_WIDE = (
     {"advantage": "group_norm", "group_std": "batch"},
     {"advantage": "gpg", "loss": "gpg"},
     # What is chosen among the tokens of all ranks.
-    {"loss": "clip_cov", "covariance_share": 0.3, "covariance_low": 0.0},
-    {"loss": "kl_cov", "covariance_share": 0.3},
+    {"loss": "clip_cov", "loss_options": {"share": 0.3, "low": 0.0}},
+    {"loss": "kl_cov", "loss_options": {"share": 0.3}},
 )
 
 

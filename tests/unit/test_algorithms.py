@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -202,20 +203,20 @@ class TestPolicyLosses:
     def test_decoupled_weighs_by_the_capped_age_of_the_sample(self):
         proximal, behaviour = f64(-1.0, -1.0, -1.0), f64(-1.0, -1.3, -3.0)
         logp = (proximal + math.log(1.1)).requires_grad_()
-        outputs = decoupled(loss_inputs(logp, proximal, behaviour, f64(1, 1, -1)), LossOptions(behaviour_weight_cap=2.0))
+        outputs = decoupled(loss_inputs(logp, proximal, behaviour, f64(1, 1, -1)), LossOptions(), weight_cap=2.0)
         weights = f64(1.0, math.exp(0.3), 2.0)
         torch.testing.assert_close(outputs.loss, weights * f64(-1.1, -1.1, 1.1), rtol=1e-13, atol=0)
         assert outputs.metrics["actor/behaviour_capfrac"].tolist() == [0.0, 0.0, 1.0]
         (gradient,) = torch.autograd.grad(outputs.loss.sum(), logp)
         torch.testing.assert_close(gradient, weights * f64(-1.1, -1.1, 1.1), rtol=1e-13, atol=0)
-        dropping = LossOptions(behaviour_weight_cap=2.0, behaviour_weight_over="drop")
-        dropped = decoupled(loss_inputs(logp, proximal, behaviour, f64(1, 1, -1)), dropping)
+        inputs = loss_inputs(logp, proximal, behaviour, f64(1, 1, -1))
+        dropped = decoupled(inputs, LossOptions(), weight_cap=2.0, weight_over="drop")
         torch.testing.assert_close(dropped.loss, weights * f64(-1.1, -1.1, 0.0), rtol=1e-13, atol=0)
         assert dropped.metrics["actor/behaviour_capfrac"].tolist() == [0.0, 0.0, 1.0]
 
     def test_a_weight_at_its_cap_is_not_beyond_it(self):
         inputs = loss_inputs(f64(-1.0), f64(-1.0), f64(-1.0), f64(2.0))
-        outputs = decoupled(inputs, LossOptions(behaviour_weight_cap=1.0, behaviour_weight_over="drop"))
+        outputs = decoupled(inputs, LossOptions(), weight_cap=1.0, weight_over="drop")
         assert (outputs.loss.item(), outputs.metrics["actor/behaviour_capfrac"].item()) == (-2.0, 0.0)
 
     def test_decoupled_weight_carries_no_gradient(self):
@@ -412,7 +413,7 @@ class TestSapo:
     def test_value(self):
         logp, old = matrix([math.log(1.5), math.log(0.5)]), matrix([0.0, 0.0])
         inputs = LossInputs(logp, old, old, old, matrix([0.2, -0.3]), torch.ones(1, 2, dtype=torch.float64))
-        got = sapo(inputs, LossOptions(tau_positive=1.0, tau_negative=2.0)).loss
+        got = sapo(inputs, LossOptions(), tau_positive=1.0, tau_negative=2.0).loss
         expected = matrix([-4 / (1 + math.exp(-0.5)) * 0.2, 2 / (1 + math.exp(1.0)) * 0.3])
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
 
@@ -420,7 +421,8 @@ class TestSapo:
         old = matrix([-1.0, -2.0])
         logp = old.clone().requires_grad_()
         inputs = LossInputs(logp, old, old, old, matrix([2.0, -3.0]), torch.ones(1, 2, dtype=torch.float64))
-        (gradient,) = torch.autograd.grad(sapo(inputs, LossOptions(tau_positive=1.3, tau_negative=0.7)).loss.sum(), logp)
+        loss = sapo(inputs, LossOptions(), tau_positive=1.3, tau_negative=0.7).loss
+        (gradient,) = torch.autograd.grad(loss.sum(), logp)
         torch.testing.assert_close(gradient, matrix([-2.0, 3.0]), rtol=1e-13, atol=0)
 
 
@@ -584,7 +586,7 @@ FORMULAS: dict[str, tuple[Any, dict[str, float], dict[str, Any]]] = {
             "actor/covariance_chosen": lambda r, logp, a, chosen: chosen,
         },
     ),
-    "kl_cov": (kl_cov, {"covariance_kl": 0.7}, {"": lambda r, logp, a, chosen: -r * a + 0.7 * chosen * abs(math.log(r))}),
+    "kl_cov": (partial(kl_cov, kl=0.7), {}, {"": lambda r, logp, a, chosen: -r * a + 0.7 * chosen * abs(math.log(r))}),
     "m2po": (m2po, {}, {"": lambda r, logp, a, chosen: 0.0 if chosen else -r * a}),
 }
 
@@ -748,26 +750,27 @@ class TestChoice:
         np.testing.assert_allclose(covariances(one, own_part).numpy(), plain_covariances(one), rtol=1e-12)
 
     def test_kl_cov_takes_the_highest(self):
-        one, options = step(1), LossOptions(covariance_share=0.02)
-        got = highest(one, options, own_part).numpy()
+        one = step(1)
+        got = highest(one, own_part, share=0.02).numpy()
         assert got.sum() == 8
         assert set(np.flatnonzero(got)) == set(np.argsort(plain_covariances(one))[-8:])
 
     def test_clip_cov_draws_between_its_bounds(self):
-        one, options = step(2), LossOptions(covariance_share=0.02, covariance_low=0.5, covariance_high=1.5)
-        got, covariance = drawn_within(one, options, own_part).numpy(), plain_covariances(one)
+        one = step(2)
+        covariance = plain_covariances(one)
+        got = drawn_within(one, own_part, share=0.02, low=0.5, high=1.5).numpy()
         within = np.flatnonzero((covariance > 0.5) & (covariance < 1.5))
         assert len(within) > 8
         assert set(np.flatnonzero(got)) == set(within[np.argsort(one.draws.numpy()[within])[-8:]])
 
     def test_clip_cov_takes_no_more_than_there_are(self):
-        one, options = step(3), LossOptions(covariance_share=1.0, covariance_low=2.0, covariance_high=3.0)
-        covariance = plain_covariances(one)
-        assert np.array_equal(drawn_within(one, options, own_part).numpy(), (covariance > 2) & (covariance < 3))
+        one = step(3)
+        covariance, got = plain_covariances(one), drawn_within(one, own_part, share=1.0, low=2.0, high=3.0).numpy()
+        assert np.array_equal(got, (covariance > 2) & (covariance < 3))
 
     def test_one_token_at_least_is_chosen_and_none_of_none(self):
-        assert highest(step(4), LossOptions(covariance_share=0.0), own_part).sum() == 1
-        assert len(highest(step(4, 0), LossOptions(), own_part)) == 0
+        assert highest(step(4), own_part, share=0.0).sum() == 1
+        assert len(highest(step(4, 0), own_part)) == 0
 
     @pytest.mark.parametrize("limit", [0.0, 0.01, 0.04, 0.2])
     def test_m2po_takes_the_furthest_until_the_others_are_near_enough(self, limit: float):
@@ -779,25 +782,25 @@ class TestChoice:
             if moments[kept].mean() <= limit:
                 break
             kept[index] = False
-        got = beyond_second_moment(one, LossOptions(m2_threshold=limit), own_part).numpy()
+        got = beyond_second_moment(one, own_part, threshold=limit).numpy()
         assert np.array_equal(got, ~kept)
         assert got.any() == (moments.mean() > limit)
 
     def test_m2po_keeps_what_goes_back(self):
         one = step(7)
         back = StepTokens((one.logp - one.start).sign(), one.logp, one.draws, one.start)
-        assert not beyond_second_moment(back, LossOptions(m2_threshold=0.0), own_part).any()
+        assert not beyond_second_moment(back, own_part, threshold=0.0).any()
 
     @pytest.mark.parametrize("cuts", [[150], [0, 399], [400]])
     def test_parts_measure_the_second_moment_together(self, cuts: list[int]):
-        one, options = step(8), LossOptions()
-        got = in_parts(one, cuts, lambda part, batch_sum: beyond_second_moment(part, options, batch_sum))
-        assert torch.equal(got, beyond_second_moment(one, options, own_part)) and 0 < got.sum() < 200
+        one = step(8)
+        got = in_parts(one, cuts, beyond_second_moment)
+        assert torch.equal(got, beyond_second_moment(one, own_part)) and 0 < got.sum() < 200
 
-    @pytest.mark.parametrize("choose", [highest, drawn_within])
+    @pytest.mark.parametrize("choose", [partial(highest, share=0.03), partial(drawn_within, share=0.03, low=0.5, high=4.0)])
     @pytest.mark.parametrize("cuts", [[150], [0, 399], [400]])
     def test_parts_choose_together_what_the_whole_does(self, choose, cuts: list[int]):
-        one, options = step(5), LossOptions(covariance_share=0.03, covariance_low=0.5, covariance_high=4.0)
-        got = in_parts(one, cuts, lambda part, batch_sum: choose(part, options, batch_sum))
-        assert torch.equal(got, choose(one, options, own_part))
+        one = step(5)
+        got = in_parts(one, cuts, choose)
+        assert torch.equal(got, choose(one, own_part))
         assert got.sum() == 12

@@ -16,6 +16,7 @@ from runtime.chosen_algorithm import choose, groups_per_update, streams, updates
 from runtime.config import Algorithm, Config, Data, Evaluation, EvaluationSet, Run, Source, Training
 from runtime.errors import UserError
 from runtime.registry import Registry
+from tests.unit.config_cases import cases
 
 
 @pytest.mark.parametrize(("mini_batch", "size", "updates"), [(0, 8, 1), (8, 8, 1), (2, 2, 4)])
@@ -163,7 +164,26 @@ def test_options_are_what_comes_behind_the_two_arguments() -> None:
         with_options(whatever, {"inputs": 1}, "key")
 
 
-def test_a_built_in_loss_takes_no_options_there() -> None:
-    config = Config(run=Run(name="a"), algorithm=Algorithm(loss="ppo", loss_options={"clip": 0.1}))
-    with pytest.raises(UserError, match=r"^algorithm\.loss_options\.clip: 0\.1: \w+ takes no such option; it takes none$"):
-        choose(config)
+BUILT_IN = """
+loss: ppo, loss_options: {clip: 0.1} => loss_options.clip: 0.1: ppo takes no such option; it takes none
+loss: clip_cov, loss_options: {kl: 1} => loss_options.kl: 1: clip_cov takes no such option; allowed: share, low, high
+loss: kl_cov, loss_options: {low: 1} => loss_options.low: 1: kl_cov takes no such option; allowed: kl, share
+loss: kl_cov, loss_options: {share: 1.5} => loss_options.share: 1.5 is not float >= 0 <= 1
+loss: sapo, loss_options: {tau_positive: 0} => loss_options.tau_positive: 0 is not float > 0
+loss_options: {weight_over: cut} => loss_options.weight_over: 'cut' is not Literal['clamp', 'drop']
+advantage_options: {ddof: 2} => advantage_options.ddof: 2 is not Literal[0, 1]
+advantage: gae, advantage_options: {whitened: 1} => advantage_options.whitened: 1 is not bool
+"""
+
+
+@pytest.mark.parametrize(("algorithm", "fault"), cases(BUILT_IN))
+def test_what_a_function_of_sluice_does_not_take_is_refused(algorithm: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape('algorithm.' + fault)}$"):
+        choose(Config(run=Run(name="a"), algorithm=Algorithm(**algorithm)))
+
+
+def test_options_reach_what_else_a_function_is_registered_with() -> None:
+    options: dict[str, Any] = {"advantage": "gae", "loss": "kl_cov", "loss_options": {"kl": 0.5, "share": 0.1}}
+    chosen = choose(Config(run=Run(name="a"), algorithm=Algorithm(**options, advantage_options={"whitened": False})))
+    assert chosen.advantage.streams(chosen.advantage_options)
+    assert (chosen.loss.compute.keywords, chosen.loss.chooses.keywords) == ({"kl": 0.5}, {"share": 0.1})  # type: ignore

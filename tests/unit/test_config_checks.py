@@ -110,7 +110,7 @@ algorithm: {loss: ppo, correction: icepop, correction_low: 1.5}
   => algorithm.correction_low: [1.5, 5] leaves out 1, the weight where both engines agree
 algorithm: {loss: gspo}
   => algorithm.aggregation: 'token_mean' is not seq_mean_token_mean, nor seq_mean_token_sum; loss gspo is one value a
-algorithm: {loss: clip_cov, covariance_low: 5} => algorithm.covariance_low: 5 is not below covariance_high 5
+algorithm: {loss: clip_cov, loss_options: {low: 5}} => algorithm.loss_options.low: 5 is not below high 5
 algorithm: {kl_target: 0.1} => algorithm.kl_target: needs kl_coefficient > 0 to start from
 algorithm: {kl_importance_weighted: true, kl_placement: reward}
   => algorithm.kl_importance_weighted: true is for kl_placement loss

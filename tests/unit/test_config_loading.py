@@ -124,7 +124,7 @@ def test_aliases_are_copies_and_merge_keys_no_duplicates(loading: Loading) -> No
 FAULTY = """
 trianing: {}
 training: {optimizer: {lerning_rate: 1, betas: [0.9]}}
-algorithm: {behaviour_weight_cap: 0, correction_cap: -1}
+algorithm: {dual_clip: -1, correction_cap: -1}
 services: {rollout: {slots: many, dtype: fp32, env: {A: 1}}, trainer: 5}
 evaluation: {before: yes, top_p: 2}
 rewards: {rules: [{weight: 1}]}
@@ -143,7 +143,7 @@ kl_coefficient: unknown key; nearest is 'algorithm.kl_coefficient'
 stop.qux: unknown key; allowed are hours, accuracy
 training.optimizer.lerning_rate: unknown key; nearest is 'learning_rate'
 training.optimizer.betas: has 1 items, not 2
-algorithm.behaviour_weight_cap: 0 is not a finite number > 0
+algorithm.dual_clip: -1 is not a finite number >= 0
 algorithm.correction_cap: -1 is not a finite number > 0
 services.rollout.slots: 'many' is not an integer >= 1
 services.rollout.dtype: 'fp32' is not one of auto, bfloat16, float32
@@ -275,6 +275,12 @@ def test_a_preset_fills_what_the_user_leaves_out(loading: Loading, tmp_path: Pat
     assert (own.algorithm.loss, own.algorithm.clip_low) == ("ppo", 0.5)
     path.unlink()
     assert loading(to_yaml(own)) == own, "a resolved file outlives its preset"
+
+
+def test_options_of_a_preset_are_merged_by_name_and_count_for_its_own_loss(loading: Loading) -> None:
+    merged = loading(RUN, "algorithm.preset=kl_cov", "algorithm.loss_options.share=0.1")
+    assert merged.algorithm.loss_options == {"share": 0.1, "kl": 1.0}
+    assert loading(RUN, "algorithm={preset: kl_cov, loss: ppo}").algorithm.loss_options == {}
 
 
 def test_every_packaged_preset_is_sound(loading: Loading, sound: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ class Oracle:
             clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
             loss = torch.maximum(-ratio * advantage, -clipped * advantage)
             if algorithm.loss == "decoupled":
-                loss = torch.exp(start - behaviour).clamp(max=algorithm.behaviour_weight_cap) * loss
+                loss = torch.exp(start - behaviour).clamp(max=algorithm.loss_options.get("weight_cap", 2.0)) * loss
             x = logp - row.reference[kept]
             entropy = -(row.every_logp[kept].exp() * row.every_logp[kept]).sum(-1)
             sums.add((id(row.group), row.index), loss, (torch.exp(-x) - 1 + x).clamp(max=10), entropy)
@@ -239,7 +239,7 @@ class PolicyLoop(Loop):
                 if algorithm.proximal == "interpolated":
                     share = 1 / token.age if token.age else 0.0
                     proximal = share * old + (1 - share) * new.detach()
-                weight = min(math.exp(proximal - old), algorithm.behaviour_weight_cap)
+                weight = min(math.exp(proximal - old), algorithm.loss_options.get("weight_cap", 2.0))
                 ratio, advantage = torch.exp(new - proximal), advantages[token.sample, token.t]
                 clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
                 terms.append(weight * torch.max(-ratio * advantage, -clipped * advantage))
