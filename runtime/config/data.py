@@ -164,8 +164,6 @@ class Evaluation(Section, frozen=True):
     """Sample from the likeliest tokens that have this probability together; 1: from all."""
     top_k: NonNegative = 0
     """Sample from so many of the likeliest tokens; 0: from all."""
-    min_p: Fraction = 0.0
-    """Leave out tokens with less than this share of the likeliest one's probability; 0: none."""
     max_new_tokens: TokensOr0 = 0
     """Of a reply, at most. 0: `sampling.max_new_tokens`."""
     before: bool = True

@@ -7,7 +7,6 @@ One attempt shows all faults: one line each, with its path in the file. msgspec'
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -59,7 +58,7 @@ S = TypeVar("S", bound=Section)
 
 _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two formats that ours lacks
 
-# Keys of earlier versions, by path, `[]` for each item of a list: what to write now.
+# Keys of earlier versions, by path, where `*` is a role, a fleet or a name: what to write now.
 _REMOVED = {
     "publication.staging": "there is one way now, what shadow was; leave the key out",
     "gateway.player": "write services.environment, whose agents are called, and given their episode's URL and key",
@@ -68,7 +67,7 @@ _REMOVED = {
     "publication.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
     **{
         f"{section}.{role}_key": f"write columns: {{{role}: NAME}}"
-        for section in ("data", "data.train[]", "evaluation.sets[]")
+        for section in ("data", "data.train.*", "evaluation.sets.*")
         for role in get_args(Column)
     },
     **{
@@ -90,6 +89,8 @@ _REMOVED = {
         for key, option in options.items()
     },
     "critic.optimizer": "write critic.learning_rate; all else is training.optimizer's",
+    "training.optimizer.momentum": "Muon's is 0.95; leave the key out",
+    "evaluation.min_p": "evaluations filter by top_p and top_k; leave the key out",
     "tune.optimizer": "write tune.learning_rate; all else is training.optimizer's",
     **{
         f"warmup.{key}": "follows from warmup.task; leave the key out"
@@ -383,7 +384,7 @@ def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, r
     for key, item in value.items():
         if key in known:
             yield from mismatches(item, known[key].type, prefix + key, root)
-        elif now := _REMOVED.get(re.sub(r"\.\d+\.", "[].", f"{prefix}{key}")):
+        elif now := _replacement(prefix + key):
             yield f"{prefix}{key}: no longer a key: {now}"
         else:
             yield f"{prefix}{key}: unknown key; {_nearest(str(key), list(known), root)}"
@@ -394,8 +395,9 @@ def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, r
 
 def _replacement(path: str) -> str:
     """Return what to write instead of the removed key `path`; "" if no earlier version had it. The path may lack its section
-    `services`, as in the file of a preset."""
-    found = [now for old, now in _REMOVED.items() if fnmatchcase(path, old) or fnmatchcase(f"services.{path}", old)]
+    `services` or `algorithm`, as in the file of a preset."""
+    paths = (path, f"services.{path}", f"algorithm.{path}")
+    found = [now for old, now in _REMOVED.items() if any(fnmatchcase(each, old) for each in paths)]
     return found[0] if found else ""
 
 

@@ -25,9 +25,6 @@ class Optimizer(Section, frozen=True):
     name: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
     """`adamw`; `muon`: Muon for the matrices of the layers, AdamW for all else, with one learning rate; `adamw_8bit`: AdamW
     whose moments have 8 bits, with `pip install 'sluice-rl[torchao]'`. Engine megatron has `adamw` alone."""
-    momentum: Fraction = 0.95
-    """Muon's μ."""
-
     learning_rate: Rate = 1e-6
     """The highest, after the warm-up."""
     min_learning_rate: Rate = 0.0

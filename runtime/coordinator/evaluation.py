@@ -221,7 +221,6 @@ def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
         temperature=held_out.settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
-        min_p=settings.min_p,
         stop_token_ids=context.stop_token_ids,
     )
 

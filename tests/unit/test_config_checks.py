@@ -13,7 +13,7 @@ import pytest
 from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
-from runtime.config.loading import _REMOVED, resolve, type_faults
+from runtime.config.loading import _REMOVED, _replacement, resolve, type_faults
 from runtime.config.service_checks import colocation_faults, device_faults, network_faults, unequal_numbers
 from runtime.coordinator.run_context import accelerators
 from runtime.errors import ConfigError
@@ -198,11 +198,13 @@ def test_a_value_that_was_removed_says_what_to_write_now(given: dict[str, Any], 
 
 @pytest.mark.parametrize(("path", "now"), _REMOVED.items())
 def test_a_key_that_was_removed_says_what_to_write_now(path: str, now: str) -> None:
-    raw: Any = 1
-    for part in reversed(path.split(".")):
-        raw = {part.removesuffix("[]"): [raw] if part.endswith("[]") else raw}
-    key = path.replace("[]", ".0")
-    assert f"{key}: no longer a key: {now}" in type_faults({"run": {"name": "x"}, **raw})
+    key = path.replace("*", "0")
+    assert _replacement(key) == now
+    if not path.startswith("services.*"):  # whose roles have different keys
+        raw: Any = 1
+        for part in reversed(key.split(".")):
+            raw = [raw] if part == "0" else {part: raw}
+        assert f"{key}: no longer a key: {now}" in type_faults({"run": {"name": "x"}, **raw})
 
 
 def test_a_removed_key_of_a_presets_file_is_refused(sound: dict[str, Any], tmp_path: Path) -> None:

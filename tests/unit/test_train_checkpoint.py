@@ -358,7 +358,7 @@ def test_a_gradient_of_0_moves_nothing():
 def test_matrices_of_layers_are_muons_and_all_else_adamws(tmp_path: Path, tied: bool):
     model = hf_policy.load_policy(make_policy(tmp_path, tied=tied))
     parameters = dict(model.named_parameters())
-    options = Optimizer(name="muon", learning_rate=1e-2, weight_decay=0.1, momentum=0.8)
+    options = Optimizer(name="muon", learning_rate=1e-2, weight_decay=0.1)
     optimizer = optimizers.make_optimizer(options, model, parameters, torch.float64)
     before = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
     rng = np.random.default_rng(1)
@@ -369,7 +369,7 @@ def test_matrices_of_layers_are_muons_and_all_else_adamws(tmp_path: Path, tied: 
         optimizer.step()
     for name, parameter in parameters.items():
         if ".layers." in name and parameter.ndim == 2:
-            expected = plain_muon(before[name], gradients[name], rate=1e-2, decay=0.1, momentum=0.8)
+            expected = plain_muon(before[name], gradients[name], rate=1e-2, decay=0.1, momentum=0.95)
         else:
             alone = torch.nn.Parameter(torch.from_numpy(before[name].copy()))
             adamw = torch.optim.AdamW([alone], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1 * (alone.ndim > 1))

@@ -17,7 +17,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
 _COEFFICIENTS, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # Keller Jordan's
 _BLOCK, _SMALL = 256, 4096
-_RMS = 0.2  # root mean square of an AdamW update, as measured for Moonlight
+_MU = 0.95  # Muon's momentum, Keller Jordan's
+_RMS = 0.2  # of an update by AdamW, as Moonlight measured it
 
 
 def make_optimizer(
@@ -38,7 +39,7 @@ def make_optimizer(
     settings["fused"] = {p.device.type for p in every} <= {"cpu", "cuda"}
     if options.name == "muon":
         groups.append({"params": [p for p in every if p in hidden], "weight_decay": options.weight_decay})
-        return Muon(groups, hidden, options.momentum, compute, **settings)
+        return Muon(groups, hidden, _MU, compute, **settings)
     return torch.optim.AdamW(groups, **settings)
 
 
