@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GroupSums:
-    """The rewards of B episodes by group. Those that are not valid count nowhere, whatever their reward.
+    """The rewards of B episodes by group. An episode that is not valid counts nowhere, whatever its reward.
 
     rewards [B], groups int64 [B] from 0, valid bool [B] or None for all.
     """
@@ -30,11 +30,11 @@ class GroupSums:
         self.sum = self.sums(self.rewards)[groups]  # [B]
 
     def sums(self, values: Tensor) -> Tensor:
-        """[number of groups], from values [B]."""
+        """Return [number of groups], from values [B]."""
         return values.new_zeros(self._count).index_add(0, self._groups, values)
 
     def equal(self) -> Tensor:
-        """bool [B]: whether the rewards of the sample's group are all equal."""
+        """Return whether the rewards of the sample's group are all equal, bool [B]."""
         low, high = (
             self.rewards.new_full((self._count,), sign * float("inf")).scatter_reduce(
                 0, self._groups, self.rewards.masked_fill(self.weight == 0, sign * float("inf")), reduction
@@ -44,7 +44,7 @@ class GroupSums:
         return (low >= high)[self._groups]
 
     def deviation(self) -> Tensor:
-        """`r - mean_g`, [B]: 0 in a group of equal rewards, r in a group of one, 0 where not valid."""
+        """Return `r - mean_g`, [B]: 0 in a group of equal rewards, r in a group of one, 0 where not valid."""
         single = self.size <= 1
         mean = (self.sum / self.size.clamp(min=1)).masked_fill(single, 0.0)
         # Rounding leaves the mean of equal rewards off by an ulp, which eps would not hide.
@@ -55,7 +55,7 @@ EPS = 1e-8
 
 
 def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] = own_part) -> Tensor:
-    """`(x - mean) / sqrt(var + 1e-8)` with moments of the masked values, variance unbiased; 0 outside the mask. [B, T].
+    """Return `(x - mean) / sqrt(var + 1e-8)` with moments of the masked values, variance unbiased; 0 outside the mask. [B, T].
 
     `batch_sum` adds up a tensor over the parts of the batch. Mean and squares take a sum each, as the square of a sum
     loses digits where the mean is large.
@@ -73,7 +73,7 @@ def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] =
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None) -> Tensor:
-    """`1[t = last] R - penalty_t` (Ziegler et al., arXiv:1909.08593): rewards [B] -> [B, T].
+    """Return `1[t = last] R - penalty_t` (Ziegler et al., arXiv:1909.08593): rewards [B] -> [B, T].
 
     A row without a masked token has no last one: all its rewards are 0.
     """
@@ -83,7 +83,7 @@ def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """`G_t = r_t + γ G_{t+1}`, t + 1 being the next masked token."""
+    """Return `G_t = r_t + γ G_{t+1}`, t + 1 being the next masked token."""
     order = _trained_first(mask)
     return _restore(_accumulate((rewards * mask).gather(1, order), mask, gamma), order) * mask
 
@@ -96,7 +96,7 @@ def token_gae(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (GAE, arXiv:1506.02438, equation 16).
+    """Return advantages and returns (GAE, arXiv:1506.02438, equation 16).
 
     `δ_t = r_t + γ V_{t+1} - V_t`, V after the last masked token being 0; `A_t = δ_t + γλ A_{t+1}`; returns `A + V`; t + 1 is
     the next masked token. The actions are the policy's own tokens. What an environment wrote between two of them belongs to the
@@ -113,7 +113,7 @@ def token_gae(
 
 
 def _trained_first(mask: Tensor) -> Tensor:
-    """int64 [B, T]: the masked tokens of each row in order, then the others."""
+    """Return int64 [B, T]: the masked tokens of each row in order, then the others."""
     return mask.argsort(dim=1, descending=True, stable=True)
 
 
@@ -122,7 +122,7 @@ def _restore(packed: Tensor, order: Tensor) -> Tensor:
 
 
 def _accumulate(packed: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """`y_t = x_t + decay · y_{t+1}` along rows that hold zeros after their masked tokens."""
+    """Return `y_t = x_t + decay · y_{t+1}` along rows that hold zeros after their masked tokens."""
     out = packed.clone()
     longest = int(mask.sum(1).max()) if mask.numel() else 0
     for t in range(longest - 2, -1, -1):
@@ -143,7 +143,7 @@ def group_norm(
     scale: str = "group",
     batch_sum: Callable[[Tensor], Tensor] = own_part,
 ) -> Tensor:
-    """`(r - mean_g) / (std_g + eps)` per sample, [B] (GRPO, arXiv:2402.03300, section 4.1.2).
+    """Return `(r - mean_g) / (std_g + eps)` per sample, [B] (GRPO, arXiv:2402.03300, section 4.1.2).
 
     `scale` is "group", "batch" (the standard deviation of all valid rewards) or "none" (Dr. GRPO, arXiv:2503.20783,
     section 3.2). Only valid samples count; the others get 0. Equal rewards give exactly 0; a group of one has mean 0 and
@@ -166,7 +166,7 @@ def group_norm(
 
 
 def rloo(rewards: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor:
-    """`r_i - mean of the others in the group`, [B] (RLOO, arXiv:2402.14740, section 3).
+    """Return `r_i - mean of the others in the group`, [B] (RLOO, arXiv:2402.14740, section 3).
 
     Only valid samples count; the others get 0. A group of one keeps its reward.
     """
@@ -176,8 +176,8 @@ def rloo(rewards: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor
 
 
 def opo(rewards: Tensor, groups: Tensor, lengths: Tensor, valid: Tensor | None = None) -> Tensor:
-    """`r_i - Σ_j l_j r_j / Σ_j l_j` over the group, [B]: the baseline of least variance, were the squared gradient of a sample
-    as large as it is long (OPO, arXiv:2505.23585, section 3).
+    """Return `r_i - Σ_j l_j r_j / Σ_j l_j` over the group, [B] (OPO, arXiv:2505.23585, section 3). The baseline has the least
+    variance if the squared gradient of a sample is proportional to the length of the sample.
 
     lengths [B], in trained tokens. Only valid samples count; the others get 0. A group of one keeps its reward.
     """
@@ -189,14 +189,14 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor, valid: Tensor | None =
     return deviation.where(~within.equal() | single, 0.0)
 
 
-# Rewards of turns, where an estimator has one advantage for a whole episode: process supervision of GRPO (DeepSeekMath,
-# arXiv:2402.03300, section 4.1.3). All turns of a group that were rewarded are normalised together, as its episodes are, and a
-# token's advantage is its episode's and the sum of those of its own turn and the later ones along its row.
+# Rewards of turns, for estimators with one advantage for a whole episode: process supervision of GRPO (DeepSeekMath,
+# arXiv:2402.03300, section 4.1.3). The rewarded turns of a group are normalised together, as its episodes are. A token's
+# advantage is the advantage of its episode plus those of its own turn and of the later turns of its row.
 
 
 def rloo_turns(values: Tensor, groups: Tensor, episodes: Tensor) -> Tensor:
-    """`r - mean of the rewards of turns of the group's other episodes`, [K]; r where these have none. `groups` and `episodes`
-    int64 [K], from 0."""
+    """Return `r - mean of the rewards of turns of the group's other episodes`, [K]; r where the others have no such reward.
+    `groups` and `episodes`: int64 [K], from 0."""
     deviation = GroupSums(values, groups, None).deviation()  # exactly 0 where all are equal
     of_group, own = GroupSums(deviation, groups, None), GroupSums(deviation, episodes, None)
     others = of_group.size - own.size
@@ -204,10 +204,9 @@ def rloo_turns(values: Tensor, groups: Tensor, episodes: Tensor) -> Tensor:
 
 
 def with_turns(advantages: Tensor, normalised: Tensor, inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """`A_t + Σ_{u >= turn of t} d^(u - turn of t) r_u`, [B, T], from advantages [B] and the turns' `normalised` rewards [K].
-
-    A turn is a run of trained tokens along a row, r_u the sum of what was given at its tokens, d `turn_discount`. Where no turn
-    was rewarded, [B, 1].
+    """Return `A_t + Σ_{u >= turn of t} d^(u - turn of t) r_u`, [B, T], from advantages [B] and the turns' `normalised` rewards
+    [K]. A turn is a run of trained tokens along a row; r_u is the sum of the rewards at the tokens of turn u; d is
+    `turn_discount`. Return [B, 1] if no turn was rewarded.
     """
     if inputs.turns is None or not len(inputs.turns.rows):
         return advantages[:, None]
@@ -224,7 +223,7 @@ def with_turns(advantages: Tensor, normalised: Tensor, inputs: AdvantageInputs, 
 
 
 def _turns(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards of turns [K], and of each its group and episode."""
+    """Return the rewards of turns [K], with the group and the episode of each."""
     if inputs.turns is None:
         return inputs.rewards[:0], inputs.groups[:0], inputs.groups[:0]
     rows = inputs.turns.rows
@@ -235,7 +234,7 @@ def _turns(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
 def group_norm_advantage(
     inputs: AdvantageInputs, options: AdvantageOptions, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-6
 ) -> Tensor:
-    """With rewards of turns: `(r - mean) / (std + eps)` over all those of the group, or of the batch, too."""
+    """Return `group_norm`; rewards of turns are normalised likewise, over all rewards of turns of the group or batch."""
     settings: Any = {"eps": eps, "ddof": ddof, "scale": options.group_std, "batch_sum": inputs.batch_sum}
     episodes = group_norm(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)), **settings)
     turns, groups, _ = _turns(inputs)
@@ -244,7 +243,7 @@ def group_norm_advantage(
 
 @advantage("rloo", streamable=True)
 def rloo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """With rewards of turns: `rloo_turns`."""
+    """Return `rloo`, with `rloo_turns` for rewards of turns."""
     values, groups, episodes = _turns(inputs)
     own = rloo(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)))
     return with_turns(inputs.of_rows(own), rloo_turns(values, groups, episodes), inputs, options)
@@ -252,7 +251,7 @@ def rloo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor
 
 @advantage("opo", streamable=True)
 def opo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """With rewards of turns: `r - mean` over all those of the group."""
+    """Return `opo`; rewards of turns are `r - mean` over all rewards of turns of the group."""
     rewards, groups, valid = map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid))
     lengths = rewards.new_zeros(len(rewards)).index_add(0, inputs.episodes, inputs.mask.sum(1))
     turns, of_turns, _ = _turns(inputs)
@@ -262,12 +261,12 @@ def opo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
 
 @advantage("gpg", streamable=False)
 def gpg_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """`α (r_i - mean_g)`, where α is the number of the batch's samples over that of those whose group's rewards are not all
-    equal: the others are averaged over, and have no gradient (GPG, arXiv:2504.02546, section 2; F_norm is 1). With rewards of
-    turns: `α (r - mean)` over all those of the group too."""
+    """Return `α (r_i - mean_g)` (GPG, arXiv:2504.02546, section 2; F_norm is 1). α is the number of the batch's samples over
+    the number of samples whose group has unequal rewards: the other samples are averaged over, but have no gradient. Rewards of
+    turns are `α (r - mean)` over all rewards of turns of the group."""
     within = GroupSums(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)))
-    counted, telling = (inputs.batch_sum(each.sum()) for each in (within.weight, within.weight * ~within.equal()))
-    scale = counted / telling.clamp(min=1)
+    counted, unequal = (inputs.batch_sum(each.sum()) for each in (within.weight, within.weight * ~within.equal()))
+    scale = counted / unequal.clamp(min=1)
     turns, groups, _ = _turns(inputs)
     own = inputs.of_rows(scale * within.deviation())
     return with_turns(own, scale * GroupSums(turns, groups, None).deviation(), inputs, options)
@@ -275,16 +274,16 @@ def gpg_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
 
 @advantage("reinforce_plus_plus", streamable=False)
 def reinforce_plus_plus(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """Discounted returns to go of `1[t = last] R - β KL_t` and of the turns' rewards, whitened over all trained tokens, [B, T]
-    (section 3)."""
+    """Return the discounted returns to go of `1[t = last] R - β KL_t` and of the turns' rewards, [B, T], whitened over all
+    trained tokens (section 3)."""
     returns = returns_to_go(inputs.token_rewards, inputs.mask, options.gamma)
     return whiten(returns, inputs.mask, inputs.batch_sum)
 
 
 @advantage("reinforce_plus_plus_baseline", streamable=False)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """`r_i - mean_g`, whitened over the batch, every episode weighing as many times as it has trained tokens. [B, T]. With
-    rewards of turns: `r - mean` over all those of the group too, before the whitening."""
+    """Return `r_i - mean_g`, [B, T], whitened over the batch: an episode counts once for each trained token. Rewards of turns
+    are `r - mean` over all rewards of turns of the group, before the whitening."""
     episodes = GroupSums(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid))).deviation()
     turns, groups, _ = _turns(inputs)
     advantages = with_turns(inputs.of_rows(episodes), GroupSums(turns, groups, None).deviation(), inputs, options)
@@ -300,7 +299,7 @@ def gae(inputs: AdvantageInputs, options: AdvantageOptions, *, whitened: bool = 
 
 
 def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """The returns `A + V` of the same estimate, before any whitening: what the critic is trained towards. [B, T]."""
+    """Return the returns `A + V` [B, T] of the same estimate, before any whitening. They are the critic's targets."""
     return _estimate(inputs, options)[1]
 
 
@@ -311,29 +310,30 @@ def _estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tenso
 
 @advantage("none", streamable=True)
 def no_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """0, whatever the rewards, [B, 1]: what is learned comes of the KL term alone."""
+    """Return 0 [B, 1], whatever the rewards: only the KL term is learned from."""
     return inputs.rewards.new_zeros(len(inputs.rewards), 1)
 
 
 def less_divergence(advantages: Tensor, divergence: Tensor, mask: Tensor, coefficient: float) -> Tensor:
-    """`A_t - β D_t` at the trained tokens, [B, T]: advantages [B, T] or [B, 1], `divergence` an estimate of the KL there.
+    """Return `A_t - β D_t` at the trained tokens, [B, T]. `advantages` is [B, T] or [B, 1]; D is `divergence`, an estimate of
+    the KL at each token.
 
-    On-policy distillation: with k1, `D_t = log π(y_t) - log π_teacher(y_t)` of tokens that π sampled, and the policy gradient
-    `E_π[Σ_t D_t ∇ log π(y_t)]` is that of `Σ_t KL(π || teacher)` at the states that π comes to, the reverse KL. No token
-    answers for those behind it: a discount of 0. Thinking Machines Lab, "On-Policy Distillation" (2025), where A = 0 and β = 1;
-    Qwen3 (arXiv:2505.09388, section 4.5); GKD (arXiv:2306.13649, section 3), which takes D over the whole vocabulary, and mixes
-    it with a reward in the same way (section 3.1).
+    On-policy distillation: with k1, `D_t = log π(y_t) - log π_teacher(y_t)` of tokens that π sampled. The policy gradient
+    `E_π[Σ_t D_t ∇ log π(y_t)]` is the gradient of the reverse KL, `Σ_t KL(π || teacher)` at the states that π reaches. No
+    token answers for later tokens: the discount is 0. Thinking Machines Lab, "On-Policy Distillation" (2025), where A = 0 and
+    β = 1; Qwen3 (arXiv:2505.09388, section 4.5); GKD (arXiv:2306.13649, section 3), which takes D over the whole
+    vocabulary, and mixes it with a reward in the same way (section 3.1).
     """
     return (advantages - coefficient * divergence) * mask
 
 
 def has_signal(rewards: Iterable[float], valid: Iterable[bool]) -> bool:
-    """Whether the valid rewards of a group are not all equal (dynamic sampling; DAPO, arXiv:2503.14476, section 3.2)."""
+    """Return whether the valid rewards of a group are not all equal (dynamic sampling; DAPO, arXiv:2503.14476, section 3.2)."""
     return len({reward for reward, counts in zip(rewards, valid, strict=True) if counts}) > 1
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """0 up to `max_length - buffer` tokens, falling to -1 at `max_length` and -1 beyond (DAPO, equation 13).
+    """Return 0 up to `max_length - buffer` tokens, falling to -1 at `max_length`, and -1 beyond (DAPO, equation 13).
 
     lengths float [B] -> [B]; `buffer` is at least 1.
     """
@@ -341,5 +341,5 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tens
 
 
 def missing_eos_penalty(truncated: Tensor, penalty: float) -> Tensor:
-    """`-penalty` where generation stopped by length, else 0. truncated [B], 1.0 or 0.0 -> [B]."""
+    """Return `-penalty` where generation stopped by length, else 0, [B]. `truncated` is 1.0 or 0.0, [B]."""
     return -penalty * truncated

@@ -1,4 +1,4 @@
-"""What an evaluation says of the samples of each problem, and how sure that is."""
+"""Figures of an evaluation from the samples of each problem, and their standard error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """`1 - C(n - c, k) / C(n, k)`: the chance that k of the n samples, c of them correct, hold a correct one.
+    """Return `1 - C(n - c, k) / C(n, k)`: the chance that k of the n samples, c of them correct, hold a correct one.
 
     Unbiased (Chen et al., arXiv:2107.03374, equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
@@ -18,11 +18,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> bool:
-    """Whether the answer that most of the first k samples give is correct.
+    """Return whether the answer that most of the first k samples give is correct.
 
-    Each sample has one vote for its final answer; one without an answer (None) has none, and where nobody votes the result is
-    False (Wang et al., arXiv:2203.11171, section 2: argmax over a of the count of a_i = a). A tie goes to the answer that was
-    the first to reach the count. Equal answers are taken to be equally correct: the first one's verdict stands.
+    Each sample votes for its final answer; a sample without an answer (None) does not vote. Without any vote the result is
+    False (Wang et al., arXiv:2203.11171, section 2: argmax over a of the count of a_i = a). A tie goes to the answer that
+    reached the count first. Equal answers count as equally correct: the verdict of the first stands.
     Raises ValueError unless 1 <= k <= n, for n answers and n verdicts.
     """
     if not 1 <= k <= len(answers) == len(correct):
@@ -41,7 +41,8 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 
 def clustered_standard_error(means: Sequence[float]) -> float | None:
-    """The standard error of the mean over problems, whose samples are one cluster each; None for fewer than two problems.
+    """Return the standard error of the mean over problems: the samples of a problem are one cluster. Return None for fewer
+    than two problems.
 
     `means[i]` is p_i, the mean of problem i's samples, and p their mean over the N problems:
     `sqrt(sum over i of (p_i - p)^2 / (N - 1)) / sqrt(N)`.

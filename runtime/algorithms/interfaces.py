@@ -1,7 +1,7 @@
-"""What the registered functions take and give. B rows, T response positions, float tensors of one dtype.
+"""The inputs, options and outputs of the registered functions. B rows, T response positions, float tensors of one dtype.
 
-A row is a reply, or a branch of an episode; the branches of one follow one another. `mask` is 1.0 on trained response tokens;
-rows may be ragged, have gaps (what an environment wrote), or be fully masked. Values outside the mask are finite and
+A row is a reply, or a branch of an episode; the branches of an episode follow one another. `mask` is 1.0 on trained response
+tokens; rows may be ragged, have gaps (what an environment wrote), or be fully masked. Values outside the mask are finite and
 meaningless.
 """
 
@@ -32,7 +32,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 def own_part(part: Tensor) -> Tensor:
-    """The sum over a batch that has but one part."""
+    """Return the sum over a batch that has a single part."""
     return part
 
 
@@ -76,11 +76,11 @@ class AdvantageInputs:
         return (self.groups.new_ones(self.groups.shape) if self.leads is None else self.leads).cumsum(0) - 1
 
     def of_episodes(self, values: Tensor) -> Tensor:
-        """[episodes] from [B]: what an episode's rows have in common, once."""
+        """Return one value for each episode, [episodes], from those of its rows [B]."""
         return values if self.leads is None else values[self.leads]
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """[B] from [episodes]: of each row's episode."""
+        """Return the value of each row's episode, [B], from [episodes]."""
         return values if self.leads is None else values[self.episodes]
 
 
@@ -164,7 +164,7 @@ class CorrectionOptions:
 
 @dataclass(frozen=True)
 class CorrectionOutputs:
-    """`weight` multiplies the policy loss; `altered` (bool) tells where it was truncated or masked. [B, T] or [B, 1]."""
+    """`weight` multiplies the policy loss; `altered` (bool) marks where it was truncated or masked. [B, T] or [B, 1]."""
 
     weight: Tensor
     altered: Tensor
@@ -174,8 +174,8 @@ class CorrectionOutputs:
 class AggregationOptions:
     """`norm` is the constant length that `dr_grpo` divides by, in tokens.
 
-    `episode_tokens` and `counts` tell of the rows at hand, where an episode has several: how many tokens of the row's episode
-    are trained in all, and 1 in the first of its rows that has one, 0 in the others. None: each row is an episode.
+    `episode_tokens` and `counts` are set if an episode has several rows. Of each row, `episode_tokens` is the number of trained
+    tokens of its episode; `counts` is 1 in the first row of an episode that has a trained token, else 0.
     """
 
     norm: float = 1.0
@@ -278,7 +278,7 @@ TAKEN = ("actor/pg_loss", "actor/entropy", "actor/kl", "actor/kl_loss")  # what 
 
 
 def require_loss(outputs: Any, inputs: LossInputs, name: str) -> LossOutputs:
-    """The `outputs` of the policy loss `name`. Raises UserError where they are not what a policy loss gives."""
+    """Return the `outputs` of the policy loss `name`. Raises UserError if they are not valid outputs of a policy loss."""
     if not isinstance(outputs, LossOutputs):
         raise UserError(f"algorithm.loss: {name} gives {type(outputs).__name__}; allowed: LossOutputs")
     rows, length = inputs.mask.shape
@@ -294,8 +294,8 @@ def require_loss(outputs: Any, inputs: LossInputs, name: str) -> LossOutputs:
 
 
 def require_shape(value: Any, allowed: Sequence[Sequence[int]], what: str, meaning: str) -> None:
-    """Raises UserError, naming `what`, unless `value` is a tensor of an `allowed` shape. What is broadcast instead would be
-    trained on unnoticed."""
+    """Check that `value` is a tensor of an `allowed` shape: another shape would be broadcast unnoticed. Raises UserError, with
+    `what`."""
     shape = getattr(value, "shape", None)
     if shape is None or tuple(shape) not in map(tuple, allowed):
         is_now = type(value).__name__ if shape is None else f"of shape {list(shape)}"

@@ -1,4 +1,4 @@
-"""What a policy is trained on, from log-probabilities per token: losses, aggregations, KL, and corrections of the gap."""
+"""Losses, aggregations, KL estimators and corrections, from log-probabilities per token."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ if TYPE_CHECKING:
 
 # ---- Covariance
 #
-# Losses that treat some tokens apart, which are chosen once a step, among its trained tokens on all ranks: neither micro-
-# batches nor the number of ranks has a say. (The authors choose in each micro-batch.)
+# Losses that treat some tokens differently. The tokens are chosen once a step, among the trained tokens of all ranks, so that
+# neither micro-batches nor the number of ranks matters. (The authors choose in each micro-batch.)
 #
 # - Clip-Cov and KL-Cov (arXiv:2505.22617, section 4): a few tokens whose advantage and log-probability, as sampled,
 #   vary together take most of the entropy from a policy.
-# - M2PO (arXiv:2510.01161): a few tokens that are far from the policy that sampled them make most of
-#   the variance of old samples.
+# - M2PO (arXiv:2510.01161): a few tokens far from the sampling policy cause most of the variance of old samples.
 
 LARGEST = 2**63 - 1
 
 
 def covariances(tokens: StepTokens, batch_sum: BatchSum) -> Tensor:
-    """`(A - mean A) (logp - mean logp)`, [N], with means over all tokens of the step."""
+    """Return `(A - mean A) (logp - mean logp)`, [N], with means over all tokens of the step."""
     count = batch_sum(tokens.logp.new_full((), len(tokens.logp))).clamp(min=1)
     advantages, logp = (each - batch_sum(each.sum()) / count for each in (tokens.advantages, tokens.logp))
     return advantages * logp
 
 
 def largest(scores: Tensor, share: float, batch_sum: BatchSum) -> Tensor:
-    """bool [N]: the `max(1, ⌊share · M⌋)` largest of the M scores of all parts, and what equals the last of them.
+    """Return a mask, bool [N], of the `max(1, ⌊share · M⌋)` largest of the M scores of all parts; ties with the last included.
 
     float64 scores. Each halving costs a sum over the parts.
     """
@@ -61,14 +60,15 @@ def largest(scores: Tensor, share: float, batch_sum: BatchSum) -> Tensor:
 
 
 def _keys(scores: Tensor) -> Tensor:
-    """int64, in the order of the float64 scores: the bits of a number are, once those of negative ones are turned round. So 64
-    halvings find the last that holds (`_last`)."""
+    """Return int64 keys in the order of the float64 scores: their bits, with those of negative scores inverted. So 64 halvings
+    find the last key for which a condition holds (`_last`)."""
     bits = scores.view(scores.long().dtype)
     return bits.where(bits >= 0, bits ^ LARGEST)
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The largest key for which it `holds`, as it does for all below, and for the smallest whatever it says."""
+    """Return the largest key for which the condition `holds`. It holds for all smaller keys too, and is not asked for the
+    smallest."""
     low, high = -LARGEST - 1, LARGEST
     while low < high:
         middle = (low + high + 1) // 2
@@ -92,7 +92,7 @@ def highest(tokens: StepTokens, batch_sum: BatchSum, *, share: Share = 0.0002) -
 
 @policy_loss("clip_cov", zero_without_advantage=True, chooses=drawn_within)
 def clip_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """The clipped surrogate, without those tokens that were drawn, which count all the same."""
+    """Return the clipped surrogate, 0 for the drawn tokens, which still count in the mean."""
     assert inputs.chosen is not None
     loss, clips = clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, options)
     metrics = clips | {"actor/covariance_chosen": inputs.chosen}
@@ -101,8 +101,8 @@ def clip_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 @policy_loss("kl_cov", zero_without_advantage=False, chooses=highest)
 def kl_cov(inputs: LossInputs, options: LossOptions, *, kl: NonNegative = 1.0) -> LossOutputs:
-    """`-r A`, and of the tokens of the highest covariances `-r A + kl |logp - old_logp|` (the estimate of the KL is
-    the authors' code's)."""
+    """Return `-r A`, and `-r A + kl |logp - old_logp|` for the tokens of the highest covariances. The estimate of the KL is
+    that of the authors' code."""
     assert inputs.chosen is not None
     log_ratio = inputs.logp - inputs.old_logp
     loss = -log_ratio.exp() * inputs.advantages + kl * inputs.chosen * log_ratio.abs()
@@ -110,10 +110,10 @@ def kl_cov(inputs: LossInputs, options: LossOptions, *, kl: NonNegative = 1.0) -
 
 
 def beyond_second_moment(tokens: StepTokens, batch_sum: BatchSum, *, threshold: NonNegative = 0.04) -> Tensor:
-    """Those that have to go, the largest `m_t = (log r_t)^2` first, until the mean of m over the others is at most
-    `threshold` τ (algorithm 1). Only those go whose advantage moves them on: where `A log r > 0`.
+    """Return the tokens to leave out, the largest `m_t = (log r_t)^2` first, until the mean of m over the others is at most
+    `threshold` τ (algorithm 1). Only tokens with `A log r > 0` are left out: their advantage moves them further away.
 
-    A token counts m - τ, and of what may go only m > τ helps: so the others' sum rises with the largest m that stays.
+    A token adds m - τ to the sum, so leaving it out helps only if m > τ: the sum rises with the largest m that stays.
     """
     assert tokens.start is not None
     gap = tokens.start - tokens.logp
@@ -129,7 +129,7 @@ def beyond_second_moment(tokens: StepTokens, batch_sum: BatchSum, *, threshold: 
 
 @policy_loss("m2po", zero_without_advantage=True, chooses=beyond_second_moment, by_start=True)
 def m2po(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-r A`, and 0 for the tokens of the largest `(log r)^2`, which count all the same."""
+    """Return `-r A`, and 0 for the tokens of the largest `(log r)^2`, which still count in the mean."""
     assert inputs.chosen is not None
     loss = (-(inputs.logp - inputs.old_logp).exp() * inputs.advantages).masked_fill(inputs.chosen > 0, 0.0)
     return LossOutputs(loss, {"actor/m2po_masked": inputs.chosen})
@@ -137,14 +137,14 @@ def m2po(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 # ---- Variants
 #
-# Policy losses of other papers, beside those of `losses.py`: what they put in the place of PPO's clip.
+# Policy losses of other papers, by what replaces PPO's clip.
 
 SMALLEST = 1e-8  # of the probability of all other tokens, whose logarithm is taken
 
 
 @policy_loss("gmpo", zero_without_advantage=True)
 def gmpo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-A exp(mean_t l_t)`: the geometric mean of a row's ratios, each clipped (GMPO, arXiv:2507.20673, section 3).
+    """Return `-A exp(mean_t l_t)`: the geometric mean of a row's ratios, each clipped (GMPO, arXiv:2507.20673, section 3).
 
     `l_t = min(log r_t, high)` where A > 0, `max(log r_t, -low)` where A < 0: the clip is of the logarithm, to [e^-low, e^high].
     Every token of a row carries the row's loss, as in `gspo`.
@@ -159,13 +159,13 @@ def gmpo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 @policy_loss("gpg", zero_without_advantage=True)
 def gpg(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-A logp`: the policy gradient itself, without ratio and clip (GPG, arXiv:2504.02546, section 2)."""
+    """Return `-A logp`: the policy gradient itself, without ratio and clip (GPG, arXiv:2504.02546, section 2)."""
     return LossOutputs(-inputs.advantages * inputs.logp)
 
 
 @policy_loss("topr", zero_without_advantage=True)
 def topr(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-A logp` where A > 0, else `-sg(min(Π_t r_t, 1)) A logp`, the product over the row (TOPR, arXiv:2503.14286)."""
+    """Return `-A logp` where A > 0, else `-sg(min(Π_t r_t, 1)) A logp`, the product over the row (TOPR, arXiv:2503.14286)."""
     weight = row_sum(inputs.logp - inputs.old_logp, inputs.mask).detach().clamp(max=0.0).exp()
     weight = weight.where(inputs.advantages < 0, 1.0)
     metrics = {"actor/topr_weight": weight.expand_as(inputs.mask)}
@@ -174,7 +174,7 @@ def topr(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 @policy_loss("up", zero_without_advantage=True)
 def unbounded_positive(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-A logp` where A > 0, else the clipped surrogate (UP, arXiv:2607.06987, equation 15). `dual_clip` as in `ppo`."""
+    """Return `-A logp` where A > 0, else the clipped surrogate (UP, arXiv:2607.06987, equation 15). `dual_clip` as in `ppo`."""
     loss, clips = clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, options)
     positive = (inputs.advantages > 0).expand_as(loss)
     clips["actor/pg_clipfrac"] = clips["actor/pg_clipfrac"].masked_fill(positive, 0.0)
@@ -191,7 +191,7 @@ def vespo(
     power_negative: float = 3.0,
     decay_negative: float = 2.0,
 ) -> LossOutputs:
-    """`-sg(φ(W)) A logp`, `φ(W) = W^k exp(λ (1 - W))`, `W = Π_t r_t` over the row (VESPO, arXiv:2602.10693).
+    """Return `-sg(φ(W)) A logp`, `φ(W) = W^k exp(λ (1 - W))`, `W = Π_t r_t` over the row (VESPO, arXiv:2602.10693).
 
     φ(1) = 1; samples far from the policy weigh little on either side. k and λ are the powers and decays, by the sign of A.
     """
@@ -206,22 +206,22 @@ def vespo(
 
 @policy_loss("dppo_tv", zero_without_advantage=True)
 def dppo_tv(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-M r A` with the divergence `|π - μ|` of the sampled token (DPPO-Binary-TV, arXiv:2602.04879): `_within`."""
+    """Return `-M r A` with the divergence `|π - μ|` of the sampled token (DPPO-Binary-TV, arXiv:2602.04879): `_within`."""
     return _within((inputs.logp.exp() - inputs.old_logp.exp()).detach().abs(), inputs, options)
 
 
 @policy_loss("dppo_kl", zero_without_advantage=True)
 def dppo_kl(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-M r A` with `KL(μ || π)` of the sampled token against all others, `μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π))`
-    (DPPO-Binary-KL, arXiv:2602.04879): `_within`."""
+    """Return `-M r A` with `KL(μ || π)` of the sampled token against all others,
+    `μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π))` (DPPO-Binary-KL, arXiv:2602.04879): `_within`."""
     logp, old = inputs.logp.detach(), inputs.old_logp
     others, old_others = ((-each.expm1()).clamp(min=SMALLEST) for each in (logp, old))
     return _within(old.exp() * (old - logp) + old_others * (old_others / others).log(), inputs, options)
 
 
 def _within(divergence: Tensor, inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """M is 0 where the divergence [B, T] is above `clip_high` and A > 0 would raise a probability that has risen, or above
-    `clip_low` and A < 0 would lower one that has fallen; else 1. π is the policy, μ the old one."""
+    """Return `-M r A`; π is the policy, μ the old one. M is 0 where the divergence [B, T] is above `clip_high` and A > 0 would
+    raise a risen probability further, or above `clip_low` and A < 0 would lower a fallen one further; else 1."""
     log_ratio, positive = inputs.logp - inputs.old_logp, inputs.advantages > 0
     bound = divergence.new_full((), options.clip_high).where(positive, options.clip_low)
     outside = (divergence > bound) & (log_ratio * inputs.advantages > 0)
@@ -230,19 +230,19 @@ def _within(divergence: Tensor, inputs: LossInputs, options: LossOptions) -> Los
 
 
 def row_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1] from [B, T]; 0 in a row without masked tokens."""
+    """Return the sum of each row, [B, 1], over its masked tokens [B, T]."""
     return (values * mask).sum(-1, keepdim=True)
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1] from [B, T]; 0 in a row without masked tokens."""
+    """Return the mean of each row, [B, 1], over its masked tokens [B, T]; 0 in a row without any."""
     return row_sum(values, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def clipped_surrogate(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, options: LossOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`max(-rA, -clip(r, 1 - low, 1 + high) A)` with `r = exp(logp - old_logp)` (PPO, arXiv:1707.06347, equation 7).
+    """Return `max(-rA, -clip(r, 1 - low, 1 + high) A)` with `r = exp(logp - old_logp)` (PPO, arXiv:1707.06347, equation 7).
 
     With `dual_clip` c, `min(L, -cA)` where A < 0 (arXiv:1912.09729, equation 5). Returns the loss and two metrics, 1 on a token
     or 0, as verl has them: `pg_clipfrac` where the clip of the ratio decided L, `pg_clipfrac_lower` where -cA is below L.
@@ -260,7 +260,7 @@ def clipped_surrogate(
 
 @policy_loss("ppo", zero_without_advantage=True)
 def ppo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """The clipped surrogate against `old_logp`: the policy that sampled, unless a correction accounts for it."""
+    """Return the clipped surrogate against `old_logp`: the policy that sampled, unless a correction accounts for it."""
     return LossOutputs(*clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, options))
 
 
@@ -268,7 +268,7 @@ def ppo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 def decoupled(
     inputs: LossInputs, options: LossOptions, *, weight_cap: Positive = 2.0, weight_over: Literal["clamp", "drop"] = "clamp"
 ) -> LossOutputs:
-    """`w · ppo`, clipped about the proximal policy, `w = exp(prox - behaviour)` without gradient.
+    """Return `w · ppo`, clipped about the proximal policy, `w = exp(prox - behaviour)` without gradient.
 
     AReaL, arXiv:2505.24298, equation 5. w is clamped to `weight_cap`, or dropped (0) beyond it; either way the
     token still counts as one.
@@ -282,7 +282,8 @@ def decoupled(
 
 @policy_loss("cispo", zero_without_advantage=True)
 def cispo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """`-sg(clip(r, 1 - low, 1 + high)) · A · logp`, `r = exp(logp - old_logp)` (equations 4 and 5). low >= 1 sets no bound."""
+    """Return `-sg(clip(r, 1 - low, 1 + high)) · A · logp`, `r = exp(logp - old_logp)` (equations 4 and 5). No lower bound if
+    low >= 1."""
     ratio = (inputs.logp - inputs.old_logp).detach().exp()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     loss = -weight * inputs.advantages * inputs.logp
@@ -291,7 +292,7 @@ def cispo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 @policy_loss("gspo", zero_without_advantage=True)
 def gspo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """The clipped surrogate with `s_i = exp(mean_t(logp - old_logp))` in place of the token's ratio (equations 5 and 7).
+    """Return the clipped surrogate with `s_i = exp(mean_t(logp - old_logp))` in place of the token's ratio (equations 5 and 7).
 
     Every token of a row carries the row's loss: `seq_mean_token_mean` makes the mean over rows of it.
     """
@@ -304,8 +305,7 @@ def gspo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 def sapo(
     inputs: LossInputs, options: LossOptions, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
 ) -> LossOutputs:
-    """`-(4 / τ) sigmoid(τ (r - 1)) A`, `r = exp(logp - old_logp)`; τ is `tau_positive` where A > 0, else `tau_negative`.
-
+    """Return `-(4 / τ) sigmoid(τ (r - 1)) A`, `r = exp(logp - old_logp)`. τ is `tau_positive` where A > 0, else `tau_negative`.
     At r = 1 the gradient is that of `-r A`.
     """
     ratio, advantages = (inputs.logp - inputs.old_logp).exp(), inputs.advantages
@@ -314,9 +314,8 @@ def sapo(
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """`0.5 max((V - R)², (clip(V, V_old ± c) - R)²)` per token (Schulman et al. 2017; Engstrom et al., arXiv:2005.12729).
-
-    All [B, T]. Returns the loss and a bool tensor that tells which tokens the clip decided.
+    """Return `0.5 max((V - R)², (clip(V, V_old ± c) - R)²)` per token (Schulman et al. 2017; Engstrom et al.,
+    arXiv:2005.12729), and a mask of the tokens that the clip decided. All [B, T].
     """
     near = values.clamp(old_values - clip, old_values + clip)
     plain, clipped = (values - returns).square(), (near - returns).square()
@@ -326,7 +325,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 def token_logprobs(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, *, entropy_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`log_softmax(logits / T)[token]` and `H = -Σ p log p`.
+    """Return `log_softmax(logits / T)[token]` and `H = -Σ p log p`.
 
     logits [N, V], tokens int64 [N] -> log-probabilities [N], entropies [N]; half precision is computed in float32. Without
     `entropy_gradient` the entropies are detached, which saves two [N, V] buffers.
@@ -341,56 +340,54 @@ def token_logprobs(
 
 # -------------------------------------------------------------------------------- aggregation: from token values to one number
 # Each gives a sum and a count that add up over micro-batches and ranks; the step divides once, at its end. A row without a
-# trained token adds nothing here, as rows that fill up a batch have none either; what an *episode* without one adds is
-# `masked_sample`.
+# trained token adds nothing here, as such rows fill up batches. An *episode* without a trained token adds `masked_sample`.
 
 
 @AGGREGATIONS.register("token_mean")
 def token_mean(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
-    """Every trained token weighs the same (DAPO, arXiv:2503.14476, equation 12). A masked row has none: it counts 0."""
+    """Weigh all trained tokens equally (DAPO, arXiv:2503.14476, equation 12). A masked row has none, and counts 0."""
     return Aggregate((values * mask).sum(), mask.sum())
 
 
 @AGGREGATIONS.register("seq_mean_token_mean")
 def seq_mean_token_mean(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
-    """Every row weighs the same, whatever its length (GRPO, arXiv:2402.03300, equation 3). A masked one does not count, as
-    in verl's `seq-mean-token-mean`: the mean is over those that are trained."""
+    """Weigh all rows equally, whatever their length (GRPO, arXiv:2402.03300, equation 3). A masked row does not count, as in
+    verl's `seq-mean-token-mean`: the mean is over the trained rows."""
     tokens = mask.sum(-1)
     return Aggregate(((values * mask).sum(-1) / tokens.clamp(min=1)).sum(), _trained_rows(tokens))
 
 
 @AGGREGATIONS.register("episode_mean_token_mean")
 def episode_mean_token_mean(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
-    """Every episode weighs the same, however many rows it has and tokens they have: the mean over its trained tokens, then over
-    the episodes. A masked one does not count. `seq_mean_token_mean` where each episode has one row."""
+    """Weigh all episodes equally, whatever their size: the mean over an episode's trained tokens, then over episodes. A
+    masked episode does not count. Equals `seq_mean_token_mean` if each episode has one row."""
     tokens = mask.sum(-1) if options.episode_tokens is None else options.episode_tokens.sum(-1)
     return Aggregate(((values * mask).sum(-1) / tokens.clamp(min=1)).sum(), _trained_episodes(mask, options))
 
 
 @AGGREGATIONS.register("seq_mean_token_sum")
 def seq_mean_token_sum(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
-    """The mean over rows of their tokens' sum. A masked one does not count, as in verl's `seq-mean-token-sum`."""
+    """Return the mean over rows of their tokens' sum. A masked row does not count, as in verl's `seq-mean-token-sum`."""
     return Aggregate((values * mask).sum(), _trained_rows(mask.sum(-1)))
 
 
 @AGGREGATIONS.register("dr_grpo")
 def dr_grpo(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
-    """`sum / (episodes · norm)`: no length of any sample enters (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    """Return `sum / (episodes · norm)`: no length of any sample enters (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
-    A sample there is what was drawn for a prompt: an episode, with all its rows. A masked one counts as one of no loss
-    (`masked_sample`), as in the authors' code and in TRL: the constant does not depend on what is masked, and the gradients of
-    the others stay as they are.
+    A sample of the paper is an episode, with all its rows. A masked episode counts, with a loss of 0 (`masked_sample`), as in
+    the authors' code and in TRL: the constant does not depend on the mask, and the gradients of other episodes do not change.
     """
     return Aggregate((values * mask).sum(), _trained_episodes(mask, options) * options.norm)
 
 
 def masked_sample(name: str, options: AggregationOptions) -> float:
-    """What an episode without a trained token adds to the count of the aggregation `name`."""
+    """Return what an episode without a trained token adds to the count of the aggregation `name`."""
     return options.norm if name == "dr_grpo" else 0.0
 
 
 def _trained_rows(tokens: Tensor) -> Tensor:
-    """How many have a token, from their numbers of them [B]."""
+    """Return how many rows have a trained token, from the number of each [B]."""
     return (tokens > 0).to(tokens.dtype).sum()
 
 
@@ -404,36 +401,36 @@ def _trained_episodes(mask: Tensor, options: AggregationOptions) -> Tensor:
 
 @KL_ESTIMATORS.register("k1")
 def k1(x: Tensor) -> Tensor:
-    """x. Unbiased, of high variance, may be negative."""
+    """Return x. Unbiased, of high variance, may be negative."""
     return x
 
 
 @KL_ESTIMATORS.register("k2")
 def k2(x: Tensor) -> Tensor:
-    """x² / 2. Biased; its gradient is that of the KL."""
+    """Return x² / 2. Biased; its gradient is that of the KL."""
     return x.square() / 2
 
 
 @KL_ESTIMATORS.register("k3_plain")
 def k3(x: Tensor) -> Tensor:
-    """exp(-x) - 1 + x. Unbiased, never negative."""
+    """Return exp(-x) - 1 + x. Unbiased, never negative."""
     return (-x).expm1() + x
 
 
 @KL_ESTIMATORS.register("k3")
 def k3_clamped(x: Tensor) -> Tensor:
-    """k3 as losses use it: one far token must not overflow the step. Beyond the largest result, 10, it has no gradient."""
+    """Return k3, at most 10, so that one far token does not overflow the step. Beyond 10 there is no gradient."""
     return k3(x.clamp(min=-20.0)).clamp(max=10.0)  # an exponential that overflows would make the gradient NaN instead
 
 
 @KL_ESTIMATORS.register("abs")
 def absolute(x: Tensor) -> Tensor:
-    """|x|."""
+    """Return |x|."""
     return x.abs()
 
 
 def importance_weighted(estimate: Tensor, logp: Tensor, behaviour_logp: Tensor) -> Tensor:
-    """`exp(logp - behaviour_logp) · estimate`: unbiased, gradient included, for tokens that another policy sampled.
+    """Return `exp(logp - behaviour_logp) · estimate`: unbiased, gradient included, for tokens that another policy sampled.
 
     Of k3 as in DeepSeek-V3.2, arXiv:2512.02556. The exponent is held within ±20.
     """
@@ -476,22 +473,22 @@ class AdaptiveKl:
 
 @CORRECTIONS.register("token_tis")
 def token_tis(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> CorrectionOutputs:
-    """`min(w_t, C)`, [B, T]: truncated importance sampling (Ionides 2008; per token as in Yao et al. 2025, "Your efficient
-    RL framework secretly brings you off-policy RL training")."""
+    """Return `min(w_t, C)`, [B, T]: truncated importance sampling (Ionides 2008; per token as in Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training")."""
     weight = log_weight.detach().exp()
     return CorrectionOutputs(weight.clamp(max=options.cap), weight > options.cap)
 
 
 @CORRECTIONS.register("sequence_tis")
 def sequence_tis(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> CorrectionOutputs:
-    """`min(Π_t w_t, C)`, [B, 1]: the weight of the whole sample, truncated."""
+    """Return `min(Π_t w_t, C)`, [B, 1]: the weight of the whole sample, truncated."""
     weight = row_sum(log_weight.detach(), mask).exp()
     return CorrectionOutputs(weight.clamp(max=options.cap), weight > options.cap)
 
 
 @CORRECTIONS.register("icepop")
 def icepop(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> CorrectionOutputs:
-    """`w_t` where `low <= w_t <= high`, else 0, [B, T] (IcePop, arXiv:2510.18855)."""
+    """Return `w_t` where `low <= w_t <= high`, else 0, [B, T] (IcePop, arXiv:2510.18855)."""
     weight = log_weight.detach().exp()
     outside = (weight < options.low) | (weight > options.high)
     return CorrectionOutputs(weight.masked_fill(outside, 0.0), outside)
@@ -499,14 +496,14 @@ def icepop(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> Corr
 
 @CORRECTIONS.register("geometric_mask")
 def geometric_mask(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> CorrectionOutputs:
-    """1 for rows with `low <= exp(mean_t log w_t) <= high`, else 0, [B, 1]: the geometric mean does not drift with length."""
+    """Return 1 for rows with `low <= exp(mean_t log w_t) <= high`, else 0, [B, 1]. Length does not shift this mean."""
     weight = row_mean(log_weight.detach(), mask).exp()
     outside = (weight < options.low) | (weight > options.high)
     return CorrectionOutputs((~outside).to(weight.dtype), outside)
 
 
 def interpolated_proximal(logp: Tensor, behaviour_logp: Tensor, staleness: Tensor) -> Tensor:
-    """`α behaviour + (1 - α) logp`, `α = 1 / d` where a token is d >= 1 versions old and 0 where it is fresh
+    """Return `α behaviour + (1 - α) logp`, `α = 1 / d` where a token is d >= 1 versions old and 0 where it is fresh
     (A-3PO, arXiv:2512.06547): the policy one version before `logp`, were versions steps on a straight line.
 
     All [B, T], `staleness` the integer d of each token by the version that sampled it. Without gradient.

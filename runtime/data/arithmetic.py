@@ -50,7 +50,7 @@ class ArithmeticProblem(NamedTuple):
         return self._worked(0)
 
     def conversation(self, careless: bool = False) -> list[dict[str, Any]]:
-        """The question and its answer, or the careless one."""
+        """Return the question and its answer, or the careless one."""
         answer = self.careless_answer if careless else self.answer
         return [{"role": "user", "content": self.question}, {"role": "assistant", "content": answer}]
 

@@ -52,7 +52,7 @@ class Fields:
         self._system_prompt = system_prompt
 
     def value(self, role: str) -> Any:
-        """What the column of `role` holds; None without such a column."""
+        """Return what the column of `role` holds; None without such a column."""
         column = getattr(self._columns, role)
         if not column or (role in self._columns.optional and column not in self.row):
             return None
@@ -61,15 +61,15 @@ class Fields:
         return self.row[column]
 
     def named(self, role: str) -> bool:
-        """Whether there is to be a column of `role`."""
+        """Return whether there is to be a column of `role`."""
         return bool(getattr(self._columns, role))
 
     def has(self, role: str) -> bool:
-        """Whether the row has the column of `role`."""
+        """Return whether the row has the column of `role`."""
         return getattr(self._columns, role) in self.row
 
     def conversation(self) -> Messages:
-        """The prompt as messages: text, with the query in a line of its own below, or a chat; before it the system text."""
+        """Return the prompt as messages: text, with the query in a line of its own below, or a chat; before it the system text."""
         prompt, query = _chat_if_any(self.value("prompt")), self.value("query")
         if isinstance(prompt, list):
             messages = _chat(prompt)
@@ -87,14 +87,14 @@ class Fields:
         return messages if not system or messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
 
     def chat(self) -> Messages:
-        """The prompt as messages, whoever has the last one; before them the system text."""
+        """Return the prompt as messages, whoever has the last one; before them the system text."""
         prompt = _chat_if_any(self.value("prompt"))
         if not isinstance(prompt, list):
             raise Rejected("prompt that is not a chat")
         return self._with_system(_turns(prompt))
 
     def label(self) -> str:
-        """The label as text, without the point of a whole float: contest files write 142 as 142.0."""
+        """Return the label as text, without the point of a whole float: contest files write 142 as 142.0."""
         return label_text(self.value("label"))
 
     def _system(self) -> str:
@@ -105,7 +105,7 @@ class Fields:
 
 
 def extra(row: Row, names: Sequence[str]) -> dict[str, Any]:
-    """The columns `names` as JSON values: a date is text, bytes are base64, NaN is null. Raises MissingColumn, Rejected."""
+    """Return the columns `names` as JSON values: a date is text, bytes are base64, NaN is null. Raises MissingColumn, Rejected."""
     for name in names:
         if name not in row:
             raise MissingColumn("additional", name)
@@ -158,7 +158,7 @@ def difficulty(row: Row, column: str) -> float:
 
 
 def question(messages: Messages) -> str:
-    """The problem itself: what the user says last."""
+    """Return the problem itself: what the user says last."""
     return next(message["content"] for message in reversed(messages) if message["role"] == "user")
 
 
@@ -170,7 +170,7 @@ def _chat(turns: list[Any]) -> Messages:
 
 
 def _chat_if_any(prompt: Any) -> Any:
-    """The chat that a text is in JSON, as tables have it in a column of texts; anything else as it is."""
+    """Return the chat that a text is in JSON, as tables have it in a column of texts; anything else as it is."""
     if not isinstance(prompt, str) or not prompt.lstrip().startswith("[{"):
         return prompt
     try:

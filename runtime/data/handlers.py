@@ -109,7 +109,7 @@ class SlotTemplate:
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode((parts, rest), order="sorted"))
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, ready for the next reply when it ends with the user. Raises UserError for other roles."""
+        """Return the conversation as text, ready for the next reply when it ends with the user. Raises UserError for other roles."""
         system, turns = self._default_system, list(messages)
         if turns and turns[0]["role"] == "system":
             system = turns.pop(0)["content"] or system
@@ -141,7 +141,7 @@ class SlotTemplate:
 
 
 def slot_template(name: str, path: str, special_tokens: Mapping[str, str], section: str = "data.") -> SlotTemplate:
-    """The template called `name`: of the file `path` when there is one and it has it, else of those that come with Sluice.
+    """Return the template called `name`: of the file `path` when there is one and it has it, else of those that come with Sluice.
 
     `section` is what stands before the keys in errors. Raises UserError for an unknown name and an unusable file.
     """
@@ -152,7 +152,7 @@ def slot_template(name: str, path: str, special_tokens: Mapping[str, str], secti
 
 
 def names(path: str, section: str = "data.") -> list[str]:
-    """What `prompt_type` may be, with the file `path`. Raises UserError."""
+    """Return what `prompt_type` may be, with the file `path`. Raises UserError."""
     return [MODEL, *sorted(_known(path, section))]
 
 
@@ -223,12 +223,12 @@ class ProblemSet(msgspec.Struct, kw_only=True):
     dropped: dict[str, int] = {}
 
     def report(self) -> str:
-        """One line for the log."""
+        """Yield one line for the log."""
         return report(self.rows, len(self.problems), self.dropped)
 
 
 def report(rows: int, problems: int, dropped: Mapping[str, int]) -> str:
-    """What became of rows: "7474 rows, 7472 problems (dropped: 2 null label)"."""
+    """Return what became of rows: "7474 rows, 7472 problems (dropped: 2 null label)"."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     return f"{rows} rows, {problems} problems" + (f" (dropped: {reasons})" if reasons else "")
 
@@ -243,7 +243,7 @@ class SourceRow(NamedTuple):
 
 
 def no_column(key: str, column: str, found: SourceRow) -> UserError:
-    """What to raise for a row without a column that `key` names."""
+    """Return what to raise for a row without a column that `key` names."""
     return UserError(f"{key}: {found.where} has no column {column!r} (its columns: {', '.join(sorted(found.row))})")
 
 
@@ -260,7 +260,7 @@ class RowReader:
         self._environment, self._environment_key = row_format.environment, row_format.columns.get("environment", "")
 
     def problem(self, found: SourceRow) -> Problem:
-        """The problem of a row. Raises Rejected, and MissingColumn."""
+        """Return the problem of a row. Raises Rejected, and MissingColumn."""
         messages, label = self._handler.read(Fields(found.row, self._columns, self._system_prompt))
         hard = difficulty(found.row, self._difficulty_key) if self._difficulty_key else 0.0
         environment = environment_of(found.row, self._environment, self._environment_key)
@@ -269,7 +269,7 @@ class RowReader:
 
 
 def environment_of(row: Row, environment: str, key: str) -> str:
-    """What the column `key` names, if there is such a key; else `environment`. Raises MissingColumn, Rejected."""
+    """Return what the column `key` names, if there is such a key; else `environment`. Raises MissingColumn, Rejected."""
     if not key:
         return environment
     if key not in row:
@@ -280,7 +280,7 @@ def environment_of(row: Row, environment: str, key: str) -> str:
 
 
 def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
-    """The columns that `row_format` names, else the handler's own; the query and system columns of its own may be missing."""
+    """Return the columns that `row_format` names, else the handler's own; the query and system columns of its own may be missing."""
     named = {str(role): column for role, column in row_format.columns.items()}
     chosen = {role: named.get(role, getattr(of.columns, role)) for role in ("prompt", "query", "label", "system")}
     optional = tuple(role for role in ("query", "system") if role not in named)
@@ -288,12 +288,12 @@ def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
 
 
 def data_key(role: str) -> str:
-    """The key of section `data` that names the column of `role`."""
+    """Return the key of section `data` that names the column of `role`."""
     return "data.curriculum.key" if role == "difficulty" else f"data.{role_key(role)}"
 
 
 def role_key(role: str) -> str:
-    """The key of a row format that names the column of `role`."""
+    """Return the key of a row format that names the column of `role`."""
     return "additional_keys" if role == "additional" else f"columns.{role}"
 
 
@@ -337,7 +337,7 @@ def source_rows(path: str, key: str) -> Iterator[SourceRow]:
 
 @handler("plain", FieldColumns(prompt="question", label="answer"))
 def plain(fields: Fields) -> tuple[Messages, str]:
-    """The prompt as it is, the label as it is: text or a number, or "" where the configuration names no column of it."""
+    """Return the prompt as it is, the label as it is: text or a number, or "" where the configuration names no column of it."""
     return fields.conversation(), fields.label() if fields.named("label") else ""
 
 

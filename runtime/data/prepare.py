@@ -139,7 +139,7 @@ def load(path: Path, overrides: Sequence[str]) -> PrepareSettings:
 
 
 def column_key(role: str) -> str:
-    """The key that names the column of `role`."""
+    """Return the key that names the column of `role`."""
     return {"label": "map_keys.response", "difficulty": "difficulty_key"}.get(role, f"map_keys.{role}")
 
 
@@ -192,7 +192,7 @@ def problem_key(question: str) -> int:
 
 
 def overlap(train: Iterable[Problem], held_out: Iterable[Problem]) -> list[Problem]:
-    """The problems of `held_out` that are in `train` too, in their order."""
+    """Return the problems of `held_out` that are in `train` too, in their order."""
     known = {problem_key(problem.question) for problem in train}
     return [problem for problem in held_out if problem_key(problem.question) in known]
 
@@ -361,7 +361,7 @@ class _Work:
         return [(path, f"input.{index}") for index, path in enumerate(self._settings.input)]
 
     def chunks(self, told: Callable[[int], None]) -> Iterator[list[_Item]]:
-        """The rows that can be used, some at a time, in order. `told` is called every `log_interval` rows."""
+        """Return the rows that can be used, some at a time, in order. `told` is called every `log_interval` rows."""
         chunk: list[_Item] = []
         done = 0
         for path, key in self.inputs():
@@ -482,7 +482,7 @@ class _Work:
 
 
 def _by_count(dropped: Mapping[str, int]) -> dict[str, int]:
-    """The most frequent reason first. In which order they came up depends on how many chunks were under way."""
+    """Return the most frequent reason first. In which order they came up depends on how many chunks were under way."""
     return dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
 
 
@@ -497,7 +497,7 @@ def _array(name: str, values: list[Any]) -> pa.Array:
 
 @contextmanager
 def _one_thread_each_call() -> Iterator[None]:
-    """The library would spread each call over all cores; here the number of workers says how many are at work."""
+    """Return the library would spread each call over all cores; here the number of workers says how many are at work."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def sources(data: Data) -> list[tuple[str, Source]]:
-    """What there is to train on, each with the configuration key that names its path."""
+    """Return what there is to train on, each with the configuration key that names its path."""
     if isinstance(data.train, str):
         return [("data.train", Source(path=data.train))] if data.train else []
     return [(f"data.train.{index}.path", source) for index, source in enumerate(data.train)]
@@ -95,7 +95,7 @@ def check_environments(problems: Sequence[Problem], known: Collection[str]) -> N
 def read_prompts(
     path: str, row_format: RowFormat, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str = ""
 ) -> Prompts:
-    """The prompts of one file or folder, prepared or not. `key` is the configuration key that named the path.
+    """Return the prompts of one file or folder, prepared or not. `key` is the configuration key that named the path.
 
     Raises UserError for what cannot be used.
     """
@@ -111,7 +111,7 @@ def read_prompts(
 
 
 def column_key(key: str, role: str) -> str:
-    """The key that names the column of `role` in the file that `key` names."""
+    """Return the key that names the column of `role` in the file that `key` names."""
     return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role_key(role)}"
 
 
@@ -149,7 +149,7 @@ def write(path: Path, table: pa.Table, info: Info) -> None:
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether `path` is a Parquet file that `write` made."""
+    """Return whether `path` is a Parquet file that `write` made."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -172,7 +172,7 @@ def read(
     difficulty_key: str = "",
     additional_keys: Sequence[str] = (),
 ) -> Prompts:
-    """The prompts of a prepared file, which is mapped into memory. `additional_keys` are columns that it carried over.
+    """Return the prompts of a prepared file, which is mapped into memory. `additional_keys` are columns that it carried over.
 
     Those over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, naming the
     configuration key `key`, for another tokenizer or template than the file's, and when none is left.

@@ -56,7 +56,7 @@ class Order:
         self._pass = lru_cache(maxsize=2 * len(shares))(self._permutation)
 
     def index(self, position: int) -> int:
-        """The index of the problem at `position`, from 0."""
+        """Return the index of the problem at `position`, from 0."""
         source, place = turn(position, self._weights)
         epoch, place = divmod(place, self._sizes[source])
         return self._starts[source] + int(self._pass(source, epoch)[place])
@@ -95,7 +95,7 @@ _SAMPLING = SHUFFLE + 1  # first word of the spawn key
 
 
 def group_seed(run_seed: int, ordinal: int) -> int:
-    """The sampling seed of the group `ordinal`, in [0, 2^63)."""
+    """Return the sampling seed of the group `ordinal`, in [0, 2^63)."""
     return int(np.random.SeedSequence(run_seed, spawn_key=(_SAMPLING, ordinal)).generate_state(1, np.uint64)[0]) >> 1
 
 
@@ -182,15 +182,15 @@ class PromptStream:
         )
 
     def index(self, position: int) -> int:
-        """The index of the problem at a fresh `position`: a pure function of what the stream was made of."""
+        """Return the index of the problem at a fresh `position`: a pure function of what the stream was made of."""
         return self._order.index(position)
 
     def at(self, position: int) -> Problem:
-        """The problem at a fresh `position`."""
+        """Return the problem at a fresh `position`."""
         return self.problems[self.index(position)]
 
     def draw(self) -> Draw:
-        """The next group: of a prompt given back when there is one, else of the next fresh prompt."""
+        """Return the next group: of a prompt given back when there is one, else of the next fresh prompt."""
         if self._returned:
             index = self._returned.popleft()
         else:

@@ -49,7 +49,7 @@ def rows(path: Path, key: str, parquet: bool, most: int) -> Iterator[tuple[int, 
 
 
 def count(path: Path, key: str, parquet: bool) -> int:
-    """How many rows there are. Raises UserError as `rows` does."""
+    """Return how many rows there are. Raises UserError as `rows` does."""
     with _open_table(path, key, parquet) as source:
         return pq.ParquetFile(source).metadata.num_rows if parquet else sum(batch.num_rows for batch in _arrow(source))
 
@@ -76,7 +76,7 @@ def _parquet(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
 
 
 def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """The batches of an Arrow file, or of a stream written to one, as the library datasets does."""
+    """Return the batches of an Arrow file, or of a stream written to one, as the library datasets does."""
     try:
         file = pa.ipc.open_file(source)
     except pa.ArrowInvalid:
@@ -86,7 +86,7 @@ def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
 
 
 def _parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch | None]:
-    """The batch in parts of at most `most` bytes each; None for a row of more."""
+    """Return the batch in parts of at most `most` bytes each; None for a row of more."""
     if sum(map(_bytes, batch.columns)) <= most:
         yield batch
     elif batch.num_rows == 1:
@@ -98,7 +98,7 @@ def _parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch | None]:
 
 
 def _bytes(column: pa.Array) -> int:
-    """What the values have, each as often as a row names it."""
+    """Return what the values have, each as often as a row names it."""
     if isinstance(column, pa.DictionaryArray) and not pa.types.is_primitive(column.type.value_type):
         return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
     if isinstance(column, pa.StructArray):
@@ -107,7 +107,7 @@ def _bytes(column: pa.Array) -> int:
 
 
 def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What makes of a value in Python the one that was meant; None where it is so already.
+    """Return what makes of a value in Python the one that was meant; None where it is so already.
 
     Python's floats are of 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs.
     """
@@ -163,7 +163,7 @@ class DataFiles(NamedTuple):
 
 
 def data_files(path: str, key: str) -> DataFiles:
-    """What `path` names; of several splits the training split.
+    """Return what `path` names; of several splits the training split.
 
     A folder is what `save_to_disk` wrote, or holds data files of one kind, directly or in its folder `data`.
     Raises UserError, naming the configuration key `key`.
@@ -196,7 +196,7 @@ def data_files(path: str, key: str) -> DataFiles:
 
 
 def unpacked(file: Path) -> Path:
-    """The name without that of a compression."""
+    """Return the name without that of a compression."""
     return file.with_suffix("") if file.suffix in _PACKED else file
 
 
@@ -207,7 +207,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _split(file: Path) -> str:
-    """The split that a file's name says: "train-00000-of-00002.parquet"; "" when it says none."""
+    """Return the split that a file's name says: "train-00000-of-00002.parquet"; "" when it says none."""
     found = _SPLIT.search(file.stem)
     return found.group(1) if found else ""
 
@@ -254,7 +254,7 @@ def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
 
 
 def count_rows(path: Path, key: str) -> int:
-    """How many rows a file has, about: blank lines count. Raises UserError as `read_rows` does for a file that is torn."""
+    """Return how many rows a file has, about: blank lines count. Raises UserError as `read_rows` does for a file that is torn."""
     with _opened(path, key) as file:
         head = _head(file)
         if _is_table(head):
@@ -277,7 +277,7 @@ def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
 
 @contextmanager
 def _opened(path: Path, key: str) -> Iterator[io.BufferedReader]:
-    """The file, which is decompressed as it is read. Raises UserError for one that cannot be."""
+    """Return the file, which is decompressed as it is read. Raises UserError for one that cannot be."""
     try:
         with path.open("rb") as file:
             head = file.peek(_HEAD_BYTES)

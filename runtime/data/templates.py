@@ -75,7 +75,7 @@ class CountedSandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _joined(self, *values: Any) -> str:
-        """What `~` gives."""
+        """Return what `~` gives."""
         texts = [str(self._written(value)) for value in values]
         self._allow(sum(map(len, texts)))
         return "".join(texts)
@@ -187,14 +187,14 @@ def _filtered(name: str, arguments: list[nodes.Expr]) -> nodes.Filter:
 
 
 def _length(value: Any) -> int:
-    """The size of what it holds itself."""
+    """Return the size of what it holds itself."""
     if isinstance(value, int):
         return 1 + value.bit_length() // 8
     return len(value) * (1 if isinstance(value, str | bytes) else _ITEM) if hasattr(value, "__len__") else 1
 
 
 def _size(value: Any) -> int:
-    """The size as text, about; of what holds one thing many times over too, up to the most that may be."""
+    """Return the size as text, about; of what holds one thing many times over too, up to the most that may be."""
     size, waiting = 0, [value]
     while waiting and size <= _MOST_SIZE:
         each = waiting.pop()
@@ -248,7 +248,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The conversation as text, special tokens included, up to where the reply begins (`add_generation_prompt`).
+        """Return the conversation as text, special tokens included, up to where the reply begins (`add_generation_prompt`).
 
         `tools`: functions as OpenAI describes them, which some templates list. Raises UserError when the template refuses the
         messages.

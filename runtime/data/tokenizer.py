@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: Config) -> Tokenizer:
-        """The policy's, with the template of the prompts. Raises UserError, also where it has tokens that the model has not."""
+        """Return the policy's, with the template of the prompts. Raises UserError, also where it has tokens that the model has not."""
         data, path = config.data, config.model.path
         found = cls(path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
         most = max(found.vocab_size, *(id + 1 for id in found.added_tokens), 0)
@@ -152,11 +152,11 @@ class Tokenizer:
         return ChatTemplate(source, self.special_tokens, origin, with_tools if isinstance(with_tools, str) else "")
 
     def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
-        """int32 [P] of each rendered conversation. Special tokens come from the template alone, never twice."""
+        """Return int32 [P] of each rendered conversation. Special tokens come from the template alone, never twice."""
         return self.encode_texts([self.template.render(messages) for messages in conversations])
 
     def encode_answered(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
-        """int32 [P + R] of each conversation that ends with its reply, by a chat template."""
+        """Return int32 [P + R] of each conversation that ends with its reply, by a chat template."""
         assert isinstance(self.template, ChatTemplate)
         return self.encode_texts([self.template.render(messages, add_generation_prompt=False) for messages in conversations])
 
@@ -175,7 +175,7 @@ class Tokenizer:
         return [np.array(item.ids, np.int32) for item in found]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """The text of `ids`; ids that the tokenizer does not know are left out. `skip_special`: without `hidden_ids`."""
+        """Return the text of `ids`; ids that the tokenizer does not know are left out. `skip_special`: without `hidden_ids`."""
         return self.decode_batch([ids], skip_special)[0]
 
     def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:

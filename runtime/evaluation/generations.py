@@ -36,7 +36,7 @@ class HeldOut(Struct, frozen=True):
 
 
 def load_held_out(config: Config, tokenizer: Tokenizer, train: Sequence[Problem] = ()) -> list[HeldOut]:
-    """The problems of every set.
+    """Return the problems of every set.
 
     Raises UserError for a file that cannot be used, of which no prompt is left, or which has problems in common with those to
     `train` on, asked or not (unless `data.allow_overlap`).
@@ -93,7 +93,7 @@ def replies_to(
     text: TextDecoder,
     outcomes: Sequence[str] = (),
 ) -> list[Generation]:
-    """The replies to one problem of the set `name`, which were asked for in `parts`. `judge`: whose `correct` decides.
+    """Return the replies to one problem of the set `name`, which were asked for in `parts`. `judge`: whose `correct` decides.
     `outcomes`: of episodes, one for each."""
     rule = judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
     prompt = text.decode(parts[0][0].prompt, skip_special=False)
@@ -170,7 +170,7 @@ class Transcript:
 
 
 def read(path: Path) -> Iterator[Generation]:
-    """The replies in a file; a last line that is still being written is left out. Raises UserError."""
+    """Return the replies in a file; a last line that is still being written is left out. Raises UserError."""
     decode = msgspec.json.Decoder(Generation).decode
     try:
         with run_files.regular(path, None).open("rb") as file:

@@ -68,7 +68,7 @@ def judge_of(config: Config) -> Rule | None:
 
 
 def set_faults(config: Config) -> Iterator[str]:
-    """One line for each value of a set that cannot be, by the YAML path of the value to change."""
+    """Yield one line for each value of a set that cannot be, by the YAML path of the value to change."""
     if config.warmup is not None and not config.data.train and not config.data.eval:
         config = replace(config, data=replace(config.data, eval="eval.jsonl"))  # which the warm-up will make
     seen: set[str] = set()
@@ -113,7 +113,7 @@ def _longest(config: Config) -> int:
 
 
 def render(results: Sequence[EvaluationResult]) -> LiteralTable:
-    """The figures of every set in each of `results`, and below what is to be said of them."""
+    """Return the figures of every set in each of `results`, and below what is to be said of them."""
     by_name = [{each.name: each for each in result.sets} for result in results]
     caption = "\n".join(
         f"{name}, step {result.step}: {note}"
@@ -237,7 +237,7 @@ def forget_after(run_dir: Path, step: int) -> None:
 
 
 def read(run_dir: Path) -> list[EvaluationResult]:
-    """The run's whole evaluations, by step. Raises UserError for one that cannot be read."""
+    """Return the run's whole evaluations, by step. Raises UserError for one that cannot be read."""
     results = []
     for _, folder in folders(run_dir):
         path = folder / RESULTS
@@ -250,7 +250,7 @@ def read(run_dir: Path) -> list[EvaluationResult]:
 
 
 def set_result(settings: EvaluationData, rule: str, evaluated: Sequence[EvaluatedProblem]) -> SetResult:
-    """The figures of the problems `evaluated`. `rule`: the name of the rule whose verdicts they are."""
+    """Return the figures of the problems `evaluated`. `rule`: the name of the rule whose verdicts they are."""
     verdicts = [[right for right in problem.correct if right is not None] for problem in evaluated]
     means = [sum(rights) / len(rights) for rights in verdicts if rights]
     result = SetResult(
