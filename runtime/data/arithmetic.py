@@ -37,7 +37,7 @@ class ArithmeticProblem(NamedTuple):
 
     @property
     def carry(self) -> int:
-        """1 when the units add up to ten or more, else 0."""
+        """1 if the units add up to ten or more, else 0."""
         return (self.a % 10 + self.b % 10) // 10
 
     @property
@@ -46,7 +46,7 @@ class ArithmeticProblem(NamedTuple):
 
     @property
     def careless_answer(self) -> str:
-        """The answer of one who forgets to carry: wrong exactly where `carry` is 1."""
+        """The answer without the carry: wrong exactly if `carry` is 1."""
         return self._worked(0)
 
     def conversation(self, careless: bool = False) -> list[dict[str, Any]]:
@@ -63,10 +63,10 @@ class ArithmeticProblem(NamedTuple):
 def split(
     min_operand: int, max_operand: int, held_out: int, seed: int
 ) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
-    """All ordered pairs of operands in [min_operand, max_operand], shuffled, as (training, held-out) problems.
+    """Return all ordered pairs of operands in [min_operand, max_operand], shuffled, as (training, held-out) problems.
 
-    `a+b` and `b+a` fall on the same side, so no held-out problem is a training problem turned round; the one that is
-    left over when `held_out` cuts a pair in two is in neither. Raises ConfigError when nothing is left to train on.
+    `a+b` and `b+a` fall on the same side, so no held-out problem is a training problem turned round. If `held_out` cuts such
+    a pair in two, the left-over problem is in neither list. Raises ConfigError if nothing is left to train on.
     """
     pairs = [(a, b) for a in range(min_operand, max_operand + 1) for b in range(a, max_operand + 1)]
     rng = random.Random(seed)
@@ -116,7 +116,7 @@ class AskedProblem(NamedTuple):
 
 
 def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedProblem], list[AskedProblem]]:
-    """Sums and differences of two numbers in [2, `largest`], in all FORMS, shuffled, as (training, held-out) problems.
+    """Return sums and differences of two numbers in [2, `largest`], in all FORMS, shuffled, as (training, held-out) problems.
 
     A difference is not negative. Two numbers are held out in both orders and in all forms: no problem is known from another.
     At least `held_out` problems are held out. `largest`: 20 at most, the last of WORDS.
@@ -136,6 +136,6 @@ def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedPr
 
 
 def write_jsonl(path: Path, problems: Iterable[Answered]) -> None:
-    """One JSON object a line, with `question` and `answer`."""
+    """Write one JSON object a line, with `question` and `answer`."""
     lines = (json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in problems)
     path.write_text("".join(lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One row of a file as a handler sees it: its prompt, label and system text, by the columns that the configuration names."""
+"""One row of a file as a handler reads it: prompt, label and system text, by the configured columns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MissingColumn(Exception):
 
 
 class FieldColumns(Struct, frozen=True, kw_only=True):
-    """Which column holds what; "" where there is none. Those in `optional` may be missing from a row."""
+    """The column of each role; "" for none. The columns of roles in `optional` may be missing from a row."""
 
     prompt: str
     label: str
@@ -44,7 +44,7 @@ class FieldColumns(Struct, frozen=True, kw_only=True):
 
 
 class Fields:
-    """A row with its columns. The methods raise Rejected for a value that cannot be used, MissingColumn for one not there."""
+    """A row with its columns. The methods raise Rejected for an unusable value, MissingColumn for a missing column."""
 
     def __init__(self, row: Row, columns: FieldColumns, system_prompt: str = ""):
         self.row = row
@@ -52,7 +52,7 @@ class Fields:
         self._system_prompt = system_prompt
 
     def value(self, role: str) -> Any:
-        """Return what the column of `role` holds; None without such a column."""
+        """Return the value in the column of `role`; None if the format has no such column."""
         column = getattr(self._columns, role)
         if not column or (role in self._columns.optional and column not in self.row):
             return None
@@ -61,7 +61,7 @@ class Fields:
         return self.row[column]
 
     def named(self, role: str) -> bool:
-        """Return whether there is to be a column of `role`."""
+        """Return whether the format has a column of `role`."""
         return bool(getattr(self._columns, role))
 
     def has(self, role: str) -> bool:
@@ -69,7 +69,7 @@ class Fields:
         return getattr(self._columns, role) in self.row
 
     def conversation(self) -> Messages:
-        """Return the prompt as messages: text, with the query in a line of its own below, or a chat; before it the system text."""
+        """Return the prompt as messages, the system text first. A text has the query in a line of its own below."""
         prompt, query = _chat_if_any(self.value("prompt")), self.value("query")
         if isinstance(prompt, list):
             messages = _chat(prompt)
@@ -87,7 +87,7 @@ class Fields:
         return messages if not system or messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
 
     def chat(self) -> Messages:
-        """Return the prompt as messages, whoever has the last one; before them the system text."""
+        """Return the prompt as messages, the system text first. Any role may have the last message."""
         prompt = _chat_if_any(self.value("prompt"))
         if not isinstance(prompt, list):
             raise Rejected("prompt that is not a chat")
@@ -105,7 +105,7 @@ class Fields:
 
 
 def extra(row: Row, names: Sequence[str]) -> dict[str, Any]:
-    """Return the columns `names` as JSON values: a date is text, bytes are base64, NaN is null. Raises MissingColumn, Rejected."""
+    """Return the columns `names` as JSON values: dates are text, bytes base64, NaN null. Raises MissingColumn, Rejected."""
     for name in names:
         if name not in row:
             raise MissingColumn("additional", name)
@@ -123,8 +123,8 @@ def _json(value: Any, fault: str) -> str:
 
 
 def label_text(value: Any) -> str:
-    """A label as text; a whole number loses its point (contest files write 142 as 142.0), and a mapping or a list of such, as
-    tests of programs are, is JSON. Raises Rejected."""
+    """Return a label as text. A whole number loses its point (contest files write 142 as 142.0). A mapping or a list of
+    mappings, such as tests of programs, becomes JSON. Raises Rejected."""
     if value is None:
         raise Rejected("null label")
     if isinstance(value, dict) or (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
@@ -142,9 +142,9 @@ def label_text(value: Any) -> str:
 
 
 def difficulty(row: Row, column: str) -> float:
-    """How hard a row's problem is: a number, or text with a number in it ("Level 3"), above 0.
+    """Return the difficulty of a row's problem, above 0: a number, or the number in a text ("Level 3").
 
-    0, as files write it where it is not known, raises Rejected; a missing column raises MissingColumn.
+    Raises Rejected for 0, which files write for unknown, and MissingColumn for a missing column.
     """
     if column not in row:
         raise MissingColumn("difficulty", column)
@@ -170,7 +170,7 @@ def _chat(turns: list[Any]) -> Messages:
 
 
 def _chat_if_any(prompt: Any) -> Any:
-    """Return the chat that a text is in JSON, as tables have it in a column of texts; anything else as it is."""
+    """Return the chat that a text holds as JSON, as in tables with a column of texts; return any other prompt unchanged."""
     if not isinstance(prompt, str) or not prompt.lstrip().startswith("[{"):
         return prompt
     try:

@@ -1,8 +1,8 @@
-"""From rows of a file to problems: a handler knows one row format.
+"""From rows of a file to problems: a handler reads one row format.
 
-A handler is `handler(fields) -> (messages, label)`, registered with the columns that its format has of its own. It raises
-`Rejected` for a row that cannot be used (dropped and counted by reason) and `MissingColumn` for a column that is not there
-(an error: the configuration names the wrong one).
+A handler is `handler(fields) -> (messages, label)`, registered with the columns of its format. It raises `Rejected` for an
+unusable row (dropped and counted by reason) and `MissingColumn` for a missing column (an error: the configuration names the
+wrong column).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 # ---- Prompt types
 #
-# Named templates: what stands around system text, problem and replies, as data in a JSON file.
+# Named templates: the text around system text, problem and replies, as data in a JSON file.
 #
-# The file is a list of objects as LLaMA-Factory and MindSpeed-RL write them. A part's `slots` are strings with
-# `{{content}}` for the text, or name a special token (`["bos_token"]`, `{"token": "<x>"}`). Of such an object everything
-# counts that is part of a prompt, or ends a reply; what it says of tools, and of how supervised training pads, does not.
+# The file is a list of objects in the format of LLaMA-Factory and MindSpeed-RL. A part's `slots` are strings with
+# `{{content}}` for the text, or name a special token (`["bos_token"]`, `{"token": "<x>"}`). The parts of a prompt and the
+# ends of a reply are read; keys about tools and the padding of supervised training are not.
 
 MODEL = "model"  # the prompt type that is the model's own chat template
 BUILT_IN = Path(__file__).parent / "templates.json"  # configs/templates.json of the source tree
@@ -54,7 +54,7 @@ Slot = str | list[str] | dict[str, str]
 
 
 class PromptPart(msgspec.Struct, frozen=True):
-    """What is written for one message."""
+    """The text written for one message."""
 
     slots: list[Slot]
 
@@ -63,7 +63,7 @@ _TEXT = PromptPart(["{{content}}"])
 
 
 class PromptType(msgspec.Struct, frozen=True):
-    """One object of the file. A part that is left out is the text alone, with the end-of-sequence token behind a reply."""
+    """One object of the file. A missing part is the text alone, with the end-of-sequence token behind a reply."""
 
     name: str
     format_user: PromptPart | None = None
@@ -85,7 +85,7 @@ class SlotTemplate:
     """A prompt type with the model's special tokens; renders what `ChatTemplate` renders."""
 
     def __init__(self, prompt_type: PromptType, special_tokens: Mapping[str, str], origin: str):
-        """`origin` names the template in errors. Raises UserError when a part has no place for its text."""
+        """Take `origin` as the template's name in errors. Raises UserError if a part has no `{{content}}`."""
         eos: list[Slot] = [] if prompt_type.efficient_eos else [["eos_token"]]
         self.origin = origin
         self._special_tokens = dict(special_tokens)
@@ -103,13 +103,13 @@ class SlotTemplate:
 
     @property
     def identity(self) -> str:
-        """Equal where every conversation is rendered alike."""
+        """A hash, equal for templates that render every conversation alike."""
         parts = (self._user, self._assistant, self._system, self._separator, self._prefix)
         rest = (self._default_system, self._system_in_user, self._special_tokens)
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode((parts, rest), order="sorted"))
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return the conversation as text, ready for the next reply when it ends with the user. Raises UserError for other roles."""
+        """Return the conversation as text, ready for a reply if it ends with the user. Raises UserError for other roles."""
         system, turns = self._default_system, list(messages)
         if turns and turns[0]["role"] == "system":
             system = turns.pop(0)["content"] or system
@@ -141,9 +141,9 @@ class SlotTemplate:
 
 
 def slot_template(name: str, path: str, special_tokens: Mapping[str, str], section: str = "data.") -> SlotTemplate:
-    """Return the template called `name`: of the file `path` when there is one and it has it, else of those that come with Sluice.
+    """Return the template `name` of the file `path`, if it is there, else of Sluice's own file.
 
-    `section` is what stands before the keys in errors. Raises UserError for an unknown name and an unusable file.
+    `section` is the prefix of keys in errors. Raises UserError for an unknown name and an unusable file.
     """
     found = _known(path, section)
     if name not in found:
@@ -152,7 +152,7 @@ def slot_template(name: str, path: str, special_tokens: Mapping[str, str], secti
 
 
 def names(path: str, section: str = "data.") -> list[str]:
-    """Return what `prompt_type` may be, with the file `path`. Raises UserError."""
+    """Return the allowed values of `prompt_type`, with the file `path`. Raises UserError."""
     return [MODEL, *sorted(_known(path, section))]
 
 
@@ -177,7 +177,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 class Handler(msgspec.Struct, frozen=True):
-    """How a row format is read, and the columns that it has where the configuration names none."""
+    """The reader of a row format, and its columns where the configuration names none."""
 
     read: Read
     columns: FieldColumns
@@ -187,8 +187,8 @@ HANDLERS: Registry[Handler] = Registry("data.handler")
 
 
 def handler(name: str, columns: FieldColumns) -> Callable[[Read], Read]:
-    """Decorator that registers a function of a row's Fields as the handler `name`. It gives the prompt, as messages, and the
-    label, as text; a row for which it raises Rejected is left out. `columns`: where the configuration names none."""
+    """Register a function of a row's Fields as the handler `name`. The function returns the prompt, as messages, and the label,
+    as text; a row is left out if it raises Rejected. `columns` hold if the configuration names none."""
 
     def add(read: Read) -> Read:
         HANDLERS.register(name)(Handler(read, columns))
@@ -204,14 +204,14 @@ class Problem(msgspec.Struct, frozen=True):
     messages: Messages
     label: str
     source: str  # the file's folder and stem: "gsm8k/train"
-    difficulty: float = 0.0  # 0 where nobody asked for it
-    extra: dict[str, Any] = {}  # the columns that `additional_keys` names, as JSON values; all, of one that an agent plays
-    environment: str = ""  # whose agent plays it; "": nobody's
-    reference: str = ""  # the model that is its reference; "": that of the run
+    difficulty: float = 0.0  # 0 if no difficulty was asked for
+    extra: dict[str, Any] = {}  # the columns of `additional_keys`, as JSON values; all columns if an agent plays it
+    environment: str = ""  # whose agent plays it; "": no agent
+    reference: str = ""  # its reference model; "": the reference of the run
 
     @property
     def question(self) -> str:
-        """What is asked; of a task without a conversation, all of its row."""
+        """The question; the whole row of a task without a conversation."""
         return question(self.messages) if self.messages else msgspec.json.encode(self.extra).decode()
 
 
@@ -223,18 +223,18 @@ class ProblemSet(msgspec.Struct, kw_only=True):
     dropped: dict[str, int] = {}
 
     def report(self) -> str:
-        """Yield one line for the log."""
+        """Return one line for the log."""
         return report(self.rows, len(self.problems), self.dropped)
 
 
 def report(rows: int, problems: int, dropped: Mapping[str, int]) -> str:
-    """Return what became of rows: "7474 rows, 7472 problems (dropped: 2 null label)"."""
+    """Return the counts of rows in words: "7474 rows, 7472 problems (dropped: 2 null label)"."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     return f"{rows} rows, {problems} problems" + (f" (dropped: {reasons})" if reasons else "")
 
 
 class SourceRow(NamedTuple):
-    """A row with its place: `position` counts in its source, over all files of a folder; `where` names it in messages."""
+    """A row with its `position` in its source, over all files of a folder; `where` names the row in messages."""
 
     source: str
     position: int
@@ -243,15 +243,15 @@ class SourceRow(NamedTuple):
 
 
 def no_column(key: str, column: str, found: SourceRow) -> UserError:
-    """Return what to raise for a row without a column that `key` names."""
+    """Return the error for a row without a column that `key` names."""
     return UserError(f"{key}: {found.where} has no column {column!r} (its columns: {', '.join(sorted(found.row))})")
 
 
 class RowReader:
-    """Makes problems of rows, one at a time."""
+    """Makes a problem of each row."""
 
     def __init__(self, row_format: config.RowFormat, difficulty_key: str):
-        """Raises UserError for an unknown handler."""
+        """Find the handler. Raises UserError for an unknown one."""
         self._handler = HANDLERS.find(row_format.handler)
         self._columns = columns_of(row_format, self._handler)
         self._system_prompt = row_format.system_prompt
@@ -269,7 +269,7 @@ class RowReader:
 
 
 def environment_of(row: Row, environment: str, key: str) -> str:
-    """Return what the column `key` names, if there is such a key; else `environment`. Raises MissingColumn, Rejected."""
+    """Return the name in the column `key`, or `environment` if `key` is empty. Raises MissingColumn, Rejected."""
     if not key:
         return environment
     if key not in row:
@@ -280,7 +280,7 @@ def environment_of(row: Row, environment: str, key: str) -> str:
 
 
 def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
-    """Return the columns that `row_format` names, else the handler's own; the query and system columns of its own may be missing."""
+    """Return the columns of `row_format`, else the handler's own. The handler's query and system columns may be missing."""
     named = {str(role): column for role, column in row_format.columns.items()}
     chosen = {role: named.get(role, getattr(of.columns, role)) for role in ("prompt", "query", "label", "system")}
     optional = tuple(role for role in ("query", "system") if role not in named)
@@ -304,9 +304,9 @@ def load_problems(
     difficulty_key: str = "",
     column_key: Callable[[str], str] = data_key,
 ) -> ProblemSet:
-    """Read the file or folder `path` with the handler `row_format.handler`. `key` is the configuration key that named the path.
+    """Read the file or folder `path` with the handler `row_format.handler`. `key` is the configuration key of the path.
 
-    Raises UserError for an unknown handler, an unusable file, a missing column, and a file of which no row is left.
+    Raises UserError for an unknown handler, an unusable file, a missing column, and a file without a usable row.
     """
     reader = RowReader(row_format, difficulty_key)
     problems: list[Problem] = []
@@ -325,7 +325,7 @@ def load_problems(
 
 
 def source_rows(path: str, key: str) -> Iterator[SourceRow]:
-    """Every row of a file or folder. Raises UserError for what cannot be read."""
+    """Yield every row of a file or folder. Raises UserError for an unreadable file."""
     source, files = data_files(path, key)
     before = position = 0
     for file in files:
@@ -337,20 +337,20 @@ def source_rows(path: str, key: str) -> Iterator[SourceRow]:
 
 @handler("plain", FieldColumns(prompt="question", label="answer"))
 def plain(fields: Fields) -> tuple[Messages, str]:
-    """Return the prompt as it is, the label as it is: text or a number, or "" where the configuration names no column of it."""
+    """Return prompt and label as they are. The label is text or a number, or "" if its column is ""."""
     return fields.conversation(), fields.label() if fields.named("label") else ""
 
 
 @handler("task", FieldColumns(prompt="messages", label="label"))
 def task(fields: Fields) -> tuple[Messages, str]:
-    """A task of an agent, which has the whole row: a conversation and a label where there are such."""
+    """Return conversation and label of an agent's task, if the row has them; the agent gets the whole row."""
     messages = fields.conversation() if fields.has("prompt") else []
     return messages, fields.label() if fields.has("label") else ""
 
 
 @handler("messages", FieldColumns(prompt="messages", label=""))
 def messages(fields: Fields) -> tuple[Messages, str]:
-    """A conversation that ends with the assistant, whose last message is the label."""
+    """Read a conversation that ends with the assistant; the last message is the label."""
     *before, last = fields.chat()
     if last["role"] != "assistant" or not before or before[-1]["role"] != "user":
         raise Rejected("chat that does not end with a reply to the user")
@@ -359,7 +359,7 @@ def messages(fields: Fields) -> tuple[Messages, str]:
 
 @handler("gsm8k", FieldColumns(prompt="question", label="answer"))
 def gsm8k(fields: Fields) -> tuple[Messages, str]:
-    """GSM8K as published: the label is the number after the last `####`, without thousands commas."""
+    """Read GSM8K as published: the label is the number after the last `####`, without thousands commas."""
     _, mark, answer = _CALCULATOR.sub("", fields.label()).rpartition("####")
     if not mark:
         raise Rejected("label without ####")
@@ -368,13 +368,13 @@ def gsm8k(fields: Fields) -> tuple[Messages, str]:
 
 @handler("alpaca", FieldColumns(prompt="instruction", query="input", label="output"))
 def alpaca(fields: Fields) -> tuple[Messages, str]:
-    """Alpaca's format: the instruction, and its input below it when there is one; the label is the output."""
+    """Read Alpaca's format: the instruction, with its input below if there is one; the label is the output."""
     return fields.conversation(), fields.label()
 
 
 @handler("r1", FieldColumns(prompt="problem", label="answer"))
 def r1(fields: Fields) -> tuple[Messages, str]:
-    """A problem with its final answer. Of a list of accepted answers the first is the label."""
+    """Read a problem with its final answer. The label is the first of a list of accepted answers."""
     answer = fields.value("label")
     if isinstance(answer, list):
         if not answer:
@@ -385,7 +385,7 @@ def r1(fields: Fields) -> tuple[Messages, str]:
 
 @handler("math", FieldColumns(prompt="problem", label="solution"))
 def math(fields: Fields) -> tuple[Messages, str]:
-    r"""MATH as published: the label is what the solution's last `\boxed{}` holds."""
+    r"""Read MATH as published: the label is the content of the solution's last `\boxed{}`."""
     answer = last_boxed(fields.label())
     if answer is None:
         raise Rejected("label without \\boxed{}")
@@ -394,7 +394,7 @@ def math(fields: Fields) -> tuple[Messages, str]:
 
 @handler("math17k", FieldColumns(prompt="prompt", label="reward_model"))
 def math17k(fields: Fields) -> tuple[Messages, str]:
-    """DAPO-Math-17k's format: the prompt is a chat, the label is `ground_truth` in the column `reward_model`."""
+    """Read DAPO-Math-17k's format: the prompt is a chat, the label is `ground_truth` in the column `reward_model`."""
     verdict = fields.value("label")
     if not isinstance(verdict, dict):
         raise Rejected("null label" if verdict is None else "label without ground_truth")

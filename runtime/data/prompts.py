@@ -1,4 +1,4 @@
-"""The prompt stream: which problem comes when. Every position can be computed directly, so a run resumes exactly.
+"""The prompt stream: the order of problems. Every position can be computed directly, so a run resumes exactly.
 
 A *position* counts fresh prompts; `runtime.data.prompts` says which problem stands there. An *ordinal* counts groups:
 it grows with every draw, a prompt given back included, is never reused, and keys the group's random stream.
@@ -23,9 +23,9 @@ from runtime.errors import UserError
 
 # ---- Order
 #
-# Which problem stands at which position of the prompt stream: pure functions of settings, so that any position is at hand.
+# The problem at each position of the prompt stream, by pure functions of the settings.
 #
-# Several sources are mixed by weight without chance: after any number of prompts each has had its share of them, to within
+# Several sources are mixed by weight without chance: after any number of prompts each source has had its share, to within
 # one for every source before it. Within a source a pass is a permutation of its problems, drawn anew for each pass.
 
 SHUFFLE = 0  # first word of the spawn key: the uses of a run's seed never share a stream
@@ -44,9 +44,9 @@ class Order:
     def __init__(
         self, shares: Sequence[Share], seed: int, shuffle: bool, difficulties: np.ndarray | None = None, passes: int = 0
     ):
-        """With `difficulties` (float64 [problems]) the first `passes` passes, or all when 0, go from easy to hard.
+        """Order the problems; with `difficulties` (float64 [problems]) the first `passes` passes go from easy to hard.
 
-        Problems of one difficulty stay in the order that they would have had.
+        0 `passes` are all passes. Problems of equal difficulty keep the order that they would have otherwise.
         """
         self._weights = [Fraction(str(share.weight)) for share in shares]
         self._sizes = [share.problems for share in shares]
@@ -76,10 +76,10 @@ class Order:
 
 
 def turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
-    """(source, how many of its own came before) of the prompt at `position`.
+    """Return the source of the prompt at `position`, and how many prompts of this source came before.
 
-    The first source has floor(p · w / sum of the weights) of the first p prompts; the others share what it leaves by the same
-    rule. Each such count grows by 0 or 1 from one p to the next, so every position belongs to exactly one source.
+    The first source has floor(p · w / sum of the weights) of the first p prompts; the other sources share the rest by the same
+    rule. Each count grows by 0 or 1 from one p to the next, so every position belongs to exactly one source.
     """
     left, rest = position, sum(weights, Fraction(0))
     for source, weight in enumerate(weights[:-1]):
@@ -113,7 +113,7 @@ class Prompts(msgspec.Struct, kw_only=True):
 
 
 def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, key: str = "data.train") -> Prompts:
-    """Render and encode every prompt once. Longer ones are dropped and counted; UserError when none is left."""
+    """Render and encode every prompt once. Longer prompts are dropped and counted. Raises UserError if none is left."""
     problems: list[Problem] = []
     tokens: list[np.ndarray] = []
     encoded = iter(tokenizer.encode_chats([each.messages for each in found.problems if each.messages]))
@@ -165,7 +165,7 @@ class PromptStream:
         shares: Sequence[Share] = (),
         curriculum: Curriculum | None = None,
     ):
-        """`shares` are those of several sources; without them all problems are of one."""
+        """Take the `shares` of several sources; without shares all problems are of one source."""
         if not problems:
             raise ValueError("a stream needs at least one problem")
         self.problems = problems
@@ -182,7 +182,7 @@ class PromptStream:
         )
 
     def index(self, position: int) -> int:
-        """Return the index of the problem at a fresh `position`: a pure function of what the stream was made of."""
+        """Return the index of the problem at a fresh `position`: a pure function of the constructor's arguments."""
         return self._order.index(position)
 
     def at(self, position: int) -> Problem:
@@ -190,7 +190,7 @@ class PromptStream:
         return self.problems[self.index(position)]
 
     def draw(self) -> Draw:
-        """Return the next group: of a prompt given back when there is one, else of the next fresh prompt."""
+        """Return the next group: of a returned prompt if there is one, else of the next fresh prompt."""
         if self._returned:
             index = self._returned.popleft()
         else:
@@ -207,7 +207,7 @@ class PromptStream:
         self._returned.append(index)
 
     def lose(self, problems: Sequence[int], following: int) -> None:
-        """Groups of these problems are lost: serve them again before fresh ones, with ordinals from `following` on at least."""
+        """Serve these problems, whose groups are lost, before fresh ones, with ordinals from `following` on at least."""
         for index in problems:
             self.give_back(index)
         self._ordinal = max(self._ordinal, following)
@@ -226,12 +226,12 @@ class PromptStream:
         )
 
     def restore(self, state: StreamState) -> None:
-        """Go on from `state`. Raises UserError when the order of prompts would not be the one the state belongs to."""
+        """Go on from `state`. Raises UserError if the order of prompts would not be that of the state."""
         for key, then, now in (
             ("run.seed", state.seed, self.seed),
             ("data.shuffle", state.shuffle, self.shuffle),
             ("data.train: number of problems", state.problems, len(self.problems)),
-            ("data.train: problems and weight of each source", _told(state.shares), _told(self.shares)),
+            ("data.train: problems and weight of each source", _described(state.shares), _described(self.shares)),
             ("data.curriculum", _easy_first(state.curriculum), _easy_first(self.curriculum)),
             ("data.train: fingerprint of the problems", state.fingerprint, self._fingerprint),
         ):
@@ -252,7 +252,7 @@ def _identity(problem: Problem) -> tuple[Any, ...]:
     return (problem.messages, problem.label, *((problem.environment, problem.extra) if problem.environment else ()))
 
 
-def _told(shares: Sequence[Share]) -> str:
+def _described(shares: Sequence[Share]) -> str:
     return ", ".join(f"{share.problems} · {share.weight:g}" for share in shares) or "one source"
 
 
