@@ -1,8 +1,8 @@
 """From files of problems to a file of prompts: read, check, render, encode, write.
 
-Rows are read and checked in order by one thread; `workers` threads render and encode chunks of them. The library encodes
-outside the interpreter's lock, which is where the time goes. Chunks are put together in the order of their rows, so that the
-output has the same bytes for any number of workers.
+One thread reads and checks rows in order; `workers` threads render and encode chunks of rows. Encoding takes most of the
+time, and the library encodes outside the interpreter's lock. Chunks are joined in the order of their rows, so that the output
+has the same bytes for any number of workers.
 """
 
 from __future__ import annotations
@@ -43,14 +43,12 @@ if TYPE_CHECKING:
 
 # ---- Prepare settings
 #
-# The file that `sluice data prepare` reads: its keys, their defaults and checks.
-#
-# Keys are named as in MindSpeed-RL, where it has one for the purpose.
+# The keys of the file for `sluice data prepare`, with defaults and checks. Names are MindSpeed-RL's where it has such a key.
 
 SUFFIX = ".parquet"
-LABELS = "labels"  # MindSpeed-RL's name of the label, which is always there
+LABELS = "labels"  # MindSpeed-RL's name of the label, which the output always has
 
-# What MindSpeed-RL's files may have besides, and what to do about it here.
+# Further keys of MindSpeed-RL's files, and what to do about them here.
 _FORMATS = "leave it out; prompts are always made one by one, for training by reinforcement"
 ADVICE = {
     "handler_name": "is called handler here: plain, gsm8k, alpaca, r1, math, math17k, or FILE.py:NAME",
@@ -78,7 +76,7 @@ _THEIR_HANDLERS = {
 
 
 class MapKeys(Section, frozen=True):
-    """The columns. null is the handler's own, "" is none."""
+    """Names of columns. null: the handler's own; "": none."""
 
     prompt: str | None = None
     query: str | None = None
@@ -87,7 +85,7 @@ class MapKeys(Section, frozen=True):
 
 
 class PrepareSettings(Section, frozen=True):
-    """From files of problems to a file of prompts."""
+    """The settings of `sluice data prepare`."""
 
     input: str | list[str]
     tokenizer_name_or_path: str
@@ -139,7 +137,7 @@ def load(path: Path, overrides: Sequence[str]) -> PrepareSettings:
 
 
 def column_key(role: str) -> str:
-    """Return the key that names the column of `role`."""
+    """Return the key that names the column of `role`, for messages."""
     return {"label": "map_keys.response", "difficulty": "difficulty_key"}.get(role, f"map_keys.{role}")
 
 
@@ -179,7 +177,7 @@ def _names(settings: PrepareSettings) -> Iterator[str]:
 
 # ---- Overlap
 #
-# Problems that two sets have in common. Texts are compared without their whitespace, which copies of a data set differ in.
+# Problems that two sets have in common. Whitespace is ignored, because copies of a data set differ in it.
 
 log = logging.getLogger("sluice")
 
@@ -187,7 +185,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def problem_key(question: str) -> int:
-    """Equal where two problems are the same but for whitespace (up to 128-bit collisions)."""
+    """Return a hash that is equal for problems that differ in whitespace alone (up to 128-bit collisions)."""
     return xxhash.xxh3_128_intdigest("".join(question.split()).encode("utf-8", "surrogatepass"))
 
 
@@ -198,9 +196,9 @@ def overlap(train: Iterable[Problem], held_out: Iterable[Problem]) -> list[Probl
 
 
 def keep_apart(train: Sequence[Problem], held_out: Sequence[Problem], key: str, allowed: bool) -> None:
-    """Refuse to train on problems of the evaluation set that the configuration key `key` names.
+    """Check that no problem to train on is in the evaluation set of the configuration key `key`.
 
-    Raises UserError with their number, unless `allowed`: then the log has it.
+    Raises UserError with the number of shared problems; if `allowed`, log the number instead.
     """
     shared = overlap(train, held_out)
     if not shared:
@@ -215,10 +213,10 @@ def keep_apart(train: Sequence[Problem], held_out: Sequence[Problem], key: str, 
 
 # ---- Lookups
 #
-# Values of keys, which a tool knows and nobody can work out: problems that take two turns.
+# Values of keys, which only a tool knows: problems that take two turns.
 #
 # A line is `{"question": "What is ab7?", "answer": "402"}`. The assistant calls the tool `lookup` with the key, and repeats
-# what it is told.
+# the result.
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -242,7 +240,7 @@ class LookupProblem(NamedTuple):
         return f"What is {self.key}?"
 
     def conversation(self, careless: bool = False) -> list[dict[str, Any]]:
-        """With the call; a careless assistant takes a key's last digit for its value where there is one, and is wrong."""
+        """Return the messages, with the call. A careless assistant answers with the last digit of a key that ends in one."""
         asked = {"role": "user", "content": self.question}
         if careless and self.key[-1].isdigit():
             return [asked, {"role": "assistant", "content": self.key[-1]}]
@@ -256,8 +254,8 @@ class LookupProblem(NamedTuple):
 
 
 def lookups(held_out: int, seed: int) -> tuple[list[LookupProblem], list[LookupProblem]]:
-    """TRAINED problems and so many held-out ones: all keys differ, and every other one ends in a digit. Raises ConfigError for
-    more than there are keys."""
+    """Return TRAINED problems and `held_out` held-out ones. All keys differ, and every second key ends in a digit. Raises
+    ConfigError if there are too few keys."""
     count = TRAINED + held_out
     if count > KEYS // 2:
         raise ConfigError([f"warmup.eval_problems: {held_out} is more than {KEYS // 2 - TRAINED}, which there are keys for"])
@@ -277,7 +275,7 @@ Progress = Callable[[int, int], None]  # rows done, rows in all
 
 
 class Count(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the rows of one source."""
+    """The counts of the rows of one source."""
 
     rows: int
     kept: int
@@ -285,7 +283,7 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedData(msgspec.Struct, kw_only=True):
-    """What was prepared. `tokens` are those of the prompts kept."""
+    """The result of a preparation. `tokens` counts those of the prompts kept."""
 
     path: str
     sources: dict[str, Count]
@@ -296,7 +294,7 @@ class PreparedData(msgspec.Struct, kw_only=True):
     seconds: float
 
     def report(self) -> list[str]:
-        """Lines for the terminal."""
+        """Return lines for the terminal."""
         lines = [f"{source}: {report(found.rows, found.kept, found.dropped)}" for source, found in self.sources.items()]
         mean = self.tokens / self.prompts
         speed = self.rows / self.seconds
@@ -312,11 +310,11 @@ class _Item(msgspec.Struct, frozen=True):
 
 class _Encoded(msgspec.Struct, frozen=True):
     kept: list[tuple[_Item, str, np.ndarray]]  # with rendered text and its tokens
-    long: list[tuple[str, str]]  # source and reason of those that are too long
+    long: list[tuple[str, str]]  # source and reason of each prompt that is too long
 
 
 def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: None) -> PreparedData:
-    """Make the file that `settings` ask for. Raises UserError for rows, columns, a tokenizer or a disk that will not do."""
+    """Make the file of `settings`. Raises UserError for unusable rows, columns, tokenizers or disks."""
     began = time.monotonic()
     tokenizer = Tokenizer(
         settings.tokenizer_name_or_path,
@@ -340,7 +338,7 @@ def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: 
 
 
 class _Work:
-    """One preparation: what the threads share, and what has come of it so far."""
+    """One preparation: the data shared by the threads, and the results so far."""
 
     def __init__(self, settings: PrepareSettings, tokenizer: Tokenizer):
         self._settings = settings
@@ -355,13 +353,13 @@ class _Work:
         self._lengths: list[int] = []
 
     def inputs(self) -> list[tuple[str, str]]:
-        """Each path with the key that names it."""
+        """Return each path with the key that names it."""
         if isinstance(self._settings.input, str):
             return [(self._settings.input, "input")]
         return [(path, f"input.{index}") for index, path in enumerate(self._settings.input)]
 
-    def chunks(self, told: Callable[[int], None]) -> Iterator[list[_Item]]:
-        """Return the rows that can be used, some at a time, in order. `told` is called every `log_interval` rows."""
+    def chunks(self, report_done: Callable[[int], None]) -> Iterator[list[_Item]]:
+        """Yield chunks of usable rows, in order. `report_done` is called every `log_interval` rows."""
         chunk: list[_Item] = []
         done = 0
         for path, key in self.inputs():
@@ -371,14 +369,14 @@ class _Work:
                     chunk.append(item)
                 done += 1
                 if done % self._settings.log_interval == 0:
-                    told(done)
+                    report_done(done)
                 if len(chunk) == CHUNK_ROWS:
                     yield chunk
                     chunk = []
         if chunk:
             yield chunk
         if done % self._settings.log_interval:
-            told(done)
+            report_done(done)
 
     def _item(self, found: SourceRow) -> _Item | None:
         self._rows[found.source] += 1
@@ -399,7 +397,7 @@ class _Work:
         return _Item(problem, tuple(found.row[name] for name in self._additional))
 
     def encode(self, chunk: list[_Item]) -> _Encoded:
-        """Render and encode; runs in a thread of its own and touches nothing that others do."""
+        """Render and encode a chunk. Runs in a worker thread, and shares no mutable state."""
         texts = [self._tokenizer.template.render(item.problem.messages) for item in chunk]
         most, window = self._settings.max_prompt_length, self._settings.seq_length
         encoded = _Encoded([], [])
@@ -413,7 +411,7 @@ class _Work:
         return encoded
 
     def collect(self, encoded: _Encoded) -> None:
-        """Add a chunk to the output; called in the order of the rows."""
+        """Add a chunk to the output. Call in the order of the rows."""
         import pyarrow as pa
 
         for source, reason in encoded.long:
@@ -439,7 +437,7 @@ class _Work:
         self._tables.append(pa.table(columns))
 
     def finish(self, began: float) -> PreparedData:
-        """Write the file. Raises UserError when no prompt is left, or the file cannot be written."""
+        """Write the file. Raises UserError if no prompt is left, or the file cannot be written."""
         import pyarrow as pa
 
         dropped = _by_count(sum(self._dropped.values(), Counter[str]()))
@@ -482,7 +480,7 @@ class _Work:
 
 
 def _by_count(dropped: Mapping[str, int]) -> dict[str, int]:
-    """Return the most frequent reason first. In which order they came up depends on how many chunks were under way."""
+    """Sort reasons by count, the largest first: their first occurrence depends on the number of workers."""
     return dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
 
 
@@ -497,7 +495,7 @@ def _array(name: str, values: list[Any]) -> pa.Array:
 
 @contextmanager
 def _one_thread_each_call() -> Iterator[None]:
-    """Return the library would spread each call over all cores; here the number of workers says how many are at work."""
+    """Keep the library from spreading each call over all cores: `workers` is the number of threads."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

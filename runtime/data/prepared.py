@@ -1,17 +1,17 @@
-"""Prepared prompts: a Parquet file with one row a problem, that training takes as it is.
+"""Prepared prompts: a Parquet file with one row a problem, which training reads as it is.
 
 | column | type | what it holds |
 | --- | --- | --- |
-| id | string | source and place: "gsm8k/train:17" |
+| id | string | source and position: "gsm8k/train:17" |
 | source | string | the file's folder and stem: "gsm8k/train" |
-| problem | string | what the user says last, without any template |
+| problem | string | the last message of the user, without any template |
 | text | string | the prompt as rendered |
 | tokens | list of int32 | `text`, encoded |
-| label | string | what the reward rules see |
-| difficulty | double | where one was asked for |
+| label | string | the label for the reward rules |
+| difficulty | double | if one was asked for |
 
-and whatever columns were asked for besides. The file's metadata name the tokenizer and the template by what they do, so that
-a file is refused where they would make other prompts.
+and the additional columns asked for. The file's metadata have hashes of the tokenizer and the template, so that a file is
+refused if another tokenizer or template would make other prompts.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ if TYPE_CHECKING:
 
 # ---- Source settings
 #
-# Which files a configuration names, and how their rows are, before any is opened.
+# The files of a configuration, and their row formats, before any file is opened.
 
 
 def sources(data: Data) -> list[tuple[str, Source]]:
-    """Return what there is to train on, each with the configuration key that names its path."""
+    """Return the files to train on, each with the configuration key of its path."""
     if isinstance(data.train, str):
         return [("data.train", Source(path=data.train))] if data.train else []
     return [(f"data.train.{index}.path", source) for index, source in enumerate(data.train)]
 
 
 def row_format_of(choice: RowFormatChoice, data: Data) -> RowFormat:
-    """How the rows of a file are: as `choice` says, and as `data` says where it does not."""
+    """Return the row format of a file: as `choice` says, else as `data` says."""
     names = RowFormat.__struct_fields__
     own = {name: getattr(choice, name) for name in names} | {"columns": data.columns | choice.columns}
     return RowFormat(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
 
 
 def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
-    """All problems of `data.train`, those of several sources one after the other. Raises UserError."""
+    """Return all problems of `data.train`, one source after the other. Raises UserError."""
     difficulty_key = data.curriculum.key if data.curriculum else ""
     found = sources(data)
     read = [
@@ -85,7 +85,7 @@ def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
 
 
 def check_environments(problems: Sequence[Problem], known: Collection[str]) -> None:
-    """Raises UserError for a row that names an environment which is none of `known`."""
+    """Check that rows name `known` environments. Raises UserError for a row that does not."""
     for problem in problems:
         if problem.environment not in known and (known or problem.environment):
             allowed = ", ".join(known) or "there is none"
@@ -95,9 +95,9 @@ def check_environments(problems: Sequence[Problem], known: Collection[str]) -> N
 def read_prompts(
     path: str, row_format: RowFormat, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str = ""
 ) -> Prompts:
-    """Return the prompts of one file or folder, prepared or not. `key` is the configuration key that named the path.
+    """Return the prompts of one file or folder, prepared or not. `key` is the configuration key of the path.
 
-    Raises UserError for what cannot be used.
+    Raises UserError for unusable files.
     """
     if is_prepared(Path(path)):
         of, column = row_format.environment, row_format.columns.get("environment", "")
@@ -111,7 +111,7 @@ def read_prompts(
 
 
 def column_key(key: str, role: str) -> str:
-    """Return the key that names the column of `role` in the file that `key` names."""
+    """Return the key of the column of `role`, for the file at `key`."""
     return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role_key(role)}"
 
 
@@ -123,18 +123,18 @@ ROW_GROUP = 4096  # rows
 
 
 class Info(msgspec.Struct, kw_only=True):
-    """What the file says of itself."""
+    """The metadata of the file."""
 
     format: int
     prompt_type: str
     tokenizer: str  # `Tokenizer.identity`
     template: str  # `identity` of its template
-    rows: int  # that were read
+    rows: int  # read
     dropped: dict[str, int]
 
 
 def write(path: Path, table: pa.Table, info: Info) -> None:
-    """Write `table` so that `path` holds the whole file or what it held before. Raises OSError."""
+    """Replace `path` by `table` atomically. Raises OSError."""
     import pyarrow.parquet as pq
 
     table = table.replace_schema_metadata({METADATA: msgspec.json.encode(info)})
@@ -149,7 +149,7 @@ def write(path: Path, table: pa.Table, info: Info) -> None:
 
 
 def is_prepared(path: Path) -> bool:
-    """Return whether `path` is a Parquet file that `write` made."""
+    """Return whether `path` is a Parquet file made by `write`."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -161,7 +161,7 @@ def is_prepared(path: Path) -> bool:
     try:
         return METADATA in (pq.read_schema(path).metadata or {})
     except pa.ArrowException:
-        return False  # reading its rows says what is wrong with it
+        return False  # reading its rows reports the fault
 
 
 def read(
@@ -172,10 +172,10 @@ def read(
     difficulty_key: str = "",
     additional_keys: Sequence[str] = (),
 ) -> Prompts:
-    """Return the prompts of a prepared file, which is mapped into memory. `additional_keys` are columns that it carried over.
+    """Return the prompts of a prepared file, which is mapped into memory. `additional_keys` are columns carried over.
 
-    Those over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, naming the
-    configuration key `key`, for another tokenizer or template than the file's, and when none is left.
+    Prompts over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, with the
+    configuration key `key`, if tokenizer or template differ from the file's, or no prompt is left.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -236,7 +236,7 @@ def _check(info: Info, tokenizer: Tokenizer, path: Path, key: str) -> None:
 
 
 def _slices(column: pa.ChunkedArray) -> Sequence[np.ndarray]:
-    """Read-only int32 views into the column's buffers, one a row."""
+    """Return read-only int32 views into the column's buffers, one a row."""
     views: list[np.ndarray] = []
     for chunk in column.chunks:
         values = chunk.values.to_numpy(zero_copy_only=True)

@@ -1,7 +1,7 @@
-"""Rows of a json, jsonl, Parquet or Arrow file, one object at a time, each with the place it stands at.
+"""Rows of a json, jsonl, Parquet or Arrow file, one object at a time, each with its position.
 
-The first bytes decide: Parquet and Arrow name themselves, `[` is a JSON array (read whole), anything else is JSON lines
-(streamed). JSON may be compressed by gzip or zstd. pyarrow is imported where it is needed: most runs read JSON.
+The first bytes decide: Parquet and Arrow files begin with a mark of their own, `[` is a JSON array (read whole), anything
+else is JSON lines (streamed). JSON may be compressed by gzip or zstd.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from runtime.errors import UserError
 
 # ---- Tables
 #
-# Rows of Parquet and Arrow files, which are mapped into memory. Whoever imports this loads pyarrow.
+# Rows of Parquet and Arrow files, which are mapped into memory.
 
 _BATCH_ROWS = 1024
 
 
 def rows(path: Path, key: str, parquet: bool, most: int) -> Iterator[tuple[int, Any]]:
-    """Yield (place, row), places from 1. No more than `most` bytes of rows are Python's objects at once.
+    """Yield (position, row), positions from 1. At most `most` bytes of rows are converted to Python at once.
 
-    Raises UserError, naming the configuration key `key`, for a file that is torn, for a value that Python does not have, and
-    for a row of more than `most` bytes.
+    Raises UserError, with the configuration key `key`, for a torn file, a value that Python does not have, and a row of more
+    than `most` bytes.
     """
-    place = 0
+    position = 0
     with _open_table(path, key, parquet) as source:
         for batch in _parquet(source) if parquet else _arrow(source):
             exact = {field.name: make for field in batch.schema if (make := _exactly(field.type))}
             for part in _parts(batch, most):
                 if part is None:
-                    raise UserError(f"{key}: {path}:{place + 1}: a row of more than {most} bytes")
+                    raise UserError(f"{key}: {path}:{position + 1}: a row of more than {most} bytes")
                 for row in part.to_pylist():
-                    place += 1
-                    yield place, (row | {name: make(row[name]) for name, make in exact.items()} if exact else row)
+                    position += 1
+                    yield position, (row | {name: make(row[name]) for name, make in exact.items()} if exact else row)
 
 
 def count(path: Path, key: str, parquet: bool) -> int:
-    """Return how many rows there are. Raises UserError as `rows` does."""
+    """Return the number of rows. Raises UserError as `rows` does."""
     with _open_table(path, key, parquet) as source:
         return pq.ParquetFile(source).metadata.num_rows if parquet else sum(batch.num_rows for batch in _arrow(source))
 
@@ -67,7 +67,7 @@ def _open_table(path: Path, key: str, parquet: bool) -> Iterator[pa.NativeFile]:
 
 
 def _parquet(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """Columns of text as they are stored: a dictionary holds once what thousands of rows name."""
+    """Return batches with columns of text as stored: a dictionary holds a text once, however many rows have it."""
     columns = pq.ParquetFile(source).schema
     texts = [each.path for each in columns if each.physical_type == "BYTE_ARRAY" and "." not in each.path]
     source.seek(0)
@@ -76,7 +76,7 @@ def _parquet(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
 
 
 def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """Return the batches of an Arrow file, or of a stream written to one, as the library datasets does."""
+    """Return the batches of an Arrow file, or of an Arrow stream in a file, which the library datasets writes."""
     try:
         file = pa.ipc.open_file(source)
     except pa.ArrowInvalid:
@@ -86,7 +86,7 @@ def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
 
 
 def _parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch | None]:
-    """Return the batch in parts of at most `most` bytes each; None for a row of more."""
+    """Yield the batch in parts of at most `most` bytes each; None for a larger row."""
     if sum(map(_bytes, batch.columns)) <= most:
         yield batch
     elif batch.num_rows == 1:
@@ -98,7 +98,7 @@ def _parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch | None]:
 
 
 def _bytes(column: pa.Array) -> int:
-    """Return what the values have, each as often as a row names it."""
+    """Return the bytes of the values; a shared value counts once for each row."""
     if isinstance(column, pa.DictionaryArray) and not pa.types.is_primitive(column.type.value_type):
         return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
     if isinstance(column, pa.StructArray):
@@ -107,9 +107,9 @@ def _bytes(column: pa.Array) -> int:
 
 
 def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Return what makes of a value in Python the one that was meant; None where it is so already.
+    """Return a function that restores a value which pyarrow converts inexactly; None if no conversion is inexact.
 
-    Python's floats are of 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs.
+    Python's floats have 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs.
     """
     if pa.types.is_float16(kind) or pa.types.is_float32(kind):
         width = np.float16 if pa.types.is_float16(kind) else np.float32
@@ -130,13 +130,13 @@ def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
 
 # ---- Files
 #
-# Which files a path names: one file, or a folder of data files, such as a data set of Hugging Face's on this machine.
+# The files of a path: one file, or a folder of data files, such as a data set of Hugging Face on this machine.
 
 T = TypeVar("T")
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow")
-_PACKED = (".gz", ".zst")  # what may follow .json and .jsonl
-_SAVED = "state.json"  # what `Dataset.save_to_disk` writes beside its Arrow files
+_PACKED = (".gz", ".zst")  # suffixes behind .json and .jsonl
+_SAVED = "state.json"  # written by `Dataset.save_to_disk` beside its Arrow files
 _SPLITS = "dataset_dict.json"  # and `DatasetDict.save_to_disk` above the splits' folders
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", _SAVED, _SPLITS)
 _SPLIT = re.compile(r"(?:^|[-_.])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_.]|$)")
@@ -156,17 +156,17 @@ class _Splits(msgspec.Struct):
 
 
 class DataFiles(NamedTuple):
-    """The files to read, in the order in which their rows count, and what their problems' source is called."""
+    """The files to read, in the order of their rows, and the name of their source."""
 
     source: str  # folder and stem of a file, "gsm8k/train"; the last two parts of a folder's path
     files: list[Path]
 
 
 def data_files(path: str, key: str) -> DataFiles:
-    """Return what `path` names; of several splits the training split.
+    """Return the files of `path`; of several splits those of the training split.
 
-    A folder is what `save_to_disk` wrote, or holds data files of one kind, directly or in its folder `data`.
-    Raises UserError, naming the configuration key `key`.
+    A folder was written by `save_to_disk`, or holds data files of one kind, directly or in its folder `data`.
+    Raises UserError, with the configuration key `key`.
     """
     root = Path(path)
     if not root.is_dir():
@@ -196,7 +196,7 @@ def data_files(path: str, key: str) -> DataFiles:
 
 
 def unpacked(file: Path) -> Path:
-    """Return the name without that of a compression."""
+    """Return the path without the suffix of a compression."""
     return file.with_suffix("") if file.suffix in _PACKED else file
 
 
@@ -207,7 +207,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _split(file: Path) -> str:
-    """Return the split that a file's name says: "train-00000-of-00002.parquet"; "" when it says none."""
+    """Return the split in a file's name ("train-00000-of-00002.parquet"), or ""."""
     found = _SPLIT.search(file.stem)
     return found.group(1) if found else ""
 
@@ -227,19 +227,19 @@ def _decode_file(file: Path, kind: type[T], key: str) -> T:
 
 
 PARQUET = b"PAR1"
-_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream written to one
+_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream in a file
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _HEAD_BYTES = 64
 _BLOCK_BYTES = 1 << 20
-_ROW_BYTES = 1 << 26  # at most: a few bytes that are compressed can stand for gigabytes
+_ROW_BYTES = 1 << 26  # at most: a few compressed bytes can stand for gigabytes
 _ARRAY_BYTES = 1 << 30
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
-    """Yield (position, row), positions from 1: the line of a jsonl file, the place in the others.
+    """Yield (position, row), positions from 1: the line of a jsonl file, the index in other files.
 
-    Raises UserError, naming the configuration key `key`, for a file that is missing, empty or malformed.
+    Raises UserError, with the configuration key `key`, for a file that is missing, empty or malformed.
     """
     if not path.is_file():
         raise UserError(f"{key}: {path} is not a file")
@@ -254,7 +254,7 @@ def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
 
 
 def count_rows(path: Path, key: str) -> int:
-    """Return how many rows a file has, about: blank lines count. Raises UserError as `read_rows` does for a file that is torn."""
+    """Return the approximate number of rows: blank lines count. Raises UserError for a torn file, as `read_rows` does."""
     with _opened(path, key) as file:
         head = _head(file)
         if _is_table(head):
@@ -277,7 +277,7 @@ def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
 
 @contextmanager
 def _opened(path: Path, key: str) -> Iterator[io.BufferedReader]:
-    """Return the file, which is decompressed as it is read. Raises UserError for one that cannot be."""
+    """Open a file, which is decompressed as it is read. Raises UserError for an unreadable file."""
     try:
         with path.open("rb") as file:
             head = file.peek(_HEAD_BYTES)

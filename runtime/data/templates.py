@@ -1,4 +1,4 @@
-"""Chat templates: jinja2 in a sandbox, with the settings, filters and globals that Hugging Face templates are written for.
+"""Chat templates: jinja2 in a sandbox, with the settings, filters and globals that Hugging Face templates expect.
 
 The environment is the one documented for `apply_chat_template`: blocks trimmed, `tojson` without HTML escapes,
 `raise_exception`, `strftime_now`, loop controls, and the `generation` tag, which has no effect on the text.
@@ -28,31 +28,31 @@ from runtime.errors import UserError
 
 # ---- Template sandbox
 #
-# The sandbox of chat templates: no code of theirs runs, and what a rendering costs is counted, as nothing interrupts
-# Python.
+# The sandbox of chat templates. No code of a template runs, and the work of a rendering is counted, because nothing
+# interrupts Python.
 #
-# A pass of a loop, a call and a piece of output count as work; texts by their characters and lists by their items. What
-# could be large at once, such as a product or padding, is refused by the size that it would have, before it is made.
+# A pass of a loop, a call and a piece of output count as work; texts count by characters, lists by items. A value that could
+# be large at once, such as a product or padding, is refused by its size before it is made.
 
 _MOST_WORK = 1 << 22  # of a rendering: some seconds
 _MOST_SIZE = 1 << 24  # of a value, in characters
-_MOST_NUMBER = 10_000  # that a method of texts or a filter is given: a width, a count
-_CHARACTERS = 1 << 7  # that are a unit of work
-_ITEM = 64  # an item of a list, in characters
+_MOST_NUMBER = 10_000  # an argument of a text's method or a filter: a width, a count
+_CHARACTERS = 1 << 7  # a unit of work
+_ITEM = 64  # size of a list's item, in characters
 _LARGE = 1 << 256
-_SPEND, _JOINED = "(spend)", "(joined)"  # names that no template can write
-_WIDE = re.compile(r"[%:][^%{}]*(?:\d{5}|\*|\{)")  # in a format: a number too large, or one that an argument gives
+_SPEND, _JOINED = "(spend)", "(joined)"  # names that a template cannot write
+_WIDE = re.compile(r"[%:][^%{}]*(?:\d{5}|\*|\{)")  # in a format: a number too large, or taken from an argument
 _CHEAP = ("length", "count", "first", "last", "default", "d", "int", "float", "string")
 _FREE_NUMBERS = ("default", "d", "int", "float", "sum", "split", "rsplit", "find", "rfind", "index", "count", "get")
 
 
 class CountedSandbox(ImmutableSandboxedEnvironment):
-    """Renders with bounds of work and size."""
+    """Renders with bounds on work and size."""
 
     intercepted_binops = frozenset({"**", "*", "+", "%"})
 
     def __init__(self, **options: Any):
-        super().__init__(**options, finalize=self._written, optimized=False)  # which would compute constants as it compiles
+        super().__init__(**options, finalize=self._written, optimized=False)  # an optimizer computes constants at compile time
         self._left = threading.local()
         del self.globals["lipsum"]
         self.filters = {name: self.counted(name, function) for name, function in self.filters.items()}
@@ -63,19 +63,19 @@ class CountedSandbox(ImmutableSandboxedEnvironment):
         self._left.units = _MOST_WORK
 
     def _spend(self, units: int = 1) -> bool:
-        """True. Raises TemplateError when a rendering has taken more than it may."""
+        """Count work and return True. Raises TemplateError if a rendering exceeds its bound."""
         self._left.units = getattr(self._left, "units", _MOST_WORK) - units
         if self._left.units < 0:
             raise jinja2.TemplateError("takes more work than any conversation")
         return True
 
     def _written(self, value: Any) -> Any:
-        """A value that becomes text."""
+        """Check the size of a value that becomes text, and return the value."""
         self._allow(len(value) if type(value) is str else _size(value))
         return value
 
     def _joined(self, *values: Any) -> str:
-        """Return what `~` gives."""
+        """Return the result of `~`."""
         texts = [str(self._written(value)) for value in values]
         self._allow(sum(map(len, texts)))
         return "".join(texts)
@@ -116,8 +116,8 @@ class CountedSandbox(ImmutableSandboxedEnvironment):
         return super()._generate(_Counting().visit(source), *arguments, **options)
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter, with bounds."""
-        given = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, or what is in it
+        """Return a filter with bounds."""
+        given = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, or a part of it
 
         @wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class CountedSandbox(ImmutableSandboxedEnvironment):
         return counted
 
     def _check(self, name: str, value: Any, given: tuple[Any, ...]) -> None:
-        """Before a method of a text or a filter is called."""
+        """Check the arguments of a text's method or a filter, before the call."""
         if name not in _FREE_NUMBERS and any(isinstance(each, int) and abs(each) > _MOST_NUMBER for each in given):
             raise jinja2.TemplateError(f"calls {name} with a number above {_MOST_NUMBER}")
         if name == "format" and _WIDE.search(str(value)):
@@ -152,14 +152,14 @@ class CountedSandbox(ImmutableSandboxedEnvironment):
             self._allow(_size(value) * (1 + max([each for each in given if isinstance(each, int)], default=0)))
 
     def _allow(self, size: int) -> None:
-        """Raises TemplateError for a value that is larger than any conversation."""
+        """Count a value of `size` as work. Raises TemplateError for a value larger than any conversation."""
         if size > _MOST_SIZE:
             raise jinja2.TemplateError(f"makes a value of more than {_MOST_SIZE} characters")
         self._spend(1 + size // _CHARACTERS)
 
 
 class _Counting(NodeTransformer):
-    """Puts the counting of work into a template: into loops, macros, and where texts are joined."""
+    """Inserts the counting of work into a template: into loops, macros, and joined texts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self._count(node)
@@ -182,19 +182,19 @@ class _Counting(NodeTransformer):
 
 
 def _filtered(name: str, arguments: list[nodes.Expr]) -> nodes.Filter:
-    """A filter is called as it is, in a tenth of the time of a method."""
+    """Return a call of a filter, which takes a tenth of the time of a method call."""
     return nodes.Filter(arguments[0], name, arguments[1:], [], None, None)
 
 
 def _length(value: Any) -> int:
-    """Return the size of what it holds itself."""
+    """Return the size of a value without the contents of its items."""
     if isinstance(value, int):
         return 1 + value.bit_length() // 8
     return len(value) * (1 if isinstance(value, str | bytes) else _ITEM) if hasattr(value, "__len__") else 1
 
 
 def _size(value: Any) -> int:
-    """Return the size as text, about; of what holds one thing many times over too, up to the most that may be."""
+    """Return the approximate size as text, at most about `_MOST_SIZE`; a value that is held many times counts each time."""
     size, waiting = 0, [value]
     while waiting and size <= _MOST_SIZE:
         each = waiting.pop()
@@ -213,16 +213,16 @@ Message = Mapping[str, Any]
 
 
 _MOST_CHARACTERS = 1 << 22  # of a conversation
-_LEAST_JINJA = (3, 1, 6)  # whose sandbox lets no code out, as far as is known
-_BARE: dict[str, Any] = {"__builtins__": {}}  # the globals of functions that templates see hold nothing that they do not need
+_LEAST_JINJA = (3, 1, 6)  # no escape from the sandbox is known
+_BARE: dict[str, Any] = {"__builtins__": {}}  # the globals of functions that templates see hold no more than needed
 
 
 class ChatTemplate:
     """A compiled template with the model's special tokens (`bos_token`, `eos_token` ...) as its variables."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str, with_tools: str = ""):
-        """`origin` names the template in errors; `with_tools` is that of conversations with tools, where it is another. Raises
-        UserError when either is not a template."""
+        """Compile `source`, and `with_tools`, a separate template for conversations with tools. `origin` names the template in
+        errors. Raises UserError if either is not a template."""
         self.origin = origin
         self.stop_words: tuple[str, ...] = ()
         self.source = source
@@ -233,12 +233,12 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{origin}: not a chat template: line {error.lineno}: {error.message}") from error
-        except Exception as error:  # whatever Python's compiler raises at what jinja2 makes of it
+        except Exception as error:  # from Python's compiler, for jinja2's code
             raise UserError(f"{origin}: not a chat template: {_line(error)}") from error
 
     @property
     def identity(self) -> str:
-        """Equal where every conversation is rendered alike."""
+        """A hash, equal for templates that render every conversation alike."""
         more = [self._with_tools.source] if self._with_tools else []
         return xxhash.xxh3_64_hexdigest(json.dumps([self.source, self._variables, *more], sort_keys=True).encode())
 
@@ -250,8 +250,7 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text, special tokens included, up to where the reply begins (`add_generation_prompt`).
 
-        `tools`: functions as OpenAI describes them, which some templates list. Raises UserError when the template refuses the
-        messages.
+        `tools`: functions in OpenAI's format, which some templates list. Raises UserError if the template refuses the messages.
         """
         if tools is not None and self._with_tools:
             return self._with_tools.render(messages, add_generation_prompt, tools)
@@ -264,7 +263,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except Exception as error:  # whatever a stranger's template does: divide by zero, call itself without end
+        except Exception as error:  # a template may divide by zero, or recurse without end
             raise UserError(f"{self.origin}: the chat template cannot render the messages: {_line(error)}") from error
         if len(text) > _MOST_CHARACTERS:
             raise UserError(f"{self.origin}: the chat template makes {len(text)} characters of the messages")
@@ -287,7 +286,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=1)
 def _environment() -> CountedSandbox:
-    """Raises UserError for a jinja2 whose sandbox is known to let code out."""
+    """Return the sandbox. Raises UserError for a jinja2 with a known escape from its sandbox."""
     if (found := tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3]))) < _LEAST_JINJA:
         least = ".".join(map(str, _LEAST_JINJA))
         raise UserError(f"jinja2: {'.'.join(map(str, found))} is installed; chat templates need {least} or newer")

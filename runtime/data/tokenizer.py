@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer folder without transformers: `tokenizer.json` by the tokenizers library, chat template by jinja2."""
+"""A Hugging Face tokenizer without transformers: the tokenizers library reads `tokenizer.json`, jinja2 the chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.run_files import read_object
 
 MARKS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
-"""What rules and gateways look for in a reply. They are special tokens of some models."""
+"""Marks that rules and gateways look for in a reply. They are special tokens of some models."""
 
 
 class Tokenizer:
@@ -34,10 +34,10 @@ class Tokenizer:
         key: str = "model.path",
         section: str = "data.",
     ):
-        """`chat_template` is a jinja file, used instead of the folder's own; `prompt_type` a template to use instead of both.
+        """Read `folder`. The jinja file `chat_template` replaces the folder's template; `prompt_type` replaces both.
 
-        `key` names the folder in errors, `section` stands before the names of the other keys. Raises UserError without a
-        tokenizer.json. The template is read at its first use: a service that only decodes needs none.
+        `key` names the folder in errors, `section` is the prefix of other keys. Raises UserError without a tokenizer.json.
+        The template is read at its first use: a service that only decodes needs none.
         """
         self.folder = Path(folder)
         self._key, self._section = key, section
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: Config) -> Tokenizer:
-        """Return the policy's, with the template of the prompts. Raises UserError, also where it has tokens that the model has not."""
+        """Return the policy's tokenizer, with the template of prompts. Raises UserError, also if the model lacks tokens."""
         data, path = config.data, config.model.path
         found = cls(path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
         most = max(found.vocab_size, *(id + 1 for id in found.added_tokens), 0)
@@ -66,7 +66,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows, added ones included; the model's embedding may have more rows."""
+        """The number of tokens, added ones included. The model's embedding may have more rows."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -76,12 +76,12 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
-        """Those by id that are split off before any other text is encoded, the special ones among them."""
+        """By id, the tokens that are split off before other text is encoded, special tokens included."""
         return self._tokenizer.get_added_tokens_decoder()
 
     @cached_property
     def hidden_ids(self) -> np.ndarray:
-        """int64: special tokens that are neither text nor a mark which rules and gateways read."""
+        """Special tokens that are neither text nor MARKS, int64."""
         found = [id for id, token in self.added_tokens.items() if token.special and token.content not in MARKS]
         return np.array(found, np.int64)
 
@@ -113,21 +113,21 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """`eos_ids`, and those of the template's stop words that are tokens here, ascending."""
+        """`eos_ids`, and the ids of the template's stop words that are tokens here, ascending."""
         words = (self._tokenizer.token_to_id(word) for word in self.template.stop_words)
         return tuple(sorted({*self.eos_ids, *(word for word in words if word is not None)}))
 
     @cached_property
     def identity(self) -> str:
-        """Equal where every text is encoded alike."""
+        """A hash, equal for tokenizers that encode every text alike."""
         parts = json.loads(self._tokenizer.to_str())
         encoding = {name: parts.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         return xxhash.xxh3_64_hexdigest(json.dumps(encoding, sort_keys=True).encode())
 
     @cached_property
     def template(self) -> ChatTemplate | SlotTemplate:
-        """What prompts are made with: the named type, else the given file, else `default` of the folder's files or of
-        tokenizer_config.json, and `tool_use` for tools."""
+        """The template of prompts: the named type, else the given file, else `default` of the folder's files or of
+        tokenizer_config.json, with `tool_use` for tools."""
         if self.prompt_type != MODEL:
             return slot_template(self.prompt_type, self._prompt_type_path, self.special_tokens, self._section)
         if self._template_file:
@@ -136,7 +136,7 @@ class Tokenizer:
         files = [*self.folder.glob("additional_chat_templates/*.jinja"), *self.folder.glob("chat_template.jinja")]
         listed = self._json("tokenizer_config.json").get("chat_template")
         named: dict[str, Any]
-        if files:  # which stand over all that the configuration has, as in transformers
+        if files:  # which precede tokenizer_config.json, as in transformers
             named = {"default" if file.parent == self.folder else file.stem: self._read(file, self._key) for file in files}
         elif isinstance(listed, list):
             named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
@@ -175,11 +175,11 @@ class Tokenizer:
         return [np.array(item.ids, np.int32) for item in found]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Return the text of `ids`; ids that the tokenizer does not know are left out. `skip_special`: without `hidden_ids`."""
+        """Return the text of `ids`, without unknown ids. `skip_special`: without `hidden_ids` too."""
         return self.decode_batch([ids], skip_special)[0]
 
     def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
-        """As `decode`."""
+        """Decode each of the `batch` as `decode` does."""
         arrays = [np.asarray(ids, np.int64) for ids in batch]
         lists = [(ids[~np.isin(ids, self.hidden_ids)] if skip_special else ids).tolist() for ids in arrays]
         return self._tokenizer.decode_batch(lists, skip_special_tokens=False)

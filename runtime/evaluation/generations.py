@@ -1,4 +1,4 @@
-"""Every reply of an evaluation, kept as JSON lines: `RUN/evaluations/step-00000050/SET.jsonl`."""
+"""Every reply of an evaluation, as JSON lines: `RUN/evaluations/step-00000050/SET.jsonl`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, Sco
 
 # ---- Held out
 #
-# The problems that evaluations ask, and no step trains on: the one place where they are read.
+# The problems of evaluations, on which no step trains. They are read here alone.
 
 
 class HeldOut(Struct, frozen=True):
-    """A data set and its problems, no more than are asked."""
+    """A data set and the problems of it that are asked."""
 
     settings: EvaluationData
     prompts: Prompts
@@ -38,8 +38,8 @@ class HeldOut(Struct, frozen=True):
 def load_held_out(config: Config, tokenizer: Tokenizer, train: Sequence[Problem] = ()) -> list[HeldOut]:
     """Return the problems of every set.
 
-    Raises UserError for a file that cannot be used, of which no prompt is left, or which has problems in common with those to
-    `train` on, asked or not (unless `data.allow_overlap`).
+    Raises UserError for an unusable file, a file without a usable prompt, and, unless `data.allow_overlap`, a file that shares
+    problems with those to `train` on, asked or not.
     """
     return [HeldOut(found, _prompts(found, config.data, tokenizer, train)) for found in evaluation_sets(config)]
 
@@ -56,7 +56,7 @@ SUFFIX = ".jsonl"
 
 
 class TextDecoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods needed of a tokenizer."""
 
     def decode(self, ids: np.ndarray, skip_special: bool = True) -> str: ...
 
@@ -64,7 +64,7 @@ class TextDecoder(Protocol):
 
 
 class Generation(Struct, kw_only=True):
-    """One reply, one line; of an episode its last branch. Prompt and reply are text with special tokens, as the model saw and
+    """One reply, one line; the last branch of an episode. Prompt and reply are text with special tokens, as the model saw and
     made them."""
 
     set: str
@@ -73,7 +73,7 @@ class Generation(Struct, kw_only=True):
     prompt: str
     reply: str
     label: str
-    answer: str | None  # None: the first rule found none, or names none
+    answer: str | None  # None: the first rule found no answer, or names none
     correct: bool | None  # by the first rule; None: a rule failed
     reward: float | None
     rules: dict[str, float | None]
@@ -93,8 +93,8 @@ def replies_to(
     text: TextDecoder,
     outcomes: Sequence[str] = (),
 ) -> list[Generation]:
-    """Return the replies to one problem of the set `name`, which were asked for in `parts`. `judge`: whose `correct` decides.
-    `outcomes`: of episodes, one for each."""
+    """Return the replies to one problem of the set `name`, which were asked for in `parts`. `correct` of the rule `judge` is
+    the least value of a correct reply. `outcomes`: one for each episode."""
     rule = judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
     prompt = text.decode(parts[0][0].prompt, skip_special=False)
     found: list[Generation] = []
@@ -129,12 +129,12 @@ def replies_to(
 
 
 def values_at(scores: Scores, index: int) -> dict[str, float | None]:
-    """Each rule's value of one sample; None where the rule failed."""
+    """Return each rule's value of one sample; None if the rule failed."""
     return {name: None if np.isnan(values[index]) else float(values[index]) for name, values in scores.rules.items()}
 
 
 def versions_of(sample: Sample) -> tuple[str, str]:
-    """Those of its oldest and newest token; "" where it has none."""
+    """Return the versions of the oldest and the newest token; "" without tokens."""
     if not len(sample.versions):
         return "", ""
     oldest, newest = (str(PolicyVersion.unpack(int(pick(sample.versions)))) for pick in (np.min, np.max))
@@ -142,13 +142,13 @@ def versions_of(sample: Sample) -> tuple[str, str]:
 
 
 def mean_logprob(sample: Sample) -> float | None:
-    """Over the tokens that the model sampled; None where there are none."""
+    """Return the mean over the tokens that the model sampled; None without such tokens."""
     sampled = sample.logprobs[sample.loss_mask.astype(bool)]
     return float(sampled.mean()) if len(sampled) else None
 
 
 class Transcript:
-    """One set's file. Problems come in any order; their lines stand in the order of the problems."""
+    """The file of one set. Problems arrive in any order; lines are written in the order of the problems."""
 
     def __init__(self, path: Path):
         self._waiting: dict[int, bytes] = {}
@@ -156,21 +156,21 @@ class Transcript:
         self._file = disk.until_done(lambda: path.open("wb", buffering=0), path)
 
     def add(self, place: int, replies: Sequence[Generation]) -> None:
-        """Write the replies to problem `place`, or keep them until those to the problems before are there."""
+        """Write the replies to problem `place`, or keep them until the replies to earlier problems are there."""
         self._waiting[place] = b"".join(msgspec.json.encode(each) + b"\n" for each in replies)
         while (lines := self._waiting.pop(self._next, None)) is not None:
             disk.write(self._file, lines)
             self._next += 1
 
     def close(self) -> None:
-        """Write what is there, also where problems before it are missing."""
+        """Write the replies that are left, even if earlier problems are missing."""
         with self._file:
             for place in sorted(self._waiting):
                 disk.write(self._file, self._waiting.pop(place))
 
 
 def read(path: Path) -> Iterator[Generation]:
-    """Return the replies in a file; a last line that is still being written is left out. Raises UserError."""
+    """Yield the replies in a file, without a last line that is still being written. Raises UserError."""
     decode = msgspec.json.Decoder(Generation).decode
     try:
         with run_files.regular(path, None).open("rb") as file:

@@ -1,7 +1,7 @@
-"""What an evaluation found: the figures of each data set, as JSON and as metrics.
+"""The results of an evaluation: the figures of each data set, as JSON and as metrics.
 
-`RUN/evaluations/step-00000050/` holds SET.jsonl, every reply (`runtime.evaluation.generations`), and `results.json`, which is
-written last: without it an evaluation was cut short.
+`RUN/evaluations/step-00000050/` holds SET.jsonl, with every reply (`runtime.evaluation.generations`), and `results.json`,
+which is written last: an evaluation without it was cut short.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from runtime.types import ENVIRONMENT_COLUMN, PolicyVersion
 
 # ---- Sets
 #
-# Which data sets an evaluation has, by the configuration. Reading them is `runtime.evaluation.generations`'s.
+# The data sets of an evaluation, by the configuration. `runtime.evaluation.generations` reads them.
 
 HELD_OUT = "held_out"
-"""What the set of `data.eval` is called."""
+"""The name of the set of `data.eval`."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # of a file, and part of a metric's name
 
 
 class EvaluationData(Struct, frozen=True, kw_only=True):
-    """One set with everything filled in. `key`: the configuration key that names its file; `row_format`: how its rows are."""
+    """One set with all settings filled in. `key` is the configuration key of its file."""
 
     name: str
     path: str
@@ -52,7 +52,7 @@ class EvaluationData(Struct, frozen=True, kw_only=True):
 
 
 def evaluation_sets(config: Config) -> list[EvaluationData]:
-    """Every set of the configuration: that of `data.eval` first, then `evaluation.sets`."""
+    """Return every set of the configuration: the set of `data.eval` first, then `evaluation.sets`."""
     named = [(f"evaluation.sets.{index}.path", entry) for index, entry in enumerate(config.evaluation.sets)]
     if config.data.eval:
         named.insert(0, ("data.eval", EvaluationSet(name=HELD_OUT, path=config.data.eval)))
@@ -60,7 +60,7 @@ def evaluation_sets(config: Config) -> list[EvaluationData]:
 
 
 def judge_of(config: Config) -> Rule | None:
-    """Whose verdicts an evaluation's figures are: the first rule's; without any, those of whoever plays the episodes."""
+    """Return the rule that decides what is correct: the first rule; without rules, the reward by the environment."""
     rewards = config.rewards
     if rewards.rules:
         return rewards.rules[0]
@@ -68,9 +68,9 @@ def judge_of(config: Config) -> Rule | None:
 
 
 def set_faults(config: Config) -> Iterator[str]:
-    """Yield one line for each value of a set that cannot be, by the YAML path of the value to change."""
+    """Yield one line for each wrong value of a set, with the YAML path of the value to change."""
     if config.warmup is not None and not config.data.train and not config.data.eval:
-        config = replace(config, data=replace(config.data, eval="eval.jsonl"))  # which the warm-up will make
+        config = replace(config, data=replace(config.data, eval="eval.jsonl"))  # the warm-up will make it
     seen: set[str] = set()
     for found in evaluation_sets(config):
         own = found.key.rpartition(".")[0] if found.key != "data.eval" else "evaluation"
@@ -109,11 +109,11 @@ def _longest(config: Config) -> int:
 
 # ---- Table
 #
-# What evaluations found, as a table: figures down, evaluations across.
+# The results of evaluations as a table: a row a figure, a column an evaluation.
 
 
 def render(results: Sequence[EvaluationResult]) -> LiteralTable:
-    """Return the figures of every set in each of `results`, and below what is to be said of them."""
+    """Return a table of the figures of every set in each of `results`, with notes below."""
     by_name = [{each.name: each for each in result.sets} for result in results]
     caption = "\n".join(
         f"{name}, step {result.step}: {note}"
@@ -183,8 +183,8 @@ class Lengths(Struct, kw_only=True):
 
 
 class SetResult(Struct, kw_only=True):
-    """The figures of one data set. A reply on which a rule failed has no verdict: it is in `errors`, and in no other figure
-    but the lengths. pass@k and maj@k are means over the problems with at least k verdicts; `left_out` counts the others.
+    """The figures of one data set. A reply has no verdict if a rule failed: it counts in `errors` and in the lengths alone.
+    pass@k and maj@k are means over the problems with at least k verdicts; `left_out` counts the other problems.
     """
 
     name: str
@@ -202,8 +202,8 @@ class SetResult(Struct, kw_only=True):
 
 
 class EvaluationResult(Struct, kw_only=True):
-    """One evaluation after `step` optimizer steps. `accuracy`: the unweighted mean of the sets' pass@1. Versions, each as
-    [incarnation, step], are those of the oldest and the newest token."""
+    """One evaluation after `step` optimizer steps. `accuracy`: the unweighted mean of the sets' pass@1. `oldest` and `newest`
+    are the versions of the oldest and the newest token, as [incarnation, step]."""
 
     model: str
     step: int
@@ -223,21 +223,21 @@ def folder_for(run_dir: Path, step: int) -> Path:
 
 
 def folders(run_dir: Path) -> list[tuple[int, Path]]:
-    """Step and folder of each of the run's evaluations, by step, those that were cut short included."""
+    """Return step and folder of each evaluation of the run, by step, those that were cut short included."""
     root = run_dir / run_files.EVALUATIONS
     found = ((_FOLDER.fullmatch(path.name), path) for path in root.iterdir()) if root.is_dir() else ()
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def forget_after(run_dir: Path, step: int) -> None:
-    """Remove the evaluations of later steps, which a run that went back to `step` no longer has."""
+    """Remove the evaluations of later steps, after a run went back to `step`."""
     for later, folder in folders(run_dir):
         if later > step:
             shutil.rmtree(folder)
 
 
 def read(run_dir: Path) -> list[EvaluationResult]:
-    """Return the run's whole evaluations, by step. Raises UserError for one that cannot be read."""
+    """Return the complete evaluations of the run, by step. Raises UserError for an unreadable one."""
     results = []
     for _, folder in folders(run_dir):
         path = folder / RESULTS
@@ -250,7 +250,7 @@ def read(run_dir: Path) -> list[EvaluationResult]:
 
 
 def set_result(settings: EvaluationData, rule: str, evaluated: Sequence[EvaluatedProblem]) -> SetResult:
-    """Return the figures of the problems `evaluated`. `rule`: the name of the rule whose verdicts they are."""
+    """Return the figures of the problems `evaluated`. `rule` is the name of the rule that gave the verdicts."""
     verdicts = [[right for right in problem.correct if right is not None] for problem in evaluated]
     means = [sum(rights) / len(rights) for rights in verdicts if rights]
     result = SetResult(
@@ -278,7 +278,7 @@ def set_result(settings: EvaluationData, rule: str, evaluated: Sequence[Evaluate
 
 
 def _vote(result: SetResult, ks: Sequence[int], rule: str, evaluated: Sequence[EvaluatedProblem]) -> None:
-    """Fill in maj@k. The votes are those of the first k samples with a verdict."""
+    """Fill in maj@k. The first k samples with a verdict vote."""
     if not ks:
         return
     if any(len(problem.answers) != len(problem.correct) for problem in evaluated):
@@ -314,7 +314,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def metrics(result: EvaluationResult) -> Metrics:
-    """One point for the trackers."""
+    """Return one point for the trackers."""
     found: Metrics = {
         "eval/accuracy": result.accuracy,
         "eval/samples": float(sum(each.scored for each in result.sets)),
