@@ -202,7 +202,7 @@ def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_by
         *_tune(tuned),
         *data_faults(tuned, bool(config.data.train)),
         *(model_faults(short, True) if config.model.path else ()),
-        *_values(replace(tuned, training=Training())),
+        *_values(replace(tuned, training=config.training)),
         *_lora(tuned),
         *of_layouts,
         *(() if of_layouts else rank_faults(tuned, available_bytes)),

@@ -304,6 +304,10 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"data": {"train": ""}}, "data.train: missing; name a json, jsonl, parquet or arrow file with replies"),
         ({"data": {"train": "/no"}}, "data.train: '/no' is not a file"),
         ({"data": {"handler": "chat"}}, "data.handler: 'chat' is not one of alpaca, "),
+        (
+            {"training": {"optimizer": {"min_learning_rate": 1.0}}},
+            "training.optimizer.min_learning_rate: 1 is above learning_rate 1e-06",
+        ),
         ({"services": {"trainer": {"parallel": {"tensor": 2}}}}, "services.trainer.parallel: is for engine megatron"),
         # What only reinforcement learning reads is not looked at.
         ({"rewards": {"rules": []}, "algorithm": {"dual_clip": 0.5}, "sampling": {"max_new_tokens": 4096}}, ""),
