@@ -14,13 +14,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
+from msgspec.structs import replace
 
 from launcher.node.environment import environment, faults
 from launcher.node.local_node import Machine
 from launcher.registered_names import known_names
 from runtime import run_files
 from runtime.cluster.topology import fleets
-from runtime.config import Config, Critic, FromEnvironment, Rollout, Source, Tracker, Warmup
+from runtime.config import Config, Critic, FromEnvironment, Optimizer, Rollout, Run, Source, Tracker, Training, Warmup
 from runtime.config.checks import semantic_faults
 from runtime.config.loading import OF_TRL, load, mismatches, preset_names, resolve, to_yaml
 from runtime.config.secret_values import NOT_SHOWN, references, refused, resolved, without_secrets
@@ -275,6 +276,16 @@ def test_a_preset_fills_what_the_user_leaves_out(loading: Loading, tmp_path: Pat
     assert (own.algorithm.loss, own.algorithm.clip_low) == ("ppo", 0.5)
     path.unlink()
     assert loading(to_yaml(own)) == own, "a resolved file outlives its preset"
+
+
+@pytest.mark.parametrize(("rate", "least"), [(2e-6, 1e-6), (0.0, 0.0)])
+def test_a_role_has_the_optimizer_of_training_at_its_own_rate(rate: float, least: float) -> None:
+    optimizer = Optimizer(name="muon", learning_rate=rate, min_learning_rate=least, warmup_steps=3)
+    config = Config(run=Run(name="a"), training=Training(optimizer=optimizer), critic=Critic(learning_rate=1e-4))
+    assert config.optimizer_of("trainer") == optimizer
+    for role, own in (("critic", 1e-4), ("tune", 1e-5)):
+        expected = own / 2 if rate else 0.0
+        assert config.optimizer_of(role) == replace(optimizer, learning_rate=own, min_learning_rate=expected)
 
 
 def test_options_of_a_preset_are_merged_by_name_and_count_for_its_own_loss(loading: Loading) -> None:

@@ -23,7 +23,7 @@ from runtime.data import reading
 from runtime.data.fields import Rejected, label_text
 from runtime.data.handlers import HANDLERS, Problem, ProblemSet, load_problems
 from runtime.data.prepare import keep_apart, overlap
-from runtime.data.prepared import check_environments
+from runtime.data.prepared import check_environments, row_format_of
 from runtime.data.prompts import tokenise
 from runtime.data.reading import count_rows, data_files, read_rows
 from runtime.errors import UserError
@@ -94,6 +94,17 @@ def test_gsm8k_takes_the_number_after_the_last_mark(tmp_path: Path) -> None:
 
 TOOL, REPLY = ([{"role": role, "content": "x"}] for role in ("tool", "assistant"))
 USER = [{"role": "user", "content": "p"}]
+
+
+def test_a_file_names_its_own_columns_beside_those_of_the_others() -> None:
+    data = config.Data(columns={"prompt": "q", "label": "a"})
+    assert row_format_of(config.Source(path="x", columns={"label": "", "query": "c"}), data).columns == {
+        "prompt": "q",
+        "label": "",
+        "query": "c",
+    }
+
+
 BOXED = "So $\\boxed{1}$? No: $x = \\boxed{\\frac{a}{b}}$."
 
 
