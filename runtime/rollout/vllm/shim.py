@@ -179,12 +179,12 @@ class Core:
         faults = [*own_faults(engine_args), *unknown_faults(engine_args, known)]
         if faults:
             raise UserError("\n".join(faults))
-        users = resolved(engine_args, os.environ, KEY)
+        user_args = resolved(engine_args, os.environ, KEY)
         method = os.environ[_METHOD]
         self._relay = OutputRelay()
         self._leftovers = Leftovers()
         try:
-            config = AsyncEngineArgs(**{**arguments, **users}).create_engine_config()
+            config = AsyncEngineArgs(**{**arguments, **user_args}).create_engine_config()
             os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
             with self._relay, self._leftovers.starting():
                 self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=False)

@@ -60,9 +60,7 @@ def require_delivered(unread: Collection[str], empty: Collection[str]) -> None:
         if names
     )
     if listed := "; ".join(faults):
-        raise UserError(
-            f"vLLM's model is not the trainer's: {listed}; names must be the same in transformers and in this vLLM"
-        )
+        raise UserError(f"vLLM's model is not the trainer's: {listed}; names must be the same in transformers and in this vLLM")
 
 
 log = logging.getLogger("vllm.sluice")
