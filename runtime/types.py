@@ -339,7 +339,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    keep_sets: bool = False  # return the sets that the filters leave with the sample
+    keep_sets: bool = False  # whether the sets that the filters leave are returned with the sample
     experts_from: int = -1  # the position in the prompt from which the chosen experts are returned with the sample; -1: none
 
 
@@ -426,7 +426,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnReward(msgspec.Struct, frozen=True, array_like=True):
-    """The reward of one turn of an episode, at `token`, the last token that the model wrote in this turn of branch `row`."""
+    """The reward of one turn of an episode. `token` is the last token that the model wrote in this turn, in branch `row`."""
 
     row: int
     token: int  # index in the row's reply

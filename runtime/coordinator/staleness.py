@@ -28,9 +28,9 @@ U(d) ≤ open ≤ r + (c + η − v)·B ≤ r + (d − v)·B. Hence `admission_c
 
 **Taking keeps it** if it is checked. After k groups are taken, r is less by k and U(d) is less by the taken groups with
 deadlines ≤ d. So (1) requires for every d: the number of taken groups with a deadline *later* than d is at most
-r + (d − v)·B − U(d). These sets are nested in d, so going through the ready groups by deadline and stopping at the first that
-does not fit takes the maximum. The earliest deadline always fits. A step that can take no group waits for one in generation,
-which depends on no step: there is no deadlock. A full step leaves (1) for v + 1 unchanged: r becomes B and B moves left.
+r + (d − v)·B − U(d). These sets are nested in d. So the largest choice is: the ready groups in order of deadline, up to the
+first that does not fit. The earliest deadline always fits. A step that can take no group waits for one in generation, which
+depends on no step: there is no deadlock. A full step (r = 0) leaves (1) for v + 1 unchanged, as (d − v)·B = B + (d − v − 1)·B.
 
 **No group starves.** Step d at the latest takes a group with deadline d, however long its generation took. So no group is
 dropped for being slow. Drops and lost replicas (a group leaves, or returns with a later deadline) only make U smaller.

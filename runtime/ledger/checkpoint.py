@@ -242,8 +242,8 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def is_of(run_dir: Path, folder: Path) -> bool:
-    """Return True if the checkpoint `folder` is one of `run_dir`. Raises UserError if it is of a branch that the run has left,
-    as the groups in between are not of that branch."""
+    """Return True if the checkpoint `folder` is one of `run_dir`. Raises UserError if it is of a branch that the run has left:
+    the run's other checkpoints do not continue that branch."""
     parent, root = folder.resolve().parent, (run_dir / run_files.CHECKPOINTS).resolve()
     if parent.parent == root and parent.name.startswith(_DEAD):
         raise UserError(
