@@ -309,8 +309,8 @@ class Probes:
         return [answer for _, answer in answers]
 
     def close_step(self, version: PolicyVersion, gaps: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of the step that trained `version`. `gaps`: for each probe the trainer's result, the mean |Δ log
-        p| in nats. Raise an alarm for each gap over the limit."""
+        """Return the metrics of the step that trained `version`. `gaps`: the trainer's mean |Δ log p| of each probe, in
+        nats. Raise an alarm for each gap over the limit."""
         for name, gap in zip(self._compared, gaps, strict=not self.given_before):
             if not self._limit or gap <= self._limit:
                 self._off.discard(name)
