@@ -218,7 +218,7 @@ def _refused(error: Exception, request: web.Request) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return Refused(413, f"the body has more than {request.client_max_size} bytes that are allowed")
+        return Refused(413, f"the body has more than {request.client_max_size} bytes, which gateway.max_body allows")
     if isinstance(error, web.HTTPException):
         hint = "" if error.status != 404 or "/v1" in what else "; paths of the API begin with /v1"
         return Refused(error.status, f"{what}: {error.reason}{hint}")
