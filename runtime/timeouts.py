@@ -11,9 +11,9 @@ RANK_LOSS = 1.0  # deadline until the end of a rank is known, after other ranks 
 MEMORY_INTERVAL = 4.0  # between two samples of the processes' memory, each of about 40 ms
 STATUS_INTERVAL = 0.5  # poll of the rollouts' status, which detects a silent rollout
 AGENT_STREAM_POLL = 0.1  # poll whether a node's former stream has ended
-FRAME_WINDOW = 0.002  # that a data message waits for company: a frame costs its sender about 0.4 ms
-PING_LEAST = 1.0  # the least time between two pings of a peer, half of its interval if that is less: others end its connection
-HANDSHAKE = 10.0  # deadline by which a new connection has said that it speaks HTTP/2, and who has no key what it wants
+FRAME_WINDOW = 0.002  # that a data message waits for others: a frame costs its sender about 0.4 ms
+PING_LEAST = 1.0  # the least time between two pings of a peer, or half of its interval if less: peers end faster pingers
+HANDSHAKE = 10.0  # deadline for a new connection to speak HTTP/2, and for a caller without a key to send its request
 LEDGER_TICK = 0.05  # between two transactions of the ledger, at least
 LEDGER_LOCK = 5.0  # deadline of a write that waits for another process's lock
 
@@ -56,25 +56,25 @@ PAGE_GRACE = 0.0  # grace of a browser's open requests as the page ends
 PAGE_END = 5.0  # grace of the page beside a run
 PAGE_FOLLOW = 0.5  # poll of a page for the files of the run that it follows
 SPANS = 1.0  # between two writes of a process's spans, and for the last one
-SCRAPE = 10.0  # deadline of a process's metrics for Prometheus, which waits as long by default
-TRACKERS = 10.0  # deadline of a point for which metrics.jsonl has no room, and of the last ones of any tracker at the end
-TRACKER_RETRY = 60.0  # after a tracker's failure, until it is tried again
-DISK_SLOW = 10.0  # that a file system may take for the ledger's writing before status and log say that the run waits for it
+SCRAPE = 10.0  # deadline of a process's metrics for Prometheus, whose own default is the same
+TRACKERS = 10.0  # deadline of a point without room in metrics.jsonl, and of the last points of any tracker at the end
+TRACKER_RETRY = 60.0  # after a tracker's failure, until the next attempt
+DISK_SLOW = 10.0  # that a file system may take for the ledger before status and log report the wait
 RESTART_WINDOW = 600.0  # the time in which `services.ROLE.restarts` are counted
 FIRST_BACKOFF = 0.5  # before a process is started again; then twice as long each time
 LONGEST_BACKOFF = 60.0  # the longest time before a process is started again
-SAVE_RETRY = 10.0  # at the end of a run, between two attempts to save where there was no room
-DISK_RETRY = 1.0  # between two attempts to write where there was no room, or the file system failed
-CONVERSION_GRID = 60.0  # of the collectives of the one process that converts a model for megatron-core
+SAVE_RETRY = 10.0  # at the end of a run, between two attempts to save without room
+DISK_RETRY = 1.0  # between two attempts to write without room, or after the file system failed
+CONVERSION_GRID = 60.0  # deadline of the collectives of the process that converts a model for megatron-core
 
 # ------------------------------------------------------------------------------------------------ weight sync
 
 SYNC_ABORT = 10.0  # deadline of the members to leave a group that is given up; a member that does not leave is lost
-# When coordinator and sender are both lost without closing a socket.
-GLOO_BACKSTOP = 4 * 3600.0  # deadline of a wait that nobody aborts
-GLOO_LEAST = 1.0  # the least timeout that gloo is given, as a machine may be busy
-TORCH_LEAST = 0.001  # the least timeout that torch is given: it reads 0 as none at all
-RENDEZVOUS_LEAST = 0.1  # the least that what follows in a rendezvous is given when the step before used up the deadline
+# If coordinator and sender are both lost without closing a socket.
+GLOO_BACKSTOP = 4 * 3600.0  # deadline of a wait that no process aborts
+GLOO_LEAST = 1.0  # the least timeout given to gloo, as a machine may be busy
+TORCH_LEAST = 0.001  # the least timeout given to torch, which reads 0 as no timeout
+RENDEZVOUS_LEAST = 0.1  # the least time for a step of a rendezvous after earlier steps used up the deadline
 GLOO_LEAVE = 5.0  # deadline of leaving a group at the interpreter's end
 COLLECTIVE_ABORT = 5.0  # deadline of a communicator's end
 COLLECTIVE_SLICE = 0.05  # poll whether the process has left the group, during a wait
@@ -102,18 +102,18 @@ VLLM_LAST_OUTPUT = 5.0  # deadline of vLLM's printed output after its failure
 
 # ------------------------------------------------------------------------------------------------ the gateway
 
-CALL_LEAST = 0.2  # the least that another rollout is given for a call whose first one was lost
-GATEWAY_RETRY = 1.0  # after which whoever is answered 429 or 503 is to ask again
-TASK_WAIT = 60.0  # the most that a program which asks for a task is let wait
-NOBODY_ASKS = 30.0  # without any program that asks for a task, until the log says so
-LOOP_LOOK = 0.05  # between two looks of a gateway at how late its event loop is
-LOOP_TURN = 0.0005  # after which a gateway's event loop is given the interpreter that another thread holds
-EPISODE_END = 5.0  # that a gateway has to close a group's episodes after `deadlines.episode`
+CALL_LEAST = 0.2  # the least time for a call at another rollout after its first rollout was lost
+GATEWAY_RETRY = 1.0  # until a client may ask again after an answer 429 or 503
+TASK_WAIT = 60.0  # the longest wait of a program that asks for a task
+NO_PROGRAM_ASKS = 30.0  # without a program that asks for a task, until the log reports it
+LOOP_LOOK = 0.05  # between two measurements of a gateway's event loop lag
+LOOP_TURN = 0.0005  # after which a gateway's event loop gets the interpreter from another thread
+EPISODE_END = 5.0  # for a gateway to close a group's episodes after `deadlines.episode`
 AGENT_CLEANUP = 10.0  # deadline of an agent's `cleanup`, and grace of an agent that is to end
-AGENT_FORK = 60.0  # deadline of a new process of an agent; where it imports for itself, of that too
-AGENT_LAST_WORD = 0.1  # after a worker of agents is gone, until its nursery has said how
-HTTP_HEAD = 10.0  # deadline of a connection's first request by HTTP, and of TLS before it
-HTTP_IDLE = 75.0  # from a request's answer until the next one's head is here; then its connection is ended
-HTTP_WRITE = 60.0  # that a client of HTTP may leave unread what it was answered, without reading any of it
-REQUEST_BODY = 60.0  # deadline of a request's body behind its head
-STREAM_SILENCE = 15.0  # between two events of a streamed answer, of which nothing is to be told yet: less than proxies wait
+AGENT_FORK = 60.0  # deadline of a new process of an agent, with its imports if it imports for itself
+AGENT_LAST_WORD = 0.1  # after the loss of an agent's worker, until its nursery has reported the cause
+HTTP_HEAD = 10.0  # deadline of a connection's first HTTP request, and of TLS before it
+HTTP_IDLE = 75.0  # from a request's answer until the next request's head is here; then the connection is ended
+HTTP_WRITE = 60.0  # that an HTTP client may leave its answer unread, without reading any of it
+REQUEST_BODY = 60.0  # deadline of a request's body after its head
+STREAM_SILENCE = 15.0  # between two events of a streamed answer without new text: less than proxies wait

@@ -258,7 +258,7 @@ class CoordinatorProcess:
             await server.stop(timeouts.SERVER_GRACE)  # last: watchers still read the final phase
 
     async def _open_ledger(self) -> None:
-        """And see whether an earlier coordinator of this run has left processes to go on with."""
+        """Open the ledger, begin a term, and look for processes that an earlier coordinator of this run has left."""
         folder, patience = self._folder / run_files.LEDGER, self._config.deadlines.start
         self._ledger = await (failover.reopened(folder, patience) if self._follows else LedgerWriter.open(folder))
         self._term = self._peers.term = await self._ledger.begin_term()

@@ -189,15 +189,15 @@ class Nodes:
         )
 
     def start_again(self, role: str, death: Death) -> bool:
-        """A part of a group died whose node does not start it again by itself, since it spans nodes or shares its devices with
-        rollouts: the whole of it is ended, and started as the next incarnation, after a delay. False
-        when its `restarts` allow no further start, or its only node has tried that already."""
+        """Restart a whole group as its next incarnation, after the delay that its `restarts` give. Its node does not do this,
+        since the group spans nodes or shares devices with rollouts. Returns False if `restarts` allow no further start, or if
+        the group has a single node, which has tried already."""
         assert self._placement is not None
         nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
         if len(nodes) < 2 and not shares_devices(self.config, role):
             return False
         if self._register.is_followed(death):
-            return True  # it told of what is ended already
+            return True  # the report is late: a newer incarnation has replaced this one
         allowed = getattr(self.config.services, role).restarts
         delay = self._allowances.setdefault(role, RestartBackoff(allowed)).delay(time.monotonic())
         if delay is None:

@@ -109,7 +109,7 @@ TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices
 
 
 def model(device: str, folder: Path) -> Figures:
-    """A tiny one, for the checks of the engines."""
+    """Make a tiny model for the checks of the engines."""
     from runtime.models import tiny_model
 
     folder.mkdir()

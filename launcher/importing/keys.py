@@ -412,14 +412,14 @@ _WORDS = {
 class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Has exactly one of `to`, `decide`, `ignored` and `refused`."""
 
-    default: Any = None  # the other program's own
-    type: str = ""  # str, bool, int, float, list, map or several with "|"; that of the default when empty
-    to: list[str] = []  # mapped: our keys, by their paths, that it decides alone or together with others
-    note: str = ""  # how, where that is not obvious; with its unit
-    copy: bool = False  # mapped: all of `to` become its value as it is
-    least: int | None = None  # of `copy`: values below it are this one
+    default: Any = None  # of the other program
+    type: str = ""  # str, bool, int, float, list, map or several with "|"; "": that of the default
+    to: list[str] = []  # mapped: the paths of our keys that it decides, alone or together with other keys
+    note: str = ""  # how, if that is not obvious; with its unit
+    copy: bool = False  # mapped: all of `to` get its value unchanged
+    least: int | None = None  # with `copy`: values below it become it
     item: str = ""  # mapped, a bool: all of `to`, which are lists, have this where it is true
-    values: dict[str, Any] = {}  # mapped: ours, by theirs as they are shown; others are refused
+    values: dict[str, Any] = {}  # mapped: our values, by theirs as they are shown; other values are refused
     when: dict[str, Any] = {}  # of `copy`, `item` and `values`: by facts of a translation, when they hold; else it is ignored
     otherwise: str = ""  # for this reason
     decide: str = ""  # what the user has to do about a value other than `default`

@@ -240,7 +240,7 @@ def _rollouts(keys: RoleSettings, actor: Setting) -> None:
     for kind in ("optimizer", "grad", "param"):
         setting = keys.of(section, f"offload_train_{kind}")
         keys.add("services.trainer.offload", kind, setting)
-        if "critic" in keys.values and kind != "param":  # whose weights are needed between updates
+        if "critic" in keys.values and kind != "param":  # a critic's weights are needed between updates
             keys.add("services.critic.offload", kind, setting)
 
 

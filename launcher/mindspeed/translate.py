@@ -21,7 +21,7 @@ _HANDLERS = {
 _SCHEDULES = ("constant", "linear", "cosine")
 _COLUMNS = {"prompt": "prompt", "query": "query", "response": "label", "system": "system"}
 _OF_OPTIMIZER = ("min_lr", "lr_decay_style", "lr_warmup_fraction", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad")
-_STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # by a word in theirs: the role
+_STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # the role, by a word in theirs
 _SWANLAB_MODES = {
     "": "online",
     "cloud": "online",

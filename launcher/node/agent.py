@@ -52,8 +52,8 @@ class CoordinatorKeeper:
         return self.child
 
     async def until_finished(self, again: ProcessSpec, restarts: int) -> None:
-        """`again`: how another is started. Raises the fault of one that fails, or is killed when `restarts` allow no further
-        start."""
+        """Wait until the coordinator has ended well; start it again with `again` if it is killed. Raises its fault if it fails,
+        or is killed when `restarts` allow no further start."""
         assert self.child is not None
         self._supervisor.followed = (again.name,)
         allowance = RestartBackoff(restarts)

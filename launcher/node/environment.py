@@ -16,16 +16,15 @@ OF_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR", "THP_MEM_ALLOC_ENABLE": "1"}
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
 HOST_PORTS = 60000, 60999  # first and last for HCCL on the host; a role's own variables stand over them
 NPU_PORTS = 61000, 61999  # and on the NPUs' own interfaces
-# torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
-# rendezvous of the publication group, although nobody needs a name.
+# torch's TCPStore looks up the name of every address that it connects to. Without a name server that takes 5 s of each
+# rendezvous of the sync group, although torch does not need the name.
 _SHORT_LOOKUPS = {"RES_OPTIONS": f"timeout:{timeouts.NAME_LOOKUP} attempts:1"}
 
 
 def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str | FromEnvironment]:
-    """The role's own variables over Sluice's. `devices`: which of the machine's it gets; empty = those that it inherits.
-
-    Several pools of threads on the same cores slow each other down severely.
-    """
+    """Return the variables of the role's processes: its own over Sluice's. `devices`: the indices of the machine's devices for
+    the process; empty = the devices that it inherits. Thread counts are limited: several thread pools on the same cores slow
+    each other down severely."""
     count = role.env.get("OMP_NUM_THREADS") or str(min(threads, len(affinity(role)) or threads))
     own: dict[str, str] = {}
     if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
@@ -53,8 +52,8 @@ def affinity(role: Process) -> tuple[int, ...]:
 
 
 def hccl_ports(used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
-    """By process, the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether, on
-    this node or another, what these start uses HCCL on one NPU with them.
+    """Return by process the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether
+    child processes, on any node, use HCCL on the same NPU.
 
     No variables are needed if no NPU has two processes: HCCL's defaults do. Otherwise every process gets ranges of its own: all
     members of a communicator must set ranges, and processes of one NPU must have different ranges. Child processes take ports

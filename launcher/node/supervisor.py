@@ -231,7 +231,7 @@ class Supervisor:
         self.children: list[Child] = []
         self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
-        """The newest of each name that is not ended; it may have died, or be about to be started."""
+        """By name, the newest incarnation that was not ended; it may have died, or be about to start."""
         self._restarts: Mapping[str, int] = {}
         self._decided_elsewhere: Collection[str] = ()
         self.followed: Collection[str] = ()

@@ -91,7 +91,7 @@ def service_specs(
 
 
 def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, int]:
-    """By name, for what this node starts again by itself: all but its parts of groups that span nodes."""
+    """Return by name the settings of what this node restarts by itself: all but its parts of groups that span nodes."""
     own = [Instance(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
     return {instance.name: settings_of(config, instance).restarts for instance in own}
 

@@ -106,7 +106,7 @@ class Scaled(Struct, kw_only=True, frozen=True):
 
 
 _CODE = ("python", "env", "engine_args")  # keys that say what is executed, wherever they stand
-_FILE = re.compile(r"\.py(:|$)")  # what names a file of Python, or FILE.py:NAME
+_FILE = re.compile(r"\.py(:|$)")  # the name of a Python file, or FILE.py:NAME
 
 
 def code(config: Config) -> dict[str, object]:

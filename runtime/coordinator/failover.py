@@ -76,8 +76,8 @@ class Failover(Struct):
 
 
 async def reopened(folder: Path, patience: float) -> LedgerWriter:
-    """The ledger of an earlier coordinator, once there is room and the file system does not fail. Raises InUse when another
-    process, as the earlier one, has it open for `patience` seconds."""
+    """Open the ledger of an earlier coordinator, once there is room and the file system works. Raises InUse if another process,
+    such as the earlier one, keeps the ledger open for `patience` seconds."""
     clock = asyncio.get_running_loop().time
     reported, until = False, clock() + patience
     while True:

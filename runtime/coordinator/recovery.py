@@ -10,8 +10,8 @@ due, its content, and which are kept (`Checkpoints`).
     kept         rollouts; the ledger with all groups, their replies and scores; evaluations up to the checkpoint
     done again   the steps after the checkpoint; replies that were in generation as the attempt ended
 
-A loss ends the run when lost processes are not started again, before the first version is published, when the run is
-interrupted, and when more attempts in a row than `services.trainer.restarts` have made no progress.
+A loss ends the run in four cases: lost processes are not started again; the first version is not published yet; the run is
+interrupted; more attempts in a row than `services.trainer.restarts` made no progress.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Recovery:
 
 
 async def models_back(config: Config, register: Register) -> None:
-    """Wait until trainer and critic serve. Raises DeadlineExceeded, as `Recovery.wait_restarted` does."""
+    """Wait until trainer and critic serve. Raises DeadlineExceeded as `Recovery.wait_restarted` does."""
     allowed = max(getattr(config.services, unit.role).restarts for unit in models(register))
     timeout = config.deadlines.start + backoff(max(0, allowed - 1))
 

@@ -64,7 +64,7 @@ MAX_BODY = 8 << 20  # bytes of a request
 
 
 def server(episodes: Episodes, max_body: int = MAX_BODY, most: int = 4096) -> HttpServer:
-    """To be opened. A client that hangs up cancels what it has asked for. `max_body`: bytes of a request. `most`: episodes."""
+    """Return a server to open. A client that hangs up cancels its requests. `max_body`: bytes. `most`: episodes."""
     made = web.Application(middlewares=[_errors, bounded], client_max_size=max_body)
     made.on_response_prepare.append(_sign)
     routes = _GatewayRoutes(episodes)

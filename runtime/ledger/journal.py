@@ -109,7 +109,7 @@ class LedgerWriter:
 
     @classmethod
     async def open(cls, folder: Path | str, segment_bytes: int = SEGMENT_BYTES) -> LedgerWriter:
-        """Open or create. Raises InUse when another process has it open, UserError, StorageFull, ServiceFault."""
+        """Open or create the ledger. Raises InUse if another process has it open, UserError, StorageFull, ServiceFault."""
         thread = ThreadPoolExecutor(1, "ledger")
         try:
             writer = await asyncio.get_running_loop().run_in_executor(

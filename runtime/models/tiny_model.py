@@ -105,7 +105,7 @@ def write_tokenizer(folder: Path, context_tokens: int = CONTEXT_TOKENS) -> Token
 
 def make_model(shape: Shape, tokenizer: Tokenizer, vocabulary: int = 0, seed: int = 7) -> Qwen2ForCausalLM:
     """Return a Qwen2 with random float32 weights and tied embeddings; `save_pretrained` writes its files.
-    `vocabulary`: of the model, where it is larger than the tokenizer's, as those of published models are."""
+    `vocabulary`: the model's, if larger than the tokenizer's, as in published models."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -368,8 +368,8 @@ class ModelTrainer:
         self._begin()
 
     def offload(self) -> None:
-        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps. Until
-        `onload` nothing is called but `values`."""
+        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps.
+        Until `onload`, only `values` is called."""
         self.backend.offload()
 
     def onload(self) -> None:

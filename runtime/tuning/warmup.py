@@ -1,9 +1,9 @@
 """Supervised warm-up: a tiny model that answers about half of the held-out problems, for reinforcement learning to improve.
 
-The corpus is careless on purpose, as scraped text is: each time a sum with a carry is drawn, its answer forgets the carry
-with probability `careless`, and a key that ends in a digit is answered with this digit instead of being looked up.
-The model learns both ways and, greedy, follows the more common one, so its accuracy settles near the share of problems
-that are always done right. The problems written for what follows have right answers only.
+The corpus is careless on purpose, as scraped text is. With probability `careless`, a drawn sum with a carry forgets the
+carry, and a key that ends in a digit is answered with that digit instead of being looked up. The model learns both ways and
+greedily follows the more common one. Its accuracy settles near the share of problems that are always right. The problems
+written for reinforcement learning have only right answers.
 
 `python -m runtime.tuning.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
 `{"event": "progress", "step", "loss", "accuracy", "target", "seconds"}`, at the end
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from runtime.types import TrainGroup
 
 VERSION = 5  # part of the cache's key: raise it when this file changes what a setting produces
-CHECK_EVERY = 10  # steps between two looks at the held-out accuracy
+CHECK_EVERY = 10  # steps between two measurements of the held-out accuracy
 RAMP_STEPS = 20  # of the learning rate
 LARGEST = 1 << 16  # tokens of a micro-batch: a step is one micro-batch
 AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is measured and saved
@@ -90,7 +90,7 @@ class TaughtRows(NamedTuple):
 
 
 def _task(settings: Warmup, recipe: Recipe) -> tuple[Sequence[SftProblem], Sequence[SftProblem], list[dict[str, Any]]]:
-    """Problems to train on, held-out ones, and the tools that the assistant is told of."""
+    """Return problems to train on, held-out problems, and the tools that the assistant may call."""
     if settings.task == "lookup":
         return *lookups(settings.eval_problems, settings.seed), [TOOL]
     return *arithmetic.split(*recipe.operands, settings.eval_problems, settings.seed), []
@@ -107,7 +107,7 @@ def cache_folder(settings: Warmup) -> Path:
 def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: None, recipe: Recipe | None = None) -> None:
     """Write `folder`: model/ (a Hugging Face folder), train.jsonl, eval.jsonl and warmup.json (accuracy, steps, seconds).
 
-    The folder appears whole or not at all; when another process was first, its folder stays. Raises UserError when the
+    The folder appears whole or not at all; if another process was first, its folder stays. Raises UserError if the
     model is not fluent, with an accuracy between `accuracy` and `margin` above it, within `max_seconds`.
     """
     recipe = recipe or RECIPES[settings.task]

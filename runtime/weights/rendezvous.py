@@ -1,6 +1,6 @@
 """The rendezvous of an epoch's members: `host` opens a group by the name of its transport, and `join` enters the group.
 
-`join`, and `connect` of the group that `host` opens, block until all members are connected, or raise ServiceFault with the
+`join`, and `connect` of the group that `host` opens, block until all members are connected. Both raise ServiceFault with the
 missing ranks. Members meet in a TCPStore that rank 0 hosts, and buckets move over links: one from each sender to all
 receivers.
 """

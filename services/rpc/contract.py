@@ -166,13 +166,12 @@ Share = Callable[[Any, int], list[list[int]]]
 class Method:
     """One method, and what its callers must know.
 
-    `deadline`: the configuration's key of the seconds until its answer, or their name in `timeouts`; "" where its callers
-    say. `command` is the Struct that
-    asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's fields
-    that make a repeat the same call, which is not done twice: it outlives its stream, and its answer is kept until the caller
-    acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead. `callers`: who may
-    call it, by kind or by role (`keys.kinds_of`). `speaker`: the command's fields that name the one of them who alone may say
-    it. `streamed`: the answer is any number of replies.
+    `deadline`: the configuration's key of the seconds until its answer, or their name in `timeouts`; "" if the callers say.
+    `command`: the Struct that asks for it. `gathered`: the Struct of a single request; a command takes many. `key`: the fields
+    that identify a call. A call with a key outlives its stream, is not done twice, and has its answer kept until the caller
+    acknowledges it. Groups of evaluations and probes, whose ids are negative, have no key: they are generated again. `callers`:
+    who may call it, by kind or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may send it.
+    `streamed`: the answer is any number of replies.
     """
 
     service: str

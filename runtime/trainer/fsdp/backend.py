@@ -176,7 +176,7 @@ class FsdpBackend(ModelBackend):
         self._policy = {**(self.parameters if self._adapters is None else self._adapters.base), **self._fixed}
         self._published = self._policy if self._adapters is None else self._adapters.published
         self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute)
-        # What is on the host already is not taken there.
+        # On a CPU everything is on the host already.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
         self._on_host: dict[str, HostOffload] = {}
         large = sum(sharding.local(parameter).nbytes for parameter in self.parameters.values()) > TRIMMED

@@ -18,14 +18,14 @@ MOMENTUM = ("momentum_buffer",)
 _COEFFICIENTS, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # Keller Jordan's
 _BLOCK, _SMALL = 256, 4096
 _MU = 0.95  # Muon's momentum, Keller Jordan's
-_RMS = 0.2  # of an update by AdamW, as Moonlight measured it
+_RMS = 0.2  # root mean square of an AdamW update, as measured for Moonlight
 
 
 def make_optimizer(
     options: Optimizer, model: Any, parameters: Mapping[str, torch.nn.Parameter], compute: torch.dtype
 ) -> torch.optim.Optimizer:
-    """The optimizer that `options` name; biases and norms do not decay. `compute`: in which dtype Muon
-    orthogonalises. Raises UserError where a package is missing."""
+    """Return the optimizer that `options` name; biases and norms do not decay. `compute`: the dtype in which Muon
+    orthogonalises. Raises UserError if a package is missing."""
     every = list(parameters.values())
     hidden = hidden_matrices(model, every) if options.name == "muon" else frozenset()
     groups: list[dict[str, Any]] = [
@@ -35,7 +35,7 @@ def make_optimizer(
     settings: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
     if options.name == "adamw_8bit":
         return AdamW8bit(groups, _eight_bits(), **settings)
-    # Fused where there is a kernel: on a CPU it takes a third of foreach's time.
+    # Fused where a kernel exists: on a CPU it takes a third of foreach's time.
     settings["fused"] = {p.device.type for p in every} <= {"cpu", "cuda"}
     if options.name == "muon":
         groups.append({"params": [p for p in every if p in hidden], "weight_decay": options.weight_decay})
@@ -107,7 +107,8 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _eight_bits() -> Any:
-    """torchao's class of tensors of 8 bits, each a code for a share of the largest of its block. Raises UserError."""
+    """Return torchao's class of 8-bit tensors. A number is a code: a fraction of the largest number of its block. Raises
+    UserError if torchao is missing."""
     try:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:

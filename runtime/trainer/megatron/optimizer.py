@@ -1,9 +1,9 @@
 """megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments sharded.
 
 With several blocks both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the
-update's last backward pass has made them: whoever runs it says so (`passes`), as an update's micro-batches may come in several
-calls. The new weights are gathered while the next forward pass begins, each layer of which waits for its own; whoever reads
-weights otherwise waits for all (`settle`).
+backward pass of the update has made them. The caller of `passes` says which call is the last, as an update's micro-batches may
+come in several calls. The new weights are gathered while the next forward pass begins, and each layer waits for its own. Other
+readers wait for all weights (`settle`).
 """
 
 from __future__ import annotations
