@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium
 
-from sluice.agents.conversation import Conversation, told_by, value_of
+from sluice.agents.conversation import Conversation, system_messages, value_of
 from sluice.agents.episode import Episode
 
 
@@ -43,8 +43,8 @@ class GymnasiumText:
         try:
             seed = data.get("seed", episode.seed)
             observation, _ = await value_of(environment.reset, seed=seed, options=data.get("options"))
-            conversation = Conversation(episode, told_by(self._system))
-            conversation.tell(self.text(observation, environment))
+            conversation = Conversation(episode, system_messages(self._system))
+            conversation.append(self.text(observation, environment))
             return await conversation.play(step, self._turns, self._turn_rewards)
         finally:
             await value_of(environment.close)

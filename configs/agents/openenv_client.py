@@ -8,7 +8,7 @@ from typing import Any
 
 import openenv
 
-from sluice.agents.conversation import Conversation, told_by
+from sluice.agents.conversation import Conversation, system_messages
 from sluice.agents.episode import Episode, InfrastructureError
 
 CONVERSATION = ("prompt", "messages")  # columns that are no arguments of `reset`
@@ -40,7 +40,7 @@ class OpenEnvClient:
         return json.dumps(found, ensure_ascii=False)
 
     async def run(self, data: dict[str, Any], *, episode: Episode, **_: Any) -> float | None:
-        conversation = Conversation(episode, told_by(self._system))
+        conversation = Conversation(episode, system_messages(self._system))
         columns = {name: value for name, value in data.items() if name not in CONVERSATION}
         try:
             async with self.client() as client:
@@ -50,7 +50,7 @@ class OpenEnvClient:
                     return self.text(found.observation), float(found.reward or 0.0), bool(found.done)
 
                 begun = await client.reset(**{"seed": episode.seed % SEEDS, **columns})
-                conversation.tell(self.text(begun.observation))
+                conversation.append(self.text(begun.observation))
                 return await conversation.play(step, self._turns, self._turn_rewards)
         except OSError as error:  # the server is not there, or has gone
             raise InfrastructureError(f"OpenEnv's server: {error}") from None

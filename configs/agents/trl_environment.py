@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sluice.agents.conversation import Conversation, Message, opening, told_by, value_of
+from sluice.agents.conversation import Conversation, Message, opening, system_messages, value_of
 from sluice.agents.episode import DataError, Episode
 from sluice.agents.functions import Toolset, with_tools
 
@@ -31,7 +31,7 @@ class TrlEnvironment:
         environment, row = self._made(data)
         seen = await value_of(environment.reset, **row)
         begins = data.get("prompt") or data.get("messages")
-        messages = with_text(opening(data, self._system) if begins else told_by(self._system), seen)
+        messages = with_text(opening(data, self._system) if begins else system_messages(self._system), seen)
         conversation = Conversation(episode, messages)
         begun = len(messages)
         tools = Toolset([*self._tools, *methods_of(environment)], episode.tools.seconds)

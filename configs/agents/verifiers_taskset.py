@@ -12,7 +12,7 @@ import verifiers.v1 as vf
 from mcp_tools import McpServer
 from verifiers.v1.dialects.chat import message_to_wire
 
-from sluice.agents.conversation import Conversation, told_by
+from sluice.agents.conversation import Conversation, system_messages
 from sluice.agents.episode import DataError, Episode, InfrastructureError, PolicyRefused
 from sluice.agents.functions import Toolset, with_tools
 
@@ -111,7 +111,7 @@ def harness_module() -> types.ModuleType:
             policy = Episode({**told, "purpose": "", "call_seconds": self.config.tool_timeout}, _NoChannel())
             try:
                 await tools.open()
-                await with_tools(Conversation(policy, [*told_by(system or ""), *said]), tools, TURNS)
+                await with_tools(Conversation(policy, [*system_messages(system or ""), *said]), tools, TURNS)
             except PolicyRefused:
                 if trace.stop_condition is None:  # else verifiers refused a turn, and knows why
                     raise

@@ -323,7 +323,7 @@ def _budgets(keys: RoleSettings) -> None:
         keys.say("samples; with use_dynamic_bsz the packed size is the budget", micro)
     else:
         keys.put(own, tokens(keys, micro), micro)
-        keys.say("samples; of which length, FILE does not say", micro)
+        keys.say("samples; FILE does not give their length", micro)
         keys.say("of use_dynamic_bsz: without it micro_batch_size is the budget", *([limit] if limit is not None else []))
     keys.say(f"{limit.path} is the budget" if limit is not None and dynamic.value else "of use_dynamic_bsz", update)
     keys.say("there is no reference" if not has_reference else "of use_dynamic_bsz", reference)

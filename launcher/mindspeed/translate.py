@@ -156,11 +156,11 @@ def _profiler(keys: RoleSettings) -> None:
         if not asked.get("profile"):
             keys.say("off there too; of a run that is under way, sluice profile asks for one", setting)
             continue
-        told = f"{setting.path}: while the run goes on, {profile_command(asked)} records it"
+        message = f"{setting.path}: while the run goes on, {profile_command(asked)} records it"
         if (start := asked.get("profile_step_start")) is not None:
-            told += f", asked in the step before the one that is {start} there"
-        keys.say(told.partition(": ")[2], setting)
-        keys.advice.append(told)
+            message += f", asked in the step before the one that is {start} there"
+        keys.say(message.partition(": ")[2], setting)
+        keys.advice.append(message)
 
 
 def profile_command(asked: dict[str, Any]) -> str:
@@ -286,8 +286,8 @@ def _trackers(keys: RoleSettings) -> None:
         mode = keys.of("rl_config", "swanlab_mode") if name == "swanlab" else None
         if mode is not None and mode.value not in _SWANLAB_MODES:
             keys.refuse(mode, f"must be one of {', '.join(filter(None, _SWANLAB_MODES))}")
-        told = {"name": name, "mode": _SWANLAB_MODES.get(mode.value or "", "online") if mode else "online"}
-        trackers.append(told | ({"project": project.value} if project.value else {}))
+        tracker = {"name": name, "mode": _SWANLAB_MODES.get(mode.value or "", "online") if mode else "online"}
+        trackers.append(tracker | ({"project": project.value} if project.value else {}))
         deciding += [each for each in (project, mode) if each is not None and each.given]
     keys.put("trackers", trackers, *deciding)
     keys.say("of use_swanlab", keys.of("rl_config", "swanlab_mode"))
@@ -296,26 +296,26 @@ def _trackers(keys: RoleSettings) -> None:
 def _advice(keys: RoleSettings) -> list[str]:
     """Return what the user should know besides the single keys."""
     apart = "as their devices are apart already" if keys.format == "r1_zero" else "once services.rollout.colocate is left out"
-    told = [
+    messages = [
         "training.staleness is 0, as there: an iteration waits for its samples. Sluice's default, 2, lets sampling and "
         f"training overlap, {apart}"
     ] * (keys.values["training.staleness"] == 0)
     limit = keys.values.get("training.max_tokens_per_microbatch", 0)
     own, setting = layout.tokens(keys, keys.role("actor", "micro_batch_size")), layout.token_limit(keys)
     if setting is not None and own and limit > own:
-        told.append(
+        messages.append(
             f"{setting.path} bounded one inference pass there; here training.max_tokens_per_microbatch bounds one of training. "
             f"Theirs had {own} tokens: training.max_tokens_per_microbatch={own} takes as much memory"
         )
     if (devices := keys.values.get("services.trainer.processes") or 0) > layout.OF_A_MACHINE:
         secret = "; and SLUICE_SECRET in each one's environment" if keys.values.get("cluster.shared_folder") is False else ""
-        told.append(
+        messages.append(
             f"services.trainer.processes is {devices}, and no Atlas machine has more than {layout.OF_A_MACHINE} devices: "
             f"several machines want cluster.min_nodes, services.coordinator.host and port, and network.interface{secret} "
             "(docs/guides/cluster.md)"
         )
     if "model.path" not in keys.values:
-        told.append("model.path is missing: name the Hugging Face folder of the model")
+        messages.append("model.path is missing: name the Hugging Face folder of the model")
     if isinstance(keys.values.get("data.train"), str) and keys.values["data.train"].endswith(".parquet"):
-        told.append(f"{keys.values['data.train']} is made by sluice data prepare, from what preprocess_data was given")
-    return told + keys.advice
+        messages.append(f"{keys.values['data.train']} is made by sluice data prepare, from what preprocess_data was given")
+    return messages + keys.advice

@@ -219,7 +219,7 @@ class Agent:
         run_files.make(Path(self._own.run.dir))
         for folder in (self.path.parent, Path(self._own.run.dir) / run_files.LOGS):
             folder.mkdir(parents=True, exist_ok=True)
-        received = self.path.with_suffix(".told")  # a restarted process may read `path` at any time
+        received = self.path.with_suffix(".received")  # a restarted process may read `path` at any time
         run_files.write_private(received, assignment.config)
         config = loading.load(received, ())
         received.unlink()

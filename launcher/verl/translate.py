@@ -277,8 +277,8 @@ def _rewards(keys: TranslatedSettings) -> None:
     files = str(keys.values.get("data.train", ""))
     rule = _MANAGERS.get(chosen.value) or ("gsm8k" if "gsm8k" in files and "math" not in files else "math")
     keys.put("rewards.rules", [{"name": rule}], chosen)
-    told = "verl chooses by each row's data_source, or by a function of its own: look whether this rule is meant"
-    keys.decide(f"rewards.rules is {rule}: {told} (docs/guides/rewards.md)", chosen)
+    reason = "verl chooses by each row's data_source, or by a function of its own: look whether this rule is meant"
+    keys.decide(f"rewards.rules is {rule}: {reason} (docs/guides/rewards.md)", chosen)
     for own in (keys.at("reward.custom_reward_function.path"), keys.at("custom_reward_function.path")):
         keys.put("data.additional_keys", ["data_source", "extra_info"] if own.value else None, own)
     for section, path in {"reward.reward_model": "model_path", "reward_model": "model.path"}.items():

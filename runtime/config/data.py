@@ -30,7 +30,7 @@ class RowFormat(Section, frozen=True):
 
     handler: str = "plain"
     """How a row becomes a prompt and a label: `plain`, `gsm8k`, `alpaca`, `r1`, `math`, `math17k`, `messages`
-    (conversations), `task` (of which every column may be missing), or `FILE.py:NAME`."""
+    (conversations), `task` (every column may be missing), or `FILE.py:NAME`."""
     columns: dict[Column, str] = {}
     """Names of columns: of the `prompt`, the `query` (a second part of the prompt, put in a line of its own), the `label`, the
     `system` text, and the `environment`, where rows differ. A name left out: the handler's own; `""`: none."""

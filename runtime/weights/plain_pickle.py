@@ -78,9 +78,6 @@ def excerpt(value: Any) -> str:
     return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
 
 
-told = excerpt  # the name that other packages import
-
-
 def line(error: Exception) -> str:
     """Return an error for a message, on one line. The error may quote an untrusted file."""
     text = str(error)

@@ -19,7 +19,7 @@ class Conversation:
     def __init__(self, episode: Episode, messages: list[Message]):
         self.episode, self.messages = episode, messages
 
-    def tell(self, text: str) -> None:
+    def append(self, text: str) -> None:
         """Append the user's next message."""
         self.messages.append({"role": "user", "content": text})
 
@@ -56,7 +56,7 @@ class Conversation:
                 episode.reward(earned, turn)
             if last:
                 break
-            self.tell(seen)
+            self.append(seen)
         else:
             episode.stop_reason = "max_turns"
         return None if episode.rewarded else total
@@ -69,10 +69,10 @@ def opening(data: Mapping[str, Any], system: str = "") -> list[Message]:
         found = [{"role": "user", "content": found}]
     if not found or not isinstance(found, list):
         raise DataError(f"the row has neither messages nor a prompt; its columns are {', '.join(data) or 'none'}")
-    return [*told_by(system), *found]
+    return [*system_messages(system), *found]
 
 
-def told_by(system: str) -> list[Message]:
+def system_messages(system: str) -> list[Message]:
     """Return the system message as a list, which is empty for an empty text."""
     return [{"role": "system", "content": system}] if system else []
 

@@ -38,7 +38,7 @@ class PolicyRefused(Exception):
 class AgentChannel(Protocol):
     """The channel to the process that has the episode played."""
 
-    def tell(self, episode: str, **news: Any) -> None:
+    def notify(self, episode: str, **news: Any) -> None:
         """Send news, which gets no answer."""
 
     async def ask(self, episode: str, what: str, **fields: Any) -> Any:
@@ -55,7 +55,7 @@ class EpisodeBranch:
 
     def reward(self, value: float) -> None:
         """Reward the newest completion of this branch, besides the episode."""
-        self._episode.tell(reward=finite(value), branch=self.name)
+        self._episode.notify(reward=finite(value), branch=self.name)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """Return the policy's reply in this branch; see `Episode.chat`."""
@@ -80,18 +80,18 @@ class Episode:
         self.rewarded = False
         self._call_seconds, self._channel = float(fields["call_seconds"]), channel
 
-    def tell(self, **news: Any) -> None:
-        self._channel.tell(self.id, **news)
+    def notify(self, **news: Any) -> None:
+        self._channel.notify(self.id, **news)
 
     def reward(self, value: float, turn: int | str | None = None) -> None:
         """Reward the episode, or one turn of it: the number of the policy's reply, from 0, or its completion id. Raises
         ValueError if `value` is no finite number."""
         self.rewarded = True
-        self.tell(reward=finite(value), **({} if turn is None else {"turn": turn}))
+        self.notify(reward=finite(value), **({} if turn is None else {"turn": turn}))
 
     def log(self, **numbers: float) -> None:
         """Log figures of this episode. Their means over a step's episodes are metrics of the run."""
-        self.tell(log={name: finite(value) for name, value in numbers.items()})
+        self.notify(log={name: finite(value) for name, value in numbers.items()})
 
     def branch(self, name: str) -> EpisodeBranch:
         """Return a branch with a URL of its own, for a sub-agent. Raises ValueError if the name is no identifier."""

@@ -354,7 +354,7 @@ class _EpisodeWorker:
             await self._writer.drain()
             os._exit(0)
 
-    def tell(self, episode: str, **news: Any) -> None:
+    def notify(self, episode: str, **news: Any) -> None:
         self._write({"episode": episode, **news})
 
     async def ask(self, episode: str, what: str, **fields: Any) -> Any:
@@ -451,7 +451,7 @@ class _Play:
 
     async def _do(self, phase: str, work: Awaitable[Any]) -> Any:
         self._phase, self._work = phase, asyncio.ensure_future(work)
-        self.episode.tell(phase=phase)
+        self.episode.notify(phase=phase)
         try:
             return await self._work
         except asyncio.CancelledError:

@@ -191,7 +191,7 @@ def require_same_adapters(folder: Path, saved: dict[str, Any] | None, config: Lo
 
 
 def require_same_optimizer(folder: Path, description: Mapping[str, Any], own: str) -> None:
-    """Raises UserError unless the optimizer, of the kind `own`, is of the kind of the checkpoint's."""
+    """Check that the checkpoint is of an optimizer of the kind `own`. Raises UserError if it is of another."""
     if (saved := description.get("optimizer", "adamw")) != own:
         what = f"checkpoint {folder} is of {saved}, which {own} cannot go on from; must be {saved}"
         raise UserError(f"training.optimizer.name: {what}")

@@ -176,7 +176,7 @@ class CoreReader(FileSystemReader):
         """Read the plan's tensors. Raises UserError for an object in place of a tensor, which torch would unpickle."""
         for item in plan.items:
             if item.type is not LoadItemType.TENSOR:
-                raise UserError(f"{self.path}: {plain_pickle.told(item.storage_index.fqn)} is not a tensor; it was not read")
+                raise UserError(f"{self.path}: {plain_pickle.excerpt(item.storage_index.fqn)} is not a tensor; it was not read")
         return super().read_data(plan, planner)
 
 
@@ -214,7 +214,7 @@ class _Names:
         raise RefusedPickle(full)
 
     def outside(self, identity: Any) -> Any:
-        raise Malformed(f"it refers to external data: {plain_pickle.told(identity)}")
+        raise Malformed(f"it refers to external data: {plain_pickle.excerpt(identity)}")
 
 
 def _metadata(found: Any) -> Metadata:
@@ -228,7 +228,7 @@ def _metadata(found: Any) -> Metadata:
         if isinstance(tensor, TensorStorageMetadata):
             left -= len(tensor.chunks)
             if not all(MetadataIndex(name, part.offsets) in stored for part in tensor.chunks):
-                raise Malformed(f"it lacks positions of parts of {plain_pickle.told(name)}")
+                raise Malformed(f"it lacks positions of parts of {plain_pickle.excerpt(name)}")
     return Metadata(tensors, storage_data=stored, storage_meta=StorageMeta(), version=str(top.get("version"))[:20])
 
 
@@ -268,7 +268,7 @@ def _place(place: Any) -> _StorageInfo:
     state = _state(place, _StorageInfo)
     name, first, count = _typed(state["relative_path"], str), _typed(state["offset"], int), _typed(state["length"], int)
     if Path(name).name != name or "\0" in name or min(first, count) < 0 or state.get("transform_descriptors") is not None:
-        raise Malformed(f"it refers to {plain_pickle.told(name)} at {first}, not to plain data in its folder")
+        raise Malformed(f"it refers to {plain_pickle.excerpt(name)} at {first}, not to plain data in its folder")
     return _StorageInfo(name, first, count)
 
 
@@ -282,13 +282,13 @@ def _sizes(sizes: Any = ()) -> torch.Size:
 def _state(value: Any, kind: type) -> Any:
     """Return the attributes of what stands for an object of `kind`. Raises Malformed if it is of another kind."""
     if not isinstance(value, Attributes) or _STATES[value.name][0] is not kind:
-        raise Malformed(f"it has {plain_pickle.told(value)} instead of a {kind.__name__}")
+        raise Malformed(f"it has {plain_pickle.excerpt(value)} instead of a {kind.__name__}")
     return value.values
 
 
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise Malformed(f"it has {plain_pickle.told(value)} instead of a {kind.__name__}")
+        raise Malformed(f"it has {plain_pickle.excerpt(value)} instead of a {kind.__name__}")
     return value
 
 

@@ -33,7 +33,7 @@ class MegatronOptimizer:
     def __init__(
         self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device, overlap: bool = True
     ):
-        """`model` holds the weights to begin with, those that are trained in `dtype`. Biases and norms do not decay. Without
+        """Take over the weights of `model`; those that are trained are in `dtype`. Biases and norms do not decay. Without
         `overlap` the results are the same."""
         self._decay = options.weight_decay
         self.device = device
