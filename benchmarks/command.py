@@ -65,8 +65,8 @@ def run(name: str, options: Options) -> None:
 
 def _check(name: str, options: Options) -> None:
     for option, given in (("--sizes", options.sizes), ("--receivers", options.receivers)):
-        if given is not None and name not in ("publication", ALL):
-            raise UserError(f"{option}: bench {name} publishes nothing; publication is the only one that does")
+        if given is not None and name not in ("weight_sync", ALL):
+            raise UserError(f"{option}: bench {name} publishes nothing; weight sync is the only one that does")
     if options.depth is not None and name != "staleness":
         raise UserError(f"--depth: bench {name} has none to choose; staleness is the only one that has")
     if options.data is not None and name not in (*DATA, ALL):
@@ -105,7 +105,7 @@ def _scale(options: Options, show: Show) -> Measured:
 
 
 def _shards(options: Options, show: Show) -> Measured:
-    from benchmarks.publication import shards as bench
+    from benchmarks.weight_sync import shards as bench
 
     report = bench.measure(bench.QUICK if options.quick else bench.ShardsSettings(), show)
     return bench, report
@@ -141,8 +141,8 @@ def _messages(options: Options, show: Show) -> Measured:
     return bench, report
 
 
-def _publication(options: Options, show: Show) -> Measured:
-    from benchmarks.publication import bench
+def _weight_sync(options: Options, show: Show) -> Measured:
+    from benchmarks.weight_sync import bench
 
     settings = bench.settings(options.sizes, options.receivers, options.quick)
     report = asyncio.run(bench.measure(FOLDER, settings, show))
@@ -209,7 +209,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "messages": _messages,
     "packing": _usual("packing"),
     "page": _usual("page"),
-    "publication": _publication,
+    "weight_sync": _weight_sync,
     "rewards": _rewards,
     "rollout": _rollout,
     "scale": _scale,

@@ -1,7 +1,7 @@
 """A whole node of `sluice bench coordinator` in one process: every service of a run, with engines that compute nothing.
 
 `python -m benchmarks.coordinator_trial CONFIG` starts a coordinator and prints its process id and address. The node's
-agent is the real one, and so are the services, their actors, gRPC servers, registrations, reward rules and publications. Only
+agent is the real one, and so are the services, their actors, gRPC servers, registrations, reward rules and weight syncs. Only
 where a process would be started, a service begins here, and where a model would be run, an answer is made up. It ends with its
 standard input.
 """

@@ -17,7 +17,7 @@ from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.records import Ticket
 from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
-from runtime.process.spans import CALLS, PUBLICATION, SUFFIX, SpanHeader, TracedSpan
+from runtime.process.spans import CALLS, SUFFIX, WEIGHT_SYNC, SpanHeader, TracedSpan
 from runtime.telemetry.critical_path import TRAINER
 from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores
@@ -135,7 +135,7 @@ def _metrics(folder: Path, steps: int, groups: int, samples: int) -> None:
                 "staleness/mean": 0.0,
                 "staleness/max": 0.0,
                 "staleness/histogram": {"0": groups * samples},
-                "publication/seconds": 0.5,
+                "weight_sync/seconds": 0.5,
                 "queue/depth": 2 * groups,
             }
             file.write(json.dumps(point) + "\n")
@@ -147,7 +147,7 @@ def _spans(folder: Path, steps: int, groups: int) -> None:
         begin = BEGAN + STEP * step
         for rollout in ("rollout-0", "rollout-1"):
             found[rollout].append(TracedSpan("decode", begin, begin + 2.0, "engine"))
-            found[rollout].append(TracedSpan("swap", begin + 3.5, begin + 4.0, PUBLICATION, step=step + 1))
+            found[rollout].append(TracedSpan("swap", begin + 3.5, begin + 4.0, WEIGHT_SYNC, step=step + 1))
             found[rollout].append(TracedSpan("CommitWeights", begin + 3.5, begin + 4.0, CALLS, step=step + 1))
         for group in range(step * groups, (step + 1) * groups):
             found[f"rollout-{group % 2}"].append(TracedSpan("Generate", begin, begin + 2.0, CALLS, group))

@@ -123,7 +123,7 @@ def requests(config: Config) -> Iterator[GroupRequest]:
 
 
 def shared_weights(model: Path) -> dict[str, torch.Tensor]:
-    """The model's own tensors, where a publication would have staged them: in memory that other processes can map."""
+    """The model's own tensors, where a weight sync would have staged them: in memory that other processes can map."""
     from safetensors.torch import load_file
 
     from runtime.weights.group import memory_file

@@ -57,7 +57,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         max_model_len=longest,
         tensor_parallel=settings.tensor_parallel,
         engine_args=settings.engine_args,
-        swap_timeout=config.publication.commit_timeout,
+        swap_timeout=config.weight_sync.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
         replays=replays,
     )
@@ -173,7 +173,7 @@ class RolloutService(process.Service):
         """Swap the weights between two steps of the engine: at once, or with `drain` in `advance`. Never beside the actor."""
         if not self.weights.needs_swap(request.message):
             request.reply(WeightsCommitted(0.0))
-        elif self.config.publication.in_flight == "drain" and self._engine.stats().running:
+        elif self.config.weight_sync.in_flight == "drain" and self._engine.stats().running:
             self._engine.held = True
             self._commit = request, now()
         else:

@@ -30,8 +30,8 @@ from sluice import start
 
 Device = Literal["cpu", "cuda", "npu"]
 
-CHECKS = ("platform", "publication", "rollout", "trainer", "quickstart")
-DEADLINES = {"model": 300.0, "platform": 300.0, "publication": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
+CHECKS = ("platform", "weight_sync", "rollout", "trainer", "quickstart")
+DEADLINES = {"model": 300.0, "platform": 300.0, "weight_sync": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
 STEPS = 20
 PACKAGES = (
     "torch",
@@ -98,7 +98,7 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
         show(check)
         if check == "quickstart":
             outcome = await _quickstart(device, count, folder, config, steps)  # ends by its deadline, like every check
-        elif check == "publication" and device != "cpu" and count == 1:
+        elif check == "weight_sync" and device != "cpu" and count == 1:
             outcome = CheckOutcome(check=check, result="left out", detail="needs two devices")
         else:
             outcome = await _run(check, _worker(check, device, model), folder / f"{check}.log")
@@ -132,10 +132,10 @@ def placement(device: Device, count: int) -> list[str]:
     several devices their own collective is checked.
     """
     if device == "cpu":
-        return ["publication.backend=gloo"]
+        return ["weight_sync.backend=gloo"]
     if count == 1:
         return [
-            "publication.backend=gloo",
+            "weight_sync.backend=gloo",
             "services.rollout.replicas=1",
             "services.rollout.colocate=trainer",
             "services.reference.colocate=trainer",
@@ -147,7 +147,7 @@ def placement(device: Device, count: int) -> list[str]:
         f"services.rollout.devices={rollouts}",
         "services.trainer.devices=[0]",
         "services.reference.colocate=trainer",
-        "publication.transport=collective",
+        "weight_sync.transport=collective",
     ]
 
 

@@ -149,7 +149,7 @@ def _name(where: torch.device) -> str:
     return "CPU" if where.type == "cpu" else str(torch.get_device_module(where.type).get_device_name(0))
 
 
-def publication(device: str, folder: Path) -> Figures:
+def weight_sync(device: str, folder: Path) -> Figures:
     """Send weights to another process over the device's backend. A transfer must end by its deadline if that process stops."""
     import torch
 
@@ -221,7 +221,7 @@ def _heard(process: subprocess.Popen[str], word: str) -> None:
 
 
 def receiver(device: str) -> None:
-    """Run the other process of `publication`, on the second device if there are several."""
+    """Run the other process of `weight_sync`, on the second device if there are several."""
     import torch
 
     from runtime.process import platform as own
@@ -333,7 +333,7 @@ def trainer(device: str, folder: Path) -> Figures:
 CHECKS: dict[str, Callable[[str, Path], Figures]] = {
     "model": model,
     "platform": platform,
-    "publication": publication,
+    "weight_sync": weight_sync,
     "rollout": rollout,
     "trainer": trainer,
 }

@@ -246,7 +246,7 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "name",
         choices=(
             *("all", "concurrency", "coordinator", "depth", "engine", "engines", "gateway", "learning", "messages"),
-            *("packing", "page", "publication", "rewards", "rollout", "scale", "shards", "simulation"),
+            *("packing", "page", "weight_sync", "rewards", "rollout", "scale", "shards", "simulation"),
             *("staleness", "startup", "storm", "train"),
         ),
     )
@@ -266,8 +266,8 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--trl-python", type=Path, metavar="PATH", help="train: one that has TRL (default: .venv-trl/bin/python)"
     )
     bench.add_argument("--pretrained", action="store_true", help="train: on the model of `sluice quickstart --pretrained`")
-    bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
-    bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")
+    bench.add_argument("--sizes", metavar="MB,MB,...", help="weight sync: of the weights (default: 64,512,2048)")
+    bench.add_argument("--receivers", type=int, metavar="N", help="weight sync: rollouts (default: 1)")
     bench.add_argument("--depth", choices=("auto", "bound"), help="staleness: of training.depth (default: bound)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
 

@@ -93,7 +93,7 @@ CAUSES = {  # each cause: what it is, and what changes it
     ),
     "publish": (
         "the new weights went to the rollouts",
-        "the link to the one that is named; publication.senders, encoding, in_flight",
+        "the link to the one that is named; weight_sync.senders, encoding, in_flight",
     ),
 }
 

@@ -172,9 +172,9 @@ _SPEED = (
     ),
     _Wanted("Idle", "share", {"idle/trainer": "trainer", "idle/rollout": "rollouts"}, needed=True, share=True),
     _Wanted(
-        "Publication of new weights",
+        "Weight sync of new weights",
         "seconds",
-        {"publication/seconds": "whole", "publication/pause_seconds": "longest pause of a rollout"},
+        {"weight_sync/seconds": "whole", "weight_sync/pause_seconds": "longest pause of a rollout"},
         needed=True,
     ),
     _Wanted(

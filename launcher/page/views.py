@@ -32,7 +32,7 @@ from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process.spans import CALLS, OVERLAPPING, PUBLICATION, SpanFolder, SpanHeader, TracedSpan
+from runtime.process.spans import CALLS, OVERLAPPING, WEIGHT_SYNC, SpanFolder, SpanHeader, TracedSpan
 from runtime.telemetry import critical_path, record
 from runtime.telemetry.record import LoggedHistory, RunRecord
 from runtime.telemetry.summary import Summary
@@ -92,7 +92,7 @@ def epochs(points: Sequence[Mapping[str, Any]]) -> list[TracedSpan]:
     points = [point for point in points if point.get("time") is not None]
     found: list[TracedSpan] = []
     for before, point in pairwise(points):
-        name = f"epoch {point.get('publication/epoch', 0):.0f}"
+        name = f"epoch {point.get('weight_sync/epoch', 0):.0f}"
         lost = f"lost: {lost:.0f}" if (lost := point.get("rollout/lost", 0.0)) else ""
         if found and found[-1].name == name and not lost:
             found[-1] = found[-1]._replace(end=point["time"])
@@ -351,14 +351,14 @@ class RunView:
     def weights(self) -> dict[str, Any]:
         """Return the weight syncs by step, and for each rollout the newest version in use and the time to receive it."""
         history = record.history(self.record().points)
-        names = ["publication/seconds", "publication/pause_seconds", "publication/bytes", "publication/aborts"]
+        names = ["weight_sync/seconds", "weight_sync/pause_seconds", "weight_sync/bytes", "weight_sync/aborts"]
         names += ["mismatch/abs_logprob", "mismatch/worst_rollout"]
         rows = [{"step": point["step"], **{name: point.get(name) for name in names}} for point in history.steps]
         replicas: list[dict[str, Any]] = []
         for process, spans in sorted(self.spans().items()):
-            swaps = [span for span in spans if span.line == PUBLICATION and span.name == "swap"]
+            swaps = [span for span in spans if span.line == WEIGHT_SYNC and span.name == "swap"]
             if swaps:
-                receptions = [span.end - span.start for span in spans if span.line == PUBLICATION and span.name == "receive"]
+                receptions = [span.end - span.start for span in spans if span.line == WEIGHT_SYNC and span.name == "receive"]
                 newest = max(span.step for span in swaps)
                 verified = [span.detail for span in spans if span.name == "verified" and span.step == newest]
                 checksum = verified[-1] if verified else ""

@@ -39,7 +39,6 @@ from runtime.config.services import (
     Parallel,
     Placed,
     Process,
-    Publication,
     ReferenceScorer,
     Reward,
     Rollout,
@@ -47,6 +46,7 @@ from runtime.config.services import (
     Services,
     Spread,
     Trainer,
+    WeightSyncConfig,
 )
 from runtime.config.training import Critic, Moe, Optimizer, Reference, Training, Tune
 
@@ -79,7 +79,7 @@ class Config(Section, frozen=True):
     services: Services = Services()
     """A section; or a name, which is that of `services.preset`."""
     cluster: Cluster = Cluster()
-    publication: Publication = Publication()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     mismatch: Mismatch = Mismatch()
     checkpoint: Checkpoint = Checkpoint()
     ledger: Ledger = Ledger()

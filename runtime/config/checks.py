@@ -25,9 +25,9 @@ from runtime.config.service_checks import (
     gateway_faults,
     moe_faults,
     network_faults,
-    publication_faults,
     reference_faults,
     rollout_faults,
+    weight_sync_faults,
 )
 from runtime.data.handlers import MODEL, names
 from runtime.data.prepared import sources
@@ -162,7 +162,7 @@ def semantic_faults(
         *_values(config),
         *_updates(config),
         *_lora(config),
-        *publication_faults(config),
+        *weight_sync_faults(config),
         *of_layouts,
         *(() if of_layouts else rank_faults(config, available_bytes)),
     ]

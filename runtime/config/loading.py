@@ -60,11 +60,11 @@ _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two f
 
 # Keys of earlier versions, by path, where `*` is a role, a fleet or a name: what to write now.
 _REMOVED = {
-    "publication.staging": "there is one way now, what shadow was; leave the key out",
+    "weight_sync.staging": "there is one way now, what shadow was; leave the key out",
     "gateway.player": "write services.environment, whose agents are called, and given their episode's URL and key",
     "metrics.names": "all trackers get the names of own (docs/metrics.md has MindSpeed-RL's beside them); leave the key out",
     "services.rollout.speculation": "replies are those of off, and no engine drafts tokens; leave the key out",
-    "publication.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
+    "weight_sync.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
     "services.*.threads": "write env: {OMP_NUM_THREADS: 'NUMBER'}",
     "services.*.jemalloc": "write env: {LD_PRELOAD: LIBRARY}, with '' for none",
     "services.*.offload_train_optimizer": "write offload: [optimizer]",
@@ -76,9 +76,9 @@ _REMOVED = {
     "gateway.max_body": "a request may have 8 MiB; leave the key out",
     "ledger.tick": "there is a transaction at most every 0.05 s; leave the key out",
     "ledger.segment_bytes": "a payload file has 64 MiB; leave the key out",
-    "publication.folder": "weights travel over the network or in memory; leave the key out",
-    "publication.full_every": "one version of 50 is sent whole; leave the key out",
-    "publication.abort_timeout": "members have 10 s to leave a group; leave the key out",
+    "weight_sync.folder": "weights travel over the network or in memory; leave the key out",
+    "weight_sync.full_every": "one version of 50 is sent whole; leave the key out",
+    "weight_sync.abort_timeout": "members have 10 s to leave a group; leave the key out",
     "mismatch.keep_tokens": "each rank keeps 2048 tokens of a step; leave the key out",
     "network.hccl_host_ports": "write services.ROLE.env: {HCCL_HOST_SOCKET_PORT_RANGE: FIRST-LAST}",
     "network.hccl_npu_ports": "write services.ROLE.env: {HCCL_NPU_SOCKET_PORT_RANGE: FIRST-LAST}",
@@ -124,12 +124,12 @@ _REMOVED = {
 }
 # What to write instead of a value of an earlier version, by key.
 _REPLACED = {
-    "publication.transport": {
+    "weight_sync.transport": {
         "files": "write auto",
         "filesystem": "write auto",
         "delta": "write encoding: delta, and transport: auto or collective",
     },
-    "publication.in_flight": {"auto": "write keep, which it stood for"},
+    "weight_sync.in_flight": {"auto": "write keep, which it stood for"},
     "services.environment": {"ascend": "write services.platform: ascend"},
 }
 

@@ -261,7 +261,7 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
 
 def _shared_device(config: Config) -> Iterator[str]:
     """Yield a line if two members share a device, which NCCL and HCCL refuse. A role that names no device has its own."""
-    settings = config.publication
+    settings = config.weight_sync
     transport = resolve_transport(settings.transport, settings.backend, {"trainer-0": "this"})
     if settings.backend == "gloo" or transport != "collective":
         return
@@ -273,7 +273,7 @@ def _shared_device(config: Config) -> Iterator[str]:
         if device in taken:
             key = f"transport: {transport}" if settings.backend == "auto" else f"backend: {settings.backend}"
             yield (
-                f"publication.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
+                f"weight sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
                 "gloo, or transport shared_memory, or other services.*.devices"
             )
             return
@@ -290,7 +290,7 @@ def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
 
 def hccl_beside_workers(config: Config) -> bool:
     """Return whether, on NPUs, a rollout receives weights over HCCL on the NPU of vLLM's first worker, which uses HCCL too."""
-    settings = config.publication
+    settings = config.weight_sync
     if takes_turns(config) or settings.backend not in ("auto", "hccl"):
         return False
     machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
@@ -355,15 +355,15 @@ def _partial(config: Config) -> Iterator[str]:
     """Yield a line for each setting that conflicts with replies that continue in the next turn."""
     if config.training.staleness == 0:
         yield "training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1"
-    if config.publication.in_flight == "drain":
-        yield "publication.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute"
+    if config.weight_sync.in_flight == "drain":
+        yield "weight_sync.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute"
     if config.gateway is not None:
         yield "training.partial_rollouts: true does not go with a gateway, whose episodes end in the turn that they begin in"
 
 
 def _turns(config: Config) -> Iterator[str]:
     """Yield a line for each setting that conflicts with rollouts and trainer on the same devices."""
-    staleness, publication = config.training.staleness, config.publication
+    staleness, weight_sync = config.training.staleness, config.weight_sync
     if config.training.partial_rollouts:
         yield from _partial(config)
     elif staleness > 1:
@@ -374,9 +374,9 @@ def _turns(config: Config) -> Iterator[str]:
     for path, fleet in fleets(config).items():
         if fleet.colocate != "trainer":
             yield f"{path}.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none"
-    if publication.backend in ("nccl", "hccl"):
+    if weight_sync.backend in ("nccl", "hccl"):
         yield (
-            f"publication.backend: {publication.backend} takes one member a device, and rollouts lie on the trainer's; must be "
+            f"weight_sync.backend: {weight_sync.backend} takes one member a device, and rollouts lie on the trainer's; must be "
             "auto or gloo"
         )
 
@@ -413,13 +413,13 @@ def _temperatures(config: Config) -> Iterator[str]:
             yield f"{key}: {temperature} is too low for engine vllm; must be 0 or at least {LEAST_TEMPERATURE}"
 
 
-def publication_faults(config: Config) -> Iterator[str]:
-    settings = config.publication
+def weight_sync_faults(config: Config) -> Iterator[str]:
+    settings = config.weight_sync
     if settings.transport == "shared_memory" and settings.backend != "auto":
-        yield f"publication.backend: {settings.backend} is for a collective; transport shared_memory has none, so must be auto"
+        yield f"weight_sync.backend: {settings.backend} is for a collective; transport shared_memory has none, so must be auto"
     if settings.encoding == "delta" and settings.dtype == "float32":
         yield (
-            "publication.dtype: float32 changes in nearly every element, and encoding delta would send it all; "
+            "weight_sync.dtype: float32 changes in nearly every element, and encoding delta would send it all; "
             f"must be auto or {' or '.join(_OF_16_BITS)}"
         )
 
@@ -430,12 +430,12 @@ def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
     `on_cpus`: both compute on CPUs, where `auto` is float32. The gaps are those of SmolLM2-135M-Instruct on CPUs.
     """
     computes = computed_dtype("auto", config.model.dtype, on_cpus)
-    publication = config.publication
-    of_deltas = publication.encoding == "delta" and publication.dtype == "auto"
-    if computes == "float32" and (of_deltas or publication.dtype not in ("auto", "float32")):
-        key, value = ("encoding", "delta") if of_deltas else ("dtype", publication.dtype)
+    weight_sync = config.weight_sync
+    of_deltas = weight_sync.encoding == "delta" and weight_sync.dtype == "auto"
+    if computes == "float32" and (of_deltas or weight_sync.dtype not in ("auto", "float32")):
+        key, value = ("encoding", "delta") if of_deltas else ("dtype", weight_sync.dtype)
         yield (
-            f"publication.{key}: {value} rounds the weights to 16 bits, and the trainer computes in float32: log-probabilities "
+            f"weight sync.{key}: {value} rounds the weights to 16 bits, and the trainer computes in float32: log-probabilities "
             "of rollouts will be 0.02 to 0.03 nats from the trainer's in the mean, and small updates will not reach rollouts"
         )
     for path, fleet in fleets(config).items():

@@ -280,7 +280,7 @@ class Services(Section, frozen=True):
     critic: Trainer = Trainer()
 
 
-class Publication(Section, frozen=True):
+class WeightSyncConfig(Section, frozen=True):
     """The weight sync: weights go to the rollouts in flat buckets. Every phase has a deadline."""
 
     transport: Literal["auto", "shared_memory", "collective"] = "auto"

@@ -50,7 +50,7 @@ from runtime.coordinator.weight_sync import WeightPublisher, WeightSync
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ledger.states import Mark
 from runtime.ledger.states import Phase as GroupPhase
-from runtime.telemetry.metrics import PublicationFigures, SpanClock
+from runtime.telemetry.metrics import SpanClock, WeightSyncFigures
 from runtime.types import PolicyVersion
 
 TO_TRAIN, TO_INFER = "onload", "weight_sync"
@@ -62,7 +62,7 @@ Role = Literal["rollout", "reference", "trainer"]
 class Lease:
     """The right to use a role's devices. On dedicated devices a version is published as soon as the trainer has it."""
 
-    figures: PublicationFigures | None = None  # of the version published at the lease's end
+    figures: WeightSyncFigures | None = None  # of the version published at the lease's end
     version: PolicyVersion | None = None  # to be published at the lease's end
 
     def __init__(self, publisher: WeightPublisher):
@@ -252,7 +252,7 @@ class ColocatedDevices(Devices):
             buffer.ready_changed.clear()
             await buffer.ready_changed.wait()
 
-    async def _release(self, version: PolicyVersion | None) -> PublicationFigures | None:
+    async def _release(self, version: PolicyVersion | None) -> WeightSyncFigures | None:
         """Give the devices back to the rollouts, with `version` if the trainer made one."""
         with self._spans.span(TO_INFER):
             # The rollouts allocate only their weights and receive the version, while the trainer is still on the devices.

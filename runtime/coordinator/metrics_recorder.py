@@ -25,7 +25,7 @@ from runtime.process import spans
 from runtime.process.aio import now
 from runtime.rewards.scorer import UnscoredSteps
 from runtime.status import Status
-from runtime.telemetry.metrics import Metrics, PublicationFigures, SpanClock, StepFigures, idle_fraction, step_metrics
+from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyncFigures, idle_fraction, step_metrics
 from runtime.telemetry.summary import Totals
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult
 
@@ -39,7 +39,7 @@ class TrainedStep(Struct, kw_only=True):
     step: int
     groups: list[Group]
     result: StepResult
-    publication: PublicationFigures | None  # None: without weight sync
+    weight_sync: WeightSyncFigures | None  # None: without weight sync
 
 
 COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
@@ -183,7 +183,7 @@ class MetricsRecorder:
                 incarnation=self.incarnation,
                 queues=self._queues(),
                 idle={"trainer": idle_fraction(trained.result.seconds, timing["timing/all"])},
-                publication=trained.publication,
+                weight_sync=trained.weight_sync,
                 rollouts=self._pool.close_step() | self._meter.close_step() | probed,
                 dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
@@ -260,7 +260,7 @@ class Probes:
         """Subscribe to the pool. `history` gets the alarms. `answered` is set after each answer or missed deadline."""
         config = context.config
         self._prompts, self._seed = context.train.tokens, config.run.seed
-        self._limit, self._seconds = config.mismatch.limit, config.publication.commit_timeout
+        self._limit, self._seconds = config.mismatch.limit, config.weight_sync.commit_timeout
         self._sampling = SamplingParams(
             max_new_tokens=min(NEW_TOKENS, config.sampling.max_new_tokens),
             temperature=config.sampling.temperature,
@@ -373,7 +373,7 @@ class Probes:
         except InvariantViolated:
             raise
         except (TimeoutError, SluiceError) as error:
-            why = str(error) or f"no answer within {self._seconds:g} s (publication.commit_timeout)"
+            why = str(error) or f"no answer within {self._seconds:g} s (weight_sync.commit_timeout)"
             log.warning("%s did not answer the probe of version %s: %s", rollout.name, version, why)
             return None
         finally:

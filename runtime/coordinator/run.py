@@ -112,7 +112,7 @@ class Attempt:
         history.resumes_at(first)
         self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer, history)
         self._spans = SpanClock(now)
-        self.publisher = WeightPublisher(roles.trainer, pool, config.publication, config.deadlines.train)
+        self.publisher = WeightPublisher(roles.trainer, pool, config.weight_sync, config.deadlines.train)
         self._meter = BusyMeter(pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self.buffer, limit) if config.algorithm.dynamic_sampling else None
@@ -234,7 +234,7 @@ class Attempt:
             # Wait for the rollouts to have the version; with shared devices the lease's end publishes it.
             async with self._devices.lease("trainer") as lease:
                 await lease.sync(version)
-            self._context.startup.phases.setdefault("first publication", now() - before)
+            self._context.startup.phases.setdefault("first weight sync", now() - before)
         self._recovery.begun, self._history.version = True, version
         self._write_course()
         self._beside += [self._tasks.create_task(each) for each in (self._pool.guard(), self._meter.run(self._groups.measured))]

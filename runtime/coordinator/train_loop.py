@@ -25,7 +25,7 @@ from runtime.coordinator.weight_sync import WeightSync
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter
 from runtime.process.aio import now
-from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, PublicationFigures, SpanClock
+from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, SpanClock, WeightSyncFigures
 from runtime.types import PolicyVersion, StepResult, TrainGroup
 
 
@@ -85,7 +85,7 @@ class TrainLoop:
             if lease.version is not None:
                 self._buffer.commit(lease.version.step)
             if unpublished is not None:
-                await self._finished(replace(unpublished, publication=lease.figures))
+                await self._finished(replace(unpublished, weight_sync=lease.figures))
 
     async def _steps(self, tasks: asyncio.TaskGroup, lease: Lease) -> TrainedStep | None:
         """Make the steps of a lease. Return the last step if it is published only at the lease's end."""
@@ -190,7 +190,7 @@ class TrainLoop:
         finally:
             sync.close()
         self._buffer.commit(step + 1)
-        trained = TrainedStep(step=step, groups=batch, result=result, publication=publishing.result())
+        trained = TrainedStep(step=step, groups=batch, result=result, weight_sync=publishing.result())
         await self._finished(trained)
 
     async def _finished(self, trained: TrainedStep) -> None:
@@ -220,9 +220,9 @@ class TrainLoop:
             saving = self._checkpoints.save(step + 1, position, self._recorded, written)
             self._saving = tasks.create_task(self._save(step + 1, saving))
             await asyncio.wait({written, self._saving}, return_when=asyncio.FIRST_COMPLETED)
-        return TrainedStep(step=step, groups=batch, result=result, publication=None)
+        return TrainedStep(step=step, groups=batch, result=result, weight_sync=None)
 
-    async def _publish(self, sync: WeightSync) -> PublicationFigures:
+    async def _publish(self, sync: WeightSync) -> WeightSyncFigures:
         with self._spans.span("weight_sync"):
             return await sync.finish()
 

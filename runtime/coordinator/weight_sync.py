@@ -46,7 +46,7 @@ from runtime.commands import (
     WeightsReceived,
     WeightsSent,
 )
-from runtime.config import Publication as Settings
+from runtime.config import WeightSyncConfig as Settings
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.weight_sync_protocol import (
     Action,
@@ -63,7 +63,7 @@ from runtime.coordinator.weight_sync_protocol import (
 )
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.aio import done_within
-from runtime.telemetry.metrics import PublicationFigures
+from runtime.telemetry.metrics import WeightSyncFigures
 from runtime.types import PolicyVersion
 from runtime.weights.plan import resolve_transport
 
@@ -304,7 +304,7 @@ class WeightPublisher:
         self._held = False
         self._lock.release()
 
-    async def publish(self, version: PolicyVersion) -> PublicationFigures:
+    async def publish(self, version: PolicyVersion) -> WeightSyncFigures:
         """Run the weight sync of `version`, which the trainer has made already."""
         sync = await self.begin(version)
         try:
@@ -380,7 +380,7 @@ class WeightSync:
         """The version is committed, but the trainer has neither these weights nor their buckets any more to send again."""
         self._post()
 
-    async def finish(self) -> PublicationFigures:
+    async def finish(self) -> WeightSyncFigures:
         """Complete the weight sync, once the trainer has made the version: the deadlines count from here.
 
         Gives up if `past`. Raises ServiceFault if the trainer is lost, if no rollout comes back, or after `TRIES` failed
@@ -391,7 +391,7 @@ class WeightSync:
         while not await self.attempt() and not self.past:
             await self._group.open()
             self._post()
-        return PublicationFigures(
+        return WeightSyncFigures(
             seconds=self._clock() - began,
             pause_seconds=self._pause,
             bytes=self._sent.bytes,
@@ -446,7 +446,7 @@ class WeightSync:
             raise ServiceFault(", ".join(sorted(machine.lost)) or "weight sync", "publish", machine.reason)
         reason = machine.reason
         if machine.phase == "done" and self._group.settings.in_flight == "drain":  # the attempt reached the commit
-            reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
+            reason += "; with weight_sync.in_flight drain, samples under way have to end within weight_sync.commit_timeout"
         for name in sorted(machine.lost):
             pool.register.lose(self._ports[name], reason)
         if machine.phase == "done":

@@ -89,7 +89,7 @@ def _accelerator(kind: str) -> Any:
 
 
 def collective_backend(
-    name: str, where: torch.device, key: str = "publication.backend", *, gloo: bool = True
+    name: str, where: torch.device, key: str = "weight_sync.backend", *, gloo: bool = True
 ) -> CollectiveBackend:
     """Return the backend of a process group for tensors on `where`. "auto": the device's own. `key`: of `name`, for errors.
 

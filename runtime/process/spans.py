@@ -223,8 +223,8 @@ class TracedSpan(NamedTuple):
 
 CALLS = "calls"  # the line of a process's answered calls
 EPISODES = "episodes"  # a gateway's line: the phases of each episode, and its calls of the policy
-PUBLICATION = "publication"  # the line of weight syncs, by several threads
-OVERLAPPING = (CALLS, EPISODES, PUBLICATION)
+WEIGHT_SYNC = "weight_sync"  # the line of weight syncs, by several threads
+OVERLAPPING = (CALLS, EPISODES, WEIGHT_SYNC)
 STATE = "state of "  # the coordinator's lines: followed by a member's name; each span is a state of the member
 POLICY = "policy"  # a call of the policy; `detail`: the episode's index in its group, and the rollout
 TOOL = "tool"  # from a reply with tool calls to the episode's next policy call; `detail`: index, player and tools

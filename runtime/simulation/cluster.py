@@ -307,7 +307,7 @@ _MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 def host(process: SimulatedProcess, command: HostWeights) -> WeightsHosted:
     """Open an epoch with `process` as its sender."""
     epoch = process.cluster.epochs[command.epoch] = SyncEpoch(command.names)
-    timeout = process.cluster.config.publication.join_timeout
+    timeout = process.cluster.config.weight_sync.join_timeout
     process.beside(_quietly(epoch.meet(process, timeout)))
     address = GroupAddress(
         *(),
@@ -336,7 +336,7 @@ async def send(process: SimulatedProcess, command: SendWeights | ResendWeights, 
     epoch = process.cluster.epochs.get(command.epoch)
     if epoch is None:
         raise process.fault("transfer", f"there is no sync group of epoch {command.epoch}")
-    limits, began = process.cluster.config.publication, process.loop.time()
+    limits, began = process.cluster.config.weight_sync, process.loop.time()
     # Every member's `meet` unblocks this.
     await epoch.meet(process, limits.join_timeout)
     if not intact:
@@ -427,10 +427,10 @@ class SimulatedRollout(SimulatedProcess):
 
     async def join_weights(self, command: JoinWeights) -> None:
         epoch = self.cluster.epochs[command.address.epoch]
-        await epoch.meet(self, self.cluster.config.publication.join_timeout)
+        await epoch.meet(self, self.cluster.config.weight_sync.join_timeout)
 
     async def receive_weights(self, command: ReceiveWeights) -> WeightsReceived:
-        costs, limits = self.cluster.costs, self.cluster.config.publication
+        costs, limits = self.cluster.costs, self.cluster.config.weight_sync
         self.received = None
         patience = self.cluster.config.deadlines.train + 2 * limits.transfer_timeout
         seconds = self.slow * costs.weights_bytes / costs.bandwidth
@@ -441,7 +441,7 @@ class SimulatedRollout(SimulatedProcess):
     async def commit_weights(self, command: CommitWeights) -> WeightsCommitted:
         if self.received != command.version:
             raise self.fault("commit", f"version {command.version} is not here, but {self.received}")
-        if self.cluster.config.publication.in_flight == "drain":
+        if self.cluster.config.weight_sync.in_flight == "drain":
             await self.engine.drained()
         self.engine.pause()
         await self.spend(self.cluster.costs.swap)

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from runtime.ledger.reader import GroupRow
-from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, PUBLICATION, STATE, TOOL, TracedSpan
+from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, STATE, TOOL, WEIGHT_SYNC, TracedSpan
 
 ADMIT, DISPATCH, GENERATE, TRAIN, PUBLISH = "admit", "dispatch", "generate", "train", "publish"
 AGAIN = "generate again"  # earlier replies were lost
@@ -42,7 +42,7 @@ PLACE = "place"  # of an episode before it begins
 PHASES = {"run": "agent", "score": "agent's score"}  # of an episode, if the cause's name differs
 # The factor of each weight sync span in the time that its process itself took.
 PUBLISHED = {"gather": 1, "ReceiveWeights": 1, "await sender": -1, "CommitWeights": 1}
-PUBLICATION_PHASES = ("gather", "wait", "copy", "hash", "stage")
+WEIGHT_SYNC_PHASES = ("gather", "wait", "copy", "hash", "stage")
 PROBE = "probe"  # the update waits until a probe has checked every rollout's weights
 TRAINER, COORDINATOR = "trainer-0", "coordinator"
 SERVING = "serving"  # the state of a working process
@@ -234,7 +234,7 @@ def _publishing(span: TracedSpan) -> str:
     """Return the weight sync phase of `span`, as its metric is named; "" for none."""
     if (span.line, span.name) == (CALLS, "CommitWeights"):
         return "swap"  # includes the wait for the running decode step
-    return span.name if span.line == PUBLICATION and span.name in PUBLICATION_PHASES else ""
+    return span.name if span.line == WEIGHT_SYNC and span.name in WEIGHT_SYNC_PHASES else ""
 
 
 def _working(span: TracedSpan) -> str:

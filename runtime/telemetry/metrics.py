@@ -62,7 +62,7 @@ REASONS = 8  # logged by name in a step: a remote reward may have many reasons
 NON_OVERLAP_PHASES = (*SCORERS.values(), "reference_model")
 
 
-class PublicationFigures(msgspec.Struct, frozen=True):
+class WeightSyncFigures(msgspec.Struct, frozen=True):
     """One weight sync: seconds from its start to COMMIT, the longest pause of a rollout, the bytes sent once, the earlier
     aborts, and the epoch of the commit. Then the seconds of its phases: of the trainer, of the last rollout to receive it
     (`commands.WeightsReceived`), and from the swap command to the last answer."""
@@ -92,7 +92,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     incarnation: int = 0  # of the lineage that made the step
     queues: Mapping[str, int] = {}  # groups waiting, by stage
     idle: Mapping[str, float] = {}  # by role, of `idle_fraction`
-    publication: PublicationFigures | None = None
+    weight_sync: WeightSyncFigures | None = None
     dynamic_sampling: Mapping[str, float] = {}  # of DynamicSampling.close_step
     rollouts: Mapping[str, float] = {}  # of RolloutPool.close_step
 
@@ -100,7 +100,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
 def step_metrics(figures: StepFigures) -> Metrics:
     """Return all metrics of one step. Leaves out metrics that do not apply."""
     lengths = length_metrics(figures.generated)
-    publication = {} if figures.publication is None else msgspec.structs.asdict(figures.publication)
+    weight_sync = {} if figures.weight_sync is None else msgspec.structs.asdict(figures.weight_sync)
     return {
         **figures.timing,
         **lengths,
@@ -120,7 +120,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
         **figures.rollouts,
         **{f"queue/{name}": float(depth) for name, depth in figures.queues.items()},
         **{f"idle/{role}": fraction for role, fraction in figures.idle.items()},
-        **{f"publication/{key}": float(value) for key, value in publication.items()},
+        **{f"weight sync/{key}": float(value) for key, value in weight_sync.items()},
         **size_metrics(figures.generated, figures.world_size),
         "incarnation": float(figures.incarnation),
         "samples": float(sum(group.n for group in figures.generated)),

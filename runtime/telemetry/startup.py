@@ -77,7 +77,7 @@ class PeakMemory:
 
 
 # Consecutive phases, from the command until the trainer has the batch of the first step.
-PHASES = ("launcher", "coordinator", "data", "services", "first publication", "first step")
+PHASES = ("launcher", "coordinator", "data", "services", "first weight sync", "first step")
 TOTAL = "to first step"  # nearly their sum
 OF_A_PROCESS = ("interpreter", "imports", "libraries", "load")
 NOT_COUNTED = "evaluation"  # of the model before training, which the user requested

@@ -316,7 +316,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 def wire_dtype(config: Config, device: torch.device) -> torch.dtype:
     """Return the dtype of the policy in a weight sync. The default is the trainer's compute dtype, so that rollouts get the
     same numbers. Deltas have 16 bits."""
-    publication = config.publication
+    weight_sync = config.weight_sync
     return platform.resolve_dtype(
-        publication.dtype, device, "bfloat16" if publication.encoding == "delta" else config.model.dtype
+        weight_sync.dtype, device, "bfloat16" if weight_sync.encoding == "delta" else config.model.dtype
     )

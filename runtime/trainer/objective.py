@@ -224,7 +224,7 @@ class PolicyObjective(Objective):
         self._staleness_power = config.training.lr_staleness_power
         self._interpolated = algorithm.proximal == "interpolated"
         self._seed = config.run.seed
-        self._keeps_keys = config.publication.in_flight == "keep"
+        self._keeps_keys = config.weight_sync.in_flight == "keep"
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         _report_rows(rows, step, statistics)

@@ -275,7 +275,7 @@ class TrainRank(UpdateRank):
 
     def __init__(self, engine: ModelTrainer, config: Config):
         super().__init__(engine, config, takes_turns(config) or alternates(config))
-        device, settings = self.backend.rank_info.device, config.publication
+        device, settings = self.backend.rank_info.device, config.weight_sync
         ranks, specs = self._senders()
         base = base_of((spec.name for spec in specs), config.model.path)
         self.manifest = Manifest(tuple(specs), settings.bucket_bytes, len(ranks), base)
@@ -295,7 +295,7 @@ class TrainRank(UpdateRank):
 
     def _senders(self) -> tuple[list[int], list[TensorSpec]]:
         """Return the ranks that send, and the specs of the tensors as sent, each with the senders that can send it."""
-        settings = self.config.publication
+        settings = self.config.weight_sync
         specs = self.backend.tensor_specs()
         if settings.dtype != "auto":
             specs = [replace(spec, dtype=settings.dtype) for spec in specs]

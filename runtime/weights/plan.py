@@ -196,17 +196,17 @@ def aligned(offset: int) -> int:
 
 
 def resolve_transport(transport: str, backend: str, machines: Mapping[str, str]) -> str:
-    """Return the transport that `publication.transport` selects.
+    """Return the transport that `weight_sync.transport` selects.
 
     `machines`: the machines of the trainer and the epoch's rollouts by name, "" = unknown. `auto` selects shared memory if all
-    run on one machine, unless `publication.backend` names a backend. Raises UserError if `transport` is shared memory and a
+    run on one machine, unless `weight_sync.backend` names a backend. Raises UserError if `transport` is shared memory and a
     member is not on that machine.
     """
     name, machine = next(iter(machines.items()))
     apart = [other for other, where in machines.items() if not where or where != machine]
     if transport == "shared_memory" and apart:
         raise UserError(
-            f"publication.transport: shared_memory needs all on one machine, but {', '.join(apart)} may run on another machine "
+            f"weight_sync.transport: shared_memory needs all on one machine, but {', '.join(apart)} may run on another machine "
             f"than {name}; must be auto or collective"
         )
     if transport == "auto":

@@ -36,7 +36,7 @@ from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process import platform, spans
 from runtime.process.aio import in_thread
-from runtime.process.spans import PUBLICATION
+from runtime.process.spans import WEIGHT_SYNC
 from runtime.types import PolicyVersion
 from runtime.weights import rendezvous
 from runtime.weights.gloo_mesh import reason
@@ -82,19 +82,19 @@ class StagedWeights:
         self._buffers = self._buffers or allocate(self.buckets, pin=False, shared=self._shared)
         group.set_manifest(self.manifest)
         # The sender's `announce` unblocks this, once its first bucket is whole. An abort, or the sender's loss, ends it.
-        with spans.log.span("await sender", PUBLICATION, step=version.step):
+        with spans.log.span("await sender", WEIGHT_SYNC, step=version.step):
             self._await_sender(group, version)
         at = time.monotonic()
         group.set_timeout(deadline)
         self.version, self._sends, self._tags = None, None, group.tags
         # Take bucket by bucket while the sender gathers; the deadline counts from here.
-        with spans.log.span("receive", PUBLICATION, step=version.step):
+        with spans.log.span("receive", WEIGHT_SYNC, step=version.step):
             took = self._take(group, version, deadline)
         for phase in ("wait", "copy", "hash"):
             seconds = getattr(took, f"{phase}_seconds")
-            spans.log.add(phase, at, at := at + seconds, PUBLICATION, step=version.step)  # shown one after the other
+            spans.log.add(phase, at, at := at + seconds, WEIGHT_SYNC, step=version.step)  # shown one after the other
         now, found = time.monotonic(), f"epoch {group.epoch}: {self._checksum()}"
-        spans.log.add("verified", now, now, PUBLICATION, step=version.step, detail=found)
+        spans.log.add("verified", now, now, WEIGHT_SYNC, step=version.step, detail=found)
         self.version, self.taken = version, True
         return took
 
@@ -184,7 +184,7 @@ class WeightReceiver:
         self.group: WeightGroup | None = None
         self.swaps = 0
         self._engine, self._config, self._name, self._shared = engine, config, name, shared
-        self._settings = config.publication
+        self._settings = config.weight_sync
         self._adopts = False  # whether the engine generates from the buckets, so that the next version needs a second set
         self._sets: list[StagedWeights] = []
         self._adopted: StagedWeights | None = None
@@ -257,7 +257,7 @@ class WeightReceiver:
         before = time.monotonic()
         try:
             if needed and group is self.group:
-                with spans.log.span("stage", PUBLICATION, step=version.step):
+                with spans.log.span("stage", WEIGHT_SYNC, step=version.step):
                     # The engine copies in its own thread, or its workers read the buckets. No reception overwrites them.
                     await self._engine.stage(free.tensors())
             if group is not self.group:  # left meanwhile
@@ -283,7 +283,7 @@ class WeightReceiver:
     async def swap(self) -> None:
         """Swap the received version into the engine. Must be awaited between two decode steps."""
         assert self._received is not None
-        with spans.log.span("swap", PUBLICATION, step=self._received.step):
+        with spans.log.span("swap", WEIGHT_SYNC, step=self._received.step):
             await self._engine.swap(self._received, self._settings.in_flight == "recompute")
         self._committed, self._received = self._received, None
         # An engine that adopts buckets has stopped using the old ones; any other engine has copied the new ones.

@@ -180,9 +180,9 @@ def host(address: GroupAddress, interface: str, port_range: PortRange | None = N
     is whole. Raises UserError for an unknown interface, backend or transport, or a range without a free port.
     """
     if address.backend not in BACKENDS:
-        raise UserError(f"publication.backend: {address.backend!r} is not one of {', '.join(BACKENDS)}")
+        raise UserError(f"weight_sync.backend: {address.backend!r} is not one of {', '.join(BACKENDS)}")
     if address.transport not in TRANSPORTS:
-        raise UserError(f"publication.transport: {address.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        raise UserError(f"weight_sync.transport: {address.transport!r} is not one of {', '.join(TRANSPORTS)}")
     address = structs.replace(address, key=new_key())
     ip, patience = own_address(interface), timedelta(seconds=address.timeout)
     with listen(ip, port_range, BACKLOG) as listener:

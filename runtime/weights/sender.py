@@ -27,7 +27,7 @@ from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.aio import in_thread
-from runtime.process.spans import PUBLICATION
+from runtime.process.spans import WEIGHT_SYNC
 from runtime.types import PolicyVersion
 from runtime.weights import rendezvous
 from runtime.weights.gloo_mesh import reason
@@ -185,7 +185,7 @@ class SendBuffers:
             group.set_manifest(self.manifest)
             group.set_timeout(deadline)
             group.announce(version)
-            with spans.log.span("send", PUBLICATION, step=version.step):
+            with spans.log.span("send", WEIGHT_SYNC, step=version.step):
                 self._send_all(group, version, give_up)
             # Rank 0 blocks here until the other senders' parts are taken, so that one future covers the whole version.
             sent = group.wait_for_senders(group.sent_bytes - before, give_up)
@@ -282,7 +282,7 @@ class WeightSender:
         `full_every` to the other members in `GroupAddress`."""
         self.buffers = buffers
         self._name, self._names = name, names or (name,)
-        self._settings, self._network = config.publication, config.network
+        self._settings, self._network = config.weight_sync, config.network
         self._backend, self._full_every = backend, full_every
         self._epoch = 0  # that this sender is in, or is about to join
         self._joining: _Joining | None = None  # set when that epoch begins to connect; `gather` reads the field once
@@ -357,7 +357,7 @@ class WeightSender:
             sending = self._begin_transfer(version, epoch)
         except SluiceError as error:
             sending = _done(error)
-        with spans.log.span("gather", PUBLICATION, step=version.step):
+        with spans.log.span("gather", WEIGHT_SYNC, step=version.step):
             self.buffers.fill(tensors)
         return sending
 

@@ -283,7 +283,7 @@ def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], Non
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
     """Connect, and block until all members are connected. Raises UserError without Linux; ServiceFault, phase "rendezvous"."""
     if not AVAILABLE:
-        raise UserError("publication.transport: shared_memory needs Linux; must be collective here")
+        raise UserError("weight_sync.transport: shared_memory needs Linux; must be collective here")
     if address.rank == 0:
         return _listen(store, address, labels, name)
     return _enter(store, address, labels, name)

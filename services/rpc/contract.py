@@ -214,8 +214,8 @@ class Method:
     def seconds(self, config: Config) -> float:
         """Return the seconds until the answer is due. A weight sync is posted before its step has ended, and may wait behind
         another weight sync. Its deadline is generous: the deadlines of its phases end first, and name the late process."""
-        if self.deadline == PUBLICATION:
-            return 2 * (config.deadlines.train + config.publication.transfer_timeout)
+        if self.deadline == WEIGHT_SYNC:
+            return 2 * (config.deadlines.train + config.weight_sync.transfer_timeout)
         section, _, key = self.deadline.rpartition(".")
         if not section:
             return float(getattr(timeouts, key))
@@ -327,9 +327,9 @@ def _by_bytes(command: commands.ComputeLogprobs, leaders: int) -> list[list[int]
     return balance([len(request.payload) for request in command.groups], leaders)
 
 
-PUBLICATION = "publication"
+WEIGHT_SYNC = "weight_sync"
 _START, _TRAIN, _SCORE, _SAVE = "deadlines.start", "deadlines.train", "deadlines.score", "deadlines.save"
-_JOIN, _COMMIT, _ABORT = "publication.join_timeout", "publication.commit_timeout", "SYNC_ABORT"
+_JOIN, _COMMIT, _ABORT = "weight_sync.join_timeout", "weight_sync.commit_timeout", "SYNC_ABORT"
 _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")
@@ -362,9 +362,9 @@ _ROWS = (
         callers=(keys.COORDINATOR, keys.GATEWAY),
     ),
     _command("Rollout", commands.HostWeights, _JOIN, **_CONTROL),
-    _command("Rollout", commands.ResendWeights, PUBLICATION, **_CONTROL),
+    _command("Rollout", commands.ResendWeights, WEIGHT_SYNC, **_CONTROL),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
-    _command("Rollout", commands.ReceiveWeights, PUBLICATION, **_CONTROL),
+    _command("Rollout", commands.ReceiveWeights, WEIGHT_SYNC, **_CONTROL),
     _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),
     _command("Rollout", commands.AbortWeights, _ABORT, **_CONTROL),
     _command("Rollout", commands.Move, _COMMIT, **_CONTROL),  # may take as long as a commit
@@ -382,9 +382,9 @@ _ROWS = (
     _command("ReferenceGroup", commands.Onload, _SCORE, **_ALL),
     _command("ReferenceGroup", commands.Offload, _SCORE, **_ALL),
     _command("Trainer", commands.HostWeights, _JOIN, **_CONTROL),
-    _command("Trainer", commands.JoinWeights, PUBLICATION, **_CONTROL, ranks=Ranks.OTHERS),
-    _command("Trainer", commands.SendWeights, PUBLICATION, **_ALL),
-    _command("Trainer", commands.ResendWeights, PUBLICATION, **_CONTROL, **_ALL),
+    _command("Trainer", commands.JoinWeights, WEIGHT_SYNC, **_CONTROL, ranks=Ranks.OTHERS),
+    _command("Trainer", commands.SendWeights, WEIGHT_SYNC, **_ALL),
+    _command("Trainer", commands.ResendWeights, WEIGHT_SYNC, **_CONTROL, **_ALL),
     _command("Trainer", commands.AbortWeights, _ABORT, **_CONTROL, **_ALL),
     _command("Trainer", commands.Export, _SAVE, **_ALL),
     _command(

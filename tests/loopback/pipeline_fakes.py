@@ -61,7 +61,7 @@ T = TypeVar("T")
 P = TypeVar("P", bound=Losable)
 
 DEADLINE = 100.0  # seconds that one run may take
-BYTES = 4096  # of one publication
+BYTES = 4096  # of one weight sync
 GATHERED = 0.75  # seconds
 MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 STATE = "state"  # what a model leaves in a checkpoint
@@ -567,7 +567,7 @@ class RunFolder:
             algorithm=config.Algorithm(kl_coefficient=0.1),
             training=config.Training(steps=self.steps, staleness=self.staleness, groups_per_step=self.groups_per_step),
             services=config.Services(rollout=config.Rollout(replicas=2, slots=16)),
-            publication=config.Publication(transfer_timeout=20.0, commit_timeout=20.0),
+            weight_sync=config.WeightSyncConfig(transfer_timeout=20.0, commit_timeout=20.0),
             trackers=[config.Tracker(name="jsonl")],
         )
         return replace(base, **self.sections)

@@ -35,8 +35,8 @@ from tests.loopback.losable import Losable
 from tests.loopback.weight_cases import DEADLINE, MANIFEST, come, expected, on_a_loop, same, until
 
 # Longer than a test may take: what waits for one of these deadlines fails.
-PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0)
-COLLECTIVE = replace(PUBLICATION, transport="collective")
+WEIGHT_SYNC = config.WeightSyncConfig(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0)
+COLLECTIVE = replace(WEIGHT_SYNC, transport="collective")
 
 
 class BufferedBytes:
@@ -151,18 +151,18 @@ class Port:
 
 
 class RolloutHere(Port):
-    def __init__(self, name: str, settings: config.Publication = PUBLICATION, incarnation: int = 0):
+    def __init__(self, name: str, settings: config.WeightSyncConfig = WEIGHT_SYNC, incarnation: int = 0):
         services = config.Services(rollout=config.Rollout(replicas=3))
-        service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings, services=services), name, 0)
+        service = RolloutService(config.Config(run=config.Run(name="test"), weight_sync=settings, services=services), name, 0)
         self.engine = BufferedBytes()
         service.use(self.engine)
         super().__init__(service, incarnation)
 
 
 class TrainerHere(Port):
-    def __init__(self, settings: config.Publication) -> None:
-        publication = replace(settings, bucket_bytes=MANIFEST.bucket_bytes)
-        made = config.Config(run=config.Run(name="test"), publication=publication)
+    def __init__(self, settings: config.WeightSyncConfig) -> None:
+        weight_sync = replace(settings, bucket_bytes=MANIFEST.bucket_bytes)
+        made = config.Config(run=config.Run(name="test"), weight_sync=weight_sync)
         service = TrainerService(made, "trainer-0", 0)
         self.engine = Untrained()
         self.rank = service._worker = TrainRank(self.engine, made)
@@ -175,7 +175,7 @@ class Stage:
     """A trainer, two rollouts, and what publishes over them."""
 
     def __init__(
-        self, settings: config.Publication, trainer: TrainerHere | None = None, rollouts: Sequence[Any] | None = None
+        self, settings: config.WeightSyncConfig, trainer: TrainerHere | None = None, rollouts: Sequence[Any] | None = None
     ) -> None:
         self.trainer = trainer or TrainerHere(settings)
         self.rollouts = list(rollouts or [RolloutHere("rollout-0", settings), RolloutHere("rollout-1", settings)])
@@ -193,7 +193,9 @@ class Stage:
         await until(lambda: rollout in self.pool.serving)
         return rollout
 
-    async def newcomer(self, name: str = "rollout-2", settings: config.Publication = PUBLICATION, incarnation: int = 0) -> Any:
+    async def newcomer(
+        self, name: str = "rollout-2", settings: config.WeightSyncConfig = WEIGHT_SYNC, incarnation: int = 0
+    ) -> Any:
         """A rollout that has come, and checked the committed version."""
         late = await self.comes(RolloutHere(name, settings, incarnation))
         assert late.engine.swapped == [self.pool.membership.committed.step]
@@ -210,7 +212,7 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    settings: config.Publication = PUBLICATION, trainer: TrainerHere | None = None, rollouts: Sequence[Any] | None = None
+    settings: config.WeightSyncConfig = WEIGHT_SYNC, trainer: TrainerHere | None = None, rollouts: Sequence[Any] | None = None
 ) -> AsyncIterator[Stage]:
     torch.set_num_threads(1)
     here = Stage(settings, trainer, rollouts)
@@ -231,7 +233,7 @@ async def stage(
 @pytest.mark.parametrize(("transport", "encoding"), [("auto", "delta"), ("collective", "whole")])
 @on_a_loop
 async def test_one_that_dies_is_left_out_and_one_that_comes_gets_the_version(transport: str, encoding: str) -> None:
-    settings = replace(PUBLICATION, transport=transport, encoding=encoding)
+    settings = replace(WEIGHT_SYNC, transport=transport, encoding=encoding)
     async with stage(settings) as here:
         staying, dying = here.rollouts
         await here.publish(1)
@@ -244,9 +246,9 @@ async def test_one_that_dies_is_left_out_and_one_that_comes_gets_the_version(tra
         assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
 
 
-@pytest.mark.parametrize("settings", [PUBLICATION, COLLECTIVE], ids=["shared_memory", "collective"])
+@pytest.mark.parametrize("settings", [WEIGHT_SYNC, COLLECTIVE], ids=["shared_memory", "collective"])
 @on_a_loop
-async def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting(settings: config.Publication) -> None:
+async def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting(settings: config.WeightSyncConfig) -> None:
     async with stage(settings) as here:
         staying, dying = here.rollouts
         dying.silent = True
@@ -273,7 +275,7 @@ async def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> Non
 # ------------------------------------------------------------------------------------------------ the trainer
 @on_a_loop
 async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() -> None:
-    async with stage(replace(PUBLICATION, join_timeout=1.5)) as here:
+    async with stage(replace(WEIGHT_SYNC, join_timeout=1.5)) as here:
         hosted = await here.trainer.call(HostWeights(1, 3, "collective", ("trainer-0", "rollout-0", "rollout-1")))
         with pytest.raises(ServiceFault, match=r"rollout-0: rendezvous: rank 2 \(rollout-1\) did not join|trainer-0\) is gone"):
             await here.rollouts[0].call(JoinWeights(replace(hosted.address, rank=1), hosted.manifest))
@@ -374,7 +376,7 @@ async def test_gathering_that_fails_is_told_and_gathered_anew_after_what_the_tra
                 raise ServiceFault("trainer-0", "gather", "a device was lost")
             yield tensor
 
-    async with stage(replace(PUBLICATION, transfer_timeout=limit)) as here:
+    async with stage(replace(WEIGHT_SYNC, transfer_timeout=limit)) as here:
         yields(here, once)
         execute = here.trainer.rank.execute
 
@@ -397,9 +399,11 @@ async def test_gathering_that_fails_is_told_and_gathered_anew_after_what_the_tra
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
 
 
-@pytest.mark.parametrize("settings", [PUBLICATION, COLLECTIVE], ids=["shared_memory", "collective"])
+@pytest.mark.parametrize("settings", [WEIGHT_SYNC, COLLECTIVE], ids=["shared_memory", "collective"])
 @on_a_loop
-async def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_attempt(settings: config.Publication) -> None:
+async def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_attempt(
+    settings: config.WeightSyncConfig,
+) -> None:
     gathering, lost = threading.Event(), threading.Event()
 
     def midway(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -438,11 +442,11 @@ def counted(here: Stage) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("adopts", "settings"), [("float32", PUBLICATION), ("", COLLECTIVE)], ids=["uses the buckets", "copies them"]
+    ("adopts", "settings"), [("float32", WEIGHT_SYNC), ("", COLLECTIVE)], ids=["uses the buckets", "copies them"]
 )
 @on_a_loop
 async def test_who_serves_sends_it_to_each_who_comes(
-    adopts: str, settings: config.Publication, monkeypatch: pytest.MonkeyPatch
+    adopts: str, settings: config.WeightSyncConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stage(settings) as here:
         for rollout in here.rollouts:
@@ -534,7 +538,7 @@ def test_the_nearest_one_sends(late: str, serving: str, trainer: str, peer: int 
 
 
 # ------------------------------------------------------------------------------------------------ two sending ranks
-ALL = replace(PUBLICATION, senders="all", bucket_bytes=MANIFEST.bucket_bytes)
+ALL = replace(WEIGHT_SYNC, senders="all", bucket_bytes=MANIFEST.bucket_bytes)
 RANKS = 2
 
 
@@ -561,13 +565,13 @@ class PipelineStage(Untrained):
 class TwoSenders(TrainerHere):
     """Both ranks' services, each of which is given every command, as `services.rpc.client` does it."""
 
-    def __init__(self, settings: config.Publication) -> None:
+    def __init__(self, settings: config.WeightSyncConfig) -> None:
         self.engines = [PipelineStage(rank, RANKS) for rank in range(RANKS)]
 
         def make_rank(made: config.Config, rank: int, world_size: int) -> TrainRank:
             return TrainRank(self.engines[rank], made)
 
-        made = config.Config(run=config.Run(name="test", resume=""), publication=settings)
+        made = config.Config(run=config.Run(name="test", resume=""), weight_sync=settings)
         self.services = [TrainerService(made, "trainer-0", rank) for rank in range(RANKS)]
         for service in self.services:
             service._make_rank = make_rank
@@ -598,7 +602,7 @@ class TwoSenders(TrainerHere):
 
 
 @asynccontextmanager
-async def two_senders(settings: config.Publication = ALL) -> AsyncIterator[tuple[Stage, TwoSenders]]:
+async def two_senders(settings: config.WeightSyncConfig = ALL) -> AsyncIterator[tuple[Stage, TwoSenders]]:
     trainer = TwoSenders(settings)
     await trainer.start()
     try:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, Apply, BeginStep, HostWeights, Level, Move, SendWeights
-from runtime.config import Config, Lora, Publication, Trainer
+from runtime.config import Config, Lora, Trainer, WeightSyncConfig
 from runtime.errors import UserError
 from runtime.models.adapters import merged
 from runtime.models.hf_weights import WeightFiles
@@ -36,7 +36,7 @@ from runtime.weights.sender import SendBuffers
 from services.rollout import RolloutService
 from services.trainer import TrainerService
 from tests.loopback.ranks import run_ranks, run_two
-from tests.loopback.test_epochs import PUBLICATION, Port, Stage, counted, stage
+from tests.loopback.test_epochs import WEIGHT_SYNC, Port, Stage, counted, stage
 from tests.loopback.weight_cases import PATIENCE, connected, on_a_loop, posted
 from tests.unit.lora_cases import lora_config
 from tests.unit.training_cases import make_config, make_groups, make_policy
@@ -50,14 +50,14 @@ BUCKET = 1 << 11  # the tensors are of some dozen buckets
 Senders = Literal["one", "all"]
 
 
-def config_of(folder: Path, split: str, processes: int, senders: Senders, **publication: str) -> Config:
+def config_of(folder: Path, split: str, processes: int, senders: Senders, **weight_sync: str) -> Config:
     """`split`: what lies on the ranks, by engine torch or, where it is a dimension of megatron's, by that one."""
     trainer = Trainer(processes=processes)
     if split in ("tensor", "pipeline"):
         trainer = replace(trainer, engine="megatron", parallel=replace(trainer.parallel, **{split: processes}))
     made = make_config(str(folder / "policy"), trainer=trainer)
     made = replace(made, run=replace(made.run, resume=""), lora=Lora(rank=2, alpha=4.0) if split == "lora" else made.lora)
-    return replace(made, publication=Publication(bucket_bytes=BUCKET, senders=senders, **publication))
+    return replace(made, weight_sync=WeightSyncConfig(bucket_bytes=BUCKET, senders=senders, **weight_sync))
 
 
 def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
@@ -315,15 +315,15 @@ def test_parts_of_different_sizes_are_gathered_and_summed(tmp_path: Path) -> Non
 
 # ------------------------------------------------------------------------------------------------ adapters
 class Site:
-    """A trainer of adapters and what rolls them out. Only publications are configured otherwise than by default."""
+    """A trainer of adapters and what rolls them out. Only weight syncs are configured otherwise than by default."""
 
-    def __init__(self, at: Path, **publication: Any):
+    def __init__(self, at: Path, **weight_sync: Any):
         (at / "policy").mkdir()
         self.path = make_policy(at / "policy")
-        self.settings = replace(PUBLICATION, **publication)
+        self.settings = replace(WEIGHT_SYNC, **weight_sync)
         services = config.Services(rollout=config.Rollout(replicas=3))
         lora = lora_config(self.path, Lora(rank=2, alpha=6.0))
-        self.config = replace(lora, publication=self.settings, services=services)
+        self.config = replace(lora, weight_sync=self.settings, services=services)
 
     def rollout(self, name: str, path: str = "", incarnation: int = 0) -> Port:
         made = replace(self.config, model=replace(self.config.model, path=path or self.path))
@@ -361,13 +361,13 @@ def assert_served(rollout: Any, here: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "publication",
+    "weight_sync",
     [{}, {"transport": "collective", "encoding": "delta", "dtype": "bfloat16"}],
     ids=["shared_memory", "delta"],
 )
 @on_a_loop
-async def test_rollouts_have_the_policy_and_so_has_a_late_one(publication: dict[str, str], tmp_path: Path) -> None:
-    site = Site(tmp_path, **publication)
+async def test_rollouts_have_the_policy_and_so_has_a_late_one(weight_sync: dict[str, str], tmp_path: Path) -> None:
+    site = Site(tmp_path, **weight_sync)
     same = shutil.copytree(site.path, tmp_path / "same")
     async with site.stage(site.path, str(same)) as here:
         for step in (1, 2):

@@ -349,7 +349,7 @@ def test_a_run_that_gets_no_further_ends(tmp_path: Path) -> None:
     assert fault.reason == f"was killed; {attempts + 1} times in a row before any step after 8"
 
 
-def test_before_the_first_publication_a_loss_ends_the_run(tmp_path: Path) -> None:
+def test_before_the_first_weight_sync_a_loss_ends_the_run(tmp_path: Path) -> None:
     cast = Cast.make()
     troupe = Troupe(cast, ("send_weights", 0))
     assert RunFolder(tmp_path).fails(cast).service == "trainer-0"
@@ -522,7 +522,7 @@ def test_an_update_waits_for_the_answers(tmp_path: Path) -> None:
 
 
 def test_who_does_not_answer_in_time_is_counted_and_nothing_else(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, steps=PROBED, sections={"publication": config.Publication(commit_timeout=0.2)})
+    folder = RunFolder(tmp_path, steps=PROBED, sections={"weight_sync": config.WeightSyncConfig(commit_timeout=0.2)})
     cast = Cast.prompt()
     Gated(cast)
     summary = folder.run(cast)

@@ -190,7 +190,7 @@ def test_a_turn_makes_as_many_steps_as_the_bound_admits_batches(tmp_path: Path, 
         assert not any(name == "abort" for name, _ in rollout.calls)
     for step, point in enumerate(folder.points()):
         ends = step % (staleness + 1) == staleness
-        assert ("timing/weight_sync" in point, "publication/seconds" in point) == (ends, ends)
+        assert ("timing/weight_sync" in point, "weight_sync/seconds" in point) == (ends, ends)
     assert "timing/onload" in folder.points()[-1 - staleness]
     probed = {step: probes for step, probes in cast.trainer.probed.items() if probes}  # only what the rollouts had
     assert probed == {step: [step, step] for step in published(cast)[:-1]}

@@ -1,4 +1,4 @@
-"""Weight publications over members in memory. Losses in any order: `tests/swarm`, `tests/unit/test_publication.py`."""
+"""Weight weight syncs over members in memory. Losses in any order: `tests/swarm`, `tests/unit/test_weight_sync_bench.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Register
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import InvariantViolated, ServiceFault, Unanswered, UserError
-from runtime.telemetry.metrics import PublicationFigures
+from runtime.telemetry.metrics import WeightSyncFigures
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.pipeline_fakes import BYTES, GATHERED, Cast, FakeRollout, FakeTrainer
@@ -36,7 +36,7 @@ def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(cast: Cast, transfer: float = 20.0, commit: float = 20.0, patience: float = 20.0, **options: Any) -> WeightPublisher:
-    settings = config.Publication(transfer_timeout=transfer, commit_timeout=commit, **options)
+    settings = config.WeightSyncConfig(transfer_timeout=transfer, commit_timeout=commit, **options)
     pool = RolloutPool(Register(), dict.fromkeys(("rollout-0", "rollout-1", "rollout-2"), 1), patience)
     for rollout in cast.rollouts:
         come(pool, rollout)
@@ -112,7 +112,7 @@ async def test_a_version_counts_once_every_member_has_it() -> None:
     assert publishing.committed is None
     gate.may_verify.set()
     figures = await finishing
-    assert isinstance(figures, PublicationFigures)
+    assert isinstance(figures, WeightSyncFigures)
     assert (figures.bytes, figures.pause_seconds, figures.gather_seconds) == (BYTES, 0.001, GATHERED)
     assert (figures.wait_seconds, figures.copy_seconds, figures.hash_seconds, figures.stage_seconds) == (0.5, 0.25, 0.125, 1.0)
     assert publishing.committed == FIRST
@@ -150,7 +150,7 @@ class Torn(FakeRollout):
 
 
 @on_a_loop
-async def test_a_failure_that_does_not_end_fails_the_publication_and_names_it() -> None:
+async def test_a_failure_that_does_not_end_fails_the_weight_sync_and_names_it() -> None:
     cast = Cast.prompt()
     cast.rollouts[0] = Torn("rollout-0", cast.weights)
     publishing = make(cast)
@@ -178,7 +178,7 @@ async def test_a_member_that_does_not_commit_is_lost(how: str) -> None:
         assert cast.rollouts[0].version == publishing.committed == FIRST  # what counts is not undone
         if how != "dies":
             assert "commit: rollout-1: no answer within 0.5 s" in gate.gone
-            assert ("publication.commit_timeout" in gate.gone) == (how == "drain")
+            assert ("weight_sync.commit_timeout" in gate.gone) == (how == "drain")
         figures = await publishing.publish(SECOND)
     assert (figures.aborts, figures.epoch) == (0, 2)
 
@@ -232,7 +232,7 @@ async def test_each_epoch_takes_the_transport_that_all_its_members_reach() -> No
     cast.rollouts[1] = late
     await publishing.publish(SECOND)
     assert here.address.transport == publishing.group.transport == "collective"
-    with pytest.raises(UserError, match=r"publication\.transport: shared_memory needs .* rollout-1 may"):
+    with pytest.raises(UserError, match=r"weight sync\.transport: shared_memory needs .* rollout-1 may"):
         await make(cast, transport="shared_memory").publish(SECOND)
 
 
@@ -266,7 +266,7 @@ async def test_who_does_not_come_to_the_rendezvous_is_left_out_and_who_waited_th
 
 
 @on_a_loop
-async def test_without_any_rollout_a_publication_waits_for_one_and_names_who_was_lost_when_none_comes() -> None:
+async def test_without_any_rollout_a_weight_sync_waits_for_one_and_names_who_was_lost_when_none_comes() -> None:
     cast = Cast.prompt()
     publishing = make(cast, patience=0.1)
     await publishing.publish(FIRST)

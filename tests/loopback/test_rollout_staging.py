@@ -1,4 +1,4 @@
-"""Publications to a rollout's service with the embedded engine, over real gloo: while it generates, and while its memory comes
+"""Weight syncs to a rollout's service with the embedded engine, over real gloo: while it generates, and while its memory comes
 and goes.
 """
 
@@ -63,14 +63,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 class Site:
-    """The trainer's side of publications to one rollout, whose service is here behind its actor."""
+    """The trainer's side of weight syncs to one rollout, whose service is here behind its actor."""
 
-    def __init__(self, models: Models, **publication: Any):
+    def __init__(self, models: Models, **weight_sync: Any):
         self.models = models
-        self.transport = publication.get("transport", "collective")
-        self.full_every = 50 if publication.get("encoding") == "delta" else 0
-        settings = config.Publication(**{"transfer_timeout": DEADLINE, **publication})
-        self.service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings), "rollout-0", 0)
+        self.transport = weight_sync.get("transport", "collective")
+        self.full_every = 50 if weight_sync.get("encoding") == "delta" else 0
+        settings = config.WeightSyncConfig(**{"transfer_timeout": DEADLINE, **weight_sync})
+        self.service = RolloutService(config.Config(run=config.Run(name="test"), weight_sync=settings), "rollout-0", 0)
         self.engine = TorchRolloutEngine(
             str(models.path), device=torch.device("cpu"), dtype=torch.float32, slots=SLOTS, max_model_len=256
         )
@@ -194,9 +194,9 @@ def one_thread() -> Iterator[None]:
     assert settles(lambda: [threading.active_count()], [before + 8])  # asyncio's own, which serve the whole process
 
 
-def run(models: Models, test: Callable[[Site], Coroutine[Any, Any, None]], **publication: Any) -> None:
+def run(models: Models, test: Callable[[Site], Coroutine[Any, Any, None]], **weight_sync: Any) -> None:
     async def within() -> None:
-        site = Site(models, **publication)
+        site = Site(models, **weight_sync)
         async with serving(site):
             await asyncio.wait_for(test(site), DEADLINE)
 

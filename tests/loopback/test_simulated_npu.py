@@ -64,6 +64,6 @@ def said() -> dict[str, Any]:
     return found
 
 
-def test_a_publication_crosses_a_simulated_npu(said: dict[str, Any]) -> None:
+def test_a_weight_sync_crosses_a_simulated_npu(said: dict[str, Any]) -> None:
     assert (said["device"], said["link"]) == ("npu:0", "DeviceLink")
     assert said["staged"] == [["staged", 0, True], ["staged", 1, True]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.publication.slices import Parts, SliceExchange, SliceTransfer, parameters_of, parts, plan, size
+from benchmarks.weight_sync.slices import Parts, SliceExchange, SliceTransfer, parameters_of, parts, plan, size
 from runtime.errors import ServiceFault
 from runtime.models.families import Family, Layout
 from runtime.types import PolicyVersion

@@ -26,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 TRANSPORTS, ENCODINGS, MODES = ("shared_memory", "collective"), ("whole", "delta"), ("keep", "recompute", "drain")
-TOKENS = 120  # of a sample: at `test_rollout_staging.SLOW` seconds each, longer than a publication takes
+TOKENS = 120  # of a sample: at `test_rollout_staging.SLOW` seconds each, longer than a weight sync takes
 
 
 @pytest.mark.parametrize(

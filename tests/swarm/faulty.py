@@ -90,7 +90,7 @@ class FaultySimulation(Simulation):
 
 def _patience(config: Config) -> float:
     """More than any wait that is right, one after the other: what a step that loses a group may take."""
-    deadlines, publication = config.deadlines, config.publication
+    deadlines, weight_sync = config.deadlines, config.weight_sync
     one = deadlines.start + deadlines.generate + deadlines.score + deadlines.train + deadlines.save
-    sync = publication.join_timeout + 2 * publication.transfer_timeout + publication.commit_timeout + timeouts.SYNC_ABORT
+    sync = weight_sync.join_timeout + 2 * weight_sync.transfer_timeout + weight_sync.commit_timeout + timeouts.SYNC_ABORT
     return 3 * (one + 3 * sync)

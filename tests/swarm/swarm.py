@@ -48,7 +48,7 @@ class Case:
     tick: float  # of the ledger
 
     def may_give_up(self, published: bool) -> bool:
-        """Whether so much goes wrong that a run may end: as often as a process is started again, or a publication tried; or a
+        """Whether so much goes wrong that a run may end: as often as a process is started again, or a weight sync tried; or a
         model under training is lost while there is nothing to go back to."""
         by_unit = Counter(fault.who for fault in self.faults if fault.who and fault.kind not in ("slow", "corrupt"))
         nodes = sum(fault.kind == "node" for fault in self.faults)
@@ -85,7 +85,7 @@ def case_of(seed: int) -> Case:
             ),
             reward=config.Reward(replicas=chance.randint(1, 2)),
         ),
-        publication=config.Publication(
+        weight_sync=config.WeightSyncConfig(
             join_timeout=10.0, transfer_timeout=10.0, commit_timeout=10.0, in_flight=pick(("keep", "drain"))
         ),
         deadlines=config.Deadlines(start=60.0, silence=8.0, generate=pick((60.0, 300.0)), score=30.0, train=60.0, save=30.0),

@@ -68,7 +68,7 @@ SETTINGS = {
     "training": {"groups_per_step": GROUPS},
     "checkpoint": {"every": 5},
     "deadlines": {"silence": SILENCE, "start": 180.0},
-    "publication": {"transfer_timeout": 20.0, "commit_timeout": 20.0, "join_timeout": 20.0},
+    "weight_sync": {"transfer_timeout": 20.0, "commit_timeout": 20.0, "join_timeout": 20.0},
     "services": {
         role: {"placement": places, "restarts": RESTARTS}
         for role, places in {

@@ -25,13 +25,13 @@ def test_every_check_passes_and_leaves_its_figures(config: Path, tmp_path: Path)
     assert done.returncode == 0, report
     outcomes = {outcome["check"]: outcome for outcome in report["outcomes"]}
     assert {check: outcome["result"] for check, outcome in outcomes.items()} == dict.fromkeys(
-        ("platform", "publication", "rollout", "trainer", "quickstart"), "passed"
+        ("platform", "weight_sync", "rollout", "trainer", "quickstart"), "passed"
     )
     found = {check: outcome["figures"] for check, outcome in outcomes.items()}
     assert found["platform"]["name"] == "simulated"
-    assert found["publication"]["backend"] == "hccl"
-    assert found["publication"]["MB_per_second"] > 0
-    assert 3.0 <= found["publication"]["abort_seconds"] < 60.0
+    assert found["weight_sync"]["backend"] == "hccl"
+    assert found["weight_sync"]["MB_per_second"] > 0
+    assert 3.0 <= found["weight_sync"]["abort_seconds"] < 60.0
     assert found["rollout"]["logprob_difference"] < 1e-4
     assert found["quickstart"]["steps"] == 2
     assert report["versions"]["torch"]

@@ -30,15 +30,15 @@ from benchmarks.messages import PLAIN as BARE
 from benchmarks.messages import STREAM, TLS, TOKEN, UNARY
 from benchmarks.packing import PackingSettings as Samples
 from benchmarks.packing import PackingShape, packing_config
-from benchmarks.publication import pauses
-from benchmarks.publication import ways as plain
-from benchmarks.publication.bench import PublicationSettings
-from benchmarks.publication.bench import measure as measure_publication
-from benchmarks.publication.bench import render as render_publication
-from benchmarks.publication.in_run import InRunSettings
-from benchmarks.publication.peers import TRANSPORTS
 from benchmarks.rollout import RolloutBenchSettings
 from benchmarks.startup import RunStart, Start, StartupSettings
+from benchmarks.weight_sync import pauses
+from benchmarks.weight_sync import ways as plain
+from benchmarks.weight_sync.bench import WeightSyncSettings
+from benchmarks.weight_sync.bench import measure as measure_weight_sync
+from benchmarks.weight_sync.bench import render as render_weight_sync
+from benchmarks.weight_sync.in_run import InRunSettings
+from benchmarks.weight_sync.peers import TRANSPORTS
 from benchmarks.worker import Worker
 from runtime import types
 from runtime.data.tokenizer import Tokenizer
@@ -245,13 +245,13 @@ def test_a_run_over_engines_that_compute_nothing_costs_the_coordinator_something
     assert len(coordinator.render(report)) == 1
 
 
-# ------------------------------------------------------------------------------------------------ publication
+# ------------------------------------------------------------------------------------------------ weight sync
 
 
 @pytest.mark.long
 def test_a_megabyte_goes_every_way(tmp_path: Path) -> None:
     tiny = pauses.PausesModel("tiny", PackingShape(64, 1, 2, 1, 64), "float32")
-    settings = PublicationSettings(
+    settings = WeightSyncSettings(
         (1,),
         1,
         rounds=1,
@@ -259,7 +259,7 @@ def test_a_megabyte_goes_every_way(tmp_path: Path) -> None:
         runs=(InRunSettings(tiny.shape, steps=2),),
         versions=3,
     )
-    report = asyncio.run(measure_publication(tmp_path, settings))
+    report = asyncio.run(measure_weight_sync(tmp_path, settings))
     (sized,) = report.transfers.sizes
     assert report.transfers.receivers == 1
     assert sized.ways.keys() >= {plain.GLOO, plain.COPY, plain.HASHED, plain.BUCKETS, plain.ONE_BY_ONE, plain.DISK}
@@ -282,9 +282,9 @@ def test_a_megabyte_goes_every_way(tmp_path: Path) -> None:
     assert held.worth > 0
     assert len(report.changes.bytes) == len(report.changes.changed) == 3
     assert all(0 < share < 0.1 for share in report.changes.changed)
-    assert len(render_publication(report)) == 6
-    assert not list(tmp_path.glob("publication-*"))
-    assert not list(plain.SHARED_MEMORY.glob("publication-*"))
+    assert len(render_weight_sync(report)) == 6
+    assert not list(tmp_path.glob("weight sync-*"))
+    assert not list(plain.SHARED_MEMORY.glob("weight sync-*"))
 
 
 # ------------------------------------------------------------------------------------------------ rollouts

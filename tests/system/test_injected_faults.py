@@ -53,7 +53,7 @@ def patch():
     SendBuffers.whole = SendBuffers._send_all
     def send_all(self, group, version, give_up):
         if once("sending"):
-            raise DistBackendError("HCCL error in a publication, made up")
+            raise DistBackendError("HCCL error in a weight sync, made up")
         self.whole(group, version, give_up)
     SendBuffers._send_all = send_all
 """
@@ -81,7 +81,7 @@ def write(path: Path, body: str, rank: int) -> str:
     return f"algorithm.loss={path}:faulty"
 
 
-def test_errors_of_collectives_end_their_process_or_their_publication(config: Path, tmp_path: Path) -> None:
+def test_errors_of_collectives_end_their_process_or_their_weight_sync(config: Path, tmp_path: Path) -> None:
     own = write(tmp_path / "mine.py", COLLECTIVES, rank=0)
     with started(config, *SETTINGS, own, folder=tmp_path / "run") as run:
         assert run.wait(END) == 0, run.output + run.errors
@@ -90,18 +90,18 @@ def test_errors_of_collectives_end_their_process_or_their_publication(config: Pa
         assert f"trainer-0: run: {error}" in run.output
     found = steps(run.folder)
     assert sorted({point["step"] for point in found}) == list(range(1, STEPS + 1))
-    assert sum(point.get("publication/aborts", 0) for point in found) == 1
+    assert sum(point.get("weight_sync/aborts", 0) for point in found) == 1
 
 
 def test_a_bucket_that_changed_in_a_senders_memory_is_gathered_and_sent_again(config: Path, tmp_path: Path) -> None:
     """Of the second sender: the first one's is among the chaos's faults."""
     own = write(tmp_path / "mine.py", BUCKET, rank=1)
-    two = ("services.trainer.processes=2", "publication.senders=all", "publication.bucket_bytes=4096")
+    two = ("services.trainer.processes=2", "weight_sync.senders=all", "weight_sync.bucket_bytes=4096")
     with started(config, *SETTINGS, *two, own, folder=tmp_path / "run") as run:
         assert run.wait(END) == 0, run.output + run.errors
     assert (tmp_path / "flipped").exists()
     found = steps(run.folder)
     assert sorted({point["step"] for point in found}) == list(range(1, STEPS + 1))
-    assert sum(point.get("publication/aborts", 0) for point in found) == 2  # the receivers' find, then the sender's
-    assert {point["publication/incarnation"] for point in found if "publication/incarnation" in point} <= {0}
+    assert sum(point.get("weight_sync/aborts", 0) for point in found) == 2  # the receivers' find, then the sender's
+    assert {point["weight_sync/incarnation"] for point in found if "weight_sync/incarnation" in point} <= {0}
     assert "started again" not in run.output

@@ -22,7 +22,7 @@ def test_a_run_on_the_loopback_of_ipv6(config: Path, tmp_path: Path, monkeypatch
     """Two ranks of the trainer, whose store is on loopback; the run is looked at by its folder and by its address, and is
     scaled up and down. It ends with its coordinator, in whose place no other may come."""
     once = "services.coordinator.restarts=0"
-    overrides = (once, f"network.interface={IP}", "services.trainer.processes=2", "publication.transport=collective")
+    overrides = (once, f"network.interface={IP}", "services.trainer.processes=2", "weight_sync.transport=collective")
     with started(config, *LONG, *overrides, folder=tmp_path / "run") as run:
         run.reaches(2, START)
         address = (run.folder / "coordinator.address").read_text().strip()

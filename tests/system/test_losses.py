@@ -56,8 +56,8 @@ def test_replicas_that_are_killed_are_replaced_while_the_run_goes_on(config: Pat
         run.reaches(2)
         trainer = run.member("trainer-0").pid
         run.member("rollout-1").kill()
-        sees(run, lambda point: point["publication/epoch"] >= 2, "an epoch without the dead rollout")
-        sees(run, lambda point: point["rollout/serving"] == 2 and point["publication/epoch"] >= 3, "the rollout's return")
+        sees(run, lambda point: point["weight_sync/epoch"] >= 2, "an epoch without the dead rollout")
+        sees(run, lambda point: point["rollout/serving"] == 2 and point["weight_sync/epoch"] >= 3, "the rollout's return")
         assert sum(point["rollout/lost"] for point in steps(run.folder)) == 1
 
         status = sluice("status", str(run.folder)).stdout

@@ -131,7 +131,7 @@ def test_adapters_alone_are_trained_against_the_policy_without_them_and_come_bac
     assert found[-1]["actor/kl"] > 0
     sent = sum(tensor.nbytes for tensor in lora.values())
     for point in found:  # rollouts get the adapters alone, before and after the kill, and serve what is trained
-        assert sent <= point["publication/bytes"] < 1.5 * sent
+        assert sent <= point["weight_sync/bytes"] < 1.5 * sent
         assert point["mismatch/abs_logprob"] < 1e-4
     with LedgerReader(folder / "ledger") as reader:
         trained_on = {group.problem: group.label for group in reader.groups(states=[Phase.RETIRED])}

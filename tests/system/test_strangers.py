@@ -55,7 +55,7 @@ def live(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
     """A run on one node with groups of two ranks, that has to end well after all that strangers do to it."""
     folder = tmp_path_factory.mktemp("live")
     config = write_config(folder / "config.yaml", tiny, **PPO)
-    groups = (TWO, "services.critic.processes=2", "publication.transport=collective", "network.security=token")
+    groups = (TWO, "services.critic.processes=2", "weight_sync.transport=collective", "network.security=token")
     with started(config, *LONG, *groups, folder=folder / "run") as run:
         run.reaches(2)
         yield run

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PARTS, SEEDS = 4, 50  # 200 seeds; `make swarm` runs more
 BEHIND = {"phase"}  # behind each of these deadlines stands a command's own: see docs/simulation.md
 MENDED = {
-    "a publication of which no rollout could be a member": (1942, "cut:rollout-0@0.00638219"),
+    "a weight sync of which no rollout could be a member": (1942, "cut:rollout-0@0.00638219"),
     "a reward that stalled ended the run": (905, "stop:reward-0@0.0965103"),
     "a reference that stalled ended the run": (1032, "stop:reference-0@2.36153"),
 }

@@ -99,6 +99,6 @@ def test_it_goes_on_with_the_processes_that_it_had_and_the_weights_are_those_of_
         made[name] = (run.folder / "model" / "model.safetensors").read_bytes()
         found = steps(run.folder)
         assert sorted({point["step"] for point in found}) == list(range(1, 31))
-        assert {point["publication/incarnation"] for point in found if "publication/incarnation" in point} <= {0}
+        assert {point["weight_sync/incarnation"] for point in found if "weight_sync/incarnation" in point} <= {0}
         check_ledger(run.folder, 4)
     assert made["disturbed"] == made["undisturbed"]

@@ -48,7 +48,7 @@ def common(folder: Path) -> set[int]:
 def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny", hidden_size=64)  # vLLM's attention wants heads of 32
     config = write_config(tmp_path / "config.yaml", tiny, services={"rollout": FLEETS}, deadlines={"start": START})
-    overrides = (f"training.steps={STEPS}", f"training.groups_per_step={GROUPS}", "publication.in_flight=recompute")
+    overrides = (f"training.steps={STEPS}", f"training.groups_per_step={GROUPS}", "weight_sync.in_flight=recompute")
     with started(config, *overrides, folder=tmp_path / "run") as run:
         run.reaches(3, START)
         family = everyone(run)

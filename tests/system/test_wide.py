@@ -16,7 +16,7 @@ from tests.unit.tiny_models import save_served
 
 pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.timeout(900)]
 
-OVERRIDES = {"qwen3_next": [f"{key}=bfloat16" for key in ("model.dtype", "publication.dtype", "services.rollout.dtype")]}
+OVERRIDES = {"qwen3_next": [f"{key}=bfloat16" for key in ("model.dtype", "weight_sync.dtype", "services.rollout.dtype")]}
 FAR = 0.05  # the mean gap of a mixture of experts whose engines round to bfloat16, each in its own way
 
 
@@ -31,7 +31,7 @@ def test_five_steps(tmp_path: Path, family: str) -> None:
         tiny,
         algorithm={"entropy_coefficient": 0.05},  # random weights earn no reward, and yet are to move
         training={"steps": 5, "optimizer": {"learning_rate": 1e-3}},
-        publication={"in_flight": "recompute"},  # tokens after a swap would be of new weights on older ones' keys
+        weight_sync={"in_flight": "recompute"},  # tokens after a swap would be of new weights on older ones' keys
         services={
             "trainer": {"processes": 2},
             "rollout": {"engine": "vllm", "replicas": 1, "python": str(VLLM_PYTHON)},

@@ -32,14 +32,14 @@ from benchmarks.learning import PLAIN, SLUICE, LearningPoint, LearningSettings, 
 from benchmarks.packing import PackingSettings, PackingShape, packing_config, waste
 from benchmarks.packing_trial import PACKED, SORTED, UNSORTED, WAYS
 from benchmarks.plain_loop import PlainLoop
-from benchmarks.publication import bench as publishing
-from benchmarks.publication import ways as plain
-from benchmarks.publication.changes import Changes
-from benchmarks.publication.in_run import InRun
-from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures
 from benchmarks.staleness.bench import StalenessReport, StalenessSettings, measure
 from benchmarks.staleness.report import report
 from benchmarks.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, overrides, plan
+from benchmarks.weight_sync import bench as publishing
+from benchmarks.weight_sync import ways as plain
+from benchmarks.weight_sync.changes import Changes
+from benchmarks.weight_sync.in_run import InRun
+from benchmarks.weight_sync.transfers import MemoryPasses, Sized, Transfers, TransportFigures
 from benchmarks.worker import Bench, Measured, Worker
 from launcher.accept.worker import GroupLengths
 from runtime import run_files
@@ -281,11 +281,11 @@ def test_t_quantiles_agree_with_tables() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("engine", {"sizes": "64"}, "--sizes: bench engine publishes nothing; publication is the only one that does"),
+        ("engine", {"sizes": "64"}, "--sizes: bench engine publishes nothing; weight sync is the only one that does"),
         ("train", {"receivers": 1}, "--receivers: bench train publishes nothing"),
-        ("publication", {"receivers": 0}, "--receivers: 0 is not at least 1"),
-        ("publication", {"data": Path()}, "--data: only bench rewards and bench scale take a folder"),
-        ("publication", {"json": Path("none/figures.json")}, "--json: there is no folder"),
+        ("weight_sync", {"receivers": 0}, "--receivers: 0 is not at least 1"),
+        ("weight_sync", {"data": Path()}, "--data: only bench rewards and bench scale take a folder"),
+        ("weight_sync", {"json": Path("none/figures.json")}, "--json: there is no folder"),
         ("train", {"trl_python": Path("/no/python")}, "--trl-python: '/no/python' is not an executable$"),
         ("engine", {"pretrained": True}, "--pretrained: bench engine has a model of its own"),
         ("engine", {"trl_python": Path("python3")}, "bench engine runs no TRL; train is the only one that does"),
@@ -301,7 +301,7 @@ def test_what_is_compared_is_what_was_measured_in_the_same_round() -> None:
     published = {"shared_memory": TransportFigures(plain.COPY, [0.1, 0.2], [0.2, 0.3], 10)}
     sized = Sized(64, seconds, {}, published, MemoryPasses(1.0, 1.0, 1.0))
     run = InRun(988.1, 2.0, [[1.0, 0.1], [3.0, 0.2]], 13 << 30)
-    report = publishing.PublicationReport(Transfers(1, [sized]), [run], {}, [], Changes(1e-6, 1000, [0.01], [30]))
+    report = publishing.WeightSyncReport(Transfers(1, [sized]), [run], {}, [], Changes(1e-6, 1000, [0.01], [30]))
     assert publishing.compared(report) == [
         Compared("shared_memory / raw copy out of shared memory, 64 MB", [0.5, pytest.approx(2 / 3)], "≥ 0.6"),
         Compared("shared_memory / a copy that hashes, 64 MB", [1.0, pytest.approx(1.0)], "≥ 0.8"),
@@ -361,8 +361,8 @@ def test_all_takes_every_bench_at_its_short_setting(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_bench_says_what_it_compares() -> None:
-    apart = {command.ALL: "every", "publication": "publication.bench"}
-    apart |= {"shards": "publication.shards", "staleness": "staleness.bench"}
+    apart = {command.ALL: "every", "weight_sync": "weight_sync.bench"}
+    apart |= {"shards": "weight_sync.shards", "staleness": "staleness.bench"}
     for name in command.BENCHES:
         module = import_module(f"benchmarks.{apart.get(name, name)}")
         assert name == command.ALL or (callable(module.compared) and module.QUICK), name

@@ -63,12 +63,12 @@ algorithm: {advantage: gae}, critic: {}, training: {mini_batch_size: 4, epochs: 
 services: {critic: {processes: 3}}
 reference: {mode: none}
 reference: {mode: adapter_off}, lora: {}, algorithm: {kl_coefficient: 0.1}
-publication: {in_flight: recompute}, training: {staleness: 2}
-publication: {in_flight: drain}, training: {staleness: 0}
-services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {transport: shared_memory}
-services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {backend: gloo}
-services: {trainer: {devices: [2]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {backend: hccl}
-publication: {transport: collective, encoding: delta, backend: gloo, dtype: bfloat16}
+weight_sync: {in_flight: recompute}, training: {staleness: 2}
+weight_sync: {in_flight: drain}, training: {staleness: 0}
+services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, weight_sync: {transport: shared_memory}
+services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, weight_sync: {backend: gloo}
+services: {trainer: {devices: [2]}, rollout: {replicas: 2, devices: [0, 1]}}, weight_sync: {backend: hccl}
+weight_sync: {transport: collective, encoding: delta, backend: gloo, dtype: bfloat16}
 """
 
 
@@ -137,14 +137,14 @@ algorithm: {advantage: gae}, critic: {}, training: {mini_batch_size: 2}, service
   => services.critic.processes: 8 does not divide training.mini_batch_size = 2
 services: {reward: {python: /no/python}} => services.reward.python: '/no/python' is not an executable
 services: {rollout: []} => services.rollout: an empty list; at least one fleet is needed
-publication: {backend: nccl, transport: collective}, services: {trainer: {devices: [0]}, rollout: {devices: [0]}}
-  => publication.backend: nccl takes one member a device, but trainer-0 and rollout-0 have 0; must be backend gloo
-publication: {transport: collective}, services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}
-  => publication.transport: collective takes one member a device, but trainer-0 and rollout-1 have 1; must be backend
+weight_sync: {backend: nccl, transport: collective}, services: {trainer: {devices: [0]}, rollout: {devices: [0]}}
+  => weight_sync.backend: nccl takes one member a device, but trainer-0 and rollout-0 have 0; must be backend gloo
+weight_sync: {transport: collective}, services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}
+  => weight_sync.transport: collective takes one member a device, but trainer-0 and rollout-1 have 1; must be backend
 services: {rollout: [{}, {python: /no/.venv-vllm/bin/python}]}
   => services.rollout.1.python: '/no/.venv-vllm/bin/python' is not an executable; run make install-vllm
-publication: {transport: shared_memory, backend: gloo}
-  => publication.backend: gloo is for a collective; transport shared_memory has none, so must be auto
+weight_sync: {transport: shared_memory, backend: gloo}
+  => weight_sync.backend: gloo is for a collective; transport shared_memory has none, so must be auto
 """
 
 
@@ -185,15 +185,15 @@ def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: py
 
 
 REPLACED = """
-transport: filesystem => publication.transport: filesystem is no longer a value: write files
-transport: delta => publication.transport: delta is no longer a value: write encoding: delta, and transport: auto or collective
-in_flight: auto => publication.in_flight: auto is no longer a value: write keep, which it stood for
+transport: filesystem => weight_sync.transport: filesystem is no longer a value: write files
+transport: delta => weight_sync.transport: delta is no longer a value: write encoding: delta, and transport: auto or collective
+in_flight: auto => weight_sync.in_flight: auto is no longer a value: write keep, which it stood for
 """
 
 
 @pytest.mark.parametrize(("given", "told"), cases(REPLACED))
 def test_a_value_that_was_removed_says_what_to_write_now(given: dict[str, Any], told: str) -> None:
-    assert type_faults({"run": {"name": "x"}, "publication": given}) == [told]
+    assert type_faults({"run": {"name": "x"}, "weight_sync": given}) == [told]
 
 
 @pytest.mark.parametrize(("path", "now"), _REMOVED.items())
@@ -221,9 +221,9 @@ def test_a_removed_key_of_a_presets_file_is_refused(sound: dict[str, Any], tmp_p
         ({}, True, []),
         ({}, False, []),
         ({"model": {"dtype": "bfloat16"}}, True, []),
-        ({"publication": {"dtype": "bfloat16"}}, True, ["publication.dtype: bfloat16"]),
-        ({"publication": {"dtype": "bfloat16"}}, False, []),
-        ({"publication": {"encoding": "delta"}}, True, ["publication.encoding: delta"]),
+        ({"weight_sync": {"dtype": "bfloat16"}}, True, ["weight_sync.dtype: bfloat16"]),
+        ({"weight_sync": {"dtype": "bfloat16"}}, False, []),
+        ({"weight_sync": {"encoding": "delta"}}, True, ["weight_sync.encoding: delta"]),
         ({"services": {"rollout": {"dtype": "bfloat16"}}}, True, ["services.rollout.dtype: rollouts compute in bfloat16"]),
         ({"services": {"rollout": {"dtype": "float32"}}}, False, ["services.rollout.dtype: rollouts compute in float32"]),
     ],
@@ -235,9 +235,9 @@ def test_numbers_that_are_unequal_are_told(changes: dict[str, Any], on_cpus: boo
 
 def test_deltas_of_float32_would_be_whole_versions(sound: dict[str, Any]) -> None:
     changes = "changes in nearly every element, and encoding delta would send it all; must be auto or bfloat16"
-    assert checked(sound, publication={"encoding": "delta", "dtype": "float32"}) == [f"publication.dtype: float32 {changes}"]
-    for publication in ({"dtype": "float32"}, {"encoding": "delta"}, {"encoding": "delta", "dtype": "bfloat16"}):
-        assert checked(sound, model={"dtype": "float32"}, publication=publication) == []
+    assert checked(sound, weight_sync={"encoding": "delta", "dtype": "float32"}) == [f"weight_sync.dtype: float32 {changes}"]
+    for weight_sync in ({"dtype": "float32"}, {"encoding": "delta"}, {"encoding": "delta", "dtype": "bfloat16"}):
+        assert checked(sound, model={"dtype": "float32"}, weight_sync=weight_sync) == []
 
 
 WITH_ALL = {"algorithm": {"kl_coefficient": 0.1}, "critic": {}, "training": {"staleness": 1}}
@@ -283,14 +283,14 @@ services: {rollout: {colocate: trainer}}, training: {staleness: 2}
   => training.staleness: 2, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1, or training.partial_rollout
 services: {rollout: {colocate: trainer}}, training: {staleness: 0, partial_rollouts: true}
   => training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1
-services: {rollout: {colocate: trainer}}, training: {partial_rollouts: true}, publication: {in_flight: drain}
-  => publication.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute
+services: {rollout: {colocate: trainer}}, training: {partial_rollouts: true}, weight_sync: {in_flight: drain}
+  => weight_sync.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute
 training: {partial_rollouts: true}
   => training.partial_rollouts: true, but rollouts and trainer do not take turns (colocate: trainer); must be false
 services: {rollout: [{colocate: trainer}, {}]}
   => services.rollout.1.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none
-services: {rollout: {colocate: trainer}}, publication: {backend: nccl}
-  => publication.backend: nccl takes one member a device, and rollouts lie on the trainer's; must be auto or gloo
+services: {rollout: {colocate: trainer}}, weight_sync: {backend: nccl}
+  => weight_sync.backend: nccl takes one member a device, and rollouts lie on the trainer's; must be auto or gloo
 """
 
 

@@ -23,9 +23,9 @@ from runtime.process.spans import (
     CALLS,
     EPISODES,
     POLICY,
-    PUBLICATION,
     STATE,
     TOOL,
+    WEIGHT_SYNC,
     LineStates,
     SpanFolder,
     SpanLog,
@@ -195,14 +195,14 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
             "rollout-0": [
                 *(TracedSpan("decode", 9, 11), TracedSpan("Generate", 10, 12, CALLS, 1)),
                 TracedSpan("ReceiveWeights", 19, 20.6, CALLS, step=6),
-                TracedSpan("await sender", 19, 20.5, PUBLICATION, step=6),
+                TracedSpan("await sender", 19, 20.5, WEIGHT_SYNC, step=6),
                 TracedSpan("CommitWeights", 20.6, 21, CALLS, step=6),  # once all have received it
             ],
             "rollout-1": [
                 TracedSpan("ReceiveWeights", 19, 20.6, CALLS, step=6),
-                TracedSpan("receive", 20, 20.6, PUBLICATION, step=6),
-                TracedSpan("wait", 20, 20.2, PUBLICATION, step=6),
-                TracedSpan("copy", 20.2, 20.6, PUBLICATION, step=6),
+                TracedSpan("receive", 20, 20.6, WEIGHT_SYNC, step=6),
+                TracedSpan("wait", 20, 20.2, WEIGHT_SYNC, step=6),
+                TracedSpan("copy", 20.2, 20.6, WEIGHT_SYNC, step=6),
                 TracedSpan("decode", 20, 21),  # beside it
                 TracedSpan("CommitWeights", 20.6, 20.9, CALLS, step=6),
             ],
@@ -232,7 +232,7 @@ def test_an_update_that_waits_for_a_rollouts_probe_is_not_the_trainers_doing() -
         ],
         TRAINER: [
             TracedSpan("forward", 10, 13, "engine"),
-            TracedSpan("send", 10, 17, PUBLICATION),
+            TracedSpan("send", 10, 17, WEIGHT_SYNC),
             TracedSpan("Accumulate", 10, 17, CALLS),
             TracedSpan("update", 18, 20, "engine"),
         ],

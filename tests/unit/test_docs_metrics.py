@@ -22,7 +22,7 @@ from runtime.coordinator.pools import RolloutPool
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluatedProblem, EvaluationData
 from runtime.telemetry import metrics
-from runtime.telemetry.metrics import PublicationFigures, SpanClock
+from runtime.telemetry.metrics import SpanClock, WeightSyncFigures
 from runtime.types import SCORERS, GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
 from tests.metric_names import described
 
@@ -97,7 +97,7 @@ def of_the_coordinator() -> set[str]:
         step=0,
         groups=[SimpleNamespace(generated=generated, scores=scores)],
         result=StepResult(metrics={}, seconds=1.0, probes=[0.1]),
-        publication=PublicationFigures(seconds=1.0, pause_seconds=0.0, bytes=1),
+        weight_sync=WeightSyncFigures(seconds=1.0, pause_seconds=0.0, bytes=1),
     )
     asyncio.run(books.step(step))
     return set(told[0])

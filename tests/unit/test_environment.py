@@ -50,7 +50,7 @@ class TestPorts:
         services = {"rollout": {"colocate": "trainer"}, "trainer": {"env": {PORTS[1]: "auto"}}}
         assert environments(npus(1), services=services)["trainer-0"][PORTS[1]] == "auto"
 
-    OVER_HCCL: Any = {"publication": {"backend": "hccl"}, "services": {"rollout": {"engine": "vllm", "tensor_parallel": 2}}}  # noqa: RUF012
+    OVER_HCCL: Any = {"weight_sync": {"backend": "hccl"}, "services": {"rollout": {"engine": "vllm", "tensor_parallel": 2}}}  # noqa: RUF012
 
     def test_a_rollout_that_receives_beside_its_workers_has_ports_and_so_have_all(self) -> None:
         """vLLM's first worker and the rollout's own process are on one NPU, and take ports of one range."""
@@ -68,8 +68,8 @@ class TestPorts:
     @pytest.mark.parametrize(
         "other",
         [
-            {"publication": {}},  # shared memory, on one machine
-            {"publication": {"backend": "gloo", "transport": "collective"}},
+            {"weight_sync": {}},  # shared memory, on one machine
+            {"weight_sync": {"backend": "gloo", "transport": "collective"}},
             {"services": {"rollout": {"engine": "vllm"}}},  # whose one worker meets nobody
         ],
     )
@@ -83,7 +83,7 @@ class TestPorts:
             assert not any(set(PORTS) & env.keys() for env in found.values())
 
     def test_between_machines_auto_is_hccl(self) -> None:
-        sections = self.OVER_HCCL | {"publication": {}, "network": {"interface": "10.1.0.1"}}
+        sections = self.OVER_HCCL | {"weight_sync": {}, "network": {"interface": "10.1.0.1"}}
         assert set(PORTS) <= environments(npus(4), **sections)["rollout-0"].keys()
 
     @pytest.mark.parametrize("count", [1, 2, 19, 20, 200, 1000])

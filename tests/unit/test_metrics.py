@@ -21,9 +21,9 @@ from runtime.errors import Unanswered
 from runtime.status import Status
 from runtime.telemetry import metrics
 from runtime.telemetry.metrics import (
-    PublicationFigures,
     SpanClock,
     StepFigures,
+    WeightSyncFigures,
     covered,
     intersection,
     ours,
@@ -66,7 +66,7 @@ def figures(**changes: object) -> StepFigures:
         "queues": {"ready": 3},
         "idle": {"trainer": 0.25},
         "rollouts": {"rollout/serving": 2.0},
-        "publication": PublicationFigures(seconds=0.1, pause_seconds=0.01, bytes=1000, aborts=1, epoch=3),
+        "weight_sync": WeightSyncFigures(seconds=0.1, pause_seconds=0.01, bytes=1000, aborts=1, epoch=3),
     }
     return StepFigures(**(fields | changes))  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ def test_a_step_has_every_name_that_applies() -> None:
         "actor": {"pg_loss": -0.1, "grad_norm": 0.3},
         "queue": {"ready": 3.0},
         "idle": {"trainer": 0.25},
-        "publication": {"seconds": 0.1, "pause_seconds": 0.01, "bytes": 1000.0, "aborts": 1.0, "epoch": 3.0}
+        "weight_sync": {"seconds": 0.1, "pause_seconds": 0.01, "bytes": 1000.0, "aborts": 1.0, "epoch": 3.0}
         | {f"{phase}_seconds": 0.0 for phase in ("gather", "wait", "copy", "hash", "stage", "swap")},
         "rollout": {"serving": 2.0},
     }
@@ -141,9 +141,9 @@ def test_masked_samples_never_count_as_zero() -> None:
 
 
 def test_what_was_not_measured_is_left_out() -> None:
-    found = step_metrics(figures(generated=[], scores=[], staleness=[], timing={"timing/all": 1.0}, publication=None))
+    found = step_metrics(figures(generated=[], scores=[], staleness=[], timing={"timing/all": 1.0}, weight_sync=None))
     assert found["update_tps"] == found["rollout_tps"] == 0.0
-    assert not {"staleness/mean", "score/mean", "publication/seconds"} & found.keys()
+    assert not {"staleness/mean", "score/mean", "weight_sync/seconds"} & found.keys()
 
 
 @pytest.mark.parametrize(("busy", "seconds", "idle"), [(3.0, 4.0, 0.25), (5.0, 4.0, 0.0), (1.0, 0.0, 0.0)])

@@ -214,7 +214,7 @@ def test_without_a_probe_no_more_samples_run_than_there_are_slots(rollout: Make)
 
 
 # ------------------------------------------------------------------------------------------------------- what was given to load
-BUFFER = torch.arange(40.0)  # which they all lie in, as those of a publication do
+BUFFER = torch.arange(40.0)  # which they all lie in, as those of a weight sync do
 
 
 def given_weights() -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,7 +31,7 @@ from services.rpc import contract
 from tests.unit.actor_desk import run as run_desk
 from tests.unit.actor_desk import settle
 
-PHASES = ("launcher", "coordinator", "data", "services", "first publication", "evaluation", "first step", "to first step")
+PHASES = ("launcher", "coordinator", "data", "services", "first weight sync", "evaluation", "first step", "to first step")
 FOUND = Startup(
     phases=dict(zip(PHASES, (0.5, 0.4, 0.2, 3.9, 0.1, 0.4, 0.2, 5.3), strict=True)),
     processes={
@@ -46,7 +46,7 @@ def test_the_line_has_the_phases_in_order_and_who_was_waited_for() -> None:
     assert startup.line(FOUND) == (
         "5.3 s to the first step: launcher 0.5, coordinator 0.4, data 0.2, "
         "services 3.9 (trainer-0: interpreter 0.1, imports 0.3, libraries 3.0, load 0.4), "
-        "first publication 0.1, first step 0.2; not counted: evaluation 0.4"
+        "first weight sync 0.1, first step 0.2; not counted: evaluation 0.4"
     )
 
 

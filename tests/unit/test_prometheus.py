@@ -45,7 +45,7 @@ NAMES = {
     "staleness/mean": "staleness_mean",
     "timing/all": "timing_all_seconds",
     "gateway/loop_lag_p99": "gateway_loop_lag_p99_seconds",
-    "publication/seconds": "publication_seconds",
+    "weight_sync/seconds": "weight_sync_seconds",
     "mismatch/over_0.1": "mismatch_over_0_1",
     "eval/数学/pass@1": "eval_u6570u5b66_pass_1",
 }

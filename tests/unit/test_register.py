@@ -1,4 +1,4 @@
-"""The register of who is alive, and who of them takes part in a publication: every state with every event, and whatever is said
+"""The register of who is alive, and who of them takes part in a weight sync: every state with every event, and whatever is said
 of units in any order."""
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ def test_a_unit_that_an_earlier_coordinator_knew_is_connected_and_replaced_as_an
     assert known.given_up == ["incarnation 4 has come in its place"]
 
 
-# ---------------------------------------------------------------------------------------------- who takes part in a publication
+# ---------------------------------------------------------------------------------------------- who takes part in a weight sync
 A, B, C = Member("rollout-0"), Member("rollout-1"), Member("rollout-2")
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
 

@@ -138,8 +138,8 @@ class Desk:
     """A rollout service behind its actor, with weights staged; slots for three sequences."""
 
     def __init__(self, models: Models, in_flight: Any):
-        publication = config.Publication(in_flight=in_flight)
-        settings = config.Config(run=config.Run(name="test"), publication=publication)
+        weight_sync = config.WeightSyncConfig(in_flight=in_flight)
+        settings = config.Config(run=config.Run(name="test"), weight_sync=weight_sync)
         self.service = RolloutService(settings, "rollout-0", 0)
         self.engine = models.engine(slots=3)
         self.service.use(self.engine)

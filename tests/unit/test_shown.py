@@ -313,9 +313,9 @@ def test_the_quickstart_trains_its_own_configuration_and_says_what_to_look_at(
 
 
 def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -> None:
-    assert placement("cpu", 1) == ["publication.backend=gloo"]
-    assert {"publication.backend=gloo", "services.rollout.colocate=trainer"} < set(placement("npu", 1))
+    assert placement("cpu", 1) == ["weight_sync.backend=gloo"]
+    assert {"weight_sync.backend=gloo", "services.rollout.colocate=trainer"} < set(placement("npu", 1))
     two = placement("cuda", 2)
     assert two[:2] == ["services.rollout.replicas=1", "services.rollout.devices=[1]"]
     assert placement("npu", 16)[:2] == ["services.rollout.replicas=2", "services.rollout.devices=[1, 2]"]
-    assert "publication.backend=gloo" not in two and "publication.transport=collective" in two
+    assert "weight_sync.backend=gloo" not in two and "weight_sync.transport=collective" in two

@@ -78,7 +78,7 @@ SPANS = {
         TracedSpan("Generate", 101.0, 105.0, CALLS, 2),
         TracedSpan("Generate", 104.5, 106.0, CALLS, 3),
         TracedSpan("decode", 90.0, 95.0, "engine"),
-        TracedSpan("swap", 98.5, 100.5, "publication"),
+        TracedSpan("swap", 98.5, 100.5, "weight_sync"),
     ],
     "gateway-0": [
         TracedSpan("Play", 100.0, 105.0, CALLS, 1),

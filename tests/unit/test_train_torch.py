@@ -211,7 +211,7 @@ def test_metrics(policy: str):
 def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_trained(policy: str, in_flight: str):
     """The exact numbers are of a forward pass in float64."""
     config = make_config(policy)
-    config = replace(config, publication=replace(config.publication, in_flight=in_flight))
+    config = replace(config, weight_sync=replace(config.weight_sync, in_flight=in_flight))
     engine, others = policy_trainer(config), 0
     groups = [with_swaps(group) for group in make_groups(3, (20, 24, 16), step=1, longest=16)]
     gaps: list[float] = []

@@ -1,4 +1,4 @@
-"""How a manifest is laid out in buckets and spread over senders, and which transport `publication.transport` stands for."""
+"""How a manifest is laid out in buckets and spread over senders, and which transport `weight_sync.transport` stands for."""
 
 from __future__ import annotations
 
@@ -199,6 +199,6 @@ def test_auto_follows_the_members(transport: str, backend: str, machines: dict[s
 
 @pytest.mark.parametrize(("machines", "named"), [(APART, "rollout-1"), (UNKNOWN, "trainer-0, rollout-0, rollout-1")])
 def test_shared_memory_across_machines_names_who_is_apart(machines: dict[str, str], named: str) -> None:
-    with pytest.raises(UserError, match=f"publication.transport: shared_memory needs .*, but {named} may") as caught:
+    with pytest.raises(UserError, match=f"weight_sync.transport: shared_memory needs .*, but {named} may") as caught:
         resolve_transport("shared_memory", "auto", machines)
     assert "\n" not in str(caught.value)

@@ -53,10 +53,10 @@ def _reference() -> Iterator[tuple[str, str, str, str]]:
 
 def _commands() -> list[str]:
     """The rows of the contract; callers of the others give their own deadlines."""
-    published = "2 × (`deadlines.train` + `publication.transfer_timeout`)"
+    published = "2 × (`deadlines.train` + `weight_sync.transfer_timeout`)"
     rows = []
     for row in (each for each in contract.METHODS.values() if each.deadline):
-        key = published if row.deadline == "publication" else f"`{row.deadline}`"
+        key = published if row.deadline == "weight_sync" else f"`{row.deadline}`"
         ranks = row.ranks.value if row.service in GROUP_SERVICES else ""
         rows.append(f"| {row.service}.{row.name} | {key} | {ranks} | {', '.join(row.key)} |")
     said = "The coordinator's calls. `Status`, `Stop` and the agents' calls have `CONTROL_CALL`, or one of what they are for."

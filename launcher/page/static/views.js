@@ -105,9 +105,9 @@ async function showWeights(page, element) {
     name: label, x: steps, y: data.steps.map((row) => row[name]), colour: COLOURS[at],
   })), { x: "steps done", zero: true, ...options });
   part(element, "plots").className = "plots";
-  drawn("seconds", "Publication, seconds", {}, ["publication/seconds", "from its start to the commit"], ["publication/pause_seconds", "longest pause of a rollout"]);
-  drawn("bytes", "Bytes sent", {}, ["publication/bytes", "bytes"]);
-  drawn("aborts", "Publications that were given up", {}, ["publication/aborts", "given up"]);
+  drawn("seconds", "Weight sync, seconds", {}, ["weight_sync/seconds", "from its start to the commit"], ["weight_sync/pause_seconds", "longest pause of a rollout"]);
+  drawn("bytes", "Bytes sent", {}, ["weight_sync/bytes", "bytes"]);
+  drawn("aborts", "Weight syncs that were given up", {}, ["weight_sync/aborts", "given up"]);
   drawn("mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|; none where they are equal", { log: true }, ["mismatch/abs_logprob", "mean"], ["mismatch/worst_rollout", "worst rollout"]);
 }
 

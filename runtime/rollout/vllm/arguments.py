@@ -28,7 +28,7 @@ OWN = {
     "logprobs_mode": "",
     "worker_cls": "",
     "worker_extension_cls": "",
-    "weight_transfer_config": "publication",
+    "weight_transfer_config": "weight_sync",
     "enable_sleep_mode": "",
     "speculative_config": "",
     "disable_log_stats": "",

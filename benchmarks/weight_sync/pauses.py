@@ -15,15 +15,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.packing import PackingShape
-from benchmarks.publication.peers import RolloutPeer, TrainerPeer, publisher
 from benchmarks.rollout import Pauses, rank, rollout_config
+from benchmarks.weight_sync.peers import RolloutPeer, TrainerPeer, publisher
 from runtime.config import Config
 from runtime.coordinator.weight_sync import WeightPublisher
-from runtime.telemetry.metrics import PublicationFigures
+from runtime.telemetry.metrics import WeightSyncFigures
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import PolicyVersion
 
-TRIAL = "benchmarks.publication.engine_trial"
+TRIAL = "benchmarks.weight_sync.engine_trial"
 ENGINE = "rollout-0"
 GROUPS = 8  # generated at once
 WARM = 1.0  # seconds of generation that are not counted
@@ -46,7 +46,7 @@ class PausesSettings(Struct, frozen=True):
 
 class PauseWindow(Struct):
     """Of generation. CPU seconds of the thread that generates, of the event loop, which does its share for each group and
-    takes the orders of a publication, and of all other threads."""
+    takes the orders of a weight sync, and of all other threads."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -100,19 +100,19 @@ async def _model(folder: Path, model: PausesModel, settings: PausesSettings, sho
     config = model_config(folder, model)
     cores: list[int | None] = [*sorted(os.sched_getaffinity(0))[:2]]
     first, second = cores if len(cores) == 2 else (None, None)
-    with tempfile.TemporaryDirectory(prefix="publication-", dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix="weight sync-", dir=folder) as scratch:
         async with (
             TrainerPeer.started("trainer-0", TRIAL, scratch, "0", "2", core=first) as trainer,
             RolloutPeer.started(ENGINE, TRIAL, scratch, "1", "2", core=second) as rollout,
         ):
             raw = msgspec.to_builtins(config)
             await asyncio.gather(trainer.ask("open_model", config=raw), rollout.ask("open_model", config=raw))
-            publishing = publisher(trainer, [rollout], config.publication)
+            publishing = publisher(trainer, [rollout], config.weight_sync)
             quiet, busy = PauseWindow(), PauseWindow()
             await rollout.ask("generate", groups=GROUPS)
             await _publish(publishing, 0.0, 0)
             await asyncio.sleep(WARM)
-            done: list[PublicationFigures] = []
+            done: list[WeightSyncFigures] = []
             for number in range(settings.rounds):
                 show(f"{model.name}: round {number + 1} of {settings.rounds}")
                 before = await rollout.ask("counters")
@@ -135,19 +135,19 @@ async def _model(folder: Path, model: PausesModel, settings: PausesSettings, sho
 
 
 def model_config(folder: Path, model: PausesModel) -> Config:
-    config = rollout_config(folder / "publication", model.shape, "torch", 8 * GROUPS)
+    config = rollout_config(folder / "weight_sync", model.shape, "torch", 8 * GROUPS)
     fleet = replace(config.services.rollout, dtype=model.dtype)  # type: ignore[type-var]
     return replace(
         config,
         run=replace(config.run, resume=""),
         services=replace(config.services, rollout=fleet),
-        publication=replace(config.publication, dtype=model.dtype),
+        weight_sync=replace(config.weight_sync, dtype=model.dtype),
     )
 
 
-async def _publish(publishing: WeightPublisher, seconds: float, published: int) -> list[PublicationFigures]:
+async def _publish(publishing: WeightPublisher, seconds: float, published: int) -> list[WeightSyncFigures]:
     """One version after the other for so long, at least one."""
-    done: list[PublicationFigures] = []
+    done: list[WeightSyncFigures] = []
     give_up = time.monotonic() + seconds
     while not done or time.monotonic() < give_up:
         done.append(await publishing.publish(PolicyVersion(0, 1 + published + len(done))))

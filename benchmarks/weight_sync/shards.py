@@ -1,4 +1,4 @@
-"""`sluice bench shards`: what a publication of deltas costs the ranks of a trainer, and what slices from shard to shard would.
+"""`sluice bench shards`: what a weight sync of deltas costs the ranks of a trainer, and what slices from shard to shard would.
 
 Ranks of a gloo group hold rows of float32 weights, as FSDP has them. In turn they gather every tensor whole, which rank 0 casts
 into its buckets and compares with the version before; and find what changed in their shards, of which rank 0 is told. Both end
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from benchmarks.compared import Compared
-from benchmarks.publication.slices import Parts, parts, plan, size
+from benchmarks.weight_sync.slices import Parts, parts, plan, size
 from runtime.errors import ServiceFault
 from runtime.models.families import Family, Layout, family_for
 from runtime.telemetry.shown import LiteralTable

@@ -1,4 +1,4 @@
-"""The processes of `sluice bench publication`, seen from the bench: a trainer and rollouts as the publisher reaches them."""
+"""The processes of `sluice bench weight_sync`, seen from the bench: a trainer and rollouts as the publisher reaches them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import msgspec
 
 from runtime.commands import TrainerPort
-from runtime.config import Publication
+from runtime.config import WeightSyncConfig
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register
 from runtime.coordinator.weight_sync import WeightPublisher
@@ -30,7 +30,7 @@ LINE = 16 << 20  # bytes: a manifest is one
 
 # Those that a run can be told to take, and what the collective makes of deltas: settings by name.
 TRANSPORTS: dict[str, dict[str, Any]] = {
-    **{name: {"transport": name} for name in get_args(get_type_hints(Publication)["transport"]) if name != "auto"},
+    **{name: {"transport": name} for name in get_args(get_type_hints(WeightSyncConfig)["transport"]) if name != "auto"},
     "delta": {"transport": "collective", "encoding": "delta"},
 }
 
@@ -145,7 +145,7 @@ class RolloutPeer(PeerMember):
     service = "Rollout"
 
 
-def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: Publication) -> WeightPublisher:
+def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: WeightSyncConfig) -> WeightPublisher:
     register = Register()
     for rollout in rollouts:
         register.add(ROLLOUT, rollout)

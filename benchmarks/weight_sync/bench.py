@@ -1,4 +1,4 @@
-"""`sluice bench publication`: weights on their way from trainer to rollouts, beside plain ways of moving the same bytes."""
+"""`sluice bench weight_sync`: weights on their way from trainer to rollouts, beside plain ways of moving the same bytes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.compared import Compared
-from benchmarks.publication import changes, in_run, pauses, transfers
-from benchmarks.publication.changes import Changes
-from benchmarks.publication.in_run import HALF, InRun, InRunSettings
-from benchmarks.publication.pauses import Held
-from benchmarks.publication.peers import TRANSPORTS, BenchPeer, RolloutPeer, TrainerPeer, publisher
-from benchmarks.publication.tensors import read_sizes
-from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures
-from runtime.config import Config, Publication, Rollout, Run, Services
+from benchmarks.weight_sync import changes, in_run, pauses, transfers
+from benchmarks.weight_sync.changes import Changes
+from benchmarks.weight_sync.in_run import HALF, InRun, InRunSettings
+from benchmarks.weight_sync.pauses import Held
+from benchmarks.weight_sync.peers import TRANSPORTS, BenchPeer, RolloutPeer, TrainerPeer, publisher
+from benchmarks.weight_sync.tensors import read_sizes
+from benchmarks.weight_sync.transfers import MemoryPasses, Sized, Transfers, TransportFigures
+from runtime.config import Config, Rollout, Run, Services, WeightSyncConfig
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import ServiceFault, UserError
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import PolicyVersion
 
-TRIAL = "benchmarks.publication.trial"
-RAY_TRIAL = "benchmarks.publication.ray_trial"
+TRIAL = "benchmarks.weight_sync.trial"
+RAY_TRIAL = "benchmarks.weight_sync.ray_trial"
 # What `compared` is to come to, by transport; and of the run of `HALF`: version 0, a later one, memory.
 ASKED = {"collective": "≥ 0.75", "shared_memory": "≥ 0.6"}
 ASKED_OF_HALF = ("≤ 1.5", "≤ 1.0", "≤ 12")
 RAY_MEMORY = 8  # times the tensors, free before Ray starts; 5 ran out of memory at 2,048 MB
 
 
-class PublicationSettings(Struct, frozen=True):
+class WeightSyncSettings(Struct, frozen=True):
     sizes: tuple[int, ...] = (64, 512, 2048)  # MB
     receivers: int = 1
     rounds: int = 5
@@ -47,13 +47,13 @@ class PublicationSettings(Struct, frozen=True):
     versions: int = 100  # of consecutive steps, for encoding `delta`
 
 
-FULL = PublicationSettings()
-QUICK = PublicationSettings(
+FULL = WeightSyncSettings()
+QUICK = WeightSyncSettings(
     sizes=(64, 512), generation=pauses.PausesSettings(models=pauses.PausesSettings().models[:1], rounds=2), versions=10
 )
 
 
-class PublicationReport(Struct):
+class WeightSyncReport(Struct):
     transfers: Transfers
     runs: list[InRun]
     runs_left_out: dict[str, str]  # by model, why
@@ -61,7 +61,7 @@ class PublicationReport(Struct):
     changes: Changes
 
 
-def settings(sizes: str | None, receivers: int | None, quick: bool = False) -> PublicationSettings:
+def settings(sizes: str | None, receivers: int | None, quick: bool = False) -> WeightSyncSettings:
     """Of what the command line says. Raises UserError."""
     default = QUICK if quick else FULL
     if receivers is not None and receivers < 1:
@@ -74,15 +74,15 @@ def settings(sizes: str | None, receivers: int | None, quick: bool = False) -> P
 
 
 async def measure(
-    folder: Path, settings: PublicationSettings, show: Callable[[str], None] = lambda line: None
-) -> PublicationReport:
+    folder: Path, settings: WeightSyncSettings, show: Callable[[str], None] = lambda line: None
+) -> WeightSyncReport:
     """Each process computes with one thread. What lies in `folder` beside models goes at the end. Raises ServiceFault."""
     sizes = []
     for megabytes in settings.sizes:
         with _scratch(folder) as scratch:
             sizes.append(await _size(Path(scratch), megabytes, settings, show))
     left_out = {run.shape.name: why for run in settings.runs if (why := in_run.without(run))}
-    return PublicationReport(
+    return WeightSyncReport(
         Transfers(settings.receivers, sizes),
         [await in_run.measure(folder, run, show) for run in settings.runs if run.shape.name not in left_out],
         left_out,
@@ -93,10 +93,10 @@ async def measure(
 
 def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(prefix="publication-", dir=folder)
+    return tempfile.TemporaryDirectory(prefix="weight sync-", dir=folder)
 
 
-async def _size(folder: Path, megabytes: int, settings: PublicationSettings, show: Callable[[str], None]) -> Sized:
+async def _size(folder: Path, megabytes: int, settings: WeightSyncSettings, show: Callable[[str], None]) -> Sized:
     show(f"{megabytes} MB: starting")
     async with AsyncExitStack() as stack:
         places = [(str(folder), str(rank), str(1 + settings.receivers)) for rank in range(1 + settings.receivers)]
@@ -122,7 +122,7 @@ def without_ray(nbytes: int) -> str:
 class Stage:
     """The processes of one size."""
 
-    def __init__(self, trainer: TrainerPeer, rollouts: list[RolloutPeer], megabytes: int, settings: PublicationSettings):
+    def __init__(self, trainer: TrainerPeer, rollouts: list[RolloutPeer], megabytes: int, settings: WeightSyncSettings):
         self._trainer, self._rollouts = trainer, rollouts
         self._ray: BenchPeer  # while the plain ways are measured, where it is installed
         self._megabytes = megabytes
@@ -134,7 +134,7 @@ class Stage:
 
     async def plain(self, folder: Path, show: Callable[[str], None]) -> tuple[dict[str, list[float]], dict[str, str]]:
         """The seconds of each plain way by round, and why others are left out."""
-        from benchmarks.publication import ways as plain
+        from benchmarks.weight_sync import ways as plain
 
         megabytes, nbytes = self._megabytes, self._megabytes * 1_000_000
         ways, left_out = [plain.GLOO, plain.COPY, plain.HASHED, plain.BUCKETS, plain.ONE_BY_ONE], {}
@@ -167,7 +167,7 @@ class Stage:
 
     async def published(self, seconds: dict[str, list[float]], left_out: dict[str, str], show: Callable[[str], None]) -> Sized:
         """The transports, each beside a plain way."""
-        from benchmarks.publication import ways as plain
+        from benchmarks.weight_sync import ways as plain
 
         megabytes = self._megabytes
         published = {}
@@ -179,7 +179,7 @@ class Stage:
             way = plain.COPY if transport == "shared_memory" else plain.GLOO
             published[transport] = await self._publish(transport, publishing, way, show)
             await self.everyone("close")
-        rates = await self._trainer.ask("rates", piece=Publication().bucket_bytes)
+        rates = await self._trainer.ask("rates", piece=WeightSyncConfig().bucket_bytes)
         passes = MemoryPasses(checksum=rates["checksum"], copy=rates["copy"], gather=megabytes * 1e6 / gather)
         return Sized(megabytes, seconds, left_out, published, passes)
 
@@ -192,7 +192,7 @@ class Stage:
 
     async def _together(self, way: str) -> float:
         """Seconds from the sender's beginning to the last receiver's end; where the sender has no part, of the slowest."""
-        from benchmarks.publication.ways import COPY, HASHED, RAY
+        from benchmarks.weight_sync.ways import COPY, HASHED, RAY
 
         if way == RAY:
             return cast(float, await self._ray.ask("move"))
@@ -200,12 +200,12 @@ class Stage:
         return max(ended - (began if way in (COPY, HASHED) else sent) for began, ended in others)
 
     async def _open(self, transport: Any) -> WeightPublisher:
-        publication = Publication(**TRANSPORTS[transport])
+        weight_sync = WeightSyncConfig(**TRANSPORTS[transport])
         replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
-        config = Config(run=Run(name="bench", resume=""), services=replicas, publication=publication)
+        config = Config(run=Run(name="bench", resume=""), services=replicas, weight_sync=weight_sync)
         await self.everyone("open", config=msgspec.to_builtins(config), megabytes=self._megabytes)
         await self._trainer.ask("fill")
-        publishing = publisher(self._trainer, self._rollouts, config.publication)
+        publishing = publisher(self._trainer, self._rollouts, config.weight_sync)
         await asyncio.gather(*(rollout.ask("look") for rollout in self._rollouts))
         await publishing.publish(PolicyVersion(0, 1))
         await self._compare(transport)
@@ -231,8 +231,8 @@ class Stage:
         return found
 
 
-def compared(report: PublicationReport) -> list[Compared]:
-    from benchmarks.publication.ways import HASHED
+def compared(report: WeightSyncReport) -> list[Compared]:
+    from benchmarks.weight_sync.ways import HASHED
 
     found = []
     for sized in report.transfers.sizes:
@@ -254,8 +254,8 @@ def compared(report: PublicationReport) -> list[Compared]:
     return [*found, Compared("bytes of a delta / of a whole version", report.changes.shares)]
 
 
-def render(report: PublicationReport) -> list[LiteralTable]:
-    from benchmarks.publication.ways import GLOO
+def render(report: WeightSyncReport) -> list[LiteralTable]:
+    from benchmarks.weight_sync.ways import GLOO
 
     return [
         *transfers.render(report.transfers, GLOO),

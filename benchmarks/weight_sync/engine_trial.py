@@ -1,6 +1,6 @@
-"""One process of the pauses in `sluice bench publication`.
+"""One process of the pauses in `sluice bench weight_sync`.
 
-`python -m benchmarks.publication.engine_trial FOLDER RANK WORLD` is as `trial` beside it, but rank 0 has a model's own
+`python -m benchmarks.weight_sync.engine_trial FOLDER RANK WORLD` is as `trial` beside it, but rank 0 has a model's own
 weights, and the others generate with that model meanwhile.
 """
 
@@ -16,15 +16,15 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.publication.trial import PublicationTrial, Sender, run
 from benchmarks.rollout_trial import FLEET, requests
+from benchmarks.weight_sync.trial import Sender, WeightSyncTrial, run
 from runtime.config import Config
 from runtime.weights.plan import TensorSpec
 from services.rollout import RolloutService
 from services.rpc import contract
 
 
-class PublicationEngineTrial(PublicationTrial):
+class WeightSyncEngineTrial(WeightSyncTrial):
     _feeding: tuple[asyncio.Task[None], ...] = ()
 
     async def open_model(self, config: Any) -> None:
@@ -33,7 +33,7 @@ class PublicationEngineTrial(PublicationTrial):
         if self._rank:
             await self._serve(RolloutService(settings, FLEET, 0))
             return
-        dtype, tensors = settings.publication.dtype, weights(settings.model.path)
+        dtype, tensors = settings.weight_sync.dtype, weights(settings.model.path)
         specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         await self._serve(Sender(settings, specs))
         torch._foreach_copy_(self._sender.views(), list(tensors.values()))
@@ -80,4 +80,4 @@ def _cpu(thread: threading.Thread) -> float:
 
 
 if __name__ == "__main__":
-    run(PublicationEngineTrial)
+    run(WeightSyncEngineTrial)

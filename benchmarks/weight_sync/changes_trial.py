@@ -1,6 +1,6 @@
-"""One process of the changes in `sluice bench publication`.
+"""One process of the changes in `sluice bench weight_sync`.
 
-`python -m benchmarks.publication.changes_trial FOLDER RANK WORLD` is as `trial` beside it, but rank 0 trains what it
+`python -m benchmarks.weight_sync.changes_trial FOLDER RANK WORLD` is as `trial` beside it, but rank 0 trains what it
 publishes, as the trainer does it.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.publication.trial import PublicationTrial, Receiver, Sender, run
+from benchmarks.weight_sync.trial import Receiver, Sender, WeightSyncTrial, run
 from benchmarks.worker import Bench
 from runtime.config import Config
 from runtime.trainer.rank import TrainRank
@@ -29,7 +29,7 @@ class TrainingSender(Sender):
         self._worker = TrainRank(self._engine, self.config)
 
 
-class ChangesTrial(PublicationTrial):
+class ChangesTrial(WeightSyncTrial):
     _bench: Bench
     _before: Sequence[torch.Tensor] = ()
 

@@ -1,4 +1,4 @@
-"""One process of `sluice bench publication`: `python -m benchmarks.publication.trial FOLDER RANK WORLD`.
+"""One process of `sluice bench weight_sync`: `python -m benchmarks.weight_sync.trial FOLDER RANK WORLD`.
 
 Rank 0 is the trainer's place, the others are rollouts. It takes JSON lines {"id": N, "what": NAME, ...}, each the call of a
 method of `Trial`, and answers each with {"id": N, "answer": ...} or {"id": N, "error": LINE}, not necessarily in order.
@@ -21,8 +21,8 @@ import torch
 import uvloop
 import xxhash
 
-from benchmarks.publication.tensors import uneven
-from benchmarks.publication.ways import Ways
+from benchmarks.weight_sync.tensors import uneven
+from benchmarks.weight_sync.ways import Ways
 from runtime.config import Config
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
@@ -102,7 +102,7 @@ class Receiver(RolloutService):
         self.use(self.unused)  # type: ignore[arg-type]
 
 
-class PublicationTrial:
+class WeightSyncTrial:
     def __init__(self, folder: Path, rank: int, world_size: int):
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._ways: Ways
@@ -127,7 +127,7 @@ class PublicationTrial:
     async def rates(self, piece: int) -> dict[str, float]:
         return self._ways.rates(piece)
 
-    # ------------------------------------------------------------------------------------------ the publication
+    # ------------------------------------------------------------------------------------------ the weight sync
 
     async def open(self, config: Any, megabytes: int) -> None:
         """A service that has, or is to have, the tensors."""
@@ -246,7 +246,7 @@ def begin() -> None:
     torch.set_num_threads(1)
 
 
-def run(trial: Callable[[Path, int, int], PublicationTrial]) -> None:
+def run(trial: Callable[[Path, int, int], WeightSyncTrial]) -> None:
     """The whole of a process whose arguments are FOLDER RANK WORLD."""
     begin()
     folder, rank, world_size = sys.argv[1:]
@@ -254,4 +254,4 @@ def run(trial: Callable[[Path, int, int], PublicationTrial]) -> None:
 
 
 if __name__ == "__main__":
-    run(PublicationTrial)
+    run(WeightSyncTrial)

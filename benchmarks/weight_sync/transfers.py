@@ -1,4 +1,4 @@
-"""What `sluice bench publication` found, and how it is shown. Pure."""
+"""What `sluice bench weight_sync` found, and how it is shown. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIGA = 1e9
 
 
 class TransportFigures(Struct):
-    """One transport. Each round has a publication and, next to it, the plain way that it is compared with."""
+    """One transport. Each round has a weight sync and, next to it, the plain way that it is compared with."""
 
     baseline: str
     baseline_seconds: list[float]

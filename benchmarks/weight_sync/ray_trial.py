@@ -1,6 +1,6 @@
-"""Ray's object store in `sluice bench publication`.
+"""Ray's object store in `sluice bench weight_sync`.
 
-`python -m benchmarks.publication.ray_trial FOLDER MEGABYTES RECEIVERS` starts a Ray of its own on this machine: an
+`python -m benchmarks.weight_sync.ray_trial FOLDER MEGABYTES RECEIVERS` starts a Ray of its own on this machine: an
 actor in the trainer's place has the tensors in a dict and puts them into the object store, actors in the rollouts' place get
 them and copy them into tensors of their own. Orders come as those of `trial`.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.publication.tensors import uneven
-from benchmarks.publication.trial import begin, digest, serve, speak
+from benchmarks.weight_sync.tensors import uneven
+from benchmarks.weight_sync.trial import begin, digest, serve, speak
 
 # Nothing is told to anybody, nor kept in the user's home.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}

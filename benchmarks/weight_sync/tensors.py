@@ -1,4 +1,4 @@
-"""What `sluice bench publication` publishes: so many MB of bfloat16 in 300 tensors of very different sizes. Pure."""
+"""What `sluice bench weight_sync` publishes: so many MB of bfloat16 in 300 tensors of very different sizes. Pure."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.inputs import bench_config
-from benchmarks.publication.peers import RolloutPeer, TrainerPeer, publisher
+from benchmarks.weight_sync.peers import RolloutPeer, TrainerPeer, publisher
 from runtime.config import Config
 from runtime.errors import ServiceFault
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import PolicyVersion
 
-TRIAL = "benchmarks.publication.changes_trial"
+TRIAL = "benchmarks.weight_sync.changes_trial"
 
 
 class Changes(Struct):
@@ -39,14 +39,14 @@ class Changes(Struct):
 async def measure(folder: Path, versions: int, show: Callable[[str], None] = lambda line: None) -> Changes:
     """Train, and publish every step; each version has to be the trainer's, bit for bit. Raises ServiceFault."""
     config = training_config(folder)
-    with tempfile.TemporaryDirectory(prefix="publication-", dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix="weight sync-", dir=folder) as scratch:
         async with (
             TrainerPeer.started("trainer-0", TRIAL, scratch, "0", "2") as trainer,
             RolloutPeer.started("rollout-0", TRIAL, scratch, "1", "2") as rollout,
         ):
             raw = msgspec.to_builtins(config)
             await asyncio.gather(trainer.ask("open_training", config=raw), rollout.ask("open_training", config=raw))
-            publishing = publisher(trainer, [rollout], config.publication)
+            publishing = publisher(trainer, [rollout], config.weight_sync)
             changed, sent = [], []
             for number in range(versions + 1):
                 show(f"delta: version {number} of {versions}")
@@ -65,8 +65,8 @@ async def measure(folder: Path, versions: int, show: Callable[[str], None] = lam
 def training_config(folder: Path) -> Config:
     """The benches' own, whose learning rate is 1e-6, without a folder; masters in float32, published in bfloat16."""
     config = bench_config(folder / "inputs")
-    publication = replace(config.publication, transport="collective", encoding="delta", dtype="bfloat16")
-    return replace(config, run=replace(config.run, dir="", resume=""), publication=publication)
+    weight_sync = replace(config.weight_sync, transport="collective", encoding="delta", dtype="bfloat16")
+    return replace(config, run=replace(config.run, dir="", resume=""), weight_sync=weight_sync)
 
 
 def render(found: Changes) -> LiteralTable:

@@ -12,8 +12,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.packing import PackingShape
-from benchmarks.publication.transfers import Transfers
 from benchmarks.staleness.runs import train_to_its_end
+from benchmarks.weight_sync.transfers import Transfers
 from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault
@@ -58,16 +58,16 @@ def without(settings: InRunSettings) -> str:
 async def measure(folder: Path, settings: InRunSettings, show: Callable[[str], None] = lambda line: None) -> InRun:
     """One trainer and one rollout; `folder` exists. Raises ServiceFault where the run fails."""
     show(f"a run of {settings.steps} steps, {settings.shape.name}")
-    with tempfile.TemporaryDirectory(prefix="publication-", dir=folder) as scratch:
-        config = run_config(folder / "publication", Path(scratch) / "run", settings)
+    with tempfile.TemporaryDirectory(prefix="weight sync-", dir=folder) as scratch:
+        config = run_config(folder / "weight_sync", Path(scratch) / "run", settings)
         (Path(scratch) / "run.yaml").write_text(loading.to_yaml(config), encoding="utf-8")
-        await train_to_its_end("publication", Path(scratch) / "run.yaml", (), Path(scratch), DEADLINE)
-        points = [point for point in read_jsonl(Path(scratch) / "run" / run_files.METRICS) if "publication/seconds" in point]
+        await train_to_its_end("weight_sync", Path(scratch) / "run.yaml", (), Path(scratch), DEADLINE)
+        points = [point for point in read_jsonl(Path(scratch) / "run" / run_files.METRICS) if "weight_sync/seconds" in point]
         summary = Summary.read(Path(scratch) / "run")
     if not points:
         raise ServiceFault("bench", "run", "published nothing")
-    later = [[float(point[f"publication/{name}"]) for name in METRICS] for point in points]
-    return InRun(points[-1]["publication/bytes"] / 1e6, summary.startup["first publication"], later, summary.peak_pss_bytes)
+    later = [[float(point[f"weight sync/{name}"]) for name in METRICS] for point in points]
+    return InRun(points[-1]["weight_sync/bytes"] / 1e6, summary.startup["first weight sync"], later, summary.peak_pss_bytes)
 
 
 def run_config(inputs: Path, run: Path, settings: InRunSettings) -> Config:
@@ -75,11 +75,11 @@ def run_config(inputs: Path, run: Path, settings: InRunSettings) -> Config:
     config = settings.shape.bench_config(inputs)
     return replace(
         config,
-        run=replace(config.run, name="publication", dir=str(run)),
+        run=replace(config.run, name="weight_sync", dir=str(run)),
         sampling=replace(config.sampling, group_size=4, max_new_tokens=16),
         algorithm=replace(config.algorithm, kl_coefficient=0.0),
         training=replace(config.training, steps=settings.steps, groups_per_step=2, staleness=1),
-        publication=replace(config.publication, dtype=settings.dtype),  # type: ignore[type-var]
+        weight_sync=replace(config.weight_sync, dtype=settings.dtype),  # type: ignore[type-var]
     )
 
 
