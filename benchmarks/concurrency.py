@@ -30,14 +30,14 @@ from benchmarks.concurrency_trial import ProgramSettings
 from benchmarks.inputs import CONFIG
 from benchmarks.process import end, service
 from runtime import run_files, timeouts
-from runtime.commands import PeerAddress, UsePeers
+from runtime.commands import PeerAddress, UpdateEndpoints
 from runtime.config import Gateway, Network, Rollout, loading
 from runtime.coordinator.gateways import Concurrency, Load, load_of
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError
 from runtime.models.tiny_model import Shape
 from runtime.status import Registration
 from runtime.telemetry.shown import LiteralTable
-from runtime.types import EpisodeTask, PlayRequest, SamplingParams
+from runtime.types import EpisodeTask, RunEpisodesRequest, SamplingParams
 from services.rpc.client import Session
 from services.rpc.server import Server
 from sluice import start
@@ -166,7 +166,7 @@ async def running_gateway(folder: Path, tool: float) -> AsyncIterator[PlayedGrou
             serving = PeerAddress(
                 name=rollout.name, incarnation=0, address=rollout.address, machine=rollout.machine, slots=SLOTS
             )
-            await sessions[1].call("UsePeers", UsePeers(rollouts=(serving,), key=KEY), START)
+            await sessions[1].call("UpdateEndpoints", UpdateEndpoints(rollouts=(serving,), key=KEY), START)
             url = (folder / run_files.GATEWAYS / gateway.name).read_text()
             await stack.enter_async_context(_programs(ProgramSettings(url, KEY, tool, TURNS)))
             yield PlayedGroups(*sessions)
@@ -274,8 +274,8 @@ class PlayedGroups:
         task, sampling = EpisodeTask(messages=[{"role": "user", "content": "Begin."}]), SamplingParams(max_new_tokens=REPLY)
         while len(self._under_way) < most:
             id = next(self._ids)
-            request = PlayRequest(group_id=id, task=task, n=GROUP, seed=id, sampling=sampling)
-            self._under_way.add(asyncio.create_task(self._gateway.call("Play", request, DEADLINE)))
+            request = RunEpisodesRequest(group_id=id, task=task, n=GROUP, seed=id, sampling=sampling)
+            self._under_way.add(asyncio.create_task(self._gateway.call("RunEpisodes", request, DEADLINE)))
 
     async def _look(self) -> Load:
         before = self._told
@@ -294,7 +294,7 @@ class PlayedGroups:
         with suppress(SluiceError):  # what went wrong before is told
             while (load := await self._look()).episodes or load.running:
                 if time.perf_counter() > until:
-                    raise DeadlineExceeded("gateway", "Play", "withdrawn groups are still under way", START)
+                    raise DeadlineExceeded("gateway", "RunEpisodes", "withdrawn groups are still under way", START)
                 await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
 

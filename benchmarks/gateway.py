@@ -31,12 +31,12 @@ from benchmarks.inputs import CONFIG
 from benchmarks.process import end, service
 from benchmarks.rollout import DEFAULT_PYTHON, interpreter
 from runtime import run_files, types
-from runtime.commands import PeerAddress, UsePeers
+from runtime.commands import PeerAddress, UpdateEndpoints
 from runtime.config import Gateway, Network, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.status import Registration
 from runtime.telemetry.shown import LiteralTable
-from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, PlayRequest, SamplingParams
+from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, RunEpisodesRequest, SamplingParams
 from services.rpc.client import Session
 from services.rpc.server import Server
 from sluice import start
@@ -236,7 +236,7 @@ async def _gateway(folder: Path, trial: TrialSettings, group: int) -> ServerLoad
             await session.open(START)
             try:
                 serving = PeerAddress(name="rollout-0", incarnation=0, address=rollout, machine="", slots=trial.episodes)
-                await session.call("UsePeers", UsePeers(rollouts=(serving,), key=KEY), START)
+                await session.call("UpdateEndpoints", UpdateEndpoints(rollouts=(serving,), key=KEY), START)
                 url = (folder / run_files.GATEWAYS / known.name).read_text()
                 return await _group_by_group(session, known.pid, replace(trial, url=url, key=KEY), group)
             finally:
@@ -262,7 +262,9 @@ async def _group_by_group(session: Session, pid: int, trial: TrialSettings, size
     task, sampling = EpisodeTask(messages=[{"role": "user", "content": "Begin."}]), SamplingParams(max_new_tokens=512)
     groups = [
         asyncio.create_task(
-            session.call("Play", PlayRequest(group_id=id, task=task, n=size, seed=id, sampling=sampling), DEADLINE)
+            session.call(
+                "RunEpisodes", RunEpisodesRequest(group_id=id, task=task, n=size, seed=id, sampling=sampling), DEADLINE
+            )
         )
         for id in range(trial.episodes // size)
     ]

@@ -72,7 +72,7 @@ class Level(enum.IntEnum):
     AWAKE = 2  # weights, keys and values
 
 
-class Move(Command[None], frozen=True):
+class SetLevel(Command[None], frozen=True):
     """Allocate or free memory to reach a `Level`; answered when done. If the rollout goes to sleep, generation ends; with
     `keeps` it goes on after the wake-up."""
 
@@ -102,7 +102,7 @@ class PeerAddress(Struct, frozen=True):
     token: str = ""
 
 
-class UsePeers(Command[None], frozen=True):
+class UpdateEndpoints(Command[None], frozen=True):
     """Send calls to these rollouts, and episodes to these environment processes, from now on. `key`: the key with which
     programs ask for tasks; empty: no key is needed."""
 
@@ -111,7 +111,7 @@ class UsePeers(Command[None], frozen=True):
     key: str = ""
 
 
-class Hurry(Command[None], frozen=True):
+class FinishGroup(Command[None], frozen=True):
     """The trainer waits for this group alone: treat its episodes as `services.environment.NAME.slow` says."""
 
     group_id: int
@@ -120,12 +120,12 @@ class Hurry(Command[None], frozen=True):
 # ------------------------------------------------------------------------------------------------------- weight sync
 
 
-class WeightsHosted(Struct, frozen=True):
+class WeightGroupReady(Struct, frozen=True):
     address: GroupAddress
     manifest: Manifest
 
 
-class HostWeights(Command[WeightsHosted], frozen=True):
+class InitWeightGroup(Command[WeightGroupReady], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer once, as the first, however many of
     its ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`. A rollout gets it to send its version to
     others."""

@@ -390,7 +390,7 @@ class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
     environment: str = ""  # the environment whose agent plays the episode; empty: a program that asks for the task
 
 
-class PlayRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
+class RunEpisodesRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     """Play `n` episodes of one task. The policy in episode i draws on the random streams of `seed`."""
 
     group_id: int

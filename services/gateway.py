@@ -2,7 +2,7 @@
 
 agents ── HTTP ──► application (runtime/gateway/http.py) ──► Episodes ──► PolicyCalls ──► RolloutSessions ──► rollouts
    ▲                                                          ▲    │
-   │            coordinator ── Play, Hurry, UsePeers ─────────┘    ▼
+   │            coordinator ── RunEpisodes, FinishGroup, UpdateEndpoints ─────────┘    ▼
 environments ◄── Run, Cancel ── EnvironmentChannels ◄────────── Players
 """
 
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from runtime import run_files, timeouts, types
 from runtime.cluster.topology import players
-from runtime.commands import Hurry, PeerAddress, UsePeers
+from runtime.commands import FinishGroup, PeerAddress, UpdateEndpoints
 from runtime.config import Config, RemoteServer
 from runtime.data.tokenizer import Tokenizer
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
@@ -41,7 +41,7 @@ from runtime.process import keys, network
 from runtime.process.aio import done_within, now
 from runtime.process.http_server import HttpServer
 from runtime.process.keys import Keys, https
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RunEpisodesRequest, Sample, SamplingParams
 from services import process
 from services.rpc import contract, security
 from services.rpc.client import Session
@@ -278,7 +278,7 @@ class LoopLag:
 
 
 class GatewayService(process.Service):
-    """Answers `Play` once the episodes of a group have ended, and HTTP calls of agents at any time."""
+    """Answers `RunEpisodes` once the episodes of a group have ended, and HTTP calls of agents at any time."""
 
     role = "gateway"
 
@@ -373,10 +373,10 @@ class GatewayService(process.Service):
         if self._server is not None:
             await self._server.close()  # last: connections end once their calls have ended
 
-    async def play(self, request: PlayRequest) -> GeneratedGroup:
+    async def run_episodes(self, request: RunEpisodesRequest) -> GeneratedGroup:
         return await self._episodes.play(request)
 
-    async def use_peers(self, command: UsePeers) -> None:
+    async def update_endpoints(self, command: UpdateEndpoints) -> None:
         if command.key or self.keys is None:
             self._episodes.key = command.key
         await self._rollouts.use(command.rollouts)
@@ -385,8 +385,8 @@ class GatewayService(process.Service):
         for channel in left:
             await channel.close()
 
-    async def hurry(self, command: Hurry) -> None:
-        self._players.hurry(command.group_id)
+    async def finish_group(self, command: FinishGroup) -> None:
+        self._players.finish_group(command.group_id)
 
     def gauges(self) -> dict[str, float]:
         episodes, counts = self._episodes, self._episodes.counts

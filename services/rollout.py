@@ -146,7 +146,7 @@ class RolloutService(process.Service):
             self._open[group_id] = request
             request.future.add_done_callback(partial(self._settled, group_id))
 
-    async def move(self, request: Request) -> None:
+    async def set_level(self, request: Request) -> None:
         await self._move(Level(request.message.level), request.message.keeps)
         request.reply()
 
@@ -157,7 +157,7 @@ class RolloutService(process.Service):
     async def receive_weights(self, request: Request) -> None:
         await self._beside(request, self.weights.receive(request.message))
 
-    async def host_weights(self, request: Request) -> None:
+    async def init_weight_group(self, request: Request) -> None:
         await self._beside(request, self.weights.host(request.message))
 
     async def resend_weights(self, request: Request) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from runtime.commands import AbortWeights, HostWeights, JoinWeights, ResendWeights, WeightsHosted, WeightsSent
+from runtime.commands import AbortWeights, InitWeightGroup, JoinWeights, ResendWeights, WeightGroupReady, WeightsSent
 from runtime.config import Config
 from services import process
 from services.model_service import SpmdService
@@ -35,7 +35,7 @@ class TrainerService(SpmdService):
         if (sender := self._worker.sender) is not None:
             await asyncio.wrap_future(sender.close())
 
-    async def host_weights(self, command: HostWeights) -> WeightsHosted:
+    async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
         """Open the rendezvous. Called on rank 0, which always sends."""
         assert self._worker.sender is not None
         return await self._worker.sender.open(command)

@@ -40,7 +40,7 @@ class Group(Struct, eq=False, kw_only=True):
     dispatched: float = 0.0  # time of the dispatch; 0.0: not by this coordinator
     replica: str = ""
     attempt: int = 0
-    hurried: int = 0  # the attempt for which the gateway got Hurry
+    hurried: int = 0  # the attempt for which the gateway got FinishGroup
     deadline: int | None = None
     generated: GeneratedGroup | None = None  # without its payload, which is in `payload`
     payload: Part | None = None

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from runtime.cluster.topology import alternates, reference_takes_part
-from runtime.commands import Level, Move, Offload, RolePort
+from runtime.commands import Level, Offload, RolePort, SetLevel
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.device_schedule import (
@@ -319,7 +319,7 @@ class ColocatedDevices(Devices):
         if rollout is None:
             return False
         try:
-            await rollout.call(Move(level, keeps))
+            await rollout.call(SetLevel(level, keeps))
         except InvariantViolated:
             raise
         except SluiceError as error:

@@ -23,7 +23,7 @@ from typing import Any
 
 from runtime import types
 from runtime.cluster.topology import slots, takes_turns
-from runtime.commands import Level, Move
+from runtime.commands import Level, SetLevel
 from runtime.config import Rule
 from runtime.coordinator.gateways import GatewayPool, request_for
 from runtime.coordinator.pools import EvaluationRoles, RewardScoring, RolloutPool
@@ -246,7 +246,7 @@ class ServingRun:
     async def _serve(self, rollout: Unit) -> None:
         try:
             if takes_turns(self._context.config):  # it starts asleep; without a trainer it keeps the devices
-                await rollout.port.call(Move(Level.AWAKE))
+                await rollout.port.call(SetLevel(Level.AWAKE))
         except SluiceError as error:
             self._register.lose(rollout, str(error))
         else:

@@ -31,7 +31,7 @@ from msgspec import Struct
 from runtime import timeouts, types
 from runtime.cluster.placement import Binding
 from runtime.cluster.topology import Instance, takes_turns
-from runtime.commands import Level, Move, Offload
+from runtime.commands import Level, Offload, SetLevel
 from runtime.config import Config
 from runtime.coordinator.pools import models
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
@@ -183,7 +183,7 @@ async def _version(config: Config, register: Register, unit: Unit) -> PolicyVers
     """Return the version of a rollout, or None if it is lost. On shared devices, put it to sleep first."""
     try:
         if takes_turns(config):
-            await unit.port.call(Move(Level.ASLEEP))
+            await unit.port.call(SetLevel(Level.ASLEEP))
         return (await unit.port.status()).version
     except ServiceFault as error:
         register.lose(unit, str(error))

@@ -1,6 +1,6 @@
 """The gateways: they have tasks played as episodes, by the serving rollouts.
 
-GroupStage, Evaluator ── PlayRequest ──► GatewayPool ──► gateway 0   calls the serving rollouts,
+GroupStage, Evaluator ── RunEpisodesRequest ──► GatewayPool ──► gateway 0   calls the serving rollouts,
                                                    └──► gateway 1   which GatewayPool lists for it
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime.cluster.topology import ENVIRONMENT
-from runtime.commands import Hurry, PeerAddress, RolePort, UsePeers
+from runtime.commands import FinishGroup, PeerAddress, RolePort, UpdateEndpoints
 from runtime.config import Config
 from runtime.coordinator.pools import RolloutPool, WorkPool
 from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState, member_of
@@ -24,7 +24,7 @@ from runtime.data.handlers import Problem
 from runtime.errors import SluiceError
 from runtime.process import keys
 from runtime.process.keys import GATEWAY, Keys, process
-from runtime.types import EpisodeTask, GeneratedGroup, GroupRequest, PlayRequest, PolicyVersion
+from runtime.types import EpisodeTask, GeneratedGroup, GroupRequest, PolicyVersion, RunEpisodesRequest
 
 # ---- Concurrency
 #
@@ -172,7 +172,7 @@ class Concurrency:
         self._begin_cycle()
 
 
-def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | PlayRequest:
+def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | RunEpisodesRequest:
     """Build the request for replies to `prompt`, or for episodes of the task with gateways. `rest`: the other fields."""
     if config.gateway is None:
         return GroupRequest(prompt=prompt, **rest)
@@ -183,7 +183,7 @@ def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: An
         extra=problem.extra,
         environment=problem.environment,
     )
-    return PlayRequest(task=task, **rest)
+    return RunEpisodesRequest(task=task, **rest)
 
 
 class GatewayPool(WorkPool):
@@ -196,7 +196,7 @@ class GatewayPool(WorkPool):
         names = (f"{GATEWAY}-{index}" for index in range(config.services.gateway.replicas))
         super().__init__(rollouts.register, GATEWAY, dict.fromkeys(names, share))
         self._rollouts, self._keys = rollouts, own_keys
-        self._known_peers: dict[Member, UsePeers] = {}  # the last UsePeers that each gateway confirmed
+        self._known_peers: dict[Member, UpdateEndpoints] = {}  # the last UpdateEndpoints that each gateway confirmed
         self._updates: dict[Member, asyncio.Task[None]] = {}
         rollouts.players = self
         rollouts.subscribe(self._notify)
@@ -208,9 +208,9 @@ class GatewayPool(WorkPool):
         return self._rollouts.admits
 
     async def generate(
-        self, who: RolePort, request: GroupRequest | PlayRequest, first: Awaitable[None] | None = None
+        self, who: RolePort, request: GroupRequest | RunEpisodesRequest, first: Awaitable[None] | None = None
     ) -> GeneratedGroup:
-        assert isinstance(request, PlayRequest)
+        assert isinstance(request, RunEpisodesRequest)
         version = self._rollouts.membership.committed or PolicyVersion()
         return await super().generate(who, replace(request, version=version), first)
 
@@ -222,11 +222,11 @@ class GatewayPool(WorkPool):
         if change.unit.role == ENVIRONMENT:
             self._update_all()
 
-    async def hurry(self, gateway: RolePort, group_id: int) -> None:
+    async def finish_group(self, gateway: RolePort, group_id: int) -> None:
         """Notify the gateway that the trainer waits for this group alone. Ignore failures: a lost gateway's groups are
         repeated."""
         with suppress(SluiceError):
-            await gateway.call(Hurry(group_id))
+            await gateway.call(FinishGroup(group_id))
 
     # ------------------------------------------------------------------------------------------ peers of the gateways
 
@@ -236,7 +236,7 @@ class GatewayPool(WorkPool):
                 self._updates[unit.member] = asyncio.create_task(self._update(unit.port))
 
     async def _update(self, gateway: RolePort) -> None:
-        """Send UsePeers until the gateway has the newest one. A gateway that does not confirm is lost."""
+        """Send UpdateEndpoints until the gateway has the newest one. A gateway that does not confirm is lost."""
         member = member_of(gateway)
         try:
             while (peers := self._peers_for(member)) != self._known_peers.get(member):
@@ -248,13 +248,13 @@ class GatewayPool(WorkPool):
         finally:
             self._updates.pop(member, None)
 
-    def _peers_for(self, gateway: Member) -> UsePeers:
+    def _peers_for(self, gateway: Member) -> UpdateEndpoints:
         def serving(role: str) -> tuple[PeerAddress, ...]:
             units = self.register.units(role, UnitState.SERVING)
             return tuple(self._address(gateway, unit.processes[0]) for unit in units if unit.processes[0] is not None)
 
         key = "" if self._keys is None else keys.of_programs(self._keys.secret)
-        return UsePeers(rollouts=serving(ROLLOUT), environments=serving(ENVIRONMENT), key=key)
+        return UpdateEndpoints(rollouts=serving(ROLLOUT), environments=serving(ENVIRONMENT), key=key)
 
     def _address(self, gateway: Member, peer: Any) -> PeerAddress:
         """Return the address and token by which `gateway` calls `peer`, a Registration."""

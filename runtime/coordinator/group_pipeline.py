@@ -113,7 +113,7 @@ class GroupStage:
                 soonest = min(seconds, soonest)
             elif gateway is not None and group.hurried != group.attempt:
                 group.hurried = group.attempt
-                self._spawn(tasks, self._pool.hurry(gateway, group.group_id))
+                self._spawn(tasks, self._pool.finish_group(gateway, group.group_id))
         if soonest < math.inf:
             self._alarm = asyncio.get_running_loop().call_later(soonest, self._buffer.room_changed.set)
 

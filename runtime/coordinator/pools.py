@@ -21,7 +21,16 @@ from runtime.process.aio import done_within, now, still_missing
 from runtime.process.keys import GATEWAY
 from runtime.rewards.scorer import combine, played
 from runtime.telemetry.metrics import SpanClock
-from runtime.types import SCORERS, Command, GeneratedGroup, GroupRequest, PlayRequest, PolicyVersion, ScoreRequest, Scores
+from runtime.types import (
+    SCORERS,
+    Command,
+    GeneratedGroup,
+    GroupRequest,
+    PolicyVersion,
+    RunEpisodesRequest,
+    ScoreRequest,
+    Scores,
+)
 
 # ---- Roles
 #
@@ -281,7 +290,7 @@ class WorkPool(ABC):
         return self._loads.samples[member_of(who)]
 
     async def generate(
-        self, who: RolePort, request: GroupRequest | PlayRequest, first: Awaitable[None] | None = None
+        self, who: RolePort, request: GroupRequest | RunEpisodesRequest, first: Awaitable[None] | None = None
     ) -> GeneratedGroup:
         """Send the request to `who` once `first` is done. Raises Unreachable if the unit is lost meanwhile; a unit that does
         not answer in time is lost."""
@@ -300,7 +309,7 @@ class WorkPool(ABC):
         finally:
             self._loads.add(member, -request.n)
 
-    async def generate_anywhere(self, request: GroupRequest | PlayRequest) -> GeneratedGroup:
+    async def generate_anywhere(self, request: GroupRequest | RunEpisodesRequest) -> GeneratedGroup:
         """Send the request to the least loaded unit, again after a loss. `RolloutPool.guard` limits how long this may go on."""
         while True:
             await self._wait(lambda: self.admits)

@@ -1,6 +1,6 @@
 """Weight sync: new weights go from the trainer to every living rollout. This drives it; the bytes bypass the coordinator.
 
-      train_loop ── begin(v) ──► WeightPublisher ──owns──► SyncGroup ── host_weights ──► trainer     one epoch: the trainer
+      train_loop ── begin(v) ──► WeightPublisher ──owns──► SyncGroup ── init_weight_group ──► trainer     one epoch: the trainer
           │                          │  lock: one             │ ── join_weights ────► rollouts       and living rollouts
           │                          │  sync at a time        │
           └── finish() ◄── WeightSync ◄─── reads its ─────────┘
@@ -36,7 +36,7 @@ from runtime import timeouts
 from runtime.commands import (
     AbortWeights,
     CommitWeights,
-    HostWeights,
+    InitWeightGroup,
     JoinWeights,
     ReceiveWeights,
     ResendWeights,
@@ -123,7 +123,7 @@ class SyncGroup:
         transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
         names = [self.trainer.name, *(port.name for port in ports)]
         # The trainer opens the rendezvous and answers at once. It connects concurrently, once the rollouts have joined.
-        hosted = await self.trainer.call(HostWeights(epoch.number, len(names), transport, tuple(names)))
+        hosted = await self.trainer.call(InitWeightGroup(epoch.number, len(names), transport, tuple(names)))
         address, manifest = hosted.address, hosted.manifest
         joins = [asyncio.ensure_future(self.trainer.post(JoinWeights(address, manifest)))] if address.senders > 1 else []
         joins += [

@@ -32,9 +32,9 @@ from runtime.gateway.tool_calls import without_start_of
 from runtime.types import (
     GATEWAY_GROUPS,
     GroupRequest,
-    PlayRequest,
     PolicyVersion,
     RoutedExperts,
+    RunEpisodesRequest,
     Sample,
     SamplingParams,
     TokenSets,
@@ -119,7 +119,7 @@ class PolicyCalls:
             return episode.seed
         return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
 
-    def _sampling(self, task: PlayRequest | None, call: PolicyCall, prompt: int, given: int) -> SamplingParams:
+    def _sampling(self, task: RunEpisodesRequest | None, call: PolicyCall, prompt: int, given: int) -> SamplingParams:
         """Return the sampling of one call. `given`: new tokens in `prompt`. Raises Refused if the conversation is too long."""
         room = self._context - prompt
         if room < 1:

@@ -19,7 +19,7 @@ from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process import spans
 from runtime.telemetry.metrics import LEFT_OUT
-from runtime.types import EpisodeTask, GeneratedGroup, Outcomes, PlayRequest
+from runtime.types import EpisodeTask, GeneratedGroup, Outcomes, RunEpisodesRequest
 
 KEY_BYTES = 24
 
@@ -106,7 +106,7 @@ class GatewayEpisode:
 class EpisodeRun:
     """A group of episodes that are played."""
 
-    def __init__(self, request: PlayRequest, done: asyncio.Future[GeneratedGroup]):
+    def __init__(self, request: RunEpisodesRequest, done: asyncio.Future[GeneratedGroup]):
         self.request, self.done = request, done
         self.episodes: dict[int, GatewayEpisode] = {}  # by index
         self.left = request.n  # episodes that are not over
@@ -133,7 +133,7 @@ class SharedCall:
 
 
 def finished(
-    request: PlayRequest,
+    request: RunEpisodesRequest,
     episodes: Sequence[GatewayEpisode],
     renderer: TemplateRenderer,
     repeated: Mapping[str, int],

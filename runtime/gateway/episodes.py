@@ -30,7 +30,7 @@ from runtime.gateway.episode import Begun, EpisodeRun, GatewayEpisode, SharedCal
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process.aio import done_within, first_error, now
 from runtime.process.spans import POLICY
-from runtime.types import GeneratedGroup, PlayRequest
+from runtime.types import GeneratedGroup, RunEpisodesRequest
 
 log = logging.getLogger("sluice")
 
@@ -74,7 +74,7 @@ class Episodes:
 
     # ------------------------------------------------------------------------------------------ groups, from the coordinator
 
-    async def play(self, request: PlayRequest) -> GeneratedGroup:
+    async def play(self, request: RunEpisodesRequest) -> GeneratedGroup:
         """Return the group once all its episodes are over. Raises DeadlineExceeded if a task finds no program in time."""
         loop = asyncio.get_running_loop()
         group = EpisodeRun(request, loop.create_future())
@@ -119,7 +119,7 @@ class Episodes:
         unasked = group.request.n - len(group.episodes)
         if unasked and not group.done.done():
             why = f"no program has asked for {unasked} of {group.request.n} episodes of group {group.request.group_id}"
-            group.done.set_exception(DeadlineExceeded(self._name, "Play", why, self._seconds))
+            group.done.set_exception(DeadlineExceeded(self._name, "RunEpisodes", why, self._seconds))
         for episode in list(group.episodes.values()):
             self.close_one(episode, "timeout")
 

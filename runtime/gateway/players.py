@@ -160,7 +160,7 @@ class EpisodeRunner:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def hurry(self, group_id: int) -> None:
+    def finish_group(self, group_id: int) -> None:
         """Treat this group's episodes as late: the trainer waits only for them."""
         for attempt in list(self._attempts.values()):
             if attempt.episode.request is not None and attempt.episode.request.group_id == group_id:

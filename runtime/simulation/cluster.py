@@ -24,10 +24,9 @@ from runtime.commands import (
     BeginStep,
     CommitWeights,
     Export,
-    HostWeights,
+    InitWeightGroup,
     JoinWeights,
     Level,
-    Move,
     Offload,
     Onload,
     ReceiveWeights,
@@ -35,8 +34,9 @@ from runtime.commands import (
     Restore,
     Save,
     SendWeights,
+    SetLevel,
+    WeightGroupReady,
     WeightsCommitted,
-    WeightsHosted,
     WeightsReceived,
     WeightsSent,
 )
@@ -304,7 +304,7 @@ class SimulatedProcess:
 _MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 
 
-def host(process: SimulatedProcess, command: HostWeights) -> WeightsHosted:
+def host(process: SimulatedProcess, command: InitWeightGroup) -> WeightGroupReady:
     """Open an epoch with `process` as its sender."""
     epoch = process.cluster.epochs[command.epoch] = SyncEpoch(command.names)
     timeout = process.cluster.config.weight_sync.join_timeout
@@ -322,7 +322,7 @@ def host(process: SimulatedProcess, command: HostWeights) -> WeightsHosted:
         names=command.names,
         key=b"",
     )
-    return WeightsHosted(address, _MANIFEST)
+    return WeightGroupReady(address, _MANIFEST)
 
 
 async def _quietly(meeting: Any) -> None:
@@ -417,7 +417,7 @@ class SimulatedRollout(SimulatedProcess):
             payload=payload,
         )
 
-    async def host_weights(self, command: HostWeights) -> WeightsHosted:
+    async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
         return host(self, command)
 
     async def resend_weights(self, command: ResendWeights) -> WeightsSent:
@@ -454,7 +454,7 @@ class SimulatedRollout(SimulatedProcess):
         self.cluster.epochs[command.epoch].leave(self.name)
         self.received = None
 
-    async def move(self, command: Move) -> None:
+    async def set_level(self, command: SetLevel) -> None:
         if (asleep := command.level < Level.AWAKE) != self.asleep:
             self.asleep = asleep
             (self.engine.pause if asleep else self.engine.wake)()
@@ -585,7 +585,7 @@ class SimulatedTrainer(SimulatedModel):
         self._held: PolicyVersion | None = None  # the last gathered version
         self._intact = True  # whether it is unchanged since
 
-    async def host_weights(self, command: HostWeights) -> WeightsHosted:
+    async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
         return host(self, command)
 
     async def send_weights(self, command: SendWeights) -> WeightsSent:

@@ -24,11 +24,11 @@ from msgspec.structs import replace
 from runtime.cluster.topology import takes_turns
 from runtime.commands import (
     CommitWeights,
-    HostWeights,
+    InitWeightGroup,
     JoinWeights,
     ReceiveWeights,
     ResendWeights,
-    WeightsHosted,
+    WeightGroupReady,
     WeightsReceived,
     WeightsSent,
 )
@@ -308,7 +308,7 @@ class WeightReceiver:
             self._staged.release()
             self._staged = None
 
-    async def host(self, command: HostWeights) -> WeightsHosted:
+    async def host(self, command: InitWeightGroup) -> WeightGroupReady:
         """Host an epoch with the rollouts that lack the engine's version, and send from the buckets of its reception. Raises
         ServiceFault, phase "snapshot", if no buckets hold the version unchanged."""
         held, backend = self.held, "gloo" if takes_turns(self._config) else self._settings.backend

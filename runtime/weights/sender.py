@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from runtime.commands import HostWeights, WeightsHosted, WeightsSent
+from runtime.commands import InitWeightGroup, WeightGroupReady, WeightsSent
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.process import spans
@@ -288,7 +288,7 @@ class WeightSender:
         self._joining: _Joining | None = None  # set when that epoch begins to connect; `gather` reads the field once
         self._left: Future[None] = _done()  # a new future for each epoch left: so a comparison shows whether an epoch was left
 
-    async def open(self, command: HostWeights) -> WeightsHosted:
+    async def open(self, command: InitWeightGroup) -> WeightGroupReady:
         """Host the rendezvous of an epoch as rank 0, and begin to connect. Raises Cancelled once the epoch is left.
 
         Known limit: a server of names that never answers holds up every later epoch of this process.
@@ -325,7 +325,7 @@ class WeightSender:
             raise
         # Connect in the background: the receivers can join only after this method has returned the address.
         self._connect(command.epoch, pending.connect, pending)
-        return WeightsHosted(pending.address, self.buffers.manifest)
+        return WeightGroupReady(pending.address, self.buffers.manifest)
 
     async def join(self, address: GroupAddress) -> None:
         """Join the group of `address`, which rank 0 of the senders hosts. Raises Cancelled once the epoch is left."""

@@ -38,7 +38,7 @@ from runtime.types import (
     GroupRequest,
     LogprobRequest,
     Parts,
-    PlayRequest,
+    RunEpisodesRequest,
     ScoreRequest,
     ValueRequest,
     answer_of,
@@ -222,7 +222,9 @@ class Method:
         seconds: float = getattr(getattr(config, section), key)
         if self.command is GroupRequest and config.training.partial_rollouts:  # other roles compute in between
             seconds += config.training.staleness * (seconds + config.deadlines.score + config.deadlines.train)
-        return seconds + timeouts.EPISODE_END * (self.command is PlayRequest)  # the gateway ends its episodes at the deadline
+        return seconds + timeouts.EPISODE_END * (
+            self.command is RunEpisodesRequest
+        )  # the gateway ends its episodes at the deadline
 
 
 def _field(message: type[Message], name: str, body: Body) -> Parts:
@@ -349,9 +351,9 @@ _ROWS = (
     _method("Coordinator", "ReportDeath", nodes.Death, None, callers=(keys.NODE_AGENT,), speaker=("node",)),
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
-    _command("Gateway", PlayRequest, "deadlines.episode", name="Play", key=_OF_GROUP),
-    _command("Gateway", commands.UsePeers, _JOIN, **_CONTROL),
-    _command("Gateway", commands.Hurry, _JOIN, **_CONTROL),
+    _command("Gateway", RunEpisodesRequest, "deadlines.episode", name="RunEpisodes", key=_OF_GROUP),
+    _command("Gateway", commands.UpdateEndpoints, _JOIN, **_CONTROL),
+    _command("Gateway", commands.FinishGroup, _JOIN, **_CONTROL),
     _method("Environment", "Describe", None, EnvironmentDescription, callers=_GATEWAYS),
     _method("Environment", "Run", EpisodeRequest, EpisodeEvent, callers=_GATEWAYS, streamed=True),
     _method("Environment", "Cancel", CancelRequest, None, callers=_GATEWAYS),
@@ -361,13 +363,13 @@ _ROWS = (
         key=_OF_GROUP,
         callers=(keys.COORDINATOR, keys.GATEWAY),
     ),
-    _command("Rollout", commands.HostWeights, _JOIN, **_CONTROL),
+    _command("Rollout", commands.InitWeightGroup, _JOIN, **_CONTROL),
     _command("Rollout", commands.ResendWeights, WEIGHT_SYNC, **_CONTROL),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
     _command("Rollout", commands.ReceiveWeights, WEIGHT_SYNC, **_CONTROL),
     _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),
     _command("Rollout", commands.AbortWeights, _ABORT, **_CONTROL),
-    _command("Rollout", commands.Move, _COMMIT, **_CONTROL),  # may take as long as a commit
+    _command("Rollout", commands.SetLevel, _COMMIT, **_CONTROL),  # may take as long as a commit
     _command("Reward", ScoreRequest, _SCORE, name="Score", key=_OF_GROUP),
     _command("Reference", LogprobRequest, _SCORE, name="Logprobs", key=_OF_GROUP),
     _command("Reference", commands.Onload, _SCORE),
@@ -381,7 +383,7 @@ _ROWS = (
     ),
     _command("ReferenceGroup", commands.Onload, _SCORE, **_ALL),
     _command("ReferenceGroup", commands.Offload, _SCORE, **_ALL),
-    _command("Trainer", commands.HostWeights, _JOIN, **_CONTROL),
+    _command("Trainer", commands.InitWeightGroup, _JOIN, **_CONTROL),
     _command("Trainer", commands.JoinWeights, WEIGHT_SYNC, **_CONTROL, ranks=Ranks.OTHERS),
     _command("Trainer", commands.SendWeights, WEIGHT_SYNC, **_ALL),
     _command("Trainer", commands.ResendWeights, WEIGHT_SYNC, **_CONTROL, **_ALL),

@@ -19,7 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime import config, run_files, types
-from runtime.commands import Level, WeightsCommitted, WeightsHosted, WeightsReceived, WeightsSent
+from runtime.commands import Level, WeightGroupReady, WeightsCommitted, WeightsReceived, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import COUNTED
 from runtime.coordinator.register import Register, UnitChange, UnitState
@@ -166,10 +166,10 @@ class FakeModel(Losable):
         return answer()
 
 
-def hosted(epoch: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+def hosted(epoch: int, transport: str, names: Sequence[str]) -> WeightGroupReady:
     told = {"rank": 0, "world_size": len(names), "backend": "gloo", "timeout": 1.0, "key": b"", "transport": transport}
     address = GroupAddress(epoch=epoch, host="127.0.0.1", port=1, **told)
-    return WeightsHosted(address, MANIFEST)
+    return WeightGroupReady(address, MANIFEST)
 
 
 class FakeTrainer(FakeModel):
@@ -183,7 +183,7 @@ class FakeTrainer(FakeModel):
         """By step, the step of the weights that each probe was sampled with."""
         self._weights = weights
 
-    async def host_weights(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+    async def init_weight_group(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightGroupReady:
         await self.reached(no_wait())
         return hosted(epoch, transport, names)
 
@@ -281,7 +281,7 @@ class FakeRollout(FakeReplica):
         assert manifest == MANIFEST
         self.address = address
 
-    async def host_weights(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+    async def init_weight_group(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightGroupReady:
         await self.reached(no_wait())
         self.calls.append(("host", len(names)))
         return hosted(epoch, transport, names)
@@ -329,7 +329,7 @@ class FakeRollout(FakeReplica):
         await self.reached(no_wait())
         self.calls.append(("abort", version.step))
 
-    async def move(self, level: Level, keeps: bool = False) -> None:
+    async def set_level(self, level: Level, keeps: bool = False) -> None:
         await self.reached(no_wait())
         self.calls.append(("move", level))
 

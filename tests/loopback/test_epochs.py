@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.commands import AbortWeights, Apply, BeginStep, HostWeights, JoinWeights, ResendWeights, SendWeights
+from runtime.commands import AbortWeights, Apply, BeginStep, InitWeightGroup, JoinWeights, ResendWeights, SendWeights
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.coordinator.weight_sync import WeightPublisher, nearest
@@ -276,7 +276,7 @@ async def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> Non
 @on_a_loop
 async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() -> None:
     async with stage(replace(WEIGHT_SYNC, join_timeout=1.5)) as here:
-        hosted = await here.trainer.call(HostWeights(1, 3, "collective", ("trainer-0", "rollout-0", "rollout-1")))
+        hosted = await here.trainer.call(InitWeightGroup(1, 3, "collective", ("trainer-0", "rollout-0", "rollout-1")))
         with pytest.raises(ServiceFault, match=r"rollout-0: rendezvous: rank 2 \(rollout-1\) did not join|trainer-0\) is gone"):
             await here.rollouts[0].call(JoinWeights(replace(hosted.address, rank=1), hosted.manifest))
         with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 2 \(rollout-1\) did not join"):
@@ -295,7 +295,7 @@ async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_b
 
     monkeypatch.setattr(rendezvous, "host", slow)
     async with stage() as here:
-        hosting = asyncio.ensure_future(here.trainer.call(HostWeights(1, 2, "collective", ("trainer-0", "rollout-0"))))
+        hosting = asyncio.ensure_future(here.trainer.call(InitWeightGroup(1, 2, "collective", ("trainer-0", "rollout-0"))))
         await until(opening.is_set)
         await here.trainer.call(AbortWeights(PolicyVersion(), 1))  # it is answered meanwhile
         publishing = asyncio.ensure_future(here.publisher.group.open())  # of the number 1 again: it waits for its turn
@@ -324,7 +324,7 @@ async def test_another_version_than_the_one_that_is_there_is_refused() -> None:
     async with stage() as here:
         await here.publish(1)
         peer = here.rollouts[0]
-        await peer.call(HostWeights(9, 2, "collective", ("rollout-0", "rollout-2")))
+        await peer.call(InitWeightGroup(9, 2, "collective", ("rollout-0", "rollout-2")))
         with pytest.raises(ServiceFault, match=r"rollout-0: snapshot: version 0\.0 was not kept: 0\.1 is there"):
             await peer.call(ResendWeights(PolicyVersion(0, 0), 9))
         await here.trainer.call(Apply(1))

@@ -30,7 +30,7 @@ from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process import disk, network
 from runtime.process.http_server import HttpServer
-from runtime.types import EpisodeTask, GroupPayload, PlayRequest, Sample, SamplingParams
+from runtime.types import EpisodeTask, GroupPayload, RunEpisodesRequest, Sample, SamplingParams
 from services.gateway import own
 from tests.coroutines import driven_by, handed, within
 from tests.scripted_gateway import KEY, ScriptedBackend, ScriptedEpisode
@@ -592,7 +592,7 @@ def requests() -> int:
 
 def played(episodes: Episodes, n: int) -> asyncio.Future[Any]:
     task, sampling = EpisodeTask(messages=[{"role": "user", "content": "hello"}]), SamplingParams(max_new_tokens=8)
-    return asyncio.ensure_future(episodes.play(PlayRequest(group_id=7, task=task, n=n, seed=3, sampling=sampling)))
+    return asyncio.ensure_future(episodes.play(RunEpisodesRequest(group_id=7, task=task, n=n, seed=3, sampling=sampling)))
 
 
 @pytest.mark.parametrize("stream", [False, True])

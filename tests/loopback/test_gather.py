@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.cluster.topology import data_leaders
-from runtime.commands import Accumulate, Apply, BeginStep, HostWeights, Level, Move, SendWeights
+from runtime.commands import Accumulate, Apply, BeginStep, InitWeightGroup, Level, SendWeights, SetLevel
 from runtime.config import Config, Lora, Trainer, WeightSyncConfig
 from runtime.errors import UserError
 from runtime.models.adapters import merged
@@ -76,7 +76,7 @@ def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
             dist.barrier()
         return {}
     assert sender is not None
-    hosted = asyncio.run(sender.open(HostWeights(version, 2, "collective", (rank.role, "rollout-0"))))
+    hosted = asyncio.run(sender.open(InitWeightGroup(version, 2, "collective", (rank.role, "rollout-0"))))
     address = replace(hosted.address, rank=rank.manifest.senders)
     joining = in_thread("join", lambda: join(address))
     if several:
@@ -381,10 +381,10 @@ async def test_rollouts_have_the_policy_and_so_has_a_late_one(weight_sync: dict[
         late = await here.comes(site.rollout("rollout-1", incarnation=1))
         assert_served(late, here)
         assert not sends  # the other rollout gave it
-        await late.call(Move(Level.ASLEEP))
-        await late.call(Move(Level.WEIGHTS))
+        await late.call(SetLevel(Level.ASLEEP))
+        await late.call(SetLevel(Level.WEIGHTS))
         await train_and_publish(here, 3)
-        await late.call(Move(Level.AWAKE))
+        await late.call(SetLevel(Level.AWAKE))
         for rollout in (here.rollouts[0], late):
             assert_served(rollout, here)
 

@@ -27,8 +27,8 @@ from runtime.types import (
     GroupPayload,
     GroupRequest,
     LogprobRequest,
-    PlayRequest,
     PolicyVersion,
+    RunEpisodesRequest,
     Sample,
     ValueRequest,
 )
@@ -123,7 +123,7 @@ class Sleeper(FakeRollout):
     level = Level.ASLEEP
     dies_at: Level | str | None = None
 
-    async def move(self, level: Level, keeps: bool = False) -> None:
+    async def set_level(self, level: Level, keeps: bool = False) -> None:
         if level == self.dies_at:
             self.kill()
         await self.reached(asyncio.sleep(self._seconds()))
@@ -336,9 +336,9 @@ class Napper(Sleeper):
         self.awake = asyncio.Event()
         self.slept_through = 0
 
-    async def move(self, level: Level, keeps: bool = False) -> None:
+    async def set_level(self, level: Level, keeps: bool = False) -> None:
         assert keeps
-        await super().move(level, keeps)
+        await super().set_level(level, keeps)
         (self.awake.set if level == Level.AWAKE else self.awake.clear)()
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
@@ -365,7 +365,7 @@ def test_replies_that_are_not_done_go_on_in_the_next_turn(tmp_path: Path) -> Non
 
 
 # --------------------------------------------------------------------------------------------------------------------- gateways
-ASKED[PlayRequest] = "play"
+ASKED[RunEpisodesRequest] = "play"
 GAUGES = dict.fromkeys(("episodes_total", "calls_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0)
 
 
@@ -375,7 +375,7 @@ class FakeGateway(FakeReplica):
     def __init__(self, name: str, cast: Cast, seconds: LongTail, incarnation: int = 0):
         super().__init__(incarnation)
         self.name = name
-        self.played: list[PlayRequest] = []
+        self.played: list[RunEpisodesRequest] = []
         self.told: list[tuple[str, ...]] = []
         self.hurried: list[int] = []
         self.busy = asyncio.Event()  # it has had a few played, and has another
@@ -383,18 +383,20 @@ class FakeGateway(FakeReplica):
         self.played_late: int | None = None  # the group that hangs
         self._cast, self._seconds = cast, seconds
 
-    async def use_peers(self, rollouts: tuple[PeerAddress, ...], environments: tuple[PeerAddress, ...], key: str) -> None:
+    async def update_endpoints(
+        self, rollouts: tuple[PeerAddress, ...], environments: tuple[PeerAddress, ...], key: str
+    ) -> None:
         self.told.append(tuple(rollout.name for rollout in rollouts))
 
-    async def hurry(self, group_id: int) -> None:
+    async def finish_group(self, group_id: int) -> None:
         self.hurried.append(group_id)
         if self.hangs is not None and self.played_late == group_id:
             self.hangs.set()
 
-    async def play(self, request: PlayRequest) -> GeneratedGroup:
+    async def play(self, request: RunEpisodesRequest) -> GeneratedGroup:
         return await self.reached(self._play(request))
 
-    async def _play(self, request: PlayRequest) -> GeneratedGroup:
+    async def _play(self, request: RunEpisodesRequest) -> GeneratedGroup:
         self.played.append(request)
         if len(self.played) > 3:
             self.busy.set()
@@ -503,7 +505,7 @@ def test_gateways_are_told_of_rollouts_that_are_lost_and_one_that_does_not_take_
         await cast.gateways[0].busy.wait()
         cast.rollouts[0].die()
 
-    around(cast.gateways[1], "use_peers", refuse)
+    around(cast.gateways[1], "update_endpoints", refuse)
     folder.run(cast, course)
     assert cast.gateways[0].told[-1] == ("rollout-1",)
     assert [loss.name for loss in folder.losses] == ["gateway-1", "rollout-0"] and not cast.gateways[1].played
@@ -531,7 +533,7 @@ class Measured:
         calls = {"calls_total": 100.0 * self._looks[name]} if "calls_total" in gauges else {}
         return Status(role=name.partition("-")[0], name=name, gauges={**gauges, **calls})
 
-    async def _play(self, play: Any, request: PlayRequest) -> GeneratedGroup:
+    async def _play(self, play: Any, request: RunEpisodesRequest) -> GeneratedGroup:
         self._under_way += 1
         if self._under_way > FIRST_LIMIT:
             self._more.set()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime import config, timeouts
-from runtime.commands import WeightsCommitted, WeightsHosted, WeightsReceived, WeightsSent
+from runtime.commands import WeightGroupReady, WeightsCommitted, WeightsReceived, WeightsSent
 from runtime.coordinator import weight_sync
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Register
@@ -196,7 +196,7 @@ class Ahead(FakeTrainer):
 
 
 class KeepsNothing(FakeRollout):
-    async def host_weights(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+    async def init_weight_group(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightGroupReady:
         raise ServiceFault(self.name, "snapshot", "no version that was received is kept")
 
 

@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, Priority, ReceiveWeights
+from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Priority, ReceiveWeights, SetLevel
 from runtime.errors import Cancelled, InvalidMessage, SluiceError
 from runtime.process.aio import in_thread
 from runtime.rollout.torch.engine import TorchRolloutEngine
@@ -75,8 +75,8 @@ class Site:
             str(models.path), device=torch.device("cpu"), dtype=torch.float32, slots=SLOTS, max_model_len=256
         )
         self.service.use(self.engine)
-        self.hurry = threading.Event()
-        self.hurry.set()
+        self.finish_group = threading.Event()
+        self.finish_group.set()
         self._step, self._swap = self.engine._step, self.engine.swap
         self.engine._step, self.engine.swap = self._slow_step, self._swap_and_hurry  # type: ignore[method-assign]
         self.actor = self.service._actor
@@ -86,12 +86,12 @@ class Site:
         self._asked = 0
 
     def _slow_step(self) -> None:
-        self.hurry.wait(SLOW)
+        self.finish_group.wait(SLOW)
         self._step()
 
     async def _swap_and_hurry(self, *arguments: Any) -> None:
         await self._swap(*arguments)
-        self.hurry.set()
+        self.finish_group.set()
 
     def ask(self, message: Any) -> asyncio.Future[Any]:
         return self.actor.send(message, priority=Priority.CONTROL)
@@ -148,7 +148,7 @@ class Site:
 
     async def busy(self) -> list[asyncio.Future[GeneratedGroup]]:
         """All slots taken, until the next swap or `hurry`, and as much again waiting."""
-        self.hurry.clear()
+        self.finish_group.clear()
         groups = self.generate(2 * SLOTS)
         steps = self.engine.stats().decode_steps
         await until(lambda: self.engine.stats().decode_steps - steps >= 3)
@@ -276,7 +276,7 @@ def test_weights_that_do_not_fit_fail_the_reception_and_not_the_rollout(models: 
         with pytest.raises(InvalidMessage):
             await site.transfer(1)
         await site.ask(AbortWeights(version(1), site.epoch))
-        site.hurry.set()
+        site.finish_group.set()
         assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
         await site.join()
         await site.publish(2)
@@ -292,14 +292,14 @@ def test_a_version_comes_while_there_is_no_cache(models: Models) -> None:
     async def test(site: Site) -> None:
         await site.join()
         for step in (1, 2):
-            await site.ask(Move(Level.ASLEEP))
+            await site.ask(SetLevel(Level.ASLEEP))
             assert site.service.state == "asleep"
             waiting = site.actor.send(request(step))
-            await site.ask(Move(Level.WEIGHTS))
+            await site.ask(SetLevel(Level.WEIGHTS))
             await site.publish(step)
             assert (site.service.state, site.service.version) == ("asleep", version(step))
             assert site.engine._cache.data.untyped_storage().nbytes() == 0
-            await site.ask(Move(Level.AWAKE))
+            await site.ask(SetLevel(Level.AWAKE))
             assert site.service.state == "ready"
             group = await waiting
             assert (group.oldest, group.newest) == (version(step), version(step))
@@ -316,22 +316,22 @@ def test_what_is_under_way_is_given_up_for_a_sleep_or_goes_on_after_one_that_kee
 
         await site.join()
         first = await asked(1)
-        await site.ask(Move(Level.ASLEEP, keeps=True))
+        await site.ask(SetLevel(Level.ASLEEP, keeps=True))
         assert site.engine.stats().running and not site.service.busy
-        await site.ask(Move(Level.AWAKE))
+        await site.ask(SetLevel(Level.AWAKE))
         assert (await first).group_id == 1
         again = await asked(2)
-        await site.ask(Move(Level.ASLEEP, keeps=True))
-        await site.ask(Move(Level.ASLEEP))  # as of a coordinator that takes over
+        await site.ask(SetLevel(Level.ASLEEP, keeps=True))
+        await site.ask(SetLevel(Level.ASLEEP))  # as of a coordinator that takes over
         with pytest.raises(Cancelled, match="put to sleep"):
             await again
-        await site.ask(Move(Level.AWAKE))
+        await site.ask(SetLevel(Level.AWAKE))
         given_up = await asked(3)
-        await site.ask(Move(Level.ASLEEP))
+        await site.ask(SetLevel(Level.ASLEEP))
         with pytest.raises(Cancelled, match="put to sleep"):
             await given_up
         assert site.engine.stats().running == 0
-        await site.ask(Move(Level.AWAKE))
+        await site.ask(SetLevel(Level.AWAKE))
         await site.actor.send(request(4))
 
     run(models, test)

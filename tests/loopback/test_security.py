@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from runtime import errors, timeouts
 from runtime.cluster.nodes import Death, NodeRegistration
-from runtime.commands import Move
+from runtime.commands import SetLevel
 from runtime.config import Config, Network
 from runtime.process import certificates, keys
 from runtime.process.keys import Keys
@@ -178,7 +178,7 @@ async def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_genera
         answers = []
         try:
             await session.open(PATIENCE)
-            for method, command in (("Generate", generate), ("Move", Move(0))):
+            for method, command in (("Generate", generate), ("SetLevel", SetLevel(0))):
                 with pytest.raises(errors.SluiceError) as refused:
                     await session.call(method, command, PATIENCE)
                 answers.append(str(refused.value))
@@ -187,7 +187,7 @@ async def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_genera
         return answers
 
     async with served(of_process("rollout-0", 3, tls), "Rollout") as (address, asked):
-        assert await told(address, gateway, token) == ["asked", "gateway-0/1 may not call /sluice.v1.Rollout/Move"]
+        assert await told(address, gateway, token) == ["asked", "gateway-0/1 may not call /sluice.v1.Rollout/SetLevel"]
         assert asked == ["Generate"]
         for own, shown in (
             (gateway, ""),  # its own key says who it is to the coordinator alone

@@ -37,14 +37,14 @@ def test_a_version_arrives_bit_for_bit(models: Models, transport: str, encoding:
     async def test(site: Site) -> None:
         await site.join()
         for step in (1, 2):
-            site.hurry.clear()
+            site.finish_group.clear()
             groups, began = site.generate(2 * SLOTS, limit=TOKENS), site.engine.stats().decode_steps
             await until(lambda began=began: site.engine.stats().decode_steps - began >= 3)
             before = site.group.sent_bytes
             publishing = site.publish_later(step)
             if in_flight == "drain":
                 await until(lambda: site.engine.held)
-                site.hurry.set()
+                site.finish_group.set()
             await publishing
             took = site.group.sent_bytes - before
             whole = sum(bucket.total_bytes for bucket in site.sender.buckets)

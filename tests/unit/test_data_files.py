@@ -27,7 +27,7 @@ from runtime.data.prepared import check_environments, row_format_of
 from runtime.data.prompts import tokenise
 from runtime.data.reading import count_rows, data_files, read_rows
 from runtime.errors import UserError
-from runtime.types import PlayRequest, SamplingParams
+from runtime.types import RunEpisodesRequest, SamplingParams
 from tests.real_data import ROOT
 
 
@@ -526,7 +526,7 @@ def test_what_a_gateway_is_asked_has_the_task(tmp_path: Path) -> None:
     maze, _ = tasks(tmp_path, columns={"environment": "who"})
     whole = config.Config(run=config.Run(name="a"), gateway=config.Gateway())
     asked = request_for(whole, maze, np.zeros(0, np.int32), group_id=1, n=2, seed=3, sampling=SamplingParams(max_new_tokens=4))
-    assert isinstance(asked, PlayRequest)
+    assert isinstance(asked, RunEpisodesRequest)
     assert (asked.task.environment, asked.task.extra) == ("maze", TASKS[0])
 
 

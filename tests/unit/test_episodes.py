@@ -32,8 +32,8 @@ from runtime.types import (
     EpisodeTask,
     GeneratedGroup,
     GroupPayload,
-    PlayRequest,
     PolicyVersion,
+    RunEpisodesRequest,
     Sample,
     SamplingParams,
     ScoreRequest,
@@ -83,10 +83,10 @@ class ScriptedPolicy:
         return Completion(id=f"call-{number}", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
 
 
-def request(group_id: int = 7, n: int = 2, environment: str = "") -> PlayRequest:
+def request(group_id: int = 7, n: int = 2, environment: str = "") -> RunEpisodesRequest:
     task = EpisodeTask(messages=[{"role": "user", "content": "hello"}], label="5", environment=environment)
     sampling = SamplingParams(max_new_tokens=8)
-    return PlayRequest(group_id=group_id, task=task, n=n, seed=3, sampling=sampling, version=PolicyVersion(0, 4))
+    return RunEpisodesRequest(group_id=group_id, task=task, n=n, seed=3, sampling=sampling, version=PolicyVersion(0, 4))
 
 
 def run(renderer: TemplateRenderer, scenario: Callable[[Episodes, ScriptedPolicy], Awaitable[None]], **settings: Any) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from runtime import config
-from runtime.commands import Level, Move, Priority
+from runtime.commands import Level, Priority, SetLevel
 from runtime.config.loading import resolve
 from runtime.errors import InvalidMessage
 from runtime.models.experts import join_experts
@@ -378,9 +378,9 @@ def test_the_service_tells_what_waits_and_sleep_gives_it_back(models: TwoModels,
             gauges = service.gauges()
             assert (gauges["kv_hits_total"], gauges["kv_misses_total"], gauges["kv_waiting_texts"]) == (1, 2, 2)
             assert gauges["kv_waiting_bytes"] == service._engine._turn_cache.bytes > 0  # type: ignore[attr-defined]
-            await ask(Move(Level.ASLEEP), priority=Priority.CONTROL)
+            await ask(SetLevel(Level.ASLEEP), priority=Priority.CONTROL)
             assert service.gauges()["kv_waiting_bytes"] == 0
-            await ask(Move(Level.AWAKE), priority=Priority.CONTROL)
+            await ask(SetLevel(Level.AWAKE), priority=Priority.CONTROL)
             (again,) = samples(await ask(turn(ids[0], BEGIN)))
             assert again.tokens.tolist() == first.tokens.tolist()
             assert service.gauges()["kv_misses_total"] == 3

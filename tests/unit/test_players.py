@@ -21,7 +21,7 @@ from runtime.gateway.players import EpisodeRunner, Late, late
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
-from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
+from runtime.types import EpisodeTask, GeneratedGroup, RunEpisodesRequest, SamplingParams
 from sluice.agents import episode
 from tests.unit.actor_desk import settle
 from tests.unit.template_cases import tiny_renderer
@@ -102,7 +102,7 @@ class Played:
             extra={"row": 3},
             environment="game",
         )
-        request = PlayRequest(group_id=group_id, task=task, n=n, seed=3, sampling=SamplingParams(max_new_tokens=8))
+        request = RunEpisodesRequest(group_id=group_id, task=task, n=n, seed=3, sampling=SamplingParams(max_new_tokens=8))
         return asyncio.ensure_future(self.episodes.play(request))
 
 
@@ -449,9 +449,9 @@ def test_one_that_the_trainer_waits_for_alone_is_dealt_with(
         await port.began.wait()
         while played.episodes.open > 1:  # noqa: ASYNC110 - no time passes
             await asyncio.sleep(0)
-        played.players.hurry(8)  # another group
+        played.players.finish_group(8)  # another group
         assert not group.done() and not port.cancelled[port.asked[0].id].is_set()
-        played.players.hurry(7)
+        played.players.finish_group(7)
         return await group
 
     group = play(renderer, [port], scenario, slow=slow)
@@ -466,7 +466,7 @@ def test_wait_is_not_hurried(renderer: TemplateRenderer) -> None:
     async def scenario(played: Played) -> GeneratedGroup:
         group = asyncio.ensure_future(played.group(3))
         await port.began.wait()
-        played.players.hurry(7)
+        played.players.finish_group(7)
         assert not port.cancelled[port.asked[0].id].is_set()
         await port.cancel(port.asked[0].id)  # it ends by itself
         return await group

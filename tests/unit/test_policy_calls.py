@@ -18,7 +18,7 @@ from runtime.gateway.conversation import Completion, Message, PolicyCall, Refuse
 from runtime.gateway.episode import EpisodeRun, GatewayEpisode
 from runtime.gateway.graph import payload_of
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.types import EpisodeTask, GroupRequest, PlayRequest, PolicyVersion, RoutedExperts, Sample, SamplingParams
+from runtime.types import EpisodeTask, GroupRequest, PolicyVersion, RoutedExperts, RunEpisodesRequest, Sample, SamplingParams
 from tests.coroutines import handed
 from tests.unit.template_cases import HERMES, folder_of
 
@@ -96,7 +96,9 @@ class Desk:
         self.port, self.renderer = ScriptedPort(), renderer
         self.calls = PolicyCalls(model="m", renderer=renderer, rollouts=self.port.generate, context=CONTEXT, run=run)
         task = EpisodeTask(messages=[{"role": "user", "content": "hello"}])
-        asked = PlayRequest(group_id=1, task=task, n=1, seed=5, sampling=RUN, version=PolicyVersion(0, 4), purpose="eval")
+        asked = RunEpisodesRequest(
+            group_id=1, task=task, n=1, seed=5, sampling=RUN, version=PolicyVersion(0, 4), purpose="eval"
+        )
         group = None if run is None else EpisodeRun(asked, asyncio.get_running_loop().create_future())
         self.episode = GatewayEpisode(renderer, group)
 

@@ -81,7 +81,7 @@ SPANS = {
         TracedSpan("swap", 98.5, 100.5, "weight_sync"),
     ],
     "gateway-0": [
-        TracedSpan("Play", 100.0, 105.0, CALLS, 1),
+        TracedSpan("RunEpisodes", 100.0, 105.0, CALLS, 1),
         TracedSpan("run", 101.0, 103.0, EPISODES, 1, detail="0 environment game"),
         TracedSpan("policy", 101.5, 102.0, EPISODES, 1, detail="0 rollout-0"),
     ],
@@ -97,7 +97,13 @@ def made() -> list[dict[str, Any]]:
 def test_every_span_of_these_steps_is_a_slice_and_no_other() -> None:
     slices = [one for one in made() if one["ph"] == "X" and one["pid"]]
     assert sorted((one["name"], one["ts"] / 1e6 - 1.5, one["dur"] / 1e6) for one in slices) == [
-        *(("Generate", 0.5, 3.5), ("Generate", 1.0, 4.0), ("Generate", 4.5, 1.5), ("Play", 0.0, 5.0), ("Score", 4.0, 1.0)),
+        *(
+            ("Generate", 0.5, 3.5),
+            ("Generate", 1.0, 4.0),
+            ("Generate", 4.5, 1.5),
+            ("RunEpisodes", 0.0, 5.0),
+            ("Score", 4.0, 1.0),
+        ),
         *(("command", 6.0, 3.0), ("decode", 1.0, 2.0), ("policy", 1.5, 0.5), ("run", 1.0, 2.0)),
         ("swap", -1.5, 2.0),  # which began before them
     ]
@@ -111,7 +117,7 @@ def test_arrows_lead_a_group_from_its_generation_to_the_step_that_trains_on_it()
     arrows = [one for one in found if one["ph"] in "stf"]
     assert [(one["ph"], one["id"], by_place[one["pid"], one["tid"]]["name"]) for one in arrows] == [
         ("s", 1, "Generate"),
-        ("t", 1, "Play"),
+        ("t", 1, "RunEpisodes"),
         ("t", 1, "Score"),
         ("f", 1, "command"),
     ]

@@ -113,7 +113,11 @@ def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any)
         (("Critic", "Accumulate"), commands.Accumulate(0, [trained(b"")]), None),
         (("Trainer", "Save"), commands.Save("", b"", ()), []),
         (("RemoteReward", "Score"), RemoteScoreRequest([]), RemoteScoreReply([RemoteResult(value=0.0), RemoteResult()])),
-        (("Trainer", "HostWeights"), commands.HostWeights(0, 0, ""), commands.WeightsHosted(ADDRESS, Manifest((), 0))),
+        (
+            ("Trainer", "InitWeightGroup"),
+            commands.InitWeightGroup(0, 0, ""),
+            commands.WeightGroupReady(ADDRESS, Manifest((), 0)),
+        ),
         (("Critic", "Values"), commands.ComputeValues([]), []),
         (("Coordinator", "Processes"), None, status.Topology()),
         (("Coordinator", "Watch"), None, status.Progress()),
@@ -248,7 +252,7 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
 def test_what_steers_a_role_goes_before_its_data() -> None:
     control = {name for (_, name), method in contract.METHODS.items() if method.priority is Priority.CONTROL}
     assert control == {
-        *("Status", "Stop", "Profile", "HostWeights", "Move", "UsePeers", "Hurry"),
+        *("Status", "Stop", "Profile", "InitWeightGroup", "SetLevel", "UpdateEndpoints", "FinishGroup"),
         *("JoinWeights", "ReceiveWeights", "ResendWeights", "CommitWeights", "AbortWeights"),
     }
 

@@ -25,23 +25,23 @@ _sym_db = _symbol_database.Default()
 from services.rpc.generated import common_pb2 as services_dot_rpc_dot_generated_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$services/rpc/generated/gateway.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"\x1c\n\x0bPlayRequest\x12\r\n\x05group\x18\x01 \x01(\x0c\"\x1a\n\tPlayReply\x12\r\n\x05group\x18\x01 \x01(\x0c\"p\n\x0bPeerAddress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07machine\x18\x04 \x01(\t\x12\r\n\x05slots\x18\x05 \x01(\r\x12\r\n\x05token\x18\x06 \x01(\t\"v\n\x0fUsePeersRequest\x12(\n\x08rollouts\x18\x01 \x03(\x0b\x32\x16.sluice.v1.PeerAddress\x12\x0b\n\x03key\x18\x02 \x01(\t\x12,\n\x0c\x65nvironments\x18\x03 \x03(\x0b\x32\x16.sluice.v1.PeerAddress\" \n\x0cHurryRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x03\x32\xe9\x01\n\x07Gateway\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12\x34\n\x04Play\x12\x16.sluice.v1.PlayRequest\x1a\x14.sluice.v1.PlayReply\x12\x38\n\x08UsePeers\x12\x1a.sluice.v1.UsePeersRequest\x1a\x10.sluice.v1.Empty\x12\x32\n\x05Hurry\x12\x17.sluice.v1.HurryRequest\x1a\x10.sluice.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$services/rpc/generated/gateway.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"#\n\x12RunEpisodesRequest\x12\r\n\x05group\x18\x01 \x01(\x0c\"!\n\x10RunEpisodesReply\x12\r\n\x05group\x18\x01 \x01(\x0c\"p\n\x0bPeerAddress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07machine\x18\x04 \x01(\t\x12\r\n\x05slots\x18\x05 \x01(\r\x12\r\n\x05token\x18\x06 \x01(\t\"}\n\x16UpdateEndpointsRequest\x12(\n\x08rollouts\x18\x01 \x03(\x0b\x32\x16.sluice.v1.PeerAddress\x12\x0b\n\x03key\x18\x02 \x01(\t\x12,\n\x0c\x65nvironments\x18\x03 \x03(\x0b\x32\x16.sluice.v1.PeerAddress\"&\n\x12\x46inishGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x03\x32\x98\x02\n\x07Gateway\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12I\n\x0bRunEpisodes\x12\x1d.sluice.v1.RunEpisodesRequest\x1a\x1b.sluice.v1.RunEpisodesReply\x12\x46\n\x0fUpdateEndpoints\x12!.sluice.v1.UpdateEndpointsRequest\x1a\x10.sluice.v1.Empty\x12>\n\x0b\x46inishGroup\x12\x1d.sluice.v1.FinishGroupRequest\x1a\x10.sluice.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.generated.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PLAYREQUEST']._serialized_start=88
-  _globals['_PLAYREQUEST']._serialized_end=116
-  _globals['_PLAYREPLY']._serialized_start=118
-  _globals['_PLAYREPLY']._serialized_end=144
-  _globals['_PEERADDRESS']._serialized_start=146
-  _globals['_PEERADDRESS']._serialized_end=258
-  _globals['_USEPEERSREQUEST']._serialized_start=260
-  _globals['_USEPEERSREQUEST']._serialized_end=378
-  _globals['_HURRYREQUEST']._serialized_start=380
-  _globals['_HURRYREQUEST']._serialized_end=412
-  _globals['_GATEWAY']._serialized_start=415
-  _globals['_GATEWAY']._serialized_end=648
+  _globals['_RUNEPISODESREQUEST']._serialized_start=88
+  _globals['_RUNEPISODESREQUEST']._serialized_end=123
+  _globals['_RUNEPISODESREPLY']._serialized_start=125
+  _globals['_RUNEPISODESREPLY']._serialized_end=158
+  _globals['_PEERADDRESS']._serialized_start=160
+  _globals['_PEERADDRESS']._serialized_end=272
+  _globals['_UPDATEENDPOINTSREQUEST']._serialized_start=274
+  _globals['_UPDATEENDPOINTSREQUEST']._serialized_end=399
+  _globals['_FINISHGROUPREQUEST']._serialized_start=401
+  _globals['_FINISHGROUPREQUEST']._serialized_end=439
+  _globals['_GATEWAY']._serialized_start=442
+  _globals['_GATEWAY']._serialized_end=722
 # @@protoc_insertion_point(module_scope)

@@ -7,13 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class PlayRequest(_message.Message):
+class RunEpisodesRequest(_message.Message):
     __slots__ = ("group",)
     GROUP_FIELD_NUMBER: _ClassVar[int]
     group: bytes
     def __init__(self, group: _Optional[bytes] = ...) -> None: ...
 
-class PlayReply(_message.Message):
+class RunEpisodesReply(_message.Message):
     __slots__ = ("group",)
     GROUP_FIELD_NUMBER: _ClassVar[int]
     group: bytes
@@ -35,7 +35,7 @@ class PeerAddress(_message.Message):
     token: str
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., machine: _Optional[str] = ..., slots: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
 
-class UsePeersRequest(_message.Message):
+class UpdateEndpointsRequest(_message.Message):
     __slots__ = ("rollouts", "key", "environments")
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -45,7 +45,7 @@ class UsePeersRequest(_message.Message):
     environments: _containers.RepeatedCompositeFieldContainer[PeerAddress]
     def __init__(self, rollouts: _Optional[_Iterable[_Union[PeerAddress, _Mapping]]] = ..., key: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[PeerAddress, _Mapping]]] = ...) -> None: ...
 
-class HurryRequest(_message.Message):
+class FinishGroupRequest(_message.Message):
     __slots__ = ("group_id",)
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     group_id: int

@@ -26,7 +26,7 @@ from services.rpc.generated import common_pb2 as services_dot_rpc_dot_generated_
 from services.rpc.generated import weights_pb2 as services_dot_rpc_dot_generated_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$services/rpc/generated/rollout.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\x1a$services/rpc/generated/weights.proto\" \n\x0fGenerateRequest\x12\r\n\x05group\x18\x01 \x01(\x0c\"\x1e\n\rGenerateReply\x12\r\n\x05group\x18\x01 \x01(\x0c\"+\n\x0bMoveRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12\r\n\x05keeps\x18\x02 \x01(\x08\x32\xe2\x04\n\x07Rollout\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12@\n\x08Generate\x12\x1a.sluice.v1.GenerateRequest\x1a\x18.sluice.v1.GenerateReply\x12I\n\x0bHostWeights\x12\x1d.sluice.v1.HostWeightsRequest\x1a\x1b.sluice.v1.HostWeightsReply\x12G\n\rResendWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1b.sluice.v1.SendWeightsReply\x12>\n\x0bJoinWeights\x12\x1d.sluice.v1.JoinWeightsRequest\x1a\x10.sluice.v1.Empty\x12K\n\x0eReceiveWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1e.sluice.v1.ReceiveWeightsReply\x12I\n\rCommitWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1d.sluice.v1.CommitWeightsReply\x12;\n\x0c\x41\x62ortWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x10.sluice.v1.Empty\x12\x30\n\x04Move\x12\x16.sluice.v1.MoveRequest\x1a\x10.sluice.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$services/rpc/generated/rollout.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\x1a$services/rpc/generated/weights.proto\" \n\x0fGenerateRequest\x12\r\n\x05group\x18\x01 \x01(\x0c\"\x1e\n\rGenerateReply\x12\r\n\x05group\x18\x01 \x01(\x0c\"/\n\x0fSetLevelRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12\r\n\x05keeps\x18\x02 \x01(\x08\x32\xf6\x04\n\x07Rollout\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12@\n\x08Generate\x12\x1a.sluice.v1.GenerateRequest\x1a\x18.sluice.v1.GenerateReply\x12U\n\x0fInitWeightGroup\x12!.sluice.v1.InitWeightGroupRequest\x1a\x1f.sluice.v1.InitWeightGroupReply\x12G\n\rResendWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1b.sluice.v1.SendWeightsReply\x12>\n\x0bJoinWeights\x12\x1d.sluice.v1.JoinWeightsRequest\x1a\x10.sluice.v1.Empty\x12K\n\x0eReceiveWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1e.sluice.v1.ReceiveWeightsReply\x12I\n\rCommitWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1d.sluice.v1.CommitWeightsReply\x12;\n\x0c\x41\x62ortWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x10.sluice.v1.Empty\x12\x38\n\x08SetLevel\x12\x1a.sluice.v1.SetLevelRequest\x1a\x10.sluice.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_end=158
   _globals['_GENERATEREPLY']._serialized_start=160
   _globals['_GENERATEREPLY']._serialized_end=190
-  _globals['_MOVEREQUEST']._serialized_start=192
-  _globals['_MOVEREQUEST']._serialized_end=235
-  _globals['_ROLLOUT']._serialized_start=238
-  _globals['_ROLLOUT']._serialized_end=848
+  _globals['_SETLEVELREQUEST']._serialized_start=192
+  _globals['_SETLEVELREQUEST']._serialized_end=239
+  _globals['_ROLLOUT']._serialized_start=242
+  _globals['_ROLLOUT']._serialized_end=872
 # @@protoc_insertion_point(module_scope)

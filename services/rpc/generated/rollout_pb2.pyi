@@ -18,7 +18,7 @@ class GenerateReply(_message.Message):
     group: bytes
     def __init__(self, group: _Optional[bytes] = ...) -> None: ...
 
-class MoveRequest(_message.Message):
+class SetLevelRequest(_message.Message):
     __slots__ = ("level", "keeps")
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     KEEPS_FIELD_NUMBER: _ClassVar[int]

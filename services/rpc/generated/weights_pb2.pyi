@@ -59,7 +59,7 @@ class Manifest(_message.Message):
     base: str
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., senders: _Optional[int] = ..., base: _Optional[str] = ...) -> None: ...
 
-class HostWeightsRequest(_message.Message):
+class InitWeightGroupRequest(_message.Message):
     __slots__ = ("epoch", "world_size", "transport", "names")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -71,7 +71,7 @@ class HostWeightsRequest(_message.Message):
     names: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., transport: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class HostWeightsReply(_message.Message):
+class InitWeightGroupReply(_message.Message):
     __slots__ = ("address", "manifest")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
