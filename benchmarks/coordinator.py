@@ -90,7 +90,7 @@ def _configured(config: Config, replicas: int, settings: CoordinatorBenchSetting
         evaluation=Evaluation(before=False, after=False),
         network=Network(security="none"),  # no agent gives keys; streams cost the same with them
         services=replace(
-            config.services, rollout=Rollout(replicas=replicas, slots=settings.groups * config.sampling.group_size)
+            config.services, rollout=Rollout(replicas=replicas, max_num_seqs=settings.groups * config.sampling.group_size)
         ),
         trackers=[],
     )

@@ -92,7 +92,7 @@ async def measure(
 
 def rollout_config(folder: Path, shape: PackingShape, engine: str, slots: int) -> Config:
     config = shape.bench_config(folder)
-    fleet = Rollout(engine=engine, slots=slots, dtype="float32")  # type: ignore[arg-type]
+    fleet = Rollout(engine=engine, max_num_seqs=slots, dtype="float32")  # type: ignore[arg-type]
     return replace(config, services=replace(config.services, rollout=fleet))
 
 

@@ -68,7 +68,7 @@ def measured(folder: Path) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         config = tiny_model.made(Config(run=Run(name="routing"), model=model, warmup=Warmup(cache=str(folder))))
         groups = sampled(config, getattr(torch, dtype))
         for replay in ("off", "routing"):
-            trainer = policy_trainer(msgspec.structs.replace(config, moe=Moe(replay=replay)))
+            trainer = policy_trainer(msgspec.structs.replace(config, moe=Moe(router_replay=replay)))
             trainer.begin_step(0)
             trainer.accumulate(groups)
             yield family, dtype, replay, trainer.apply().metrics
@@ -76,7 +76,7 @@ def measured(folder: Path) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 
 def main() -> None:
     table = LiteralTable()
-    for name in ("family", "dtype", "moe.replay", *COLUMNS, "routing differs"):
+    for name in ("family", "dtype", "moe.router_replay", *COLUMNS, "routing differs"):
         table.add_column(name, justify="right")
     with tempfile.TemporaryDirectory() as folder:
         for family, dtype, replay, found in measured(Path(folder)):

@@ -132,7 +132,7 @@ def _configured(layout: Layout) -> Config:
         algorithm=schema.Algorithm(kl_coefficient=0.001),
         training=schema.Training(staleness=layout.staleness, groups_per_step=1024 * layout.times),
         services=schema.Services(
-            rollout=schema.Rollout(replicas=layout.times * layout.rollouts, slots=256, tensor_parallel=4, engine="vllm"),
+            rollout=schema.Rollout(replicas=layout.times * layout.rollouts, max_num_seqs=256, tensor_parallel=4, engine="vllm"),
             trainer=schema.Trainer(processes=layout.times * layout.trainer, engine="megatron"),
             reference=schema.ReferenceScorer(processes=layout.times * layout.reference, engine="megatron"),
         ),

@@ -50,7 +50,7 @@ def configured(replicas: int, steps: int, folder: str) -> Config:
         evaluation=schema.Evaluation(before=False, after=False),
         rewards=schema.Rewards(rules=[schema.Rule(name="gsm8k")], workers=replicas),
         training=schema.Training(steps=steps, staleness=STALENESS, groups_per_step=GROUPS * replicas),
-        services=schema.Services(rollout=schema.Rollout(replicas=replicas, slots=GROUPS * SIZE)),
+        services=schema.Services(rollout=schema.Rollout(replicas=replicas, max_num_seqs=GROUPS * SIZE)),
         trackers=[],
     )
 

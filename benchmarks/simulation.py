@@ -60,7 +60,7 @@ CASES = (
     Case("η 4", {"training.staleness": "4"}),
     Case("two rollouts", TWO),
     Case("groups of 16", {"sampling.group_size": "16"}),
-    Case("16 slots", {"services.rollout.slots": "16"}),
+    Case("16 slots", {"services.rollout.max_num_seqs": "16"}),
     Case("a rollout of two is lost", TWO, lost_at=LOST_AT),
     Case("three nodes, two rollouts", TWO, nodes=True),
     Case("long replies, η 0", {"training.staleness": "0"}, LONG),

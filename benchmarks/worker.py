@@ -116,7 +116,7 @@ class Bench:
 
     def __init__(self, config: Config):
         self._config = config
-        self._slots = replicas(config)["rollout-0"].slots
+        self._slots = replicas(config)["rollout-0"].max_num_seqs
         self._tried: set[str] = set()
         self.measures: dict[str, Callable[[float], Measured]] = {
             "decode": self.decode,

@@ -172,10 +172,10 @@ def _watched(console: Console, verbose: bool, work: Callable[[View], Coroutine[A
         sys.exit(how.code)
 
 
-def _tune(options: argparse.Namespace) -> None:
-    from launcher.commands.tune import tune
+def _sft(options: argparse.Namespace) -> None:
+    from launcher.commands.sft import sft
 
-    _say_result(options, tune)
+    _say_result(options, sft)
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -260,7 +260,7 @@ def _run_of(module: str) -> Callable[[argparse.Namespace], int]:
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "quickstart": _quickstart,
     "train": _train,
-    "tune": _tune,
+    "sft": _sft,
     "eval": _eval,
     "play": _play,
     "serve": _serve,

@@ -34,10 +34,10 @@ from runtime.models import tiny_model
 from runtime.process import keys, os_process
 from runtime.process.aio import unless_failed
 from runtime.process.command_line import ending_signals
+from runtime.sft.warmup import cache_folder
 from runtime.status import Progress
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Startup
-from runtime.tuning.warmup import cache_folder
 from services.rpc import client
 from sluice import start
 
@@ -58,7 +58,7 @@ async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
     folder = cache_folder(settings)
     if not folder.exists():
         view.phase("warm-up", detail="a tiny model, by supervised training")
-        command = start.command("runtime.tuning.warmup", msgspec.json.encode(settings).decode())
+        command = start.command("runtime.sft.warmup", msgspec.json.encode(settings).decode())
         child = await supervisor.start(ProcessSpec(name="warmup", role="warmup", command=command, env={}), capture=True)
         deadline = settings.max_seconds + timeouts.WARM_UP_START
         try:
@@ -220,7 +220,7 @@ class Job(ABC, Generic[Result]):
 
     async def _watch(self, address: str) -> None:
         """Follow the run until it has ended. A coordinator that lives but is silent is ended, and another one replaces it."""
-        silence, phase = self._agent.config.deadlines.silence, ""
+        silence, phase = self._agent.config.deadlines.keepalive, ""
         while True:
             reporting: Child | None = None
             with suppress(SluiceError):  # the stream ends with the coordinator; its exit code gives the reason
@@ -238,7 +238,7 @@ class Job(ABC, Generic[Result]):
                         return
                     reporting = self._coordinator.child
             if reporting is not None:
-                why = f"is silent (deadlines.silence {silence:g} s)"
+                why = f"is silent (deadlines.keepalive {silence:g} s)"
                 self.supervisor.give_up(reporting.spec.name, reporting.incarnation, why)
             await asyncio.sleep(timeouts.AGENT_RETRY)
 

@@ -100,7 +100,7 @@ class Peers:
         """Open sessions to the units that had registered with an earlier coordinator. A unit that cannot be reached is lost."""
         self._began = True
         for unit in self._register.units("", UnitState.REGISTERED):
-            self._connect(unit, self._config.deadlines.silence)
+            self._connect(unit, self._config.deadlines.keepalive)
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     async def stop_all(self) -> None:
@@ -143,7 +143,7 @@ class Peers:
     async def _open(self, unit: Unit, timeout: float) -> None:
         """Open the unit's sessions and use them from now on. Raises DeadlineExceeded."""
         service, former = service_of(unit.role, self._config), self._sessions.get(unit.name, [])
-        silence = self._config.deadlines.silence
+        silence = self._config.deadlines.keepalive
         sessions = [
             Session(one.address, one.name, service, one.machine, silence, self.term, self._keys, one.incarnation)
             for one in unit.processes
@@ -215,7 +215,7 @@ class CoordinatorProcess:
         server = Server(
             {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
             {("Coordinator", "Watch"): self._watch, ("Coordinator", "Join"): self._nodes.join},
-            silence=self._config.deadlines.silence,
+            silence=self._config.deadlines.keepalive,
             keys=self._keys,
         )
         settings, network = self._config.services.coordinator, self._config.network
@@ -279,7 +279,7 @@ class CoordinatorProcess:
         context = await self._context(self._ledger)  # reads the data while the services start
         async with _closed(context.trackers, context.ledger):
             if self._left is not None:
-                await self._peers.take_up()  # a unit that does not connect within `deadlines.silence` is lost
+                await self._peers.take_up()  # a unit that does not connect within `deadlines.keepalive` is lost
                 self._run = await TrainingRun.taken_up(context, self._register, self._left.course)
             else:
                 before = time.monotonic()

@@ -128,8 +128,8 @@ class EnvironmentChannels:
         }
 
     async def check(self) -> None:
-        """Check that the user's servers answer. Raises UserError if a server does not answer within `deadlines.silence`."""
-        silence = self._config.deadlines.silence
+        """Check that the user's servers answer. Raises UserError if a server does not answer within `deadlines.keepalive`."""
+        silence = self._config.deadlines.keepalive
         for name, channel in self._servers.items():
             try:
                 await channel.describe(silence)
@@ -147,7 +147,7 @@ class EnvironmentChannels:
 
     def _to(self, to: PeerAddress) -> EnvironmentChannel:
         called = keys.process(to.name, to.incarnation)
-        channel = security.connection(grpc.aio, to.address, self._keys, called, options(self._config.deadlines.silence))
+        channel = security.connection(grpc.aio, to.address, self._keys, called, options(self._config.deadlines.keepalive))
         return EnvironmentChannel(to.name, channel, security.shown_to(called, self._keys, to.token))
 
     def by_name(self) -> dict[str, list[EnvironmentChannel]]:
@@ -192,7 +192,7 @@ class RolloutSessions:
         self._changed = asyncio.Event()
 
     async def _open(self, to: PeerAddress) -> None:
-        silence = self._config.deadlines.silence
+        silence = self._config.deadlines.keepalive
         session = Session(
             to.address, to.name, "Rollout", to.machine, silence, keys=self._keys, incarnation=to.incarnation, token=to.token
         )
@@ -241,8 +241,8 @@ class RolloutSessions:
 
     async def _choose(self, kept: str, until: float) -> tuple[PeerAddress, Session]:
         """Return the conversation's rollout if it serves, else the least loaded. Raises Unreachable if no rollout serves within
-        `deadlines.silence`."""
-        until = min(until, now() + self._config.deadlines.silence)
+        `deadlines.keepalive`."""
+        until = min(until, now() + self._config.deadlines.keepalive)
         while not self._sessions:
             if not await done_within(self._changed.wait(), until - now()):
                 raise Unreachable("rollout", "Generate", "no rollout that the coordinator named can be reached")

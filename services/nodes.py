@@ -262,8 +262,8 @@ class Nodes:
 
     async def _namesake(self, node: NodeRegistration) -> None:
         """Wait for the end of the node's former stream, which may arrive after the next stream has begun. The same agent ends
-        it at once; another agent waits up to `deadlines.silence`."""
-        give_up = time.monotonic() + self.config.deadlines.silence
+        it at once; another agent waits up to `deadlines.keepalive`."""
+        give_up = time.monotonic() + self.config.deadlines.keepalive
         while (former := self.roster.there.get(node.name)) is not None:
             if (former.pid, former.machine) == (node.pid, node.machine):
                 self._streams[node.name].set()

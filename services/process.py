@@ -256,7 +256,7 @@ class ServiceProcess:
         service = self._service
         settings, handlers = service.config.network, {service.service: self._role_handlers()}
         handlers["Process"] = self._process_handlers()
-        server = Server(handlers, self._streams(), service.config.deadlines.silence, self._fence, self._keys)
+        server = Server(handlers, self._streams(), service.config.deadlines.keepalive, self._fence, self._keys)
         self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()  # status calls are answered while `load` runs
         await server.set_serving(False)

@@ -34,7 +34,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
 
     settings, device = replicas(config)[name], platform.device()
     dtype = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
-    longest, replays = longest_text(config), config.moe.replay == "routing"
+    longest, replays = longest_text(config), config.moe.router_replay == "routing"
     if settings.engine == "torch":
         from runtime.rollout.torch.engine import TorchRolloutEngine
 
@@ -42,7 +42,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
             config.model.path,
             device=device,
             dtype=dtype,
-            slots=settings.slots,
+            slots=settings.max_num_seqs,
             max_model_len=longest,
             replays=replays,
         )
@@ -53,7 +53,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         name=name,
         device=device,
         dtype=dtype,
-        slots=settings.slots,
+        slots=settings.max_num_seqs,
         max_model_len=longest,
         tensor_parallel=settings.tensor_parallel,
         engine_args=settings.engine_args,

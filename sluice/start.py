@@ -13,7 +13,7 @@ import sys
 
 PACKAGES = ("sluice", "runtime", "services", "launcher")
 STOPPED = {
-    **dict.fromkeys(("train", "quickstart", "tune"), "stopped before training began: there is nothing to save"),
+    **dict.fromkeys(("train", "quickstart", "sft"), "stopped before training began: there is nothing to save"),
     **dict.fromkeys(("eval", "play"), "stopped before the evaluation began"),
     "serve": "stopped before it served",
     "node": "stopped before this node took part",

@@ -25,21 +25,21 @@ def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     quickstart.add_argument("--write", type=Path, metavar="FILE", help="only write its configuration there, to begin from")
     train = commands.add_parser("train", help="run a whole topology on this machine")
-    tune = commands.add_parser("tune", help="supervised fine-tuning of a configuration's model on the replies of its data")
+    sft = commands.add_parser("sft", help="supervised fine-tuning of a configuration's model on the replies of its data")
     evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
     validate.add_argument("--since", choices=("0.1",), help="also list the defaults that have changed since that version")
     simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
     play = commands.add_parser("play", help="play one task of a configuration, and print the conversation; train nothing")
     play.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0 (default: 0)")
-    for command in (train, tune, evaluate, play, validate, simulate):
+    for command in (train, sft, evaluate, play, validate, simulate):
         command.add_argument("config", type=Path, help="a YAML file")
         command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     serve = commands.add_parser("serve", help="an endpoint for agents, in OpenAI's and Anthropic's API; train nothing")
     serve.add_argument("model", help="a Hugging Face folder, or a run's")
     for command in (serve, quickstart):
         command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    for command in (train, tune, evaluate, play, serve, quickstart):
+    for command in (train, sft, evaluate, play, serve, quickstart):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
     add_simulate(simulate)
 

@@ -58,7 +58,7 @@ CAUSES = {  # each cause: what it is, and what changes it
         "the run was not under way, or was starting; or its trainer was",
         "the logs say what ended; `sluice status`, summary.json and startup.json what a start takes",
     ),
-    "dispatch": ("no rollout took the group yet", "services.rollout.slots or replicas; with agents gateway.episodes"),
+    "dispatch": ("no rollout took the group yet", "services.rollout.max_num_seqs or replicas; with agents gateway.episodes"),
     "generate": (
         "the step's last group was generated",
         "a rollout named more often than others is slow itself; else services.rollout.replicas, sampling.max_new_tokens",

@@ -200,7 +200,7 @@ def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, l
         keys.say("there is no KL term, and so no reference", own, original, load, backbone)
         return
     if lora and backbone.value:
-        keys.put("reference.mode", "adapter_off", backbone)
+        keys.put("reference.source", "adapter_off", backbone)
         keys.say("the reference is the policy without its adapters", own, original, load)
         return
     keys.say("off", backbone)
@@ -231,7 +231,7 @@ def _rollouts(keys: RoleSettings, actor: Setting) -> None:
             keys.put(f"{path}.replicas", actor.value // size, actor, ways)
     slots = keys.of(section, "max_num_seqs")
     if slots.given:
-        keys.put(f"{path}.slots", slots.value, slots)
+        keys.put(f"{path}.max_num_seqs", slots.value, slots)
     dtype = keys.of(section, "dtype")
     if dtype.value not in (None, "bfloat16", "float32", "auto"):
         keys.refuse(dtype, "must be bfloat16 or float32")

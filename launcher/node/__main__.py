@@ -126,7 +126,7 @@ class WorkerNode:
         phase = ""
         while True:
             with suppress(ServiceFault, Forbidden):  # no coordinator yet, or this node has not read its secret
-                async for progress in client.watch(self._agent.coordinator, self._deadlines.silence, self._agent.keys):
+                async for progress in client.watch(self._agent.coordinator, self._deadlines.keepalive, self._agent.keys):
                     if self._coordinator.child is not None:
                         self._view.progress(progress)
                     elif progress.phase != phase:

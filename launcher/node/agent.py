@@ -120,7 +120,7 @@ class Agent:
             timeout = deadlines.coordinator if self._assignment.launches else deadlines.start + warm_up_seconds(self._own)
             try:
                 await asyncio.to_thread(self.look_for_keys)
-                async with client.Channel(self.coordinator, self.keys, silence=deadlines.silence) as channel:
+                async with client.Channel(self.coordinator, self.keys, silence=deadlines.keepalive) as channel:
                     patience = min(max(0.0, reached + timeout - loop.time()), timeouts.CONTROL_CALL)
                     await channel.ready("coordinator", patience)  # at the address may be another process, or another secret
                     refused = False

@@ -46,7 +46,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # by the controller, in cgroup v2 and v1
 
 ADVICE = {
-    "rollout": "lower services.rollout.slots, sampling.max_new_tokens or data.max_prompt_tokens",
+    "rollout": "lower services.rollout.max_num_seqs, sampling.max_new_tokens or data.max_prompt_tokens",
     "trainer": "lower training.max_tokens_per_microbatch, or raise services.trainer.processes",
     "critic": "lower training.max_tokens_per_microbatch, or raise services.critic.processes",
     "reference": "lower services.reference.max_tokens_per_microbatch",

@@ -56,7 +56,7 @@ def stalled(ranks: Mapping[int, ReceivedHeartbeat], now: float, stopped: Collect
     for rank, heard in sorted(ranks.items()):
         limit = min(heard.beat.loop, timeouts.STALL_LEAST) if rank in stopped else heard.beat.loop
         if (silent := now - heard.when) > limit:
-            why = f"its event loop has not run for {silent:.1f} s (deadlines.stall.loop: {limit:.3g} s)"
+            why = f"its event loop has not run for {silent:.1f} s (deadlines.watchdog.loop: {limit:.3g} s)"
             return rank, f"is stopped: {why}" if rank in stopped else why
     furthest: dict[str, int] = {}
     for heard in ranks.values():
@@ -66,7 +66,7 @@ def stalled(ranks: Mapping[int, ReceivedHeartbeat], now: float, stopped: Collect
         beat = heard.beat
         if beat.phase and beat.seconds > beat.limit:
             why = f"no progress in {described(beat.phase, beat.detail)} for {beat.seconds:.1f} s"
-            why += f" (deadlines.stall.{beat.phase}: {beat.limit:.3g} s)"
+            why += f" (deadlines.watchdog.{beat.phase}: {beat.limit:.3g} s)"
             if missing := _missing(beat, furthest):
                 why += f"; other ranks wait for it in {missing}"
             return rank, why

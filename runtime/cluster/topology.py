@@ -88,7 +88,7 @@ def replicas(config: Config) -> dict[str, Rollout]:
 
 def slots(config: Config) -> dict[str, int]:
     """Return how many sequences each rollout generates at once, by its name."""
-    return {name: fleet.slots for name, fleet in replicas(config).items()}
+    return {name: fleet.max_num_seqs for name, fleet in replicas(config).items()}
 
 
 def place_in_fleet(config: Config, instance: Instance) -> int:
@@ -110,7 +110,7 @@ def _fleet_of(config: Config, instance: Instance) -> tuple[str, Process, int]:
 
 def uses_reference(config: Config) -> bool:
     """Return True if the run needs a reference service: only this gives the frozen model's log-probabilities."""
-    return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
+    return config.reference.source == "service" and config.algorithm.kl_coefficient > 0
 
 
 def group_of(config: Config, instance: Instance) -> list[Instance]:

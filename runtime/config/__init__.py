@@ -48,7 +48,7 @@ from runtime.config.services import (
     Trainer,
     WeightSyncConfig,
 )
-from runtime.config.training import Critic, Moe, Optimizer, Reference, Training, Tune
+from runtime.config.training import Critic, Moe, Optimizer, Reference, Sft, Training
 
 
 class Config(Section, frozen=True):
@@ -68,7 +68,7 @@ class Config(Section, frozen=True):
     algorithm: Algorithm = Algorithm()
     training: Training = Training()
     moe: Moe = Moe()
-    tune: Tune = Tune()
+    sft: Sft = Sft()
     critic: Critic | None = None
     """Null: none; `{}`: one with the defaults below. For `algorithm.advantage: gae` alone."""
     reference: Reference = Reference()
@@ -92,13 +92,13 @@ class Config(Section, frozen=True):
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])
     """Where metrics go."""
 
-    def optimizer_of(self, role: Literal["trainer", "critic", "tune"]) -> Optimizer:
+    def optimizer_of(self, role: Literal["trainer", "critic", "sft"]) -> Optimizer:
         """Return the optimizer's settings for a role: `training.optimizer`, at the learning rate of the role."""
         policys = self.training.optimizer
         rate = {
             "trainer": policys.learning_rate,
             "critic": (self.critic or Critic()).learning_rate,
-            "tune": self.tune.learning_rate,
+            "sft": self.sft.learning_rate,
         }[role]
         scale = rate / policys.learning_rate if policys.learning_rate else 0.0
         return replace(policys, learning_rate=rate, min_learning_rate=scale * policys.min_learning_rate)

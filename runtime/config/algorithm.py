@@ -90,7 +90,7 @@ class Algorithm(Section, frozen=True):
     kl: str = "k3"
     """Estimator of the KL to the reference: `k1`, `k2`, `k3` (clamped), `k3_plain`, `abs`."""
     kl_coefficient: Rate = 0.0
-    """β; 0: no KL term, and no reference service is started. Above 0 the log-probabilities come from where `reference.mode`
+    """β; 0: no KL term, and no reference service is started. Above 0 the log-probabilities come from where `reference.source`
     says."""
     kl_placement: Literal["loss", "reward", "advantage"] = "loss"
     """In the `loss`, or, with the log-probabilities as sampled, subtracted from the `reward` at each token or from its

@@ -169,18 +169,18 @@ def semantic_faults(
 
 
 def alone(config: Config) -> Config:
-    """Return the parts of a configuration that `sluice tune` uses, as that of a run with only a trainer."""
-    training, tune = config.training, config.tune
+    """Return the parts of a configuration that `sluice sft` uses, as that of a run with only a trainer."""
+    training, sft = config.training, config.sft
     return Config(
         run=config.run,
         model=config.model,
         data=config.data,
         training=Training(
-            optimizer=config.optimizer_of("tune"),
+            optimizer=config.optimizer_of("sft"),
             max_tokens_per_microbatch=training.max_tokens_per_microbatch,
             on_nonfinite=training.on_nonfinite,
         ),
-        tune=tune,
+        sft=sft,
         lora=config.lora,
         services=Services(rollout=[], trainer=config.services.trainer),
         checkpoint=config.checkpoint,
@@ -192,14 +192,14 @@ def alone(config: Config) -> Config:
 
 
 def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_bytes: int | None = None) -> list[str]:
-    """Return a line for each fault of `sluice tune`, as `semantic_faults` does."""
+    """Return a line for each fault of `sluice sft`, as `semantic_faults` does."""
     tuned = alone(config)
     short = replace(tuned, data=replace(tuned.data, max_prompt_tokens=1), sampling=Sampling(max_new_tokens=1))
     of_layouts = [*megatron_faults(tuned, spread_models(tuned))]
     return [
         *_run(tuned),
         *_unknown_names(tuned, known),
-        *_tune(tuned),
+        *_sft(tuned),
         *data_faults(tuned, bool(config.data.train)),
         *(model_faults(short, True) if config.model.path else ()),
         *_values(replace(tuned, training=config.training)),
@@ -209,14 +209,14 @@ def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_by
     ]
 
 
-def _tune(config: Config) -> Iterator[str]:
-    limit, most = (policy_model(config) or {}).get("max_position_embeddings"), config.tune.max_tokens
+def _sft(config: Config) -> Iterator[str]:
+    limit, most = (policy_model(config) or {}).get("max_position_embeddings"), config.sft.max_tokens
     if not config.model.path:
-        yield "model.path: missing; sluice tune makes no warm-up"
+        yield "model.path: missing; sluice sft makes no warm-up"
     if not config.data.train:
         yield "data.train: missing; name a json, jsonl, parquet or arrow file with replies"
     if limit is not None and most > limit:
-        yield f"tune.max_tokens: {most} exceeds the model's {limit} positions"
+        yield f"sft.max_tokens: {most} exceeds the model's {limit} positions"
 
 
 def _run(config: Config) -> Iterator[str]:
@@ -353,8 +353,8 @@ def _lora(config: Config) -> Iterator[str]:
         yield LORA_NEEDS_PEFT
     algorithm = config.algorithm
     kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
-    if config.reference.mode == "adapter_off" and config.critic is not None and kl_in_reward:
-        yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
+    if config.reference.source == "adapter_off" and config.critic is not None and kl_in_reward:
+        yield "reference.source: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
 
 
 def _has(package: str) -> bool:

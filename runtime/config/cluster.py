@@ -69,10 +69,10 @@ class Deadlines(Section, frozen=True):
     start: Seconds = 120.0
     """Of a process, from its start to its registration. Of a run without rollouts, or a request without a reward or reference
     service, until one is back. Of a trainer or critic to be back, after the longest backoff, and to read its checkpoint."""
-    silence: Seconds = 30.0
+    keepalive: Seconds = 30.0
     """Of a process that answers no ping, and a rollout without status reports. The run continues without the process, which is
     started again; a rank with its group, a coordinator alone."""
-    stall: dict[StallPhase, Seconds] = {}
+    watchdog: dict[StallPhase, Seconds] = {}
     """By phase: longest time without progress. The agent writes the process's stacks to its log, ends it and starts it again.
     `loop` is the event loop, `decode` a rollout's next token, `forward` and `backward` a micro-batch, `reduce` and `update` an
     optimizer's, `command` the rest of a command. Default of a phase: ten times its longest time in that process, at least 10 s.

@@ -113,7 +113,7 @@ _REMOVED = {
     "critic.optimizer": "write critic.learning_rate; all else is training.optimizer's",
     "training.optimizer.momentum": "Muon's is 0.95; leave the key out",
     "evaluation.min_p": "evaluations filter by top_p and top_k; leave the key out",
-    "tune.optimizer": "write tune.learning_rate; all else is training.optimizer's",
+    "sft.optimizer": "write sft.learning_rate; all else is training.optimizer's",
     **{
         f"warmup.{key}": "follows from warmup.task; leave the key out"
         for key in (

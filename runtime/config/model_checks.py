@@ -351,7 +351,7 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
     return {
         path: kv_cache_bytes(
             policy,
-            fleet.slots + PROBES,
+            fleet.max_num_seqs + PROBES,
             longest_text(config),
             _DTYPE_BYTES[computed_dtype(fleet.dtype, config.model.dtype, on_cpus)],
         )
@@ -371,7 +371,7 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
         needed = fleet.replicas * each
         if needed > free:
             yield (
-                f"{path}.slots: {fleet.slots} slots of {longest_text(config)} tokens in {fleet.replicas} replica(s) need "
+                f"{path}.max_num_seqs: {fleet.max_num_seqs} slots of {longest_text(config)} tokens in {fleet.replicas} replica(s) need "
                 f"{needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available{_HINT}"
             )
         free -= min(needed, free)

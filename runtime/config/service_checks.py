@@ -37,11 +37,11 @@ from runtime.weights.plan import resolve_transport
 
 
 def reference_faults(config: Config) -> Iterator[str]:
-    mode, coefficient = config.reference.mode, config.algorithm.kl_coefficient
+    mode, coefficient = config.reference.source, config.algorithm.kl_coefficient
     if mode == "none" and coefficient > 0:
-        yield f"reference.mode: none leaves the KL term of algorithm.kl_coefficient {coefficient:g} without its reference"
+        yield f"reference.source: none leaves the KL term of algorithm.kl_coefficient {coefficient:g} without its reference"
     if mode == "adapter_off" and config.lora is None:
-        yield "reference.mode: adapter_off needs a lora section; it is the policy without its adapters"
+        yield "reference.source: adapter_off needs a lora section; it is the policy without its adapters"
     settings = config.services.reference
     if settings.engine == "torch" and settings.processes > 1:
         yield f"services.reference.processes: {settings.processes} is for engine megatron; engine torch takes replicas"
@@ -51,7 +51,7 @@ def reference_faults(config: Config) -> Iterator[str]:
         if not coefficient:
             yield f"{key}: '{folder}' has no use without a KL term; algorithm.kl_coefficient must be above 0"
         elif mode != "service" or settings.engine == "megatron":
-            needed = "reference.mode service and services.reference.engine torch, which holds several models"
+            needed = "reference.source service and services.reference.engine torch, which holds several models"
             yield f"{key}: '{folder}' needs {needed}"
     yield from _nothing_to_learn(config)
 

@@ -103,7 +103,7 @@ class Rollout(Computing, frozen=True):
     """Number of engines."""
     engine: Literal["torch", "vllm"] = "torch"
     """`torch` is embedded. `vllm` runs vLLM's AsyncLLM."""
-    slots: Positive = 64
+    max_num_seqs: Positive = 64
     """Sequences that an engine decodes at a time. The KV cache of each slot holds `data.max_prompt_tokens` plus the longest
     reply, or `gateway.context` if that is more."""
     dtype: DType = "auto"
@@ -268,7 +268,7 @@ class Services(Section, frozen=True):
     coordinator: Coordinator = Coordinator()
     rollout: Rollout | list[Rollout] = Rollout()
     """One fleet, or a list of different fleets. Rollouts are numbered over all fleets, from `rollout-0`, and all get the same
-    versions. Overrides count fleets from 0 (`services.rollout.1.slots=8`)."""
+    versions. Overrides count fleets from 0 (`services.rollout.1.max_num_seqs=8`)."""
     gateway: Gateways = Gateways()
     environment: dict[str, Environment] = {}
     """The agents that play the episodes, by names of your choice. Processes are numbered over all of them, from
@@ -307,7 +307,7 @@ class WeightSyncConfig(Section, frozen=True):
     bfloat16 with `encoding: delta`. The exported model has the dtype in the `config.json` of `model.path`."""
     join_timeout: Seconds = 60.0
     """Deadline to connect the group. A rollout that stops meanwhile delays weight syncs for this time, or for
-    `deadlines.silence` if that is shorter and the rollout served before."""
+    `deadlines.keepalive` if that is shorter and the rollout served before."""
     transfer_timeout: Seconds = 60.0
     """Deadline from the sender's announcement to the last bucket, gathering the weights included. The checksums have the same
     deadline again."""

@@ -76,9 +76,9 @@ class Training(Section, frozen=True):
 
 
 class Moe(Section, frozen=True):
-    """How a policy with experts is trained. With `lora` all stays off; `sluice tune` reads none of it."""
+    """How a policy with experts is trained. With `lora` all stays off; `sluice sft` reads none of it."""
 
-    replay: Literal["off", "routing"] = "off"
+    router_replay: Literal["off", "routing"] = "off"
     """`routing`: the trainer gives each token to the experts that it took in the rollout, with the weights of its own router
     (R3, arXiv:2510.11370); `off`: to those that its own router chooses."""
     aux_loss: Rate = 0.0
@@ -111,13 +111,13 @@ class Critic(Section, frozen=True):
 class Reference(Section, frozen=True):
     """Where the reference's log-probabilities come from."""
 
-    mode: Literal["service", "adapter_off", "none"] = "service"
+    source: Literal["service", "adapter_off", "none"] = "service"
     """`service`: reference services, which run when `algorithm.kl_coefficient` is above 0; `adapter_off`: the trainer with its
     LoRA adapters switched off (needs `lora`); `none`: nowhere, with a coefficient of 0."""
 
 
-class Tune(Section, frozen=True):
-    """Supervised fine-tuning, `sluice tune`: of the policy, by `services.trainer`, on the replies of `data.train`. `sluice
+class Sft(Section, frozen=True):
+    """Supervised fine-tuning, `sluice sft`: of the policy, by `services.trainer`, on the replies of `data.train`. `sluice
     train` reads none of it."""
 
     epochs: Passes = 1
@@ -128,4 +128,4 @@ class Tune(Section, frozen=True):
     """Of a conversation, replies included; longer ones are left out and counted."""
     learning_rate: Rate = 1e-5
     """The highest; all else of the optimizer is `training.optimizer`, whose `min_learning_rate` is scaled in proportion, and
-    whose schedule ends with the last step of `sluice tune`."""
+    whose schedule ends with the last step of `sluice sft`."""

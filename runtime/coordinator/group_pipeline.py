@@ -67,7 +67,7 @@ class GroupStage:
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             **sampling.filters,
-            experts_from=0 if context.config.moe.replay == "routing" else -1,
+            experts_from=0 if context.config.moe.router_replay == "routing" else -1,
             stop_token_ids=context.stop_token_ids,
         )
         self._most: int | None = None  # the most groups on all rollouts; None: compute it again after a change

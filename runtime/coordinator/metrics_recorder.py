@@ -126,7 +126,7 @@ class BusyMeter:
         if not isinstance(answer, ServiceFault):
             raise answer
         if now() - self._heard[rollout] >= self._silence:
-            self._pool.register.lose(rollout, f"no status for {self._silence:g} s (deadlines.silence)")
+            self._pool.register.lose(rollout, f"no status for {self._silence:g} s (deadlines.keepalive)")
         return None
 
 
@@ -265,7 +265,7 @@ class Probes:
             max_new_tokens=min(NEW_TOKENS, config.sampling.max_new_tokens),
             temperature=config.sampling.temperature,
             **config.sampling.filters,
-            experts_from=0 if config.moe.replay == "routing" else -1,
+            experts_from=0 if config.moe.router_replay == "routing" else -1,
             stop_token_ids=context.stop_token_ids,
         )
         self._pool, self._history, self._spans, self._answered = pool, history, spans, answered

@@ -113,7 +113,7 @@ class Attempt:
         self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer, history)
         self._spans = SpanClock(now)
         self.publisher = WeightPublisher(roles.trainer, pool, config.weight_sync, config.deadlines.train)
-        self._meter = BusyMeter(pool, config.deadlines.silence)
+        self._meter = BusyMeter(pool, config.deadlines.keepalive)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self.buffer, limit) if config.algorithm.dynamic_sampling else None
         self._probes = Probes(context, pool, history, self._spans, self.buffer.ready_changed)

@@ -42,12 +42,12 @@ from runtime.process.aio import unless_failed
 #
 #     a thread or a task ── at("backward") ──►  open phases  ──►  event loop ── Heartbeat ──►  launcher/node/watchdog.py
 #
-# A phase has a limit: `deadlines.stall`, or ten times its longest duration so far in the process, at least 10 s. The agent ends
+# A phase has a limit: `deadlines.watchdog`, or ten times its longest duration so far in the process, at least 10 s. The agent ends
 # a process whose phase exceeds the limit, or whose event loop is silent for the limit of "loop". Writes have no limit.
 
 now = time.monotonic
 NAME = "SLUICE_BEATS"  # variable: the process's name; its standard input is then a socket for heartbeats
-TIMES = 10  # a phase's limit over its longest duration, unless `deadlines.stall` has a limit
+TIMES = 10  # a phase's limit over its longest duration, unless `deadlines.watchdog` has a limit
 DISK = "disk"  # the phase of a write: to wait for a file system that does not answer is no stall
 LEARNT = 10  # durations before they set a phase's limit: earlier ones may include the compilation of kernels
 
@@ -77,7 +77,7 @@ class Work:
         self._taken: dict[str, tuple[int, float]] = {}  # by phase: how often it ended, and the longest seconds
 
     def configure(self, settings: Deadlines) -> None:
-        self._limits = {str(phase): seconds for phase, seconds in settings.stall.items()}
+        self._limits = {str(phase): seconds for phase, seconds in settings.watchdog.items()}
         self._first = settings.start
 
     @contextmanager

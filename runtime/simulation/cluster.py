@@ -179,7 +179,7 @@ class SimulatedProcess:
             self.paused(True)
             self.cluster.observer.stopped(self)
             if self.is_group:
-                silence = self.cluster.config.deadlines.silence
+                silence = self.cluster.config.deadlines.keepalive
                 self.loop.call_later(silence, self._pinged, silence)
 
     def go_on(self) -> None:

@@ -302,7 +302,7 @@ def variations(config: Config, costs: Costs) -> Iterator[tuple[str, Config, Cost
         for replicas in (fleet.replicas - 1, fleet.replicas + 1):
             if replicas:
                 yield f"rollouts {replicas}", _with_fleet(config, replicas=replicas), costs
-        yield f"slots {2 * fleet.slots}", _with_fleet(config, slots=2 * fleet.slots), costs
+        yield f"slots {2 * fleet.max_num_seqs}", _with_fleet(config, max_num_seqs=2 * fleet.max_num_seqs), costs
     for staleness in (training.staleness - 1, training.staleness + 1):
         if staleness >= 0:
             yield f"η {staleness}", replace(config, training=replace(training, staleness=staleness)), costs

@@ -213,7 +213,7 @@ class PolicyObjective(Objective):
         algorithm = config.algorithm
         self._backend = backend
         diverges = algorithm.kl_coefficient != 0
-        self.reference_is_base = diverges and config.reference.mode == "adapter_off"
+        self.reference_is_base = diverges and config.reference.source == "adapter_off"
         reference = diverges and not self.reference_is_base
         self.needs = Needs(reference, self._algorithm.advantage.needs_values, backend.routes)
         self._kl_in_loss = diverges and algorithm.kl_placement == "loss"

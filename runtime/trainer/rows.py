@@ -258,7 +258,7 @@ def _check(
     payload.check_sets(vocab_size)
     tokens = len(payload.prompt) + sum(map(fed, payload.lengths.tolist()))
     if experts is not None and (payload.experts is None or not payload.experts.fit(tokens, *experts)):
-        raise InvalidMessage(f"{where}: its experts do not fit {tokens} tokens of this model; moe.replay needs them")
+        raise InvalidMessage(f"{where}: its experts do not fit {tokens} tokens of this model; moe.router_replay needs them")
     if payload.turn_rewards:
         mask, begins = payload.loss_mask.expand(), starts(payload.lengths.astype(np.int64))
         for turn in payload.turn_rewards:

@@ -122,7 +122,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
         gateway={"context": 16384},
         algorithm={"kl_coefficient": 0.0},
         training={"steps": 1000, "groups_per_step": 1, "staleness": 0, "max_tokens_per_microbatch": 32768},
-        services={"rollout": {"replicas": 1, "slots": 4}},
+        services={"rollout": {"replicas": 1, "max_num_seqs": 4}},
     )
     with started(config, folder=folder / "run", python=PYTHON) as live:
         live.says("training", START)

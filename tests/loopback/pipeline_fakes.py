@@ -566,7 +566,7 @@ class RunFolder:
             rewards=config.Rewards(rules=[config.Rule(name="gsm8k")]),
             algorithm=config.Algorithm(kl_coefficient=0.1),
             training=config.Training(steps=self.steps, staleness=self.staleness, groups_per_step=self.groups_per_step),
-            services=config.Services(rollout=config.Rollout(replicas=2, slots=16)),
+            services=config.Services(rollout=config.Rollout(replicas=2, max_num_seqs=16)),
             weight_sync=config.WeightSyncConfig(transfer_timeout=20.0, commit_timeout=20.0),
             trackers=[config.Tracker(name="jsonl")],
         )

@@ -488,7 +488,7 @@ def test_nobody_at_the_address_is_the_same_error() -> None:
 def test_a_server_is_asked_who_it_is_before_a_run_begins() -> None:
     async def check(address: str, silence: float) -> None:
         services = Services(environment={"game": Environment(server=RemoteServer(address=address))})
-        config = Config(run=Run(name="a"), services=services, deadlines=Deadlines(silence=silence))
+        config = Config(run=Run(name="a"), services=services, deadlines=Deadlines(keepalive=silence))
         channels = EnvironmentChannels(config, None)
         try:
             await channels.check()

@@ -230,7 +230,7 @@ async def test_what_cannot_be_placed_ends_the_run_before_anything_starts(desk: D
     assert not a.life.done()
 
 
-@handed(run, make(cluster=NAMED, services=ON_B, deadlines={"silence": 0.5}))
+@handed(run, make(cluster=NAMED, services=ON_B, deadlines={"keepalive": 0.5}))
 async def test_an_agent_that_reconnects_is_not_its_own_namesake_and_another_waits_for_its_end(desk: Desk) -> None:
     _, b = await came(desk, "a", "b")
     await b.told()

@@ -210,7 +210,7 @@ def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
 
     for rollout in cast.rollouts:
         around(rollout, "_generate", hold)
-    fleets = config.Services(rollout=[config.Rollout(slots=4), config.Rollout(slots=16)])
+    fleets = config.Services(rollout=[config.Rollout(max_num_seqs=4), config.Rollout(max_num_seqs=16)])
     training = config.Training(steps=20, staleness=20, groups_per_step=4, depth="bound")
     RunFolder(tmp_path, sections={"services": fleets, "training": training}).run(cast)
     assert asked == [5, 17]

@@ -40,7 +40,7 @@ from tests.loopback.pipeline_fakes import (
 )
 
 # Few slots, so that every rollout is given groups from the start.
-SERVICES = config.Services(rollout=config.Rollout(replicas=2, slots=4))
+SERVICES = config.Services(rollout=config.Rollout(replicas=2, max_num_seqs=4))
 
 
 def cast_of(*names: str) -> Cast:
@@ -357,7 +357,7 @@ def test_before_the_first_weight_sync_a_loss_ends_the_run(tmp_path: Path) -> Non
 
 
 def test_models_that_do_not_come_back_are_named_at_their_deadline(tmp_path: Path) -> None:
-    restarts = config.Services(rollout=config.Rollout(replicas=2, slots=16), trainer=config.Trainer(restarts=1))
+    restarts = config.Services(rollout=config.Rollout(replicas=2, max_num_seqs=16), trainer=config.Trainer(restarts=1))
     folder = RunFolder(tmp_path, steps=STEPS, sections=SAVED | {"services": restarts, "deadlines": config.Deadlines(start=0.2)})
     cast = Cast.make()
     Troupe(cast, ("apply", 8))

@@ -180,7 +180,7 @@ def test_an_advantage_that_needs_values_needs_a_critic(tmp_path: Path, monkeypat
 
 def test_no_reference_is_asked_where_the_trainer_computes_it(tmp_path: Path) -> None:
     cast = Cast.prompt()
-    sections = {"reference": config.Reference(mode="adapter_off"), "lora": config.Lora()}
+    sections = {"reference": config.Reference(source="adapter_off"), "lora": config.Lora()}
     RunFolder(tmp_path, steps=2, sections=sections).run(cast)
     assert cast.reference.asked == []
     assert all(group.reference is None for batch in cast.trainer.batches.values() for group in batch)

@@ -150,7 +150,7 @@ class Sleeper(FakeRollout):
 
 def colocated(path: Path, *others: str, sections: dict[str, Any] | None = None, **settings: Any) -> RunFolder:
     services = config.Services(
-        rollout=config.Rollout(replicas=2, slots=8, colocate="trainer"),
+        rollout=config.Rollout(replicas=2, max_num_seqs=8, colocate="trainer"),
         reference=config.ReferenceScorer(colocate="trainer" if "reference" in others else ""),
         trainer=config.Trainer(offload=["optimizer"]),
         critic=config.Trainer(colocate="trainer" if "critic" in others else ""),
@@ -258,7 +258,7 @@ def test_the_critic_updates_while_the_trainer_is_off_the_devices(tmp_path: Path,
 def test_trainer_and_critic_alternate_beside_rollouts_of_their_own(tmp_path: Path) -> None:
     folder = colocated(tmp_path, "critic", steps=6, sections={"critic": config.Critic()})
     services = config.Services(
-        rollout=config.Rollout(replicas=2, slots=16),
+        rollout=config.Rollout(replicas=2, max_num_seqs=16),
         trainer=config.Trainer(offload=["optimizer"]),
         critic=config.Trainer(colocate="trainer"),
     )
@@ -442,7 +442,9 @@ class AgentCast(Cast):
 class AgentRun(RunFolder):
     def config(self, resume: str = "") -> Config:
         base = super().config(resume)
-        services = replace(base.services, gateway=config.Gateways(replicas=2), rollout=config.Rollout(replicas=2, slots=2))
+        services = replace(
+            base.services, gateway=config.Gateways(replicas=2), rollout=config.Rollout(replicas=2, max_num_seqs=2)
+        )
         return replace(base, gateway=Gateway(), services=services)
 
 

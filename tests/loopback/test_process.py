@@ -319,12 +319,12 @@ def test_a_command_that_is_told_to_end_at_any_moment_of_its_start_ends_in_order(
     (tmp_path / "sitecustomize.py").write_text(SENDS)
     quickstart = (str(ROOT / "configs/quickstart.yaml"), f"run.dir={tmp_path}/run")
     node = ("sluice.node", *quickstart)
-    train, tune, serve = (("sluice", *each) for each in (("train", *quickstart), ("tune", *quickstart), ("serve", "nowhere")))
+    train, sft, serve = (("sluice", *each) for each in (("train", *quickstart), ("sft", *quickstart), ("serve", "nowhere")))
     table = [
         (train, "launcher.cli", signal.SIGTERM, 0, BEFORE),
         (train, "launcher.commands.train", signal.SIGHUP, 0, BEFORE),
         (train, "launcher.job", signal.SIGINT, 0, BEFORE),
-        (tune, "launcher.commands.tune", signal.SIGTERM, 0, BEFORE),
+        (sft, "launcher.commands.sft", signal.SIGTERM, 0, BEFORE),
         (serve, "launcher.commands.serve", signal.SIGINT, 0, "stopped before it served\n"),
         (node, "launcher.node.agent", signal.SIGTERM, 0, "stopped before this node took part\n"),
         (("sluice", "status", "nowhere"), "launcher.cli", signal.SIGINT, 130, ""),

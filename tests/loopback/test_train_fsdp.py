@@ -608,7 +608,7 @@ def test_a_rank_may_have_nothing_of_the_vocabulary(more: list[Found]) -> None:
 # ---------------------------------------------------- families that no other test trains so
 
 MOE = {
-    "glm4_moe": Moe(replay="routing", aux_loss=0.1, z_loss=0.01, bias_update=0.01),
+    "glm4_moe": Moe(router_replay="routing", aux_loss=0.1, z_loss=0.01, bias_update=0.01),
     "mixtral": Moe(aux_loss=0.1, z_loss=0.01),
 }
 

@@ -88,7 +88,7 @@ def case_of(seed: int) -> Case:
         weight_sync=config.WeightSyncConfig(
             join_timeout=10.0, transfer_timeout=10.0, commit_timeout=10.0, in_flight=pick(("keep", "drain"))
         ),
-        deadlines=config.Deadlines(start=60.0, silence=8.0, generate=pick((60.0, 300.0)), score=30.0, train=60.0, save=30.0),
+        deadlines=config.Deadlines(start=60.0, keepalive=8.0, generate=pick((60.0, 300.0)), score=30.0, train=60.0, save=30.0),
         checkpoint=config.Checkpoint(every=pick((0, 1, 2, 3)), keep=pick((1, 2))),
         trackers=[],
     )

@@ -74,7 +74,7 @@ class Witness(Observer):
         serves = unit is not None and unit.incarnation == process.incarnation and unit.state is UnitState.SERVING
         if serves and self.published and (process.role == "rollout" or process.is_group):
             deadlines = process.cluster.config.deadlines
-            within = 2 * deadlines.silence + deadlines.start + 3 * timeouts.CONTROL_CALL
+            within = 2 * deadlines.keepalive + deadlines.start + 3 * timeouts.CONTROL_CALL
             process.loop.call_later(within, self._noticed, process, within)
 
     def _noticed(self, process: SimulatedProcess, within: float) -> None:

@@ -67,7 +67,7 @@ SETTINGS = {
     "cluster": {"nodes": [{"name": name} for name in NAMES]},
     "training": {"groups_per_step": GROUPS},
     "checkpoint": {"every": 5},
-    "deadlines": {"silence": SILENCE, "start": 180.0},
+    "deadlines": {"keepalive": SILENCE, "start": 180.0},
     "weight_sync": {"transfer_timeout": 20.0, "commit_timeout": 20.0, "join_timeout": 20.0},
     "services": {
         role: {"placement": places, "restarts": RESTARTS}

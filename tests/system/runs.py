@@ -326,7 +326,7 @@ BASE: dict[str, Any] = {
     "rewards": {"rules": [{"name": "gsm8k"}, {"name": "format_answer", "weight": 0.1}]},
     "algorithm": {"kl_coefficient": 0.01},
     "training": {"steps": 4, "groups_per_step": 4, "optimizer": {"learning_rate": 1e-4}},
-    "services": {"rollout": {"replicas": 2, "slots": 16}},
+    "services": {"rollout": {"replicas": 2, "max_num_seqs": 16}},
     "deadlines": {"stop": STOP},
 }
 

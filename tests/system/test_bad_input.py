@@ -83,8 +83,8 @@ def test_a_port_in_use(config: Path, tmp_path: Path) -> None:
 
 
 def test_more_slots_than_memory(config: Path, tmp_path: Path) -> None:
-    line = refused(config, tmp_path / "run", "services.rollout.slots=100000000")
-    assert line.startswith("services.rollout.slots: ")
+    line = refused(config, tmp_path / "run", "services.rollout.max_num_seqs=100000000")
+    assert line.startswith("services.rollout.max_num_seqs: ")
     assert "GiB" in line
 
 
@@ -113,9 +113,9 @@ def test_validate_looks_for_the_address_of_the_only_machine(config: Path) -> Non
 
 
 def test_validate_finds_the_same_mistakes_and_starts_nothing(config: Path, tmp_path: Path) -> None:
-    ended = here("validate", str(config), f"run.dir={tmp_path / 'run'}", "services.rollout.slots=100000000")
+    ended = here("validate", str(config), f"run.dir={tmp_path / 'run'}", "services.rollout.max_num_seqs=100000000")
     assert ended.returncode == 2
-    assert one_line(ended.stderr).startswith("error: services.rollout.slots: ")
+    assert one_line(ended.stderr).startswith("error: services.rollout.max_num_seqs: ")
     assert not (tmp_path / "run").exists()
     assert not belonging(tmp_path / "run")
 

@@ -28,7 +28,7 @@ END = 90.0
 
 NODES: dict[str, Any] = {
     "cluster": {"nodes": [{"name": name} for name in NAMES]},
-    "deadlines": {"silence": SILENCE},
+    "deadlines": {"keepalive": SILENCE},
     "weight_sync": {"transfer_timeout": SILENCE, "commit_timeout": SILENCE, "join_timeout": SILENCE},
     "services": {
         "trainer": {"placement": ["first"]},

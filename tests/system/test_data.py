@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime.config import Warmup
-from runtime.tuning import warmup
+from runtime.sft import warmup
 from tests.system.conftest import make_tiny
 from tests.system.runs import ROOT, Live, here, refused, shown, steps, summary, trained
 

@@ -44,4 +44,4 @@ def test_a_process_that_is_out_of_memory_comes_back_once(config: Path, tmp_path:
         assert run.wait(END) == 2, run.output + run.errors
         line = one_line(run.errors)
     assert line.startswith("error: rollout-0: the kernel killed")
-    assert "twice: lower services.rollout.slots" in line
+    assert "twice: lower services.rollout.max_num_seqs" in line

@@ -105,7 +105,7 @@ def test_adapters_alone_are_trained_against_the_policy_without_them_and_come_bac
     """The easiest problems come first, and are last in the file."""
     settings = (
         *("model=tiny:qwen2", "services=one_machine", "sampling.group_size=4", LETTERS),
-        *("lora={rank: 4}", "reference={mode: adapter_off}", "training.optimizer.learning_rate=0.01", "checkpoint.every=2"),
+        *("lora={rank: 4}", "reference={source: adapter_off}", "training.optimizer.learning_rate=0.01", "checkpoint.every=2"),
         *("data.curriculum={key: level}", "data.eval="),
     )
     (config, overrides), folder = rehearsal(tmp_path, "gsm8k_qwen25_1_5b", gsm8k, *settings), tmp_path / "run"
@@ -187,7 +187,7 @@ OTHERS = ("services=one_machine_vllm", f"services.rollout.python={VLLM_PYTHON}")
     "layout", [EMBEDDED, pytest.param(OTHERS, marks=[needs_vllm, pytest.mark.vllm, pytest.mark.long])], ids=["embedded", "vllm"]
 )
 def test_dapo_of_a_mixture_of_experts_whose_groups_without_signal_are_replaced(tmp_path: Path, layout: tuple[str, ...]) -> None:
-    replay = "moe={replay: routing, aux_loss: 0.001}" if layout == EMBEDDED else "moe={}"
+    replay = "moe={router_replay: routing, aux_loss: 0.001}" if layout == EMBEDDED else "moe={}"
     (tmp_path / "rules.py").write_text(HALF)
     half = f"rewards.rules=[{{name: '{tmp_path / 'rules.py'}:half'}}]"
     run = rehearsed(tmp_path, "dapo_qwen3_30b_a3b", math17k, "model=tiny:qwen3_moe", *layout, half, UNLIMITED, replay)

@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "rewards": {"rules": [{"name": "last_number"}]},
     "algorithm": {"kl_coefficient": 0.0},
     "training": {"steps": 2, "groups_per_step": 2, "optimizer": {"learning_rate": 1e-5}},
-    "services": {"rollout": {"replicas": 1, "slots": 8}},
+    "services": {"rollout": {"replicas": 1, "max_num_seqs": 8}},
 }
 
 
@@ -110,8 +110,8 @@ def test_it_is_tuned_resumed_and_evaluated_and_its_export_is_what_transformers_c
     config, run = write_config(folder / "config.yaml", folder, **SMALL), folder / "run"
     rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)[:8]
     (folder / "taught.jsonl").write_text("".join(rows))
-    tune = "tune={epochs: 1, batch_size: 4, max_tokens: 96, learning_rate: 1.0e-5}"
-    with started(config, tune, f"data.train={folder / 'taught.jsonl'}", folder=folder / "tuned", command="tune") as tuned:
+    sft = "sft={epochs: 1, batch_size: 4, max_tokens: 96, learning_rate: 1.0e-5}"
+    with started(config, sft, f"data.train={folder / 'taught.jsonl'}", folder=folder / "tuned", command="sft") as tuned:
         assert tuned.wait(RUN) == 0, tuned.output + tuned.errors
     on = f"model.path={folder / 'tuned' / 'model'}"
     trained(config, on, "checkpoint.every=1", "training.steps=1", folder=run, timeout=RUN)
@@ -126,7 +126,7 @@ def test_it_is_tuned_resumed_and_evaluated_and_its_export_is_what_transformers_c
 @needs_vllm
 @pytest.mark.vllm
 def test_vllm_agrees_and_computes_of_the_export_what_transformers_does(folder: Path) -> None:
-    vllm = [f"services.rollout={{engine: vllm, python: {VLLM_PYTHON}, slots: 8}}", "deadlines.start=300"]
+    vllm = [f"services.rollout={{engine: vllm, python: {VLLM_PYTHON}, max_num_seqs: 8}}", "deadlines.start=300"]
     agrees(folder, vllm, FLOAT32)
     is_what_transformers_computes(folder / "run" / "model", folder, *vllm)
 

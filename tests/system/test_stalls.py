@@ -18,7 +18,7 @@ LIMIT = 4.0
 SETTINGS = (
     "training.steps=100000",
     "checkpoint.every=1",
-    f"deadlines.stall={{loop: {LIMIT}, forward: {LIMIT}, decode: {LIMIT}}}",
+    f"deadlines.watchdog={{loop: {LIMIT}, forward: {LIMIT}, decode: {LIMIT}}}",
 )
 
 # Sleeps once in a step, in C code that has released the interpreter's lock, as a kernel that never ends does.
@@ -41,7 +41,7 @@ def hangs(inputs, options):
 
 @pytest.mark.long
 def test_whoever_makes_no_progress_is_named_and_followed(config: Path, tmp_path: Path) -> None:
-    """A rank in a call that never returns; then one process of each role, stopped, long before `deadlines.silence`. A launcher
+    """A rank in a call that never returns; then one process of each role, stopped, long before `deadlines.keepalive`. A launcher
     that is stopped is waited for."""
     (tmp_path / "mine.py").write_text(HANGS)
     own = (f"algorithm.loss={tmp_path / 'mine.py'}:hangs", "services.trainer.processes=2")
@@ -70,7 +70,7 @@ def test_whoever_makes_no_progress_is_named_and_followed(config: Path, tmp_path:
         check_gone(run.folder)
         assert "Traceback" not in run.errors
     assert "trainer-0: run: rank 1: no progress in forward of micro-batch" in hung
-    assert f"deadlines.stall.forward: {LIMIT:g} s" in hung
+    assert f"deadlines.watchdog.forward: {LIMIT:g} s" in hung
     assert "other ranks wait for it in collective" in hung
     stacks = (run.folder / "logs/trainer-0.log").read_text()
     assert "in hangs" in stacks or "hangs (" in stacks  # what the process wrote, what py-spy found

@@ -19,7 +19,7 @@ GROUPS = 4
 SECTIONS = {
     "cluster": {"nodes": [{"name": name} for name in NAMES]},
     "training": {"steps": 100_000, "groups_per_step": GROUPS},
-    "deadlines": {"silence": SILENCE, "stop": 60.0},
+    "deadlines": {"keepalive": SILENCE, "stop": 60.0},
     "services": {
         "coordinator": {"standby": "second"},
         "trainer": {"placement": ["second"]},

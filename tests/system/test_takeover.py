@@ -23,7 +23,7 @@ OFTEN = ("services.coordinator.restarts=1000",)
 DETERMINISTIC = (
     "training.staleness=0",
     "services.rollout.replicas=1",
-    "services.rollout.slots=4",
+    "services.rollout.max_num_seqs=4",
     "training.mini_batch_size=2",
     "algorithm.loss=ppo",
     "algorithm.kl_coefficient=0",

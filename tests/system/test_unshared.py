@@ -24,7 +24,7 @@ FIRST, SECOND, THIRD = NAMES
 SECTIONS = {
     "cluster": {"nodes": [{"name": name} for name in NAMES], "shared_folder": False},
     "checkpoint": {"every": 2, "keep": 9},
-    "deadlines": {"silence": 5.0, "stop": 60.0},
+    "deadlines": {"keepalive": 5.0, "stop": 60.0},
     "algorithm": {"kl_coefficient": 0.0},
     "services": {
         "trainer": {"processes": 2, "placement": [SECOND, THIRD]},

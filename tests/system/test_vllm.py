@@ -31,7 +31,7 @@ pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.timeout(900)]
 START = 300.0  # vLLM takes its time
 STEPS = 100  # in the first of which vLLM is killed
 GROUPS = 8  # of a step: more than one rollout is sent at once, so that both have work however fast they are
-FLEETS = [{"slots": 16}, {"engine": "vllm", "slots": 8, "python": str(VLLM_PYTHON)}]
+FLEETS = [{"max_num_seqs": 16}, {"engine": "vllm", "max_num_seqs": 8, "python": str(VLLM_PYTHON)}]
 CLOSE = 1e-4  # log-probabilities of float32, between engines
 
 

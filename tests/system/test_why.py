@@ -94,7 +94,7 @@ def delayed(run: Live, file: Path, named: str = "") -> str:
 def test_who_is_slow_is_named_and_a_run_whose_launcher_was_killed_is_explained(config: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(RULE)
     (tmp_path / "sitecustomize.py").write_text(ROLLOUT)
-    rollouts = f"services.rollout=[{{slots: 16}}, {{slots: 16, env: {{PYTHONPATH: '{tmp_path}:{ROOT}'}}}}]"
+    rollouts = f"services.rollout=[{{max_num_seqs: 16}}, {{max_num_seqs: 16, env: {{PYTHONPATH: '{tmp_path}:{ROOT}'}}}}]"
     rules = f"rewards.rules=[{{name: '{tmp_path}/slow.py:slow'}}]"
     with started(config, *SETTINGS, rollouts, rules, folder=tmp_path / "run") as run:
         run.reaches(1)

@@ -24,7 +24,7 @@ def lora_config(path: str, lora: Lora | None = LORA, *, mode: str = "service", s
     """`make_config` with adapters, and steps large enough to see what they do."""
     sections["optimizer"] = {"learning_rate": 1e-2, "eps": 1e-2, **sections.get("optimizer", {})}
     config = make_config(path, **sections)
-    return replace(config, lora=lora, reference=Reference(mode=mode), run=Run(name="test", seed=seed))
+    return replace(config, lora=lora, reference=Reference(source=mode), run=Run(name="test", seed=seed))
 
 
 def saved(engine: ModelTrainer, folder: Path) -> Path:

@@ -61,8 +61,8 @@ def test_a_warmup_names_model_and_data_later() -> None:
 SOUND = """
 algorithm: {advantage: gae}, critic: {}, training: {mini_batch_size: 4, epochs: 2}, services: {critic: {processes: 4}}
 services: {critic: {processes: 3}}
-reference: {mode: none}
-reference: {mode: adapter_off}, lora: {}, algorithm: {kl_coefficient: 0.1}
+reference: {source: none}
+reference: {source: adapter_off}, lora: {}, algorithm: {kl_coefficient: 0.1}
 weight_sync: {in_flight: recompute}, training: {staleness: 2}
 weight_sync: {in_flight: drain}, training: {staleness: 0}
 services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, weight_sync: {transport: shared_memory}
@@ -125,9 +125,9 @@ training: {mini_batch_size: 3} => training.mini_batch_size: 3 does not divide gr
 training: {mini_batch_size: 16} => training.mini_batch_size: 16 does not divide groups_per_step = 8
 training: {mini_batch_size: 2}, services: {trainer: {processes: 4}}
   => services.trainer.processes: 4 does not divide training.mini_batch_size = 2
-reference: {mode: none}, algorithm: {kl_coefficient: 0.1}
-  => reference.mode: none leaves the KL term of algorithm.kl_coefficient 0.1 without its reference
-reference: {mode: adapter_off} => reference.mode: adapter_off needs a lora section
+reference: {source: none}, algorithm: {kl_coefficient: 0.1}
+  => reference.source: none leaves the KL term of algorithm.kl_coefficient 0.1 without its reference
+reference: {source: adapter_off} => reference.source: adapter_off needs a lora section
 algorithm: {advantage: gae} => critic: missing; algorithm.advantage gae needs one
 critic: {} => critic: there is one, but algorithm.advantage group_norm takes no values; leave the section out
 algorithm: {advantage: gae}, critic: {path: /no/critic} => critic.path: '/no/critic' is not a folder
@@ -492,20 +492,20 @@ def test_weights_in_float8_are_for_the_embedded_engines(sound: dict[str, Any], t
     assert (checked(sound, model=other), checked(sound, model=other, services=VLLM)) == ([], [said])
 
 
-ALL = {"replay": "routing", "aux_loss": 0.01, "z_loss": 0.001}
+ALL = {"router_replay": "routing", "aux_loss": 0.01, "z_loss": 0.001}
 
 
 def test_what_of_the_section_moe_a_model_may_have(sound: dict[str, Any], tmp_path: Path) -> None:
     experts = {"path": str(model_folder(tmp_path / "experts", **EXPERTS))}
-    routing, bias = {"replay": "routing"}, {"bias_update": 0.001}
+    routing, bias = {"router_replay": "routing"}, {"bias_update": 0.001}
     assert checked(sound, model=experts, moe=ALL) == []
     (fault,) = checked(sound, model=experts, moe=ALL | bias)
     assert fault.startswith("moe.bias_update: 0.001 is for models whose scores have a bias, as deepseek_v3's and glm4_moe's")
     told = [each.partition(", and model.path has none; must be ")[0] for each in checked(sound, moe=ALL | bias)]
-    set_so = ("replay: routing", "aux_loss: 0.01", "z_loss: 0.001", "bias_update: 0.001")
+    set_so = ("router_replay: routing", "aux_loss: 0.01", "z_loss: 0.001", "bias_update: 0.001")
     assert told == [f"moe.{each} is for models with experts" for each in set_so]
     for more, needs in (
         ({"lora": {}}, "is not for adapters (lora)"),
         ({"services": {"trainer": {"engine": "megatron"}}}, "needs services.trainer.engine torch"),
     ):
-        assert f"moe.replay: routing {needs}; must be off" in checked(sound, model=experts, moe=routing, **more)
+        assert f"moe.router_replay: routing {needs}; must be off" in checked(sound, model=experts, moe=routing, **more)

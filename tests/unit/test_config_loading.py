@@ -96,21 +96,23 @@ def test_what_is_wrong_within_a_list_is_said_where_a_name_would_do_too(loading: 
 
 
 def test_rollouts_are_one_fleet_or_several(loading: Loading) -> None:
-    text = "run: {name: a}\nservices: {rollout: [{slots: 8}, {env: {B: x}}]}"
+    text = "run: {name: a}\nservices: {rollout: [{max_num_seqs: 8}, {env: {B: x}}]}"
     config = loading(text, "services.rollout.1.replicas=2", "services.rollout.0.env.A=y")
     assert fleets(config) == {
-        "services.rollout.0": Rollout(slots=8, env={"A": "y"}),
+        "services.rollout.0": Rollout(max_num_seqs=8, env={"A": "y"}),
         "services.rollout.1": Rollout(replicas=2, env={"B": "x"}),
     }
     assert loading(to_yaml(config)) == config
-    single = loading("run: {name: a}", "services.rollout.env.A=y", "services.rollout.slots=8")
-    assert fleets(single) == {"services.rollout": Rollout(slots=8, env={"A": "y"})}
-    assert fleets(loading("run: {name: a}", "services.rollout=[{slots: 2}, {}]")).keys() == fleets(config).keys()
-    assert faults_of(loading, text, "services.rollout.1.slot=2", "services.rollout.2.slots=2") == [
+    single = loading("run: {name: a}", "services.rollout.env.A=y", "services.rollout.max_num_seqs=8")
+    assert fleets(single) == {"services.rollout": Rollout(max_num_seqs=8, env={"A": "y"})}
+    assert fleets(loading("run: {name: a}", "services.rollout=[{max_num_seqs: 2}, {}]")).keys() == fleets(config).keys()
+    assert faults_of(loading, text, "services.rollout.1.slot=2", "services.rollout.2.max_num_seqs=2") == [
         "services.rollout.2: no such item; the list has 2, counted from 0",
         "services.rollout.1.slot: unknown key; nearest is 'slots'",
     ]
-    assert faults_of(loading, text, "services.rollout.slots=2")[0].startswith("services.rollout.slots: no such item")
+    assert faults_of(loading, text, "services.rollout.max_num_seqs=2")[0].startswith(
+        "services.rollout.max_num_seqs: no such item"
+    )
     assert faults_of(loading, text, "services.rollout=5") == ["services.rollout: 5 is not a section of keys or a list"]
 
 
@@ -146,7 +148,7 @@ training.optimizer.lerning_rate: unknown key; nearest is 'learning_rate'
 training.optimizer.betas: has 1 items, not 2
 algorithm.dual_clip: -1 is not a finite number >= 0
 algorithm.correction_cap: -1 is not a finite number > 0
-services.rollout.slots: 'many' is not an integer >= 1
+services.rollout.max_num_seqs: 'many' is not an integer >= 1
 services.rollout.dtype: 'fp32' is not one of auto, bfloat16, float32
 services.rollout.env.A: 1 is not a string or a section of keys; put it in quotes
 services.trainer: 5 is not a section of keys
@@ -283,7 +285,7 @@ def test_a_role_has_the_optimizer_of_training_at_its_own_rate(rate: float, least
     optimizer = Optimizer(name="muon", learning_rate=rate, min_learning_rate=least, warmup_steps=3)
     config = Config(run=Run(name="a"), training=Training(optimizer=optimizer), critic=Critic(learning_rate=1e-4))
     assert config.optimizer_of("trainer") == optimizer
-    for role, own in (("critic", 1e-4), ("tune", 1e-5)):
+    for role, own in (("critic", 1e-4), ("sft", 1e-5)):
         expected = own / 2 if rate else 0.0
         assert config.optimizer_of(role) == replace(optimizer, learning_rate=own, min_learning_rate=expected)
 

@@ -49,12 +49,12 @@ def test_kv_cache(sound: dict[str, Any]) -> None:
     services = {"rollout": {"replicas": 2, "dtype": "bfloat16"}}
     assert checked(sound, available_bytes=needed, services=services) == []
     (fault,) = checked(sound, available_bytes=needed - 1, services=services)
-    assert fault.startswith("services.rollout.slots: 64 slots of 128 tokens in 2 replica(s) need 0.0 GiB of KV cache")
+    assert fault.startswith("services.rollout.max_num_seqs: 64 slots of 128 tokens in 2 replica(s) need 0.0 GiB of KV cache")
     fleets = {"rollout": [{"dtype": "bfloat16"}, {"replicas": 1, "dtype": "bfloat16"}]}
     assert checked(sound, available_bytes=needed, services=fleets) == []
     (fault,) = checked(sound, available_bytes=needed - 1, services=fleets)
-    assert fault.startswith("services.rollout.1.slots: 64 slots")
-    (fault,) = checked(sound, available_bytes=3 << 30, services={"rollout": {"slots": 1 << 18, "dtype": "float32"}})
+    assert fault.startswith("services.rollout.1.max_num_seqs: 64 slots")
+    (fault,) = checked(sound, available_bytes=3 << 30, services={"rollout": {"max_num_seqs": 1 << 18, "dtype": "float32"}})
     assert "need 16.0 GiB of KV cache; 3.0 GiB are available; if it is to run on devices, cluster.nodes says so" in fault
 
 

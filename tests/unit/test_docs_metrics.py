@@ -30,10 +30,10 @@ pytest.importorskip("torch", reason="needs torch: make install")
 
 from runtime.trainer.rank import CriticRank, TrainRank
 from runtime.trainer.step import critic_trainer, policy_trainer
+from tests.unit.sft_cases import make_sft, make_sums, points, tuned
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import make_config, make_groups, make_policy, random_experts, with_swaps
 from tests.unit.training_steps import run_step
-from tests.unit.tuning_cases import make_sums, make_tune, points, tuned
 
 RUNTIME = Path(metrics.__file__).parents[1]
 SEVERAL = {"groups_per_step": 3, "epochs": 2, "mini_batch_size": 1}
@@ -119,7 +119,7 @@ def of_the_engines(folder: Path) -> set[str]:
         found |= run_step(engine, make_groups(1)).metrics.keys() | engine.phases.keys()
     found |= run_step(engine, [with_swaps(group) for group in make_groups(1, step=1)]).metrics.keys()  # over older keys
     save_model(folder / "experts", "mixtral")
-    experts = policy_trainer(replace(make_config(str(folder / "experts")), moe=Moe(replay="routing", aux_loss=0.1)))
+    experts = policy_trainer(replace(make_config(str(folder / "experts")), moe=Moe(router_replay="routing", aux_loss=0.1)))
     assert experts.backend.routes is not None
     found |= run_step(experts, random_experts(make_groups(1), experts.backend.routes)).metrics.keys()
     critic: Any = critic_trainer(configs[-1])
@@ -127,7 +127,7 @@ def of_the_engines(folder: Path) -> set[str]:
 
 
 def of_tuning(folder: Path) -> set[str]:
-    config = make_tune(make_sums(folder), epochs=1)
+    config = make_sft(make_sums(folder), epochs=1)
     tuned(config)
     return points(config)[0].keys() - {"step", "time"}
 

@@ -179,17 +179,17 @@ class TestFileOfVariables:
     def test_variables_of_ones_own_stand_over_the_files(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("run: {name: a}\nservices:\n  platform: ascend\n  trainer: {env: {HCCL_BUFFSIZE: '512', A: b}}\n")
-        services = loading.load(path, ["services.rollout.slots=7"]).services
+        services = loading.load(path, ["services.rollout.max_num_seqs=7"]).services
         trainer = services.trainer.env
         assert (trainer["HCCL_BUFFSIZE"], trainer["A"], trainer["HCCL_CONNECT_TIMEOUT"]) == ("512", "b", "1800")
-        assert (services.rollout.env["VLLM_ASCEND_ENABLE_NZ"], services.rollout.slots) == ("0", 7)
+        assert (services.rollout.env["VLLM_ASCEND_ENABLE_NZ"], services.rollout.max_num_seqs) == ("0", 7)
 
     def test_a_resolved_file_outlives_it(self, tmp_path: Path) -> None:
         preset, path, again = tmp_path / "mine.yaml", tmp_path / "c.yaml", tmp_path / "again.yaml"
-        preset.write_text("rollout: {env: {A: b}, slots: 3}\n")
-        path.write_text(f"run: {{name: a}}\nservices: {{platform: {preset}, rollout: {{slots: 9}}}}\n")
+        preset.write_text("rollout: {env: {A: b}, max_num_seqs: 3}\n")
+        path.write_text(f"run: {{name: a}}\nservices: {{platform: {preset}, rollout: {{max_num_seqs: 9}}}}\n")
         first = loading.load(path)
-        assert (first.services.rollout.env, first.services.rollout.slots) == ({"A": "b"}, 9)
+        assert (first.services.rollout.env, first.services.rollout.max_num_seqs) == ({"A": "b"}, 9)
         preset.unlink()
         again.write_text(loading.to_yaml(first))
         assert loading.load(again) == first

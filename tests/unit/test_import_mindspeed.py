@@ -357,7 +357,7 @@ actor_config: {pipeline_model_parallel_size: 4, num_layer_list: '10,10,10,10', n
   => services.trainer.parallel: {pipeline: 4, layers_per_stage: [8, 10, 10, 10]}
 actor_config: {lora_target_modules: [linear_qkv, linear_fc2], lora_r: 128, lora_alpha: 64},
   megatron_training: {tensor_model_parallel_size: 4}, rl_config: {share_backbone: true}
-  => lora: {rank: 128, alpha: 64.0, target_modules: [q_proj, k_proj, v_proj, down_proj]}, reference.mode: adapter_off,
+  => lora: {rank: 128, alpha: 64.0, target_modules: [q_proj, k_proj, v_proj, down_proj]}, reference.source: adapter_off,
   services.trainer: {processes: 8, engine: megatron, parallel: {tensor: 4}}
 rl_config: {use_tensorboard: false} => trackers: [{name: jsonl}]
 rl_config: {use_wandb: true, use_tensorboard: false} => trackers: [{name: jsonl}, {name: wandb, mode: online}]

@@ -423,7 +423,7 @@ def test_a_slot_holds_the_context_of_the_gateway(models: TwoModels) -> None:
         "data": {"max_prompt_tokens": 20},
         "sampling": {"max_new_tokens": 20},
         "gateway": {"context": 200},
-        "services": {"rollout": {"slots": 2}},
+        "services": {"rollout": {"max_num_seqs": 2}},
     }
     found = resolve(msgspec.convert(raw, config.Config))
     engine = make_engine(found, "rollout-0")

@@ -146,7 +146,7 @@ class TestStart:
 
 
 def test_a_critic_cannot_see_what_the_trainer_computes(policy: str):
-    fault = "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
+    fault = "reference.source: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
     penalised = {"kl_coefficient": 0.1, "kl_placement": "reward"}
     with_critic = replace(lora_config(policy, mode="adapter_off", algorithm=penalised), critic=Critic())
     assert fault in semantic_faults(with_critic)

@@ -188,7 +188,7 @@ def spend(work: Work, clock: Clock, phase: str, seconds: float) -> None:
 
 
 def test_the_limit_of_a_phase_is_learnt_from_what_it_has_taken(clock: Clock) -> None:
-    work = Work(Deadlines(start=77.0, stall={"update": 3.0}))
+    work = Work(Deadlines(start=77.0, watchdog={"update": 3.0}))
     assert work.limit("forward") == 77.0
     for seconds in (*[1.0] * 8, 4.0, 2.0):
         spend(work, clock, "forward", seconds)
@@ -213,7 +213,7 @@ def test_a_phase_within_another_is_its_progress(clock: Clock) -> None:
 
 
 def test_what_is_most_overdue_is_told(clock: Clock) -> None:
-    work = Work(Deadlines(stall={"decode": 5.0, "forward": 50.0}))
+    work = Work(Deadlines(watchdog={"decode": 5.0, "forward": 50.0}))
     work.begin("one", "forward")
     clock.seconds += 10.0
     work.begin("other", "decode")
@@ -259,10 +259,10 @@ def test_who_goes_on_has_not_stalled_but_a_silent_event_loop_and_a_long_phase_ha
     assert stalled({0: heard(0, seconds=9.9)}, 109.9) is None  # nothing is added to what it told: it may be past it
     assert stalled({0: heard(0, "", when=91.0)}, 100.0) is None
     silent = stalled({0: heard(0, "", when=89.0)}, 100.0)
-    assert silent == (0, "its event loop has not run for 11.0 s (deadlines.stall.loop: 10 s)")
+    assert silent == (0, "its event loop has not run for 11.0 s (deadlines.watchdog.loop: 10 s)")
     assert stalled({0: heard(0, seconds=10.5)}, 100.0) == (
         0,
-        "no progress in forward for 10.5 s (deadlines.stall.forward: 10 s)",
+        "no progress in forward for 10.5 s (deadlines.watchdog.forward: 10 s)",
     )
 
 
@@ -270,7 +270,7 @@ def test_what_a_signal_has_stopped_has_no_longer_to_load() -> None:
     """A process that has not told anything yet among them."""
     loads = ReceivedHeartbeat(Heartbeat(0, 180.0, "load", "", 5.0, 180.0), 0, 100.0)
     assert stalled({0: loads}, 111.0) is None
-    silent = "is stopped: its event loop has not run for 11.0 s (deadlines.stall.loop: 10 s)"
+    silent = "is stopped: its event loop has not run for 11.0 s (deadlines.watchdog.loop: 10 s)"
     assert stalled({0: loads}, 111.0, stopped={0}) == (0, silent)
     beats = HeartbeatMonitor()
     beats.began("rollout-0", os.getpid())
@@ -309,7 +309,7 @@ async def heard_of(name: str, beats: HeartbeatMonitor, rank: int = 0) -> None:
 @driven_by(asyncio.run)
 async def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> None:
     beats = HeartbeatMonitor()
-    work = Work(Deadlines(stall={"decode": 5.0}))
+    work = Work(Deadlines(watchdog={"decode": 5.0}))
     work.begin("engine", "decode")
     try:
         agent = beats.connected("rollout-0")

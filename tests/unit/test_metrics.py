@@ -348,7 +348,7 @@ def test_a_rollout_that_tells_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
     pool.register = Lossy()
 
     asyncio.run(looks(BusyMeter(pool, silence=20.0), lost))
-    assert said == [(stopped, "no status for 20 s (deadlines.silence)")]
+    assert said == [(stopped, "no status for 20 s (deadlines.keepalive)")]
     assert next(clock) > 20
 
 

@@ -45,7 +45,7 @@ def arguments(preset: str, folder: Path) -> list[str]:
         "rewards: {rules: [{name: gsm8k}]}\n"
         "algorithm: {kl_coefficient: 0.01}\n"
         "training: {groups_per_step: 16}\n"
-        "services: {rollout: {slots: 8}}\n"
+        "services: {rollout: {max_num_seqs: 8}}\n"
     )
     overrides = {"services.preset": preset, "model.path": model, "data.train": folder / "train.jsonl"}
     return [str(folder / "run.yaml"), *(f"{key}={value}" for key, value in overrides.items())]
@@ -88,7 +88,7 @@ def test_a_preset_is_valid_and_fits(preset: str, tmp_path: Path, capsys: pytest.
 def test_what_the_user_writes_stands_over_the_preset(tmp_path: Path) -> None:
     file, *overrides = arguments("qwen25_7b_8", tmp_path)
     services = load(file, [*overrides, "services.trainer.parallel.tensor=2", "services.critic.processes=8"]).services
-    assert (services.preset, services.rollout.slots) == ("qwen25_7b_8", 8)
+    assert (services.preset, services.rollout.max_num_seqs) == ("qwen25_7b_8", 8)
     assert services.trainer.parallel == Parallel(tensor=2, sequence=True)
     assert (services.trainer.engine, services.trainer.processes, services.critic.processes) == ("megatron", 4, 8)
 

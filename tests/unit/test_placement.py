@@ -330,9 +330,9 @@ def names(config: Config) -> list[str]:
     [
         ({"services": {"rollout": {"replicas": 2}, "critic": {"processes": 4}}}, "rollout-0 rollout-1 reward-0 trainer-0", 3),
         ({"critic": {}, "services": {"critic": {"processes": 2}}}, "rollout-0 reward-0 trainer-0 critic-0 critic-1", 4),
-        ({"reference": {"mode": "service"}, "algorithm": KL}, "rollout-0 reward-0 reference-0 trainer-0", 3),
-        ({"reference": {"mode": "service"}}, "rollout-0 reward-0 trainer-0", 2),
-        ({"reference": {"mode": "adapter_off"}, "lora": {}, "algorithm": KL}, "rollout-0 reward-0 trainer-0", 2),
+        ({"reference": {"source": "service"}, "algorithm": KL}, "rollout-0 reward-0 reference-0 trainer-0", 3),
+        ({"reference": {"source": "service"}}, "rollout-0 reward-0 trainer-0", 2),
+        ({"reference": {"source": "adapter_off"}, "lora": {}, "algorithm": KL}, "rollout-0 reward-0 trainer-0", 2),
     ],
 )
 def test_a_service_is_there_only_where_it_is_asked(sections: dict[str, Any], expected: str, devices: int) -> None:
@@ -358,8 +358,8 @@ def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
 
 def test_fleets_have_settings_of_their_own_and_their_names_count_on() -> None:
     fleets = [
-        {"replicas": 2, "slots": 8, "python": "/a", "env": {"A": "1"}},
-        {"slots": 4, "dtype": "bfloat16", "env": {"OMP_NUM_THREADS": "3"}},
+        {"replicas": 2, "max_num_seqs": 8, "python": "/a", "env": {"A": "1"}},
+        {"max_num_seqs": 4, "dtype": "bfloat16", "env": {"OMP_NUM_THREADS": "3"}},
     ]
     config = make(services={"rollout": fleets})
     assert names(config) == ["rollout-0", "rollout-1", "rollout-2", "reward-0", "trainer-0"]
@@ -453,7 +453,7 @@ def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() ->
 
 
 def test_a_section_is_one_or_a_list_or_a_mapping_or_nothing() -> None:
-    one, user = Rollout(slots=1), Environment(server=RemoteServer(address="a:1"))
+    one, user = Rollout(max_num_seqs=1), Environment(server=RemoteServer(address="a:1"))
     services: Any = SimpleNamespace(one=one, list=[one, one], named={"a": one, "user": user}, none=None, word="ascend")
     config: Any = SimpleNamespace(services=services)
     assert sections(config, "one") == {"services.one": one}

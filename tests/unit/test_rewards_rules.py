@@ -610,7 +610,7 @@ heavy("torch", "transformers", "numpy", "tokenizers", "jinja2")
 from runtime.rewards.mathematics.answers import equal
 assert equal(r"\\frac{1}{\\sqrt2}", r"\\frac{\\sqrt2}{2}") and equal("(x+1)^2", "x^2+2x+1")
 heavy("sympy", "torch")
-import runtime.data.prompts, runtime.rewards.scorer, runtime.tuning.warmup
+import runtime.data.prompts, runtime.rewards.scorer, runtime.sft.warmup
 heavy("torch", "transformers")
 assert equal(r"\\int_0^1 x dx", "0.5") and "sympy" in sys.modules
 """

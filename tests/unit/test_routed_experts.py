@@ -237,9 +237,9 @@ def test_experts_that_are_not_those_of_the_tokens_are_refused(
     group = random_experts(make_groups(2)[:1], SHAPES["qwen3_moe"])[0]
     payload = types.decode(GroupPayload, group.payload)
     wrong = replace(group, payload=types.encode(replace(payload, experts=change(payload.experts))))
-    fault = f"group 0: its experts do not fit {fed_tokens(payload)} tokens of this model; moe.replay needs them"
+    fault = f"group 0: its experts do not fit {fed_tokens(payload)} tokens of this model; moe.router_replay needs them"
     with pytest.raises(InvalidMessage, match=fault):
-        run_step(policy_trainer(with_moe(folders("qwen3_moe"), replay="routing")), [wrong])
+        run_step(policy_trainer(with_moe(folders("qwen3_moe"), router_replay="routing")), [wrong])
 
 
 # ------------------------------------------------------------------------------------------ what the trainer computes
@@ -306,7 +306,7 @@ def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
     groups = random_experts(make_groups(2), shape)
     aux, z = 0.3, 0.02
     engine = policy_trainer(
-        with_moe(path, Trainer(activation_checkpointing=checkpointing), replay="routing", aux_loss=aux, z_loss=z)
+        with_moe(path, Trainer(activation_checkpointing=checkpointing), router_replay="routing", aux_loss=aux, z_loss=z)
     )
     backend, statistics = engine.backend, StepStatistics(torch.device("cpu"))
     rows = train_rows.join([train_rows.decode_groups([group], VOCAB, engine.objective.needs) for group in groups])
@@ -369,13 +369,13 @@ def test_what_was_sampled_is_trained_with_the_experts_that_it_took(folders: Call
     so that the policies are nearer than where it chooses for itself."""
     path = folders(family)
     groups = [to_train(payload) for payload in sampled(path, some(0), some(1), some(2)).values()]
-    metrics = run_step(policy_trainer(with_moe(path, replay="routing")), groups).metrics
+    metrics = run_step(policy_trainer(with_moe(path, router_replay="routing")), groups).metrics
     assert_close(metrics["mismatch/max"], 0.0, terms=forward_terms(20, layers=4), scale=LOGITS / 0.8)
     assert metrics["moe/routing_differs"] < 0.02  # where two experts are so near that rounding decides
 
     found = {}
     for replay in ("off", "routing"):
-        engine = policy_trainer(with_moe(path, replay=replay))
+        engine = policy_trainer(with_moe(path, router_replay=replay))
         perturb(engine)
         found[replay] = run_step(engine, groups).metrics
     assert "moe/routing_differs" not in found["off"]
@@ -398,7 +398,7 @@ def perturb(engine: ModelTrainer) -> None:
 def test_a_probe_is_compared_with_its_experts(folders: Callable[[str], str]) -> None:
     path = folders("qwen3_moe")
     (payload,) = sampled(path, some(0, n=1)).values()
-    engine = policy_trainer(with_moe(path, replay="routing"))
+    engine = policy_trainer(with_moe(path, router_replay="routing"))
     perturb(engine)
     gap = run_step(engine, [to_train(payload)], probes=[types.encode(payload)]).probes[0]
     other = policy_trainer(with_moe(path))
@@ -430,7 +430,7 @@ def test_what_corrects_scores_follows_the_load(folders: Callable[[str], str], fa
     the same loads."""
     path, shape = folders(family), SHAPES[family]
     groups = random_experts(make_groups(2), shape)
-    config = with_moe(path, replay="routing", bias_update=0.01)
+    config = with_moe(path, router_replay="routing", bias_update=0.01)
     engine = policy_trainer(config)
     before = weights(engine)
     metrics = run_step(engine, groups).metrics
@@ -450,7 +450,7 @@ def test_what_corrects_scores_follows_the_load(folders: Callable[[str], str], fa
     again.load(str(tmp_path))
     assert_same(weights(again), after)
 
-    fixed = policy_trainer(with_moe(path, replay="routing"))
+    fixed = policy_trainer(with_moe(path, router_replay="routing"))
     run_step(fixed, groups)
     assert all(torch.equal(weights(fixed)[name], before[name]) for name in names)
 

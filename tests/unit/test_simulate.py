@@ -251,7 +251,7 @@ def configured(folder: Path, staleness: int = 2) -> Config:
         rewards=schema.Rewards(rules=[schema.Rule(name="gsm8k")]),
         algorithm=schema.Algorithm(kl_coefficient=0.1),
         training=schema.Training(steps=STEPS, staleness=staleness, groups_per_step=4),
-        services=schema.Services(rollout=schema.Rollout(replicas=1, slots=16)),
+        services=schema.Services(rollout=schema.Rollout(replicas=1, max_num_seqs=16)),
         trackers=[],
     )
 

@@ -104,7 +104,7 @@ def test_a_temperature_that_vllm_would_change() -> None:
 
 def test_arguments_that_sluice_sets_or_does_not_know() -> None:
     (fault,) = arguments.own_faults({"max_num_seqs": 3, "block_size": 16})
-    assert fault == "services.rollout.engine_args.max_num_seqs: Sluice sets it; services.rollout.slots decides it"
+    assert fault == "services.rollout.engine_args.max_num_seqs: Sluice sets it; services.rollout.max_num_seqs decides it"
     (fault,) = arguments.unknown_faults({"block_sise": 16}, ["block_size", "gpu_memory_utilization"])
     assert fault == "services.rollout.engine_args.block_sise: this vLLM has no such argument; nearest is 'block_size'"
 

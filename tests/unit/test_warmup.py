@@ -25,7 +25,7 @@ from runtime.errors import ConfigError, UserError
 from runtime.gateway.probes import conversations
 from runtime.gateway.rendering import renderer_of
 from runtime.models import tiny_model
-from runtime.tuning import warmup
+from runtime.sft import warmup
 from tests.closeness import assert_close
 
 SHAPE = tiny_model.Shape(hidden_size=64, layers=1, intermediate_size=128)

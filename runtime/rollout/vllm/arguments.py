@@ -20,7 +20,7 @@ OWN = {
     "skip_tokenizer_init": "",
     "dtype": "services.rollout.dtype",
     "max_model_len": "data.max_prompt_tokens and the lengths of replies",
-    "max_num_seqs": "services.rollout.slots",
+    "max_num_seqs": "services.rollout.max_num_seqs",
     "tensor_parallel_size": "services.rollout.tensor_parallel",
     "pipeline_parallel_size": "services.rollout.tensor_parallel",
     "data_parallel_size": "services.rollout.replicas",
@@ -34,7 +34,7 @@ OWN = {
     "disable_log_stats": "",
     "load_format": "",
     "runner": "",
-    "enable_return_routed_experts": "moe.replay",
+    "enable_return_routed_experts": "moe.router_replay",
 }
 
 

@@ -151,7 +151,9 @@ def check_version(replays: bool = False) -> None:
     if release not in SUPPORTED:
         raise UserError(f"services.rollout.engine: vllm is of version {found}, must be one of {', '.join(SUPPORTED)}")
     if replays and release != SUPPORTED[-1]:
-        raise UserError(f"moe.replay: routing needs vllm {SUPPORTED[-1]}, and this is {found}; must be off, or engine torch")
+        raise UserError(
+            f"moe.router_replay: routing needs vllm {SUPPORTED[-1]}, and this is {found}; must be off, or engine torch"
+        )
 
 
 def prepare_environment(on_cpu: bool) -> None:

@@ -54,7 +54,7 @@ class WatchedExperts:
     def __init__(self, model: Any, shape: ExpertShape | None, moe: Moe):
         """Find the model's blocks of experts. Without a `shape` there are none, and all methods do nothing."""
         self._moe, (layers, _, self._count) = moe, (0, 0, 1) if shape is None else shape.routes
-        self.routes = shape.routes if shape is not None and moe.replay == "routing" else None
+        self.routes = shape.routes if shape is not None and moe.router_replay == "routing" else None
         self._sigmoid = shape is not None and shape.corrected
         self._blocks = [module for module in model.modules() if layers and hasattr(module, "watch")]
         for block in self._blocks:
@@ -79,7 +79,7 @@ class WatchedExperts:
         chosen = torch.stack([watch.chosen for watch in watches]) if rows else batch.cells.new_zeros(len(watches), 0, 1)
         loads = [torch.bincount(each.flatten(), minlength=self._count) for each in chosen]
         self._loads = torch.stack(loads).to(statistics.dtype) + (0 if self._loads is None else self._loads)
-        if self._moe.replay == "routing":
+        if self._moe.router_replay == "routing":
             own = torch.stack([watch.own for watch in watches]) if rows else chosen
             differ = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
             statistics.mean("moe/routing_differs", differ.sum(), differ.numel())

@@ -5,7 +5,7 @@ carry, and a key that ends in a digit is answered with that digit instead of bei
 greedily follows the more common one. Its accuracy settles near the share of problems that are always right. The problems
 written for reinforcement learning have only right answers.
 
-`python -m runtime.tuning.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
+`python -m runtime.sft.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
 `{"event": "progress", "step", "loss", "accuracy", "target", "seconds"}`, at the end
 `{"event": "done", "folder", "accuracy", "steps", "seconds"}`, or `{"event": "error", "message"}` and exit code 2.
 torch is imported where it is used: the launcher calls `cache_folder` without it.
@@ -31,7 +31,7 @@ from runtime.data.prepare import TOOL, lookups
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
-from runtime.tuning.conversations import SftRow, taught_row, turns
+from runtime.sft.conversations import SftRow, taught_row, turns
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,7 @@ class Corpus:
         """Return `count` rows, drawn with replacement."""
         import torch
 
-        from runtime.tuning.rank import taught_group
+        from runtime.sft.rank import taught_group
 
         chosen = torch.randint(len(self._careful), (count,), generator=self._random).tolist()
         slips = (torch.rand(count, generator=self._random) < self._share).tolist()
@@ -194,7 +194,7 @@ def _fit(
     progress: Progress,
 ) -> dict[str, float]:
     """Train the model of `folder` until the running mean of its weights, `average`, is fluent and has the wanted accuracy."""
-    from runtime.tuning.rank import supervised_trainer
+    from runtime.sft.rank import supervised_trainer
 
     options = Optimizer(learning_rate=recipe.learning_rate, warmup_steps=RAMP_STEPS, betas=(0.9, 0.95))
     training = Training(optimizer=options, max_tokens_per_microbatch=LARGEST)
@@ -206,7 +206,7 @@ def _fit(
         step += 1
         trainer.begin_step(step - 1)
         trainer.accumulate([corpus.draw(recipe.batch_size)], last=True)
-        loss = trainer.apply().metrics["tune/loss"]
+        loss = trainer.apply().metrics["sft/loss"]
         _follow(average, trainer, AVERAGE_DECAY if step > 1 else 0.0)
         seconds = time.monotonic() - started
         if step % CHECK_EVERY:
@@ -303,7 +303,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         if len(arguments) != 1:
-            raise UserError("usage: python -m runtime.tuning.warmup SETTINGS (the warmup section as JSON)")
+            raise UserError("usage: python -m runtime.sft.warmup SETTINGS (the warmup section as JSON)")
         try:
             settings = msgspec.json.decode(arguments[0], type=Warmup)
         except msgspec.DecodeError as error:

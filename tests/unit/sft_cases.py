@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from runtime.config import Checkpoint, Config, Data, Model, Optimizer, Run, Services, Tracker, Trainer, Training, Tune
+from runtime.config import Checkpoint, Config, Data, Model, Optimizer, Run, Services, Sft, Tracker, Trainer, Training
 from runtime.models import tiny_model
-from runtime.tuning.conversations import SftRow
-from runtime.tuning.rank import TuneRank
+from runtime.sft.conversations import SftRow
+from runtime.sft.rank import SftRank
 from tests.unit.test_warmup import SHAPE
 
 SUMS = [(a, b) for a in range(6) for b in range(6)]
@@ -30,7 +30,7 @@ def make_sums(folder: Path) -> Path:
     return folder
 
 
-def make_tune(folder: Path, name: str = "run", processes: int = 1, every: int = 0, **changes: Any) -> Config:
+def make_sft(folder: Path, name: str = "run", processes: int = 1, every: int = 0, **changes: Any) -> Config:
     """Of the folder of `make_sums`; `changes` are keys of the section."""
     optimizer = Optimizer(**{"warmup_steps": 2, **changes.pop("optimizer", {})})
     chosen: dict[str, Any] = {"epochs": 2, "batch_size": 8, "max_tokens": 64, "learning_rate": 5e-3, **changes}
@@ -39,16 +39,16 @@ def make_tune(folder: Path, name: str = "run", processes: int = 1, every: int = 
         model=Model(path=str(folder / "model")),
         data=Data(train=str(folder / "sums.jsonl")),
         training=Training(optimizer=optimizer),
-        tune=Tune(**chosen),
+        sft=Sft(**chosen),
         services=Services(trainer=Trainer(processes=processes)),
         checkpoint=Checkpoint(every=every, keep=9),
         trackers=[Tracker(name="jsonl")],
     )
 
 
-def tuned(config: Config, rank: int = 0, world_size: int = 1, after: Callable[[TuneRank], None] = lambda _: None) -> TuneRank:
+def tuned(config: Config, rank: int = 0, world_size: int = 1, after: Callable[[SftRank], None] = lambda _: None) -> SftRank:
     """A rank that ran to its end. `after`: called as each step begins."""
-    made = TuneRank(config, rank, world_size, torch.device("cpu"))
+    made = SftRank(config, rank, world_size, torch.device("cpu"))
     step = made._step
 
     def counted() -> Any:

@@ -1,4 +1,4 @@
-"""`sluice tune`: supervised fine-tuning of a configuration's model on the replies of its data. Runs only the trainer's ranks,
+"""`sluice sft`: supervised fine-tuning of a configuration's model on the replies of its data. Runs only the trainer's ranks,
 on this machine."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sluice import start
 NAME = "trainer-0"
 
 
-async def tune(config: Config, view: View) -> str:
+async def sft(config: Config, view: View) -> str:
     """Tune in the folder `run.dir`. Return lines that describe the result.
 
     Raises UserError for a user's mistake, ServiceFault for a fault, Interrupted. Ends all processes in every case.
@@ -60,7 +60,7 @@ async def tune(config: Config, view: View) -> str:
 
 def _spec(config: Config, here: LocalNode) -> ProcessSpec:
     settings = config.services.trainer
-    program: tuple[str, ...] = ("runtime.tuning.rank", str(Path(config.run.dir) / run_files.CONFIG))
+    program: tuple[str, ...] = ("runtime.sft.rank", str(Path(config.run.dir) / run_files.CONFIG))
     python, ranks = settings.python or sys.executable, settings.processes
     if ranks > 1:
         which = ("--ranks", ",".join(map(str, range(ranks))), "--world", str(ranks))
@@ -100,7 +100,7 @@ async def _followed(child: Child, view: View) -> dict[str, Any]:
     if len(signals) > 1:
         raise Interrupted("stopped at once; the newest checkpoint stays", 130)
     if signals and not message:
-        raise Interrupted(start.STOPPED["tune"], 0)
+        raise Interrupted(start.STOPPED["sft"], 0)
     if child.process.returncode:
         raise child.fault()
     return message

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, one rank: `python -m runtime.tuning.rank CONFIG`, alone or started by `launcher.node.ranks`.
+"""Supervised fine-tuning, one rank: `python -m runtime.sft.rank CONFIG`, alone or started by `launcher.node.ranks`.
 
 Every rank reads the conversations, and computes its share of each step's. Rank 0 logs the metrics, and prints one JSON object
 a line: `{"event": "progress", "step", "steps", "loss"}`, at the end `{"event": "done", "step", "steps", "loss", "said"}`.
@@ -38,6 +38,7 @@ from runtime.errors import SluiceError, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
+from runtime.sft.conversations import SftRow, taught_row, turns
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
 from runtime.trainer.backend import ModelBackend
@@ -48,7 +49,6 @@ from runtime.trainer.rank import join_group, require_memory
 from runtime.trainer.rows import Needs, Rows, balance
 from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, model_trainer
-from runtime.tuning.conversations import SftRow, taught_row, turns
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
 # ---- Dataset
@@ -82,11 +82,11 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
         difficulty = data.curriculum.key if data.curriculum else ""
         found = load_problems(source.path, row_format_of(source, data), key, difficulty, partial(column_key, key))
         encoded = _encoded(found.problems, tokenizer)
-        short = [at for at, each in enumerate(encoded) if all(len(row.tokens) <= config.tune.max_tokens for row in each)]
-        dropped.update({**found.dropped, f"conversation over {config.tune.max_tokens} tokens": len(encoded) - len(short)})
+        short = [at for at, each in enumerate(encoded) if all(len(row.tokens) <= config.sft.max_tokens for row in each)]
+        dropped.update({**found.dropped, f"conversation over {config.sft.max_tokens} tokens": len(encoded) - len(short)})
         if not short:
             raise UserError(
-                f"{key}: {source.path}: no conversation has {config.tune.max_tokens} tokens or less; see tune.max_tokens"
+                f"{key}: {source.path}: no conversation has {config.sft.max_tokens} tokens or less; see sft.max_tokens"
             )
         problems += [found.problems[at] for at in short]
         rows += [encoded[at] for at in short]
@@ -114,7 +114,7 @@ def _encoded(problems: list[Problem], tokenizer: Tokenizer) -> list[list[SftRow]
 # Supervised training learns the likelihood of the assistant's tokens. It uses the steps and engines of reinforcement learning
 # (`runtime.trainer.step`), with groups from a dataset.
 
-PREFIX = "tune/"
+PREFIX = "sft/"
 
 
 class SupervisedObjective(Objective):
@@ -176,7 +176,7 @@ def taught_group(number: int, rows: Sequence[SftRow], shared: int) -> TrainGroup
 # ---- Rank
 
 
-class TuneRank:
+class SftRank:
     """Runs steps from the beginning, or from the checkpoint `run.resume`, to the last one or a signal. Then it saves a
     checkpoint and the model. All ranks make the same calls in the same order."""
 
@@ -187,8 +187,8 @@ class TuneRank:
         """Whether to end after the present step: the user has sent SIGTERM."""
         self._lessons = read_lessons(config, Tokenizer.of(config))
         self._stream = self._lessons.stream(config)
-        self._wanted = config.tune.epochs * len(self._lessons.problems)  # conversations
-        self._steps = math.ceil(self._wanted / config.tune.batch_size)
+        self._wanted = config.sft.epochs * len(self._lessons.problems)  # conversations
+        self._steps = math.ceil(self._wanted / config.sft.batch_size)
         self._config = replace(config, training=replace(config.training, steps=self._steps))
         self._folder = Path(config.run.dir)
         self._trainer = supervised_trainer(self._config, rank=rank, world_size=world_size, device=device)
@@ -226,7 +226,7 @@ class TuneRank:
 
     def _share(self) -> list[TrainGroup]:
         """Return this rank's rows of the next conversations. Ranks with different shares of the data have different rows."""
-        count = min(self._config.tune.batch_size, self._wanted - self._stream.state().position)
+        count = min(self._config.sft.batch_size, self._wanted - self._stream.state().position)
         rows = [row for _ in range(count) for row in self._lessons.rows[self._stream.draw().index]]
         parts = balance([len(row.tokens) for row in rows], self._shares)
         backend = self._trainer.backend
@@ -272,7 +272,7 @@ def main(path: str) -> int:
         rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
         device = join_group("trainer", config.services.trainer, world_size, config.deadlines.train)
         require_memory("trainer", config, config.model.path, device)
-        tuning = TuneRank(config, rank, world_size, device)
+        tuning = SftRank(config, rank, world_size, device)
 
         def stop(*_: object) -> None:
             tuning.stopped = True

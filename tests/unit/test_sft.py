@@ -22,13 +22,13 @@ from runtime.data.templates import ChatTemplate
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.models import tiny_model
+from runtime.sft.conversations import SftRow, taught_row, turns
+from runtime.sft.rank import SftRank, read_lessons, supervised_trainer, taught_group
 from runtime.trainer.step import ModelTrainer
-from runtime.tuning.conversations import SftRow, taught_row, turns
-from runtime.tuning.rank import TuneRank, read_lessons, supervised_trainer, taught_group
 from tests.closeness import STEP, assert_close
+from tests.unit.sft_cases import cross_entropy, greedy_accuracy, make_sft, make_sums, points, resumed, tuned
 from tests.unit.training_cases import VOCAB, make_config
 from tests.unit.training_steps import assert_updated, run_step
-from tests.unit.tuning_cases import cross_entropy, greedy_accuracy, make_sums, make_tune, points, resumed, tuned
 
 SMOOTH = {"eps": 1e-2, "learning_rate": 3e-3, "max_grad_norm": 0.5}
 
@@ -94,7 +94,7 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
 
 def lessons_of(tmp_path: Path, tokenizer: Tokenizer, *rows: Any, max_tokens: int = 64, **data: Any) -> Any:
     write_rows(tmp_path / "rows.jsonl", rows)
-    config = make_tune(tmp_path, max_tokens=max_tokens)
+    config = make_sft(tmp_path, max_tokens=max_tokens)
     return read_lessons(replace(config, data=Data(train=str(tmp_path / "rows.jsonl"), **data)), tokenizer)
 
 
@@ -138,7 +138,7 @@ def test_several_files_are_mixed_by_weight(tmp_path: Path, tokenizer: Tokenizer)
     for name, count in (("a", 4), ("b", 2)):
         write_rows(tmp_path / f"{name}.jsonl", [{"question": f"{at}", "answer": f"{name}{at}"} for at in range(count)])
     sources = [Source(path=str(tmp_path / "a.jsonl")), Source(path=str(tmp_path / "b.jsonl"), weight=3.0)]
-    config = replace(make_tune(tmp_path), data=Data(train=sources))
+    config = replace(make_sft(tmp_path), data=Data(train=sources))
     found = read_lessons(config, tokenizer)
     stream = found.stream(config)
     drawn = [said(found)[stream.draw().index][0] for _ in range(8)]
@@ -192,10 +192,10 @@ def test_steps_are_those_of_a_plain_loop(policy: str, budget: int, shared: int) 
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
-        assert_close(metrics["tune/loss"], float(loss.detach()), terms=(number + 1) * STEP)
-        assert_close(metrics["tune/grad_norm"], float(norm), terms=(number + 1) * STEP)
-        assert metrics["tune/tokens"] == sum(int(row.mask.sum()) for row in rows)
-        assert metrics["tune/lr"] == options.learning_rate
+        assert_close(metrics["sft/loss"], float(loss.detach()), terms=(number + 1) * STEP)
+        assert_close(metrics["sft/grad_norm"], float(norm), terms=(number + 1) * STEP)
+        assert metrics["sft/tokens"] == sum(int(row.mask.sum()) for row in rows)
+        assert metrics["sft/lr"] == options.learning_rate
     expected = dict(plain.named_parameters())
     got = {name: parameter.detach().double() for name, parameter in engine.backend.parameters.items()}  # type: ignore[attr-defined]
     assert_updated(got, {name: expected[name].detach() for name in got}, options, steps=3)
@@ -204,12 +204,12 @@ def test_steps_are_those_of_a_plain_loop(policy: str, budget: int, shared: int) 
 def test_adapters_alone_are_tuned_where_there_are_some(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs peft: make install-dev")
     make_sums(tmp_path)
-    config = replace(make_tune(tmp_path, epochs=1), lora=Lora(rank=4))
+    config = replace(make_sft(tmp_path, epochs=1), lora=Lora(rank=4))
     tuned(config)
     assert (tmp_path / "run" / "model" / "adapter" / "adapter_config.json").is_file()
     names = {path.name for path in (tmp_path / "run" / "checkpoints" / "step-00000005").iterdir()}
     assert "adapter" in names and "model" not in names
-    losses = [point["tune/loss"] for point in points(config)]
+    losses = [point["sft/loss"] for point in points(config)]
     assert losses[-1] < losses[0]
 
 
@@ -222,10 +222,10 @@ def exported(config: Any) -> dict[str, torch.Tensor]:
 
 def test_a_tiny_model_learns_sums(tmp_path: Path) -> None:
     make_sums(tmp_path)
-    config = make_tune(tmp_path, epochs=60, batch_size=12)
+    config = make_sft(tmp_path, epochs=60, batch_size=12)
     assert greedy_accuracy(tmp_path / "model") < 0.1
     tuned(config)
-    losses = [point["tune/loss"] for point in points(config)]
+    losses = [point["sft/loss"] for point in points(config)]
     assert len(losses) == 180
     assert losses[0] == pytest.approx(math.log(264), rel=0.3)  # of a random model
     assert greedy_accuracy(tmp_path / "run" / "model") >= 0.9
@@ -234,21 +234,20 @@ def test_a_tiny_model_learns_sums(tmp_path: Path) -> None:
 def test_two_epochs_that_were_stopped_and_resumed_are_those_of_one_go(tmp_path: Path) -> None:
     """Bit for bit, with a last step that is not full, in the midst of the second pass."""
     make_sums(tmp_path)
-    whole, cut = make_tune(tmp_path, "whole", batch_size=7), make_tune(tmp_path, "cut", batch_size=7)
+    whole, cut = make_sft(tmp_path, "whole", batch_size=7), make_sft(tmp_path, "cut", batch_size=7)
     tuned(whole)
 
-    def at_the_seventh(rank: TuneRank) -> None:
+    def at_the_seventh(rank: SftRank) -> None:
         rank.stopped = rank._trainer.step == 6
 
     tuned(cut, after=at_the_seventh)
     assert [point["step"] for point in points(cut)] == [*range(1, 8)]
     tuned(resumed(cut, 7))
     kept = [
-        {key: value for key, value in point.items() if key not in ("time", "timing/update", "tune/tps")}
-        for point in points(cut)
+        {key: value for key, value in point.items() if key not in ("time", "timing/update", "sft/tps")} for point in points(cut)
     ]
     assert [point["step"] for point in kept] == [*range(1, 12)]
-    assert kept[-1]["tune/epoch"] == 2.0
+    assert kept[-1]["sft/epoch"] == 2.0
     assert kept == [{key: value for key, value in point.items() if key in kept[0]} for point in points(whole)]
     ours, theirs = exported(cut), exported(whole)
     assert ours.keys() == theirs.keys()
@@ -257,7 +256,7 @@ def test_two_epochs_that_were_stopped_and_resumed_are_those_of_one_go(tmp_path: 
 
 def test_each_conversation_comes_once_a_pass(tmp_path: Path) -> None:
     make_sums(tmp_path)
-    made = TuneRank(make_tune(tmp_path, batch_size=7), 0, 1, torch.device("cpu"))
+    made = SftRank(make_sft(tmp_path, batch_size=7), 0, 1, torch.device("cpu"))
     drawn: list[bytes] = []
     for _ in range(11):
         drawn += [group.payload for group in made._share()]
@@ -269,12 +268,12 @@ def test_each_conversation_comes_once_a_pass(tmp_path: Path) -> None:
 
 def test_checkpoints_come_as_often_as_is_asked_the_newest_stay_and_go_on_with_their_data_alone(tmp_path: Path) -> None:
     make_sums(tmp_path)
-    config = make_tune(tmp_path, every=2)
+    config = make_sft(tmp_path, every=2)
     tuned(replace(config, checkpoint=replace(config.checkpoint, keep=2)))
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000008", "step-00000009"]
     (tmp_path / "sums.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     with pytest.raises(UserError, match=r"^data\.train: number of problems is 1, but the run to resume has 36"):
-        TuneRank(resumed(config, 9), 0, 1, torch.device("cpu"))
+        SftRank(resumed(config, 9), 0, 1, torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -298,8 +297,8 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("sections", "fault"),
     [
-        *(({}, ""), ({"tune": {"max_tokens": 513}}, "tune.max_tokens: 513 exceeds the model's 512 positions")),
-        ({"model": {"path": ""}}, "model.path: missing; sluice tune makes no warm-up"),
+        *(({}, ""), ({"sft": {"max_tokens": 513}}, "sft.max_tokens: 513 exceeds the model's 512 positions")),
+        ({"model": {"path": ""}}, "model.path: missing; sluice sft makes no warm-up"),
         ({"model": {"path": "/no"}}, "model.path: '/no' is not a folder"),
         ({"data": {"train": ""}}, "data.train: missing; name a json, jsonl, parquet or arrow file with replies"),
         ({"data": {"train": "/no"}}, "data.train: '/no' is not a file"),
@@ -314,6 +313,6 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_each_fault_is_a_line(sums: Path, sections: dict[str, Any], fault: str) -> None:
-    found = faults(sums, **{"tune": {"max_tokens": 64}, **sections})
+    found = faults(sums, **{"sft": {"max_tokens": 64}, **sections})
     assert len(found) == bool(fault), found
     assert not fault or found[0].startswith(fault)
