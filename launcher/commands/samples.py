@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         return
     if not (options.run / run_files.CONFIG).is_file():
         raise UserError(f"{options.run}: not a run's folder: {run_files.CONFIG} is not in it")
-    config = loading.load(options.run / run_files.CONFIG, ())
+    config = loading.load_recorded(options.run)
     tokenizer = Tokenizer(config.model.path, config.model.chat_template)
     with LedgerReader(options.run / run_files.LEDGER) as reader:
         _print(_rows(reader, _selected(reader, options), tokenizer), options.jsonl)

@@ -50,7 +50,7 @@ class SampleReader:
 
     @cached_property
     def config(self) -> Config:
-        return loading.load(self._folder / run_files.CONFIG, ())
+        return loading.load_recorded(self._folder)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -18,6 +18,7 @@ import yaml
 from msgspec import inspect
 from msgspec.structs import replace
 
+from runtime import run_files
 from runtime.cluster.topology import block_size
 from runtime.config import Algorithm, Config, Parallel, Section, Services
 from runtime.config.data import Column
@@ -58,6 +59,17 @@ S = TypeVar("S", bound=Section)
 
 _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two formats that ours lacks
 
+# New names of keys of 0.2, by path, where `*` is a fleet. They leave with 0.4.
+_RENAMED = {
+    "publication": "weight_sync",
+    "tune": "sft",
+    "deadlines.silence": "keepalive",
+    "deadlines.stall": "watchdog",
+    "moe.replay": "router_replay",
+    "reference.mode": "source",
+    "services.rollout.slots": "max_num_seqs",
+    "services.rollout.*.slots": "max_num_seqs",
+}
 # Keys of earlier versions, by path, where `*` is a role, a fleet or a name: what to write now.
 _REMOVED = {
     "weight_sync.staging": "there is one way now, what shadow was; leave the key out",
@@ -164,6 +176,27 @@ def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) ->
     if raw.get("services", {}).get("environment"):
         raw.setdefault("gateway", {})  # which its agents call
     return msgspec.convert(raw, Config)
+
+
+def load_recorded(folder: Path) -> Config:
+    """Read the configuration in a run's folder, which 0.2 may have written: renamed keys are read under their new names, and
+    keys and values that no longer exist are left out. Raises ConfigError with every fault found."""
+    return load(_known(read_mapping(folder / run_files.CONFIG), _ROOT))
+
+
+def _known(value: Any, kind: inspect.Type, path: str = "") -> Any:
+    """Return the parts of `value`, at `path`, that the type `kind` has."""
+    for variant in _variants(kind):
+        if isinstance(variant, inspect.ListType) and isinstance(value, list):
+            return [_known(item, variant.item_type, f"{path}.{index}") for index, item in enumerate(value)]
+        if isinstance(variant, inspect.DictType) and isinstance(value, dict):
+            return {key: _known(item, variant.value_type, f"{path}.{key}") for key, item in value.items()}
+        if isinstance(variant, inspect.StructType) and isinstance(value, dict):
+            here, types = f"{path}." if path else "", {field.encode_name: field.type for field in variant.fields}
+            named = {_entry(_RENAMED, f"{here}{key}") or key: item for key, item in value.items()}
+            kept = {key: _known(item, types[key], here + key) for key, item in named.items() if key in types}
+            return {key: item for key, item in kept.items() if not any(mismatches(item, types[key]))}
+    return value
 
 
 def load_other(path: str | Path, overrides: Sequence[str], kind: type[S], advice: Mapping[str, str]) -> S:
@@ -418,9 +451,16 @@ def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, r
 def _replacement(path: str) -> str:
     """Return what to write instead of the removed key `path`; "" if no earlier version had it. The path may lack its section
     `services` or `algorithm`, as in the file of a preset."""
-    paths = (path, f"services.{path}", f"algorithm.{path}")
-    found = [now for old, now in _REMOVED.items() if any(fnmatchcase(each, old) for each in paths)]
-    return found[0] if found else ""
+    for each in (path, f"services.{path}", f"algorithm.{path}"):
+        if name := _entry(_RENAMED, each):
+            return f"write {name}"
+        if now := _entry(_REMOVED, each):
+            return now
+    return ""
+
+
+def _entry(table: Mapping[str, str], path: str) -> str:
+    return next((now for old, now in table.items() if fnmatchcase(path, old)), "")
 
 
 def _nearest(key: str, names: list[str], root: inspect.Type) -> str:

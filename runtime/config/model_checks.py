@@ -371,8 +371,8 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
         needed = fleet.replicas * each
         if needed > free:
             yield (
-                f"{path}.max_num_seqs: {fleet.max_num_seqs} slots of {longest_text(config)} tokens in {fleet.replicas} replica(s) need "
-                f"{needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available{_HINT}"
+                f"{path}.max_num_seqs: {fleet.max_num_seqs} slots of {longest_text(config)} tokens in {fleet.replicas} "
+                f"replica(s) need {needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available{_HINT}"
             )
         free -= min(needed, free)
 

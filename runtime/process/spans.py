@@ -42,8 +42,8 @@ from runtime.process.aio import unless_failed
 #
 #     a thread or a task ── at("backward") ──►  open phases  ──►  event loop ── Heartbeat ──►  launcher/node/watchdog.py
 #
-# A phase has a limit: `deadlines.watchdog`, or ten times its longest duration so far in the process, at least 10 s. The agent ends
-# a process whose phase exceeds the limit, or whose event loop is silent for the limit of "loop". Writes have no limit.
+# A phase has a limit: `deadlines.watchdog`, or ten times its longest duration so far in the process, at least 10 s. The agent
+# ends a process whose phase exceeds the limit, or whose event loop is silent for the limit of "loop". Writes have no limit.
 
 now = time.monotonic
 NAME = "SLUICE_BEATS"  # variable: the process's name; its standard input is then a socket for heartbeats
@@ -395,6 +395,7 @@ _decode = msgspec.json.Decoder(tuple[str, float, float, str, int, int, str]).dec
 def _decoded(written: bytes) -> TracedSpan:
     """Decode a span, with interned texts: few texts occur in many spans."""
     name, start, end, line, group, step, detail = _decode(written)
+    line = WEIGHT_SYNC if line == "publication" else line  # as 0.2 wrote it
     return TracedSpan(sys.intern(name), start, end, sys.intern(line), group, step, sys.intern(detail))
 
 

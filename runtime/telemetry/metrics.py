@@ -28,6 +28,7 @@ Value = TypeVar("Value")
 SCORE = ("mean", "max", "min")
 SCORE_ERRORS, _ERRORS = "score/errors/", "grpo/errors/"  # prefixes of a reason
 
+_RENAMED = {"publication": "weight_sync", "tune": "sft"}  # prefixes of 0.2, by which runs of 0.2 are read
 _OURS = {
     **{f"grpo/score/{part}": f"score/{part}" for part in SCORE},
     "grpo/masked": "score/masked",
@@ -48,7 +49,8 @@ def ours(metrics: Mapping[str, Value]) -> dict[str, Value]:
         if name.startswith(_ERRORS):
             named[SCORE_ERRORS + name.removeprefix(_ERRORS)] = value
         elif not name.startswith(_SCORE_PREFIXES):
-            named[_OURS.get(name, name)] = value
+            prefix, slash, rest = name.partition("/")
+            named[_OURS.get(name, _RENAMED.get(prefix, prefix) + slash + rest)] = value
     return named
 
 

@@ -41,8 +41,8 @@ def hangs(inputs, options):
 
 @pytest.mark.long
 def test_whoever_makes_no_progress_is_named_and_followed(config: Path, tmp_path: Path) -> None:
-    """A rank in a call that never returns; then one process of each role, stopped, long before `deadlines.keepalive`. A launcher
-    that is stopped is waited for."""
+    """A rank in a call that never returns; then one process of each role, stopped, long before `deadlines.keepalive`. A
+    launcher that is stopped is waited for."""
     (tmp_path / "mine.py").write_text(HANGS)
     own = (f"algorithm.loss={tmp_path / 'mine.py'}:hangs", "services.trainer.processes=2")
     with started(config, *SETTINGS, *own, folder=tmp_path / "run") as run:

@@ -223,7 +223,7 @@ class KVCache:
         needed, available = kv_bytes(config, slots, max_model_len, dtype), platform.memory(device).available
         if needed > available:
             raise UserError(
-                f"services.rollout.max_num_seqs: {slots} sequences of {max_model_len} tokens need {needed} bytes of key-value cache, "
+                f"services.rollout.max_num_seqs: {slots} sequences of {max_model_len} tokens need {needed} bytes of KV cache, "
                 f"but {device} has {available} bytes available; at most {available * slots // needed} slots fit"
             )
         parts, heads, width = config.cached

@@ -163,7 +163,7 @@ class NextWeights:
                 weights.load(merged(WeightFiles(self._folder), tensors) if alone else tensors.items())
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"services.rollout.max_num_seqs: a weight sync holds the weights twice on {self._device}, which lacks the memory; "
+                f"services.rollout.max_num_seqs: a weight sync holds the weights twice on {self._device}, which lacks memory; "
                 f"must be lower, or engine vllm ({error})"
             ) from error
         return weights
