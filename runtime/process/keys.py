@@ -226,7 +226,8 @@ def begun(folder: Path) -> bytes:
 
 
 def known(folder: Path) -> bytes | None:
-    """Return the secret of a run that has begun, if this user has it. Raises UserError if other users can read its file."""
+    """Return the secret of a run that has begun, if this user has it. Raises UserError if other users can read, or own, the
+    file."""
     return _of_environment() or _of_file(folder)
 
 
