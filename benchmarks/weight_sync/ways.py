@@ -1,4 +1,4 @@
-"""Plain ways to bring 300 tensors from one process to others, to compare the weight sync of weights with. Each is what a
+"""Plain ways to bring 300 tensors from one process to others, to compare the weight sync with. Each is what a
 program without Sluice would do, on torch's default process group over gloo.
 """
 

@@ -172,7 +172,7 @@ _SPEED = (
     ),
     _Wanted("Idle", "share", {"idle/trainer": "trainer", "idle/rollout": "rollouts"}, needed=True, share=True),
     _Wanted(
-        "Weight sync of new weights",
+        "Weight sync",
         "seconds",
         {"weight_sync/seconds": "whole", "weight_sync/pause_seconds": "longest pause of a rollout"},
         needed=True,

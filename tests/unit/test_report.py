@@ -9,6 +9,8 @@ import hashlib
 import json
 import math
 import os
+import shutil
+import tarfile
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -322,3 +324,34 @@ def test_means_of_parts_that_are_stacked_add_up(values: list[float], most: int) 
     np.testing.assert_allclose(parts, [array[a:b].mean() for a, b in zip(edges, edges[1:])], rtol=1e-9)  # noqa: B905, RUF007
     found = panels.smoothed(np.array([math.nan, 2.0, math.nan, 4.0, 9.0]), 3)
     np.testing.assert_allclose(found, [math.nan, 2.0, 2.0, 3.0, 6.5])
+
+
+def test_a_run_of_0_2_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """4 steps of 2 groups of 4, as 0.2.0 wrote them: with keys, metrics and spans that have other names now, or are gone. Its
+    checkpoints and its model's weights were left out."""
+
+    def said(*command: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(command)
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open(Path(__file__).with_name("run-0.2.tar.xz")) as packed:
+        packed.extractall(tmp_path, filter="data")
+    read = loading.load_recorded(Path("of-0.2"))
+    assert (read.weight_sync.in_flight, read.training.depth, read.services.rollout.max_num_seqs) == ("recompute", "bound", 8)
+    shutil.copytree("of-0.2/model", read.model.path)
+    rows = [json.loads(line) for line in said("samples", "of-0.2", "--jsonl").splitlines()]
+    assert [row["step"] for row in rows] == [step for step in range(4) for _ in range(8)]
+    assert all(row["prompt"].startswith(f"<|user|>{row['task'] + 10}+") for row in rows)
+    said("report", "of-0.2")
+    found = Elements(Path("of-0.2/report.html").read_text())
+    assert found.facts["Steps"] == "4 of 4"
+    assert all(
+        point["weight_sync/bytes"] == 4221968 and point["weight_sync/seconds"] > 0 for point in found.held["weights"]["steps"]
+    )
+    assert sorted(name for name in found.held if name.startswith("group?")) == [f"group?id={id}" for id in range(8)]
+    first, *rest = json.loads(said("why", "of-0.2", "--json"))["steps"]
+    assert [part[0] for part in first["parts"]] == ["generate", "reference", "train", "publish"] and len(rest) == 3
+    assert all(step["inside"][-1]["gather"] > 0 for step in (first, *rest))  # spans of the sync are found by its name of now

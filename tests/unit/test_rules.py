@@ -328,6 +328,35 @@ def test_a_word_is_in_the_code_where_the_glossary_says_and_earlier_names_are_not
 # ------------------------------------------------------------------------------------------------ waits
 
 
+NO_VERB = re.compile(  # how a function's docstring does not begin
+    r"(A|After|All|An|Are|As|At|Before|Between|Both|By|Each|Every|Everything|For|From|Has|How|If|In|Is|It|"
+    r"Its|Likewise|Names|No|None|Nobody|Not|Nothing|Of|On|Once|One|Only|Over|Raises|Returns|Same|That|The|"
+    r"Their|There|These|This|Those|To|Two|Under|Until|Was|Were|What|Whatever|When|Where|Whether|Which|Who|"
+    r"Whoever|Whose|Why|With|Within|Without)\b|[^A-Z]"
+)
+HARD_WORDS = re.compile(
+    r"\b(nobody|whoever|whomever|whom|somebody|everybody|anybody|told|telling|thereby|therein|lest|of which|but for)\b", re.I
+)
+
+
+def unplain(name: str) -> Iterator[str]:
+    """Yield what of a file is not plain English: hard words, and docstrings of functions that do not begin with a verb."""
+    for number, line in enumerate(text(name).splitlines(), 1):
+        yield from (f"{name}:{number}: {word}" for word in HARD_WORDS.findall(line))
+    for node in nodes(name):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (said := ast.get_docstring(node)):
+            is_noun = any("property" in ast.unparse(each) for each in node.decorator_list)
+            if not is_noun and NO_VERB.match(said):
+                yield f"{name}:{node.lineno}: {node.name} begins with {said.split()[0]}"
+
+
+def test_the_source_and_the_pages_are_in_plain_english() -> None:
+    assert [each for name in FILES for each in unplain(name)] == []
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "superseded" not in path.parts and "zh" not in path.parts]
+    said = {path.name: HARD_WORDS.findall(path.read_text()) for path in (*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md")}
+    assert {name: words for name, words in said.items() if words} == {}
+
+
 ELSEWHERE = {"simulation", "generated"}  # seconds of a virtual clock; no code of ours
 
 WAITS = {"wait_for", "wait", "sleep", "stop", "join", "call_later", "settimeout", "poll", "timedelta", "done_within"}
