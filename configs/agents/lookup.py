@@ -21,7 +21,7 @@ async def run(data, *, base_url, api_key, http_client, episode, **_):
         answer = (await policy.chat.completions.create(model="policy", messages=messages, tools=TOOLS)).choices[0].message
         if not answer.tool_calls:
             return float(answer.content == data["label"])
-        told = [(call.id, lookup(call.function.arguments, data)) for call in answer.tool_calls]
-        messages = [*messages, answer, *({"role": "tool", "tool_call_id": id, "content": text} for id, text in told)]
+        found = [(call.id, lookup(call.function.arguments, data)) for call in answer.tool_calls]
+        messages = [*messages, answer, *({"role": "tool", "tool_call_id": id, "content": text} for id, text in found)]
     episode.stop_reason = "max_turns"
     return 0.0

@@ -79,7 +79,7 @@ class VerifiersTaskset:
 
 
 class _NoChannel:
-    """Of an episode that verifiers judges: nothing is told by it."""
+    """Of an episode that verifiers judges: nothing is reported."""
 
     def tell(self, episode: str, **news: Any) -> None:
         pass
@@ -107,8 +107,8 @@ def harness_module() -> types.ModuleType:
                 else [message_to_wire(each) for each in prompt or ()]
             )
             tools = Toolset([McpServer(url) for url in mcp_urls.values()] if mcp_urls else (), self.config.tool_timeout)
-            told = {"id": trace.id, "task": {}, "base_url": endpoint.removesuffix("/v1"), "api_key": secret, "seed": 0}
-            policy = Episode({**told, "purpose": "", "call_seconds": self.config.tool_timeout}, _NoChannel())
+            fields = {"id": trace.id, "task": {}, "base_url": endpoint.removesuffix("/v1"), "api_key": secret, "seed": 0}
+            policy = Episode({**fields, "purpose": "", "call_seconds": self.config.tool_timeout}, _NoChannel())
             try:
                 await tools.open()
                 await with_tools(Conversation(policy, [*system_messages(system or ""), *said]), tools, TURNS)
