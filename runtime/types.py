@@ -560,7 +560,8 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
 
     def check_sets(self, vocabulary: int) -> None:
-        """Raise InvalidMessage if the kept sets do not fit the vocabulary or the tokens."""
+        """Check the token sets that sampling chose from (`kept`). Raises InvalidMessage if they are malformed or for another
+        vocabulary size, or if a sampled token is not in its set."""
         if self.kept is not None and (fault := self.kept.fault(self.tokens[self.loss_mask.expand() != 0], vocabulary)):
             raise InvalidMessage(f"group {self.group_id}: {fault}")
 

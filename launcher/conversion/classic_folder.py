@@ -290,7 +290,8 @@ class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
         return file.path, file.chunks[chunk]
 
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Return the number of layers on each stage. Raises UserError if a stage has gaps between its layers."""
+        """Return the number of layers on each stage. Raises UserError if the layers of a stage are not numbered 0, 1, 2 and so
+        on."""
         counts = []
         for stage in range(self.stages):
             path, stored = self.stored(0, stage, 0)

@@ -386,7 +386,8 @@ def _schedule(keys: TranslatedSettings) -> None:
 
 
 def _critics_optimizer(keys: TranslatedSettings, gae: bool) -> None:
-    """Report what the critic's optimizer has otherwise than the policy's, which it shares here."""
+    """Report each setting of the critic's optimizer that differs from the policy's: Sluice has one optimizer section for both.
+    Without `gae` there is no critic, and these settings decide nothing."""
     rates = [keys.at(f"{section}.optim.lr").value for section in (_ACTOR, "critic")]
     for name in _OF_OPTIMIZER:
         own, policys = keys.at(f"critic.{name}"), keys.at(f"{_ACTOR}.{name}")

@@ -70,7 +70,8 @@ def fleets(config: Config) -> dict[str, Rollout]:
 
 
 def players(config: Config) -> dict[str, str]:
-    """Return the path of the settings for every environment process, by its name: environment-0 and on."""
+    """Return, by the name of each environment process (environment-0 and on), the configuration path of its settings, such as
+    services.environment.NAME."""
     each = [path for path, settings in sections(config, ENVIRONMENT).items() for _ in range(settings.replicas)]
     return {f"{ENVIRONMENT}-{index}": path for index, path in enumerate(each)}
 

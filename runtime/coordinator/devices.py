@@ -69,8 +69,8 @@ class Lease:
         self._publisher = publisher
 
     async def begin_sync(self, version: PolicyVersion) -> WeightSync | None:
-        """Begin the weight sync of `version`, right after its update was ordered. Return None if the version is published only
-        at the lease's end, unless a later version is made before."""
+        """Begin the weight sync of `version`, right after posting the commands that make the version. Return None if the lease
+        publishes nothing before its end, and then only its newest version."""
         return await self._publisher.begin(version)
 
     async def sync(self, version: PolicyVersion) -> None:

@@ -123,8 +123,8 @@ def _json(value: Any, fault: str) -> str:
 
 
 def label_text(value: Any) -> str:
-    """Return a label as text. A whole number loses its point (contest files write 142 as 142.0). A mapping or a list of
-    mappings, such as tests of programs, becomes JSON. Raises Rejected."""
+    """Return a label as text: a whole number without a point (142.0 as 142), a mapping or a list of mappings (such as tests of
+    programs) as JSON. Raises Rejected for a null or empty label and for other types."""
     if value is None:
         raise Rejected("null label")
     if isinstance(value, dict) or (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):

@@ -325,7 +325,8 @@ def load_problems(
 
 
 def source_rows(path: str, key: str) -> Iterator[SourceRow]:
-    """Yield every row of a file or folder. Raises UserError for an unreadable file."""
+    """Yield each row of the file or folder `path`. Raises UserError for a missing, empty or malformed file; its message begins
+    with the configuration key `key`."""
     source, files = data_files(path, key)
     before = position = 0
     for file in files:

@@ -204,8 +204,8 @@ class PolicyCalls:
 
 
 def _unfed(sampling: SamplingParams, known: int) -> int:
-    """Return `SamplingParams.experts_from` of a continued request. An earlier request gave or sampled the first `known` tokens;
-    the last of these tokens was not fed to the model yet."""
+    """Return the prompt position from which a continued request returns its experts: that of the last of the `known` tokens,
+    the only one that the model has not read yet. -1 if the request returns no experts."""
     return max(known - 1, 0) if sampling.experts_from >= 0 else -1
 
 

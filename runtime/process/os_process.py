@@ -107,7 +107,8 @@ def before_exec(cpus: Sequence[int] = (), signals_held: bool = False) -> None:
 
 
 def heed_signals() -> None:
-    """Unblock the held signals, once the main thread has its handlers. A kept signal is handled now."""
+    """Unblock SIGTERM and SIGHUP, which `before_exec` blocked; a signal that arrived since then is handled now. To be called
+    after the handlers of both are installed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 

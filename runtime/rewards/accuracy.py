@@ -51,7 +51,8 @@ def strictly_formatted(text: str) -> bool:
 
 
 def _rule(name: str) -> Callable[[Evaluate], Evaluate]:
-    """Register a function that takes linear time, with the function itself as its screen."""
+    """Return a decorator that registers a linear-time function as the rule `name`. For replies of at most FORMAT_CHARACTERS the
+    service calls the function itself, instead of a worker."""
 
     def register(function: Evaluate) -> Evaluate:
         return rule(name, screen=up_to(FORMAT_CHARACTERS, function))(function)

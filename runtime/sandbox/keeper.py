@@ -274,7 +274,8 @@ def keep(end: int, data: bytes, kept: dict[int, bytearray], dropped: dict[int, i
 
 
 def feed(inward: int, data: memoryview) -> int:
-    """Return the number of bytes that the command has taken; all of them if it has closed its input."""
+    """Write at most 64 KiB of `data` to `inward`, the descriptor of the command's standard input. Return the number of bytes
+    written; all of `data` if the command has closed its input."""
     try:
         return os.write(inward, data[: 1 << 16])
     except BrokenPipeError:

@@ -366,7 +366,8 @@ class _Worker:
             backend.close()
 
     def _is_over_within(self, seconds: float | None) -> bool:
-        """Take and drop points for `seconds`; None: until the end. Returns whether the end came."""
+        """Take metric points from the queue and drop them, for `seconds`, or without a limit if None. Return True once the None
+        that `close` puts into the queue arrives, else False."""
         until = None if seconds is None else time.monotonic() + seconds
         with suppress(queue.Empty):
             while True:

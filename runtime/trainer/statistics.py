@@ -122,8 +122,8 @@ class StepStatistics:
         self._bins[name] = self._bins[name] + counts if name in self._bins else counts
 
     def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
-        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. Names without a count or an extreme are
-        left out."""
+        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. Leave out each mean with a count of 0,
+        and each maximum or minimum without a value on any rank."""
         pairs = [number for pair in self._sums.values() for number in pair]
         sums = torch.cat([self._vector([*pairs, *self._totals.values()]), *self._bins.values()])
         maxima = self._vector(list(self._maxima.values()))

@@ -325,7 +325,8 @@ class _SessionHandler:
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
         answer: asyncio.Future[Any],
     ) -> None:
-        """Put the answer of a call into the outbox: Cancelled if its caller has withdrawn it."""
+        """Put `answer`, or its error, into the outbox as the reply to call `id_`: Cancelled if the caller has withdrawn the
+        call. A successful reply is kept under `key`, if there is one, for a repeated call."""
         answering.pop(id_, None)
         if self._running.get(key) is answer:  # else it was withdrawn and sent again
             del self._running[key]

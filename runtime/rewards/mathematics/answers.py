@@ -162,7 +162,8 @@ _label_tree = lru_cache(maxsize=1024)(_tree)
 
 
 def _same_text(answer: str, label: str) -> Verdict:
-    """Return the verdict on two tidied answers, or None to leave it to algebra."""
+    """Compare two tidied answers by their parsed expressions. Return False if one is no answer, None if this cannot decide, for
+    example because one cannot be parsed: then the caller asks math-verify."""
     try:
         predicted, expected = _tree(answer), _label_tree(label)
     except Unreadable:
