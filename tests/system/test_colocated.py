@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.ledger.reader import LedgerReader
-from tests.system.runs import START, check_gone, eventually, started, steps, summary
+from tests.system.runs import SOON, START, check_gone, eventually, started, steps, summary
 from tests.system.test_takeover import OFTEN, kill_coordinator
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,7 +25,7 @@ SETTINGS = (
 
 def test_they_take_turns_and_who_is_killed_comes_back_in_its_turn(config: Path, tmp_path: Path) -> None:
     chance = random.Random(3)
-    with started(config, *SETTINGS, *OFTEN, folder=tmp_path / "run") as run:
+    with started(config, *SETTINGS, *OFTEN, folder=tmp_path / "run", modules=SOON) as run:
         run.reaches(QUIET)
         run.member("rollout-0").kill()
         eventually(lambda: steps(run.folder)[-1]["rollout/serving"] == 1, START, "a step without it")

@@ -17,7 +17,7 @@ import pytest
 
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from tests.system.runs import check_gone, eventually, here, sluice, started, steps, summary, write_config
+from tests.system.runs import SOON, check_gone, eventually, here, sluice, started, steps, summary, write_config
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -74,8 +74,8 @@ def test_processes_that_are_killed_or_stopped_cost_no_task(tiny: Path, tmp_path:
     config = with_tasks(tiny, tmp_path, MIXED, TWO, columns={"environment": "who"})
     roles = ("gateway", "rollout", "coordinator")
     settings = [f"services.{role}.restarts=9" for role in roles]
-    short = ("services.gateway.replicas=2", "deadlines.keepalive=5", "deadlines.watchdog={loop: 3}")
-    with started(config, LONG, *settings, *short, folder=tmp_path / "run") as run:
+    short = ("services.gateway.replicas=2", "deadlines.silence=5", "deadlines.stall={loop: 3}")
+    with started(config, LONG, *settings, *short, folder=tmp_path / "run", modules=SOON) as run:
         run.reaches(2)
         log, comes = run.folder / "logs" / "coordinator.log", Counter[str]()
         for how, lost in FAULTS:

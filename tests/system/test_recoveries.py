@@ -15,7 +15,7 @@ import pytest
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
 from runtime.telemetry.record import read_jsonl
-from tests.system.runs import LONG, Live, check_gone, started, steps, summary
+from tests.system.runs import LONG, SOON, Live, check_gone, started, steps, summary
 from tests.system.test_takeover import OFTEN, kill_coordinator, others
 
 pytestmark = pytest.mark.timeout(600)
@@ -56,7 +56,7 @@ def check_ages(rows: list[GroupRow], last: int) -> None:
 def test_groups_come_back_whole_and_no_step_is_lost(config: Path, tmp_path: Path) -> None:
     two = importlib.util.find_spec("megatron") is not None
     settings = [f"services.reference.{each}" for each in (REFERENCE if two else ())]
-    with started(config, *LONG, *PPO, *SETTINGS, *settings, *OFTEN, folder=tmp_path / "run") as run:
+    with started(config, *LONG, *PPO, *SETTINGS, *settings, *OFTEN, folder=tmp_path / "run", modules=SOON) as run:
         run.reaches(EVERY + 2, BACK)
         run.member("reference-0", rank=int(two)).kill()  # it holds nothing: no step is made again
         run.says("reference-0: run: ", BACK)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import Live, check_gone, eventually, started
+from tests.system.runs import SOON, Live, check_gone, eventually, started
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -45,7 +45,7 @@ def test_whoever_makes_no_progress_is_named_and_followed(config: Path, tmp_path:
     launcher that is stopped is waited for."""
     (tmp_path / "mine.py").write_text(HANGS)
     own = (f"algorithm.loss={tmp_path / 'mine.py'}:hangs", "services.trainer.processes=2")
-    with started(config, *SETTINGS, *own, folder=tmp_path / "run") as run:
+    with started(config, *SETTINGS, *own, folder=tmp_path / "run", modules=SOON) as run:
         run.reaches(4)
         (tmp_path / "go").touch()
         run.says("no progress", END)

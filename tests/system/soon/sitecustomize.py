@@ -2,4 +2,4 @@
 
 from runtime import timeouts
 
-timeouts.FIRST_BACKOFF = timeouts.RESTART_WINDOW = 0.1
+timeouts.FIRST_BACKOFF, timeouts.RESTART_WINDOW = 0.0, 0.1
