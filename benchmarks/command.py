@@ -66,7 +66,7 @@ def run(name: str, options: Options) -> None:
 def _check(name: str, options: Options) -> None:
     for option, given in (("--sizes", options.sizes), ("--receivers", options.receivers)):
         if given is not None and name not in ("weight_sync", ALL):
-            raise UserError(f"{option}: bench {name} publishes nothing; weight sync is the only one that does")
+            raise UserError(f"{option}: bench {name} publishes nothing; weight_sync is the only one that does")
     if options.depth is not None and name != "staleness":
         raise UserError(f"--depth: bench {name} has none to choose; staleness is the only one that has")
     if options.data is not None and name not in (*DATA, ALL):

@@ -184,7 +184,7 @@ def _configure(folder: Path) -> None:
     model.save_pretrained(folder / "model")
     config = loading.load(CONFIG, ())
     assert isinstance(config.services.rollout, Rollout)
-    rollout = replace(config.services.rollout, slots=SLOTS, env={"OMP_NUM_THREADS": "1"})
+    rollout = replace(config.services.rollout, max_num_seqs=SLOTS, env={"OMP_NUM_THREADS": "1"})
     config = replace(
         config,
         run=replace(config.run, dir=str(folder)),

@@ -66,7 +66,7 @@ async def measure(folder: Path, settings: InRunSettings, show: Callable[[str], N
         summary = Summary.read(Path(scratch) / "run")
     if not points:
         raise ServiceFault("bench", "run", "published nothing")
-    later = [[float(point[f"weight sync/{name}"]) for name in METRICS] for point in points]
+    later = [[float(point[f"weight_sync/{name}"]) for name in METRICS] for point in points]
     return InRun(points[-1]["weight_sync/bytes"] / 1e6, summary.startup["first weight sync"], later, summary.peak_pss_bytes)
 
 

@@ -33,7 +33,7 @@ def config_for(model: str, overrides: Sequence[str]) -> Config:
         "gateway": {"serve": True, "context": context},
         "data": {"max_prompt_tokens": context // 2},
         "sampling": {"max_new_tokens": context // 2},
-        "services": {"gateway": {"port": PORT}, "rollout": {"slots": SLOTS}},
+        "services": {"gateway": {"port": PORT}, "rollout": {"max_num_seqs": SLOTS}},
     }
     return loading.resolve(loading.load(raw, overrides))
 

@@ -273,7 +273,7 @@ def _shared_device(config: Config) -> Iterator[str]:
         if device in taken:
             key = f"transport: {transport}" if settings.backend == "auto" else f"backend: {settings.backend}"
             yield (
-                f"weight sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
+                f"weight_sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
                 "gloo, or transport shared_memory, or other services.*.devices"
             )
             return
@@ -435,7 +435,7 @@ def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
     if computes == "float32" and (of_deltas or weight_sync.dtype not in ("auto", "float32")):
         key, value = ("encoding", "delta") if of_deltas else ("dtype", weight_sync.dtype)
         yield (
-            f"weight sync.{key}: {value} rounds the weights to 16 bits, and the trainer computes in float32: log-probabilities "
+            f"weight_sync.{key}: {value} rounds the weights to 16 bits, and the trainer computes in float32: log-probabilities "
             "of rollouts will be 0.02 to 0.03 nats from the trainer's in the mean, and small updates will not reach rollouts"
         )
     for path, fleet in fleets(config).items():

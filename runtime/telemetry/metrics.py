@@ -122,7 +122,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
         **figures.rollouts,
         **{f"queue/{name}": float(depth) for name, depth in figures.queues.items()},
         **{f"idle/{role}": fraction for role, fraction in figures.idle.items()},
-        **{f"weight sync/{key}": float(value) for key, value in weight_sync.items()},
+        **{f"weight_sync/{key}": float(value) for key, value in weight_sync.items()},
         **size_metrics(figures.generated, figures.world_size),
         "incarnation": float(figures.incarnation),
         "samples": float(sum(group.n for group in figures.generated)),

@@ -232,7 +232,7 @@ async def test_each_epoch_takes_the_transport_that_all_its_members_reach() -> No
     cast.rollouts[1] = late
     await publishing.publish(SECOND)
     assert here.address.transport == publishing.group.transport == "collective"
-    with pytest.raises(UserError, match=r"weight sync\.transport: shared_memory needs .* rollout-1 may"):
+    with pytest.raises(UserError, match=r"weight_sync\.transport: shared_memory needs .* rollout-1 may"):
         await make(cast, transport="shared_memory").publish(SECOND)
 
 

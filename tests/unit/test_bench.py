@@ -281,7 +281,7 @@ def test_t_quantiles_agree_with_tables() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("engine", {"sizes": "64"}, "--sizes: bench engine publishes nothing; weight sync is the only one that does"),
+        ("engine", {"sizes": "64"}, "--sizes: bench engine publishes nothing; weight_sync is the only one that does"),
         ("train", {"receivers": 1}, "--receivers: bench train publishes nothing"),
         ("weight_sync", {"receivers": 0}, "--receivers: 0 is not at least 1"),
         ("weight_sync", {"data": Path()}, "--data: only bench rewards and bench scale take a folder"),

@@ -13,7 +13,7 @@ import pytest
 from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
-from runtime.config.loading import _REMOVED, _replacement, resolve, type_faults
+from runtime.config.loading import _REMOVED, _RENAMED, _replacement, resolve, type_faults
 from runtime.config.service_checks import colocation_faults, device_faults, network_faults, unequal_numbers
 from runtime.coordinator.run_context import accelerators
 from runtime.errors import ConfigError
@@ -185,7 +185,7 @@ def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: py
 
 
 REPLACED = """
-transport: filesystem => weight_sync.transport: filesystem is no longer a value: write files
+transport: filesystem => weight_sync.transport: filesystem is no longer a value: write auto
 transport: delta => weight_sync.transport: delta is no longer a value: write encoding: delta, and transport: auto or collective
 in_flight: auto => weight_sync.in_flight: auto is no longer a value: write keep, which it stood for
 """
@@ -196,9 +196,9 @@ def test_a_value_that_was_removed_says_what_to_write_now(given: dict[str, Any], 
     assert type_faults({"run": {"name": "x"}, "weight_sync": given}) == [told]
 
 
-@pytest.mark.parametrize(("path", "now"), _REMOVED.items())
+@pytest.mark.parametrize(("path", "now"), [*_REMOVED.items(), *((old, f"write {new}") for old, new in _RENAMED.items())])
 def test_a_key_that_was_removed_says_what_to_write_now(path: str, now: str) -> None:
-    key = path.replace("*", "0")
+    key = path.replace("environment.*", "environment.mine").replace("*", "0")
     assert _replacement(key) == now
     if not path.startswith("services.*"):  # whose roles have different keys
         raw: Any = 1

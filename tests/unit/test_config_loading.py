@@ -106,9 +106,9 @@ def test_rollouts_are_one_fleet_or_several(loading: Loading) -> None:
     single = loading("run: {name: a}", "services.rollout.env.A=y", "services.rollout.max_num_seqs=8")
     assert fleets(single) == {"services.rollout": Rollout(max_num_seqs=8, env={"A": "y"})}
     assert fleets(loading("run: {name: a}", "services.rollout=[{max_num_seqs: 2}, {}]")).keys() == fleets(config).keys()
-    assert faults_of(loading, text, "services.rollout.1.slot=2", "services.rollout.2.max_num_seqs=2") == [
+    assert faults_of(loading, text, "services.rollout.1.engin=2", "services.rollout.2.max_num_seqs=2") == [
         "services.rollout.2: no such item; the list has 2, counted from 0",
-        "services.rollout.1.slot: unknown key; nearest is 'slots'",
+        "services.rollout.1.engin: unknown key; nearest is 'engine'",
     ]
     assert faults_of(loading, text, "services.rollout.max_num_seqs=2")[0].startswith(
         "services.rollout.max_num_seqs: no such item"
@@ -128,7 +128,7 @@ FAULTY = """
 trianing: {}
 training: {optimizer: {lerning_rate: 1, betas: [0.9]}}
 algorithm: {dual_clip: -1, correction_cap: -1}
-services: {rollout: {slots: many, dtype: fp32, env: {A: 1}}, trainer: 5}
+services: {rollout: {max_num_seqs: many, dtype: fp32, env: {A: 1}}, trainer: 5}
 evaluation: {before: yes, top_p: 2}
 rewards: {rules: [{weight: 1}]}
 warmup: {eval_problems: 0}

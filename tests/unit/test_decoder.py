@@ -221,7 +221,7 @@ def test_kv_bytes_is_what_the_cache_takes_and_more_than_memory_is_a_user_error()
     cache = KVCache(config, 3, 50, CPU, torch.bfloat16)
     assert kv_bytes(config, 3, 50, torch.bfloat16) == cache.data.nbytes
     needed = kv_bytes(config, 10**9, 10**5, torch.float32)
-    with pytest.raises(UserError, match=rf"services\.rollout\.slots: .* need {needed} bytes .* bytes available"):
+    with pytest.raises(UserError, match=rf"services\.rollout\.max_num_seqs: .* need {needed} bytes .* bytes available"):
         KVCache(config, 10**9, 10**5, CPU, torch.float32)
 
 

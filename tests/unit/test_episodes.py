@@ -328,7 +328,7 @@ async def test_a_task_that_nobody_asks_for_is_told_at_the_deadline(episodes: Epi
     playing = asyncio.ensure_future(episodes.play(request()))
     await asyncio.sleep(0)
     await opened(episodes)
-    with pytest.raises(DeadlineExceeded, match=r"gateway-0: Play: no program has asked for 1 of 2 episodes of group 7"):
+    with pytest.raises(DeadlineExceeded, match=r"gateway-0: RunEpisodes: no program has asked for 1 of 2 episodes of group 7"):
         await playing
     assert (episodes.waiting, episodes.open) == (0, 0)
 

@@ -364,7 +364,7 @@ def test_fleets_have_settings_of_their_own_and_their_names_count_on() -> None:
     config = make(services={"rollout": fleets})
     assert names(config) == ["rollout-0", "rollout-1", "rollout-2", "reward-0", "trainer-0"]
     assert accelerators(config) == 4
-    made = [(name, each.slots, each.dtype) for name, each in replicas(config).items()]
+    made = [(name, each.max_num_seqs, each.dtype) for name, each in replicas(config).items()]
     assert made == [("rollout-0", 8, "auto"), ("rollout-1", 8, "auto"), ("rollout-2", 4, "bfloat16")]
     found = [spec for spec in specs(config) if spec.role == "rollout"]
     settings = [(spec.command[0], spec.env.get("A"), spec.env["OMP_NUM_THREADS"]) for spec in found]

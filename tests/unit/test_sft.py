@@ -128,7 +128,7 @@ def test_what_cannot_be_taught_is_left_out_and_counted(tmp_path: Path, tokenizer
 
 def test_files_of_which_nothing_is_left_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     row = {"question": "1+2=", "answer": "3"}
-    with pytest.raises(UserError, match=r"^data\.train: .*: no conversation has 4 tokens or less; see tune\.max_tokens$"):
+    with pytest.raises(UserError, match=r"^data\.train: .*: no conversation has 4 tokens or less; see sft\.max_tokens$"):
         lessons_of(tmp_path, tokenizer, row, max_tokens=4)
     with pytest.raises(UserError, match=r"^data\.columns\.label: .* has no column 'reply'"):
         lessons_of(tmp_path, tokenizer, row, columns={"label": "reply"})
