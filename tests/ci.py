@@ -41,6 +41,7 @@ GROUPS = (("check", "environments"), ("test",), ("ranks", "share"), ("system",),
 TARGETS = {"check": "lint docs", "test": "test", "environments": "environments"} | {
     name: f"test-{name}" for name in ("ranks", "share", "system", "system-vllm", "vllm", "agents")
 }
+KILLED = 5.0  # seconds until killed processes are gone
 GIVE_UP = 4.0  # times its limit: a step that takes longer hangs, and is ended
 AGAIN = 10  # failed tests at most are run again: more are no accident
 SLOWEST = 10
@@ -117,9 +118,11 @@ def run_step(name: str, record_path: Path, stream: bool, arguments: Sequence[str
 def kill(process: subprocess.Popen[str]) -> None:
     """Kill what is left of a step that hangs or that was interrupted, with the whole runs that its tests have started."""
     with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):  # a whole run is no member of the step's group
+        children = psutil.Process(process.pid).children(recursive=True)  # a whole run is no member of the step's group
+        for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
+        psutil.wait_procs(children, timeout=KILLED)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -309,7 +309,7 @@ def test_a_rollout_that_cannot_take_its_memory_is_lost_and_told(tmp_path: Path) 
             raise ServiceFault("rollout-0", "wake", "out of memory")
 
     folder, cast = colocated(tmp_path, steps=2, staleness=0), cast_of()
-    around(cast.rollouts[0], "move", crowded)
+    around(cast.rollouts[0], "set_level", crowded)
     folder.run(cast)
     assert cast.rollouts[0].gone == "rollout-0: wake: out of memory"
     assert {group.phase for group in folder.groups()} == {Phase.RETIRED}
