@@ -11,10 +11,10 @@ from typing import Any
 Test = Callable[..., Coroutine[Any, Any, None]]
 
 
-def within(seconds: float) -> Callable[[Coroutine[Any, Any, None]], None]:
+def within(seconds: float) -> Callable[[Coroutine[Any, Any, object]], None]:
     """What runs a coroutine for so long at most."""
 
-    async def bounded(test: Coroutine[Any, Any, None]) -> None:
+    async def bounded(test: Coroutine[Any, Any, object]) -> None:
         await asyncio.wait_for(test, seconds)
 
     return lambda test: asyncio.run(bounded(test))

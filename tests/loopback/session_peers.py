@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,18 +15,11 @@ from services.rpc import contract
 from services.rpc.client import Channel, Session, call
 from services.rpc.generated import common_pb2, reference_pb2
 from services.rpc.server import OPTIONS, Handler, Server
-
-DEADLINE = 100.0  # seconds that one test may take
-
+from tests.coroutines import within
 
 PATIENCE = 100.0  # seconds that one call may take where it is to succeed
 
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(test, DEADLINE)
-
-    asyncio.run(within())
+run = within(100.0)
 
 
 LOGPROBS = contract.METHODS["Reference", "Logprobs"]

@@ -176,54 +176,38 @@ async def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: P
 
 OWN = """
 import os, time
-from runtime.rewards.rules import group_rule, rule
+from runtime.rewards.rules import rule
 
-def screen(text, label, context):
-    return len(context.prompt[0]["content"]) if text == "screened" else None
-
-@rule("sees", screen=screen)
-def sees(text, label, context):
+@rule("waits")
+def waits(text, label, context):
     while text == "slow" and not os.path.exists("FOLDER/go"):
         time.sleep(0.01)
-    return context.extra["year"] + len(context.prompt[0]["content"])
-
-@group_rule("distinct")
-async def distinct(texts, label, context):
-    if label == "short":
-        return [1.0]
-    assert context.prompt == [{"role": "user", "content": "2+3="}] and context.extra == {"year": 2024}
-    assert len(context.tokens) == len(texts) == len(context.finish_reasons)
-    return [texts.count(text) == 1 for text in texts]
+    if text == "fails":
+        raise KeyError(text)
+    return context.extra["year"]
 """
 
 
 @driven_by(run)
-async def test_a_users_rules_see_the_whole_group_and_a_process_that_is_terminated_ends_in_order(tmp_path: Path) -> None:
-    """A group is answered when it is scored, whatever came with it."""
+async def test_a_group_is_answered_once_it_is_scored_and_a_process_that_is_terminated_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN.replace("FOLDER", str(tmp_path)))
-    rules = [Rule(name=f"{tmp_path}/own.py:sees"), Rule(name=f"{tmp_path}/own.py:distinct", wrong=-1.0)]
+    rewards = Rewards(rules=[Rule(name=f"{tmp_path}/own.py:waits")], workers=2, timeout=60.0)
 
-    def request(*texts: str, group_id: int = 5) -> ScoreRequest:
-        messages = [{"role": "user", "content": "2+3="}]
-        return structs.replace(score_request(*texts, group_id=group_id), messages=messages, extra={"year": 2024})
+    def request(text: str, group_id: int) -> ScoreRequest:
+        return structs.replace(score_request(text, group_id=group_id), extra={"year": 2024})
 
-    async with registered(tmp_path, rewards=Rewards(rules=rules, workers=2, timeout=60.0)) as (service, registration, session):
+    async with registered(tmp_path, rewards=rewards) as (service, registration, session):
         await until_serving(registration.address)
-        scores: Scores = await session.call("Score", request("a", "screened", "a"), END)
-        assert scores.rules["sees"].tolist() == [2028.0, 4.0, 2028.0]
-        assert scores.rules["distinct"].tolist() == [-1.0, 1.0, -1.0]
-        assert (scores.valid.tolist(), scores.errors) == ([1, 1, 1], {})
-        short = structs.replace(request("a", "screened", "a"), group_id=6, label="short")
-        failed: Scores = await session.call("Score", short, END)
-        assert (failed.valid.tolist(), failed.errors) == ([0, 0, 0], {"exception:ValueError": 3})
+        failed: Scores = await session.call("Score", request("fails", 6), END)
+        assert (failed.valid.tolist(), failed.errors) == ([0], {"exception:KeyError": 1})
         slow, quick = (
-            asyncio.ensure_future(session.call("Score", request(text, group_id=number), 60.0))
+            asyncio.ensure_future(session.call("Score", request(text, number), 60.0))
             for number, text in enumerate(("slow", "quick"))
         )
-        assert (await quick).rules["sees"].tolist() == [2028.0]
+        assert (await quick).rules["waits"].tolist() == [2024.0]
         assert not slow.done()
         (tmp_path / "go").touch()
-        assert (await slow).rules["sees"].tolist() == [2028.0]
+        assert (await slow).rules["waits"].tolist() == [2024.0]
         before = len(service.log)  # with the traceback of the rule
         service.process.terminate()
         assert await service.ended() == 0

@@ -447,17 +447,3 @@ def test_long_texts_wait_outside_the_queue(limited: str, tmp_path: Path, monkeyp
         assert pool._waiting_bytes == 0
 
     with_pool(limited, use, workers=1, limits=Limits(60.0, 10.0, 256 * MIB))
-
-
-def test_verdicts_come_as_they_are_known(limited: str, tmp_path: Path) -> None:
-    """A long task holds up nothing that another worker can do."""
-
-    async def use(pool: KillablePool) -> None:
-        slow = await pool.submit(task(limited, tmp_path, "wait"))
-        quick = [await pool.submit(task(limited, tmp_path, "quick", tokens)) for tokens in range(200)]
-        await asyncio.gather(*quick)
-        assert not slow.done()
-        (tmp_path / "go").touch()
-        assert (await slow).outcome == RuleOutcome(4.0)
-
-    with_pool(limited, use, workers=2, limits=LIMITS)

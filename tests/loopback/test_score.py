@@ -96,16 +96,6 @@ def test_order_is_kept_and_errors_have_no_score(own: str, tmp_path: Path, capsys
     assert "(no kind 2/305)" in summary
 
 
-def test_a_case_of_form_names_its_format(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        case(1, "<think>a</think>b", "think_prefix"),
-        case(2, "<think>a</think>b", "think_answer"),
-        case(3, "<think>a</think><answer>b</answer>", "5"),
-    )
-    assert [line["equal"] for line in scored(path, "format")] == [True, False, True]
-
-
 def test_without_a_verifier_each_line_names_its_own(tmp_path: Path) -> None:
     path = write(
         tmp_path,

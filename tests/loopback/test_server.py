@@ -17,16 +17,14 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from runtime import commands, errors, timeouts
+from runtime import errors, timeouts
 from runtime.process import disk
-from runtime.status import Progress, Status
-from runtime.types import LogprobRequest, PolicyVersion
+from runtime.status import Progress
 from services import health_check
 from services.rpc import contract, security, server, stream
-from services.rpc.client import Channel, Session, call, watch
+from services.rpc.client import Channel, call, watch
 from services.rpc.server import OPTIONS, Server
 from tests.coroutines import driven_by
 from tests.loopback.session_peers import (
@@ -45,20 +43,6 @@ from tests.loopback.session_peers import (
     started,
     unary,
 )
-
-
-@driven_by(run)
-async def test_unary_calls_reach_the_same_handlers() -> None:
-    async def handler(message: LogprobRequest) -> bytes:
-        return message.payload
-
-    async def status(_: None) -> Status:
-        return Status(role="reference", name="reference-0", version=PolicyVersion(1, 2), rates={"tokens": 2.0})
-
-    async with serving(handler, Process={"Status": status}) as address, connected(address) as session:
-        assert await unary(address, request(b"x"), 300.0) == b"x"
-        told = await session.unary("Process", "Status")
-        assert (told.name, told.version, told.rates) == ("reference-0", PolicyVersion(1, 2), {"tokens": 2.0})
 
 
 @driven_by(run)
@@ -91,35 +75,6 @@ async def test_a_watch_gives_what_the_source_gives_and_ends_with_it() -> None:
     server = Server({"Coordinator": {}}, {("Coordinator", "Watch"): source})
     async with started(server) as address:
         assert [(one.step, one.detail) async for one in watch(address)] == [(step, f"{step / 2}") for step in range(3)]
-
-
-@driven_by(run)
-async def test_control_commands_arrive_as_their_structs() -> None:
-    seen: list[Any] = []
-
-    async def commit(message: commands.CommitWeights) -> commands.WeightsCommitted:
-        seen.append(message)
-        return commands.WeightsCommitted(0.25)
-
-    async with serving(echo, Rollout={"CommitWeights": commit}) as address, connected(address, "Rollout") as session:
-        command = commands.CommitWeights(PolicyVersion(2, 5), 3)
-        assert await session.call("CommitWeights", command, PATIENCE) == commands.WeightsCommitted(0.25)
-        assert seen == [command]
-
-
-@driven_by(run)
-async def test_health_is_told_for_the_process_and_each_service() -> None:
-    server = Server({"Reference": {"Logprobs": echo}}, {})
-    async with started(server) as address, Channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel.grpc)
-        for serving_, status in ((False, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
-            await server.set_serving(serving_)
-            for name in ("", "sluice.v1.Reference"):
-                reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE)
-                assert health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status) == status
-        with pytest.raises(grpc.aio.AioRpcError) as unknown:
-            await stub.Check(health_pb2.HealthCheckRequest(service="sluice.v1.Trainer"), timeout=PATIENCE)
-        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @driven_by(run)
@@ -447,68 +402,10 @@ async def test_who_pings_without_end_is_told_to_be_calm() -> None:
         assert await unary(address, request(b"x")) == b"x"
 
 
-class Relay:
-    """Between a session and its peer: counts the pings of the former, and sets `enough` after so many."""
-
-    def __init__(self, address: str, pings: int):
-        self._host, _, self._port = address.rpartition(":")
-        self._left = pings
-        self.enough = asyncio.Event()
-        self.connections = 0
-        self.goaways = 0
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        back, forth = await asyncio.open_connection(self._host, int(self._port))
-        forth.write(await reader.readexactly(len(PREFACE)))
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            await asyncio.gather(self._carry(reader, forth, self._client_says), self._carry(back, writer, self._server_says))
-        forth.close()
-        writer.close()
-
-    async def _carry(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[int, int], None]
-    ) -> None:
-        while True:
-            head = await reader.readexactly(9)
-            look(head[3], head[4])
-            writer.write(head + await reader.readexactly(int.from_bytes(head[:3], "big")))
-
-    def _client_says(self, kind: int, flags: int) -> None:
-        if kind == PING and not flags:  # not the answer to one
-            self._left -= 1
-            if not self._left:
-                self.enough.set()
-
-    def _server_says(self, kind: int, flags: int) -> None:
-        self.goaways += kind == GOAWAY
-
-
 @pytest.mark.parametrize("silence", [0.1, 1.0, 2.0, 3.4, 6.6, 30.0, 600.0])
 def test_a_server_takes_pings_twice_as_often_as_they_are_sent(silence: float) -> None:
     found = dict(server.options(silence))
     assert 2 * found["grpc.http2.min_ping_interval_without_data_ms"] <= found["grpc.keepalive_time_ms"]
-
-
-@driven_by(run)
-async def test_our_own_pings_are_never_too_many() -> None:
-    """An idle session outlives more of them than a server bears of those that come too early."""
-    held = Server({"Reference": {"Logprobs": echo}}, {}, silence=0.5)
-    relay = Relay(held.bind("127.0.0.1", 0), pings=4)
-    await held.start()
-    listener = await asyncio.start_server(relay.serve, "127.0.0.1", 0)
-    port = listener.sockets[0].getsockname()[1]
-    session = Session(f"127.0.0.1:{port}", "reference-0", "Reference", silence=0.5)
-    try:
-        await session.open(PATIENCE)
-        assert await session.call("Logprobs", request(b"x"), PATIENCE) == b"x"
-        await relay.enough.wait()
-        assert await session.call("Logprobs", request(b"y"), PATIENCE) == b"y"
-        assert (relay.connections, relay.goaways) == (1, 0)
-    finally:
-        await session.close()
-        listener.close()
-        await held.stop(0)
 
 
 @driven_by(run)

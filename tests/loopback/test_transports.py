@@ -195,18 +195,6 @@ def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monke
         pair[1].receive(1, arrived)
 
 
-def test_a_bucket_is_waited_for_longer_than_the_rendezvous_may_take() -> None:
-    trainer, rollout = links(timeout=1.0)
-    try:
-        copy = in_thread("wait", lambda: rollout.receive(0, torch.empty(64, dtype=torch.uint8)).wait(PATIENCE))
-        assert not threading.Event().wait(1.1)
-        trainer.send(0, memory_file(64))
-        assert copy.result(PATIENCE) is not None
-    finally:
-        trainer.abort()
-        rollout.abort()
-
-
 # ------------------------------------------------------------------------------------------------ processes that fail
 def test_who_ends_is_named_whoever_is_waited_for() -> None:
     trainer, *others = links(3)

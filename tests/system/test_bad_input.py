@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.runs import ROOT, belonging, here, one_line, refused, sluice
+from tests.system.runs import ROOT, belonging, here, one_line, refused
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,14 +36,6 @@ def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
 def test_a_value_that_cannot_be(config: Path, tmp_path: Path, override: str, parts: list[str]) -> None:
     line = refused(config, tmp_path / "run", override)
     assert all(part in line for part in parts), line
-
-
-def test_each_mistake_has_a_line_of_its_own(config: Path, tmp_path: Path) -> None:
-    ended = here("train", str(config), f"run.dir={tmp_path / 'run'}", "training.stepz=3", "sampling.group_size=x")
-    assert ended.returncode == 2
-    first, second = sorted(ended.stderr.splitlines())
-    assert "sampling.group_size" in first
-    assert "training.stepz" in second
 
 
 def test_a_model_folder_without_weights(config: Path, tiny: Path, tmp_path: Path) -> None:
@@ -80,12 +72,6 @@ def test_a_port_in_use(config: Path, tmp_path: Path) -> None:
         line = refused(config, tmp_path / "run", f"services.coordinator.port={port}", whole=True)
     assert str(port) in line
     assert "in use" in line
-
-
-def test_more_slots_than_memory(config: Path, tmp_path: Path) -> None:
-    line = refused(config, tmp_path / "run", "services.rollout.max_num_seqs=100000000")
-    assert line.startswith("services.rollout.max_num_seqs: ")
-    assert "GiB" in line
 
 
 def test_a_service_whose_interpreter_is_not_there(config: Path, tmp_path: Path) -> None:
@@ -134,13 +120,3 @@ def test_a_configuration_that_is_shipped_is_valid_as_it_is(name: str, monkeypatc
     monkeypatch.chdir(ROOT)
     ended = here("validate", str(ROOT / "configs" / name))
     assert ended.returncode == 0, ended.stderr
-
-
-def test_the_schema_describes_every_section_and_help_names_the_commands() -> None:
-    schema = json.loads(here("schema").stdout)
-    assert schema["$schema"].endswith("2020-12/schema")
-    sections = schema["$defs"]["Config"]["properties"]
-    assert {"run", "model", "data", "training", "services", "algorithm"} <= sections.keys()
-    assert schema["$defs"]["Training"]["properties"]["staleness"]["minimum"] == 0
-    said = sluice("--help").stdout  # in a process of its own, as a user has it
-    assert all(command in said for command in ("train", "validate", "schema", "status", "samples", "bench"))

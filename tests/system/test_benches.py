@@ -6,32 +6,26 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import io
-import json
-import socket
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import psutil
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from benchmarks import command, concurrency, coordinator, engines, gateway, messages, rollout, startup
+from benchmarks import concurrency, coordinator, engines, gateway, messages, rollout, startup
 from benchmarks.concurrency import GROUP, RULE, SLOTS, ConcurrencyReport, ConcurrencySettings, PaceReport, ToolPace, Way
 from benchmarks.engines import EnginesSettings
-from benchmarks.gateway import OURS, PLAIN, GatewayBenchReport, GatewayBenchSettings, GatewayPace
-from benchmarks.gateway_script import TOOLS, Speaker, write_model
-from benchmarks.gateway_trial import Load, TrialSettings, tokens_of
+from benchmarks.gateway import OURS, PLAIN, GatewayBenchSettings, GatewayPace
+from benchmarks.gateway_script import write_model
 from benchmarks.messages import PLAIN as BARE
 from benchmarks.messages import STREAM, TLS, TOKEN, UNARY
 from benchmarks.packing import PackingSettings as Samples
 from benchmarks.packing import PackingShape, packing_config
 from benchmarks.rollout import RolloutBenchSettings
-from benchmarks.startup import RunStart, Start, StartupSettings
 from benchmarks.weight_sync import pauses
 from benchmarks.weight_sync import ways as plain
 from benchmarks.weight_sync.bench import WeightSyncSettings
@@ -41,11 +35,7 @@ from benchmarks.weight_sync.in_run import InRunSettings
 from benchmarks.weight_sync.peers import TRANSPORTS
 from benchmarks.worker import Worker
 from runtime import types
-from runtime.data.tokenizer import Tokenizer
-from runtime.errors import ServiceFault, UserError
-from runtime.gateway.conversation import Message, Tool
-from runtime.gateway.rendering import renderer_of
-from runtime.telemetry.startup import Memory
+from runtime.errors import ServiceFault
 from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample
 from tests.system.runs import VLLM_PYTHON, needs_vllm
 
@@ -150,49 +140,6 @@ def test_the_gateway_and_a_plain_server_are_given_the_same_calls(tmp_path: Path,
     text = text_of(gateway.render(report))
     assert "8 episodes at once, 3 turns each" in text
     assert "vLLM is left out" in text and "none" in text
-
-
-def test_what_failed_is_told_by_its_kind(model: Path) -> None:
-    async def play() -> Counter[str]:
-        with socket.socket() as nobody:
-            nobody.bind(("127.0.0.1", 0))  # and does not listen
-            url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-            settings = TrialSettings(model=str(model), context=CONTEXT, url=url, episodes=2, turns=2, reply=0.0, tool=0.0)
-            async with aiohttp.ClientSession() as session:
-                load = Load(settings, session)
-                await asyncio.gather(load.episode(0), load.episode(1))
-        assert load.calls == []
-        return load.failures
-
-    failures = asyncio.run(play())
-    assert failures == {"ClientConnectorError": 2}
-    load = gateway.ServerLoad(OURS, GatewayPace(0.0, 0.0), 0, 1.0, dict(failures), [0.0] * 3, [0.0] * 2, 0.0, 0.0, 0)
-    assert "2 ClientConnectorError" in text_of(gateway.render(GatewayBenchReport(2, 2, [load])))
-
-
-def test_a_conversation_of_the_script_has_2000_tokens_and_calls_tools(model: Path) -> None:
-    tokenizer = Tokenizer(str(model))
-    renderer = renderer_of(tokenizer, "auto", model)
-    tools = [Tool(**tool["function"]) for tool in TOOLS]
-    speaker, replies = Speaker(5), tokens_of(str(model))
-    messages: list[dict[str, Any]] = speaker.opening()
-    called = 0
-    for turn in range(10):
-        reply = renderer.parse((), replies[turn], tools)
-        called += len(reply.tool_calls)
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-            for call in reply.tool_calls
-        ]
-        answer = {"role": "assistant", "content": reply.content, "tool_calls": calls}
-        messages += [answer, *speaker.environment(answer)]
-    tokens = len(tokenizer.encode_texts([tokenizer.template.render(messages, True, TOOLS)])[0])  # type: ignore[call-arg]
-    assert 0 < called < 10
-    assert 1800 <= tokens <= 2400
-    assert 40 <= np.mean([len(reply) for reply in replies]) <= 60
-    text = speaker.words(1000)
-    assert 3.5 <= len(text) / len(tokenizer.encode_texts([text])[0]) <= 5.5, "as of English"
-    assert renderer.parse((), replies[0], tools) != Message("assistant")
 
 
 def group(turns: int, rows: int) -> GeneratedGroup:
@@ -313,27 +260,7 @@ def test_both_engines_are_measured(tmp_path: Path) -> None:
     assert "vllm / own" in text
 
 
-def test_ranks() -> None:
-    assert [rollout.rank([4.0, 1.0, 3.0, 2.0], share) for share in (0.01, 0.5, 0.51, 0.99)] == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"'\.venv-vllm/bin/python' is not an executable; run make install-vllm$"):
-        command.run("rollout", command.Options())
-    with pytest.raises(UserError, match=r"'/no/python' is not an executable$"):
-        command.run("rollout", command.Options(vllm_python=Path("/no/python")))
-    with pytest.raises(UserError, match="bench engine runs no vLLM"):
-        command.run("engine", command.Options(vllm_python=Path("/no/python")))
-    assert rollout.interpreter(Path("python3")) == "python3"
-
-
 # ------------------------------------------------------------------------------------------------ startup
-
-RUN = RunStart(
-    phases={"launcher": 0.5, "services": 4.0, "first step": 0.25, "evaluation": 0.5, "to first step": 5.0},
-    memory={"coordinator": Memory(80 << 20, 45 << 20), "launcher": Memory(66 << 20, 40 << 20)},
-)
 
 
 def test_idle_processes_are_started_counted_and_ended() -> None:
@@ -344,37 +271,3 @@ def test_idle_processes_are_started_counted_and_ended() -> None:
     assert 0 < found.memory.pss_bytes <= found.memory.rss_bytes
     left = {*psutil.Process().children()} - before
     assert not [child for child in left if child.is_running() and child.status() != "zombie"]
-
-
-def test_one_that_cannot_start_is_a_fault_that_says_why() -> None:
-    with pytest.raises(ServiceFault, match="neither: start: ended before 2 processes were there: KeyError: 'neither'"):
-        asyncio.run(startup._idle("neither", 2))
-
-
-def test_it_says_what_it_measured_and_that_ray_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    async def run(folder: Path, steps: int) -> RunStart:
-        asked.append(f"run {steps}")
-        return RUN
-
-    async def idle(system: str, count: int) -> Start:
-        asked.append(f"{system} {count}")
-        return Start(seconds=1.5, processes=1 + count, memory=Memory(400 << 20, 200 << 20))
-
-    monkeypatch.setattr(startup, "_run", run)
-    monkeypatch.setattr(startup, "_idle", idle)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    report = asyncio.run(startup.measure(tmp_path, StartupSettings(rounds=2, idle=3, steps=7)))
-    assert asked == ["run 1", "run 7", "sluice 3", "run 7", "sluice 3"]
-    shown = text_of(startup.render(report))
-    assert "Ray" not in shown
-    assert startup.WITHOUT_RAY in " ".join(shown.split())
-    assert "coordinator 80 MiB resident, 45 MiB proportional; launcher 66 MiB resident" in " ".join(shown.split())
-    assert "evaluation, not counted" in shown
-
-
-def test_it_wants_the_quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"there is no configs/quickstart\.yaml"):
-        asyncio.run(startup.measure(tmp_path, StartupSettings()))

@@ -15,13 +15,9 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-import grpc
 import psutil
 import pytest
 import yaml
-from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from transformers import AutoModelForCausalLM
@@ -138,10 +134,6 @@ def live(running: Live) -> Live:
     return running
 
 
-def addresses(live: Live) -> dict[str, str]:
-    return {name: row[-1] for name, row in table(sluice("status", str(live.folder)).stdout).items()}
-
-
 def test_status_shows_every_process(live: Live) -> None:
     ended = sluice("status", str(live.folder), timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr
@@ -168,52 +160,6 @@ def test_status_takes_an_address_too_with_the_runs_secret(live: Live, monkeypatc
     assert table(sluice("status", address, timeout=PATIENCE).stdout).keys() == MEMBERS.keys()
 
 
-class Shown(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
-    """Adds a header, as grpcurl does."""
-
-    def __init__(self, header: str):
-        key, _, value = header.partition(":")
-        self._metadata = ((key, value),)
-
-    def _with(self, details: Any) -> Any:
-        return details._replace(metadata=self._metadata)
-
-    def intercept_unary_unary(self, go_on: Any, details: Any, request: Any) -> Any:
-        return go_on(self._with(details), request)
-
-    def intercept_stream_stream(self, go_on: Any, details: Any, requests: Any) -> Any:
-        return go_on(self._with(details), requests)
-
-
-def test_every_process_answers_health_and_reflection(live: Live) -> None:
-    found = addresses(live)
-    assert len(set(found.values())) == len(MEMBERS)  # each has a port of its own
-    for name, address in found.items():
-        asked = sluice("status", str(live.folder), "--grpcurl", name, timeout=PATIENCE).stdout
-        script = f"grpcurl() {{ printf '%s\\n' \"$@\"; }}\n{asked}sluice_grpcurl; echo authorization:$SLUICE_TOKEN"
-        said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
-        ca, own, key = (Path(said[said.index(flag) + 1]).read_bytes() for flag in ("-cacert", "-cert", "-key"))
-        named = [("grpc.ssl_target_name_override", said[said.index("-authority") + 1]), ("grpc.enable_http_proxy", 0)]
-        assert said[-2] == address
-        with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, own), options=named) as channel:
-            grpc.channel_ready_future(channel).result(PATIENCE)
-            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
-            assert health.status == health_pb2.HealthCheckResponse.SERVING
-            with pytest.raises(grpc.RpcError, match="needs a key of this run"):
-                ProtoReflectionDescriptorDatabase(channel).get_services()
-            database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(channel, Shown(said[-1])))
-            assert {f"sluice.v1.{MEMBERS[name]}", "sluice.v1.Process", "grpc.health.v1.Health"} <= set(database.get_services())
-            service = DescriptorPool(database).FindServiceByName(f"sluice.v1.{MEMBERS[name]}")
-            assert service.methods
-
-
-def test_a_second_run_in_the_same_folder_is_refused(live: Live) -> None:
-    ended = sluice("train", str(live.folder / "config.yaml"), "run.resume=auto", timeout=PATIENCE)
-    assert ended.returncode == 2
-    assert str(live.folder) in one_line(ended.stderr)
-    assert live.process.poll() is None
-
-
 def test_samples_can_be_looked_at_meanwhile(live: Live) -> None:
     assert len(shown(live.folder, "--limit", "2", "--state", "retired")) == 2 * 4
 
@@ -234,14 +180,6 @@ def rendered() -> Iterator[str]:
         yield from (rule["expr"] for rule in group["rules"])
     for panel in json.loads(files["grafana.json"])["panels"]:
         yield from (target["expr"] for target in panel["targets"])
-
-
-def test_the_names_in_an_expression_are_found() -> None:
-    assert asked('rate(sluice_a_total{x="sluice_b"}[5m]) > 2 * up and on (process_c) process_d') == {
-        "sluice_a_total",
-        "up",
-        "process_d",
-    }
 
 
 def test_every_process_tells_what_alarms_and_dashboard_ask_for(live: Live) -> None:

@@ -14,7 +14,7 @@ from runtime.coordinator.metrics_recorder import NEW_TOKENS
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import LedgerReader
-from tests.system.runs import ROOT, Live, here, points, refused, shown, sluice, steps, summary, trained
+from tests.system.runs import ROOT, Live, points, shown, sluice, steps, summary, trained
 from tests.system.test_presets import check_names
 
 pytestmark = pytest.mark.timeout(900)
@@ -99,15 +99,6 @@ def test_its_folder_has_everything(run: Live) -> None:
     assert resolved["training"]["staleness"] == BOUND
     assert resolved["model"]["path"]
     assert not (folder / "coordinator.address").exists()
-
-
-def test_its_report_is_one_file(run: Live) -> None:
-    done = here("report", str(run.folder))
-    assert (done.returncode, done.stderr) == (0, "")
-    text = (run.folder / "report.html").read_text(encoding="utf-8")
-    result = summary(run.folder)
-    assert f"stopped: {result['stop_reason']}" in text and f"{result['accuracy_after']:.1%}" in text
-    assert 1 << 16 < len(text) < 4 << 20 and " src=" not in text
 
 
 def test_its_metrics_name_what_each_step_did(run: Live) -> None:
@@ -207,38 +198,6 @@ def test_an_evaluation_of_its_own_says_the_same(run: Live, warmups: Path, tmp_pa
     assert [(each.problem, each.reply) for each in replies] == [(each.problem, each.reply) for each in those_of_the_run]
     assert f"{alone.accuracy:.1%}" in ended.stdout
     assert evaluation.read(run.folder) == before
-
-
-def test_it_says_how_it_went(run: Live) -> None:
-    result = summary(run.folder)
-    assert f"{result['accuracy_before']:.1%} → {result['accuracy_after']:.1%}" in run.output
-    assert f"run folder: {run.folder}" in run.output
-    assert not run.errors
-
-
-def test_its_samples_can_be_looked_at(run: Live) -> None:
-    printed = here("samples", str(run.folder), "--step", "199", "--limit", "1").stdout
-    assert "<|user|>" in printed
-    assert "####" in printed
-    samples = shown(run.folder, "--step", "10:11", "--limit", "0")
-    assert len(samples) == 2 * 64
-    for sample in samples:
-        assert sample["step"] in (10, 11)
-        assert sample["state"] == "retired"
-        assert sample["reward"] == pytest.approx(sample["rules"]["gsm8k"] + 0.1 * sample["rules"]["format_answer"])
-        right = sample["reply"].removesuffix("<|im_end|>").rpartition("####")[2].strip() == sample["label"]
-        if sample["finish"] == "stop" and "####" in sample["reply"]:
-            assert sample["rules"]["gsm8k"] == float(right), sample
-    assert len(shown(run.folder, "--reward", "1.05:", "--limit", "3")) == 3 * 8
-
-
-def test_another_run_does_not_write_over_it(run: Live) -> None:
-    folder = run.folder
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    line = refused(folder / "config.yaml", folder, "run.overwrite=false", whole=True)
-    assert str(folder) in line
-    assert "run.resume=auto" in line
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.long

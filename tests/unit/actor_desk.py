@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from services.model_service import Actor, Request
+from tests.coroutines import within
 
-DEADLINE = 60.0  # seconds that one test may take
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(test, DEADLINE)
-
-    asyncio.run(within())
+run = within(60.0)
 
 
 class Desk:

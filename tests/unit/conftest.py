@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher import cli
 from runtime.config import Config
 from runtime.config.loading import load
+from runtime.process import spans
+from runtime.process.spans import TracedSpan
 from tests.unit.config_cases import Loading, model_folder
 from tests.unit.training_cases import make_policy
 
@@ -42,3 +46,24 @@ def sound(tmp_path: Path) -> dict[str, Any]:
         "sampling": {"max_new_tokens": 64},
         "rewards": {"rules": [{"name": "accuracy"}]},
     }
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[TracedSpan]:
+    """The spans of a test."""
+    found: list[TracedSpan] = []
+    monkeypatch.setattr(spans.log, "add", lambda *span, **more: found.append(TracedSpan(*span, **more)))
+    return found
+
+
+@pytest.fixture
+def validated(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Gives `sluice validate` arguments: its exit code, and what it says, on stderr when it is a mistake."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["validate", *arguments])
+        told = capsys.readouterr()
+        return int(str(end.value.code)), told.err or told.out
+
+    return run

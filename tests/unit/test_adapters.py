@@ -12,18 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.config import Lora
 from runtime.errors import InvalidMessage, UserError
 from runtime.models import hf_policy
-from runtime.models.adapters import AdapterBase, merged, require_base
+from runtime.models.adapters import merged, require_base
 from runtime.models.families import Layout, family_for
 from runtime.models.families.adapters import PREFIX, AdapterTable, target_modules
 from runtime.models.families.memory import ModelWork, rank_bytes
 from runtime.models.hf_weights import WeightFiles, fingerprint
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.trainer.fsdp.lora import Adapters, adapt
 from runtime.types import PolicyVersion
-from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
 from tests.closeness import assert_close
 from tests.unit.config_cases import EXPERTS, MODEL
 from tests.unit.test_quantized import quantised
@@ -94,27 +91,6 @@ def test_a_base_is_known_by_its_weights_however_they_are_stored(tmp_path: Path, 
         save_file({**tensors, name: tensors[name] + 0.25}, tmp_path / str(index) / "model.safetensors")
         with pytest.raises(UserError, match=rf"^model\.path: '{tmp_path / str(index)}' has other weights here .*{known}\)$"):
             require_base(known, str(tmp_path / str(index)))
-
-
-def test_of_a_model_of_half_a_billion_they_are_less_than_two_percent() -> None:
-    """Qwen2.5-0.5B without its memory, rank 16 on all linear layers: by the plans of what is published, alone and merged."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=151936, num_hidden_layers=24, tie_word_embeddings=True, **sizes))
-    adapters = Adapters(model, adapt(model, Lora(rank=16), "", 1, torch.bfloat16), AdapterBase(""))
-
-    def sent(tensors: dict[str, torch.Tensor]) -> int:
-        specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in tensors.items())
-        return sum(bucket.total_bytes for bucket in plan_buckets(Manifest(specs, 16 << 20)))
-
-    # Of a layer 16 (in + out) of each matrix, of which there are seven.
-    matrices = [(896, 896), (896, 128), (896, 128), (896, 896), (896, 4864), (896, 4864), (4864, 896)]
-    elements = 24 * 16 * sum(map(sum, matrices))
-    alone, whole = sent(adapters.published), sent(adapters.base)
-    assert 2 * elements <= alone < 2.01 * elements
-    assert alone / whole <= 0.02
 
 
 def test_the_engine_keeps_what_it_has_until_the_swap_and_alternates_between_two_sets(tmp_path: Path) -> None:

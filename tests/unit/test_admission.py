@@ -1,14 +1,9 @@
-"""How many groups are under way at once: the rules, and what they do with slots, tools and pipelines that are modelled."""
+"""How many groups are under way at once: the rules, and the depth of the pipeline."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable
-from itertools import count
-from random import Random
 
 import numpy as np
 import pytest
@@ -141,136 +136,6 @@ def test_whatever_it_is_told_a_group_is_played_and_the_bound_holds(told: list[tu
         assert 1 <= policy.limit(each.slots) <= most
         assert policy.limit(each.slots) <= 2 * before + 1
         assert policy.limit(each.slots) >= min(before, groups) * AFTER_CUT - 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Closed loops. A generation takes a second on average, a tool `tool` seconds, both exponential; episodes have 4 to 12 turns.
-
-LOOK = 0.5  # seconds
-
-
-class Model:
-    """Slots that serve calls as they come, and groups of episodes that are played with them, so many as `limit` says."""
-
-    def __init__(self, limit: Callable[[int], int], tool: float, slots: int = SLOTS, room: float = float("inf")):
-        """`room`: sequences that the cache holds; one more preempts another."""
-        self.slots, self.room = slots, room
-        self.limits: list[int] = []
-        self.served: list[int] = []  # calls, in each interval between two looks
-        self._limit, self._tool = limit, tool
-        self._random = Random(1)
-        self._now, self._events, self._order = 0.0, [(LOOK, -1, self._look)], count()
-        self._queue: deque[list[int]] = deque()  # episodes: their group, and the turns that are left
-        self._left: dict[int, int] = {}  # episodes of each group
-        self._groups = self._running = self._calls = self._ended = self._preempted = 0
-        self.policy: Concurrency | None = None
-
-    def run(self, seconds: float) -> None:
-        until = self._now + seconds
-        self._admit()
-        while self._now < until:
-            self._now, _, what = heapq.heappop(self._events)
-            what()
-
-    def rate(self, seconds: float) -> float:
-        """Calls served each second of the last ones."""
-        return sum(self.served[-int(seconds / LOOK) :]) / seconds
-
-    def _after(self, mean: float, what: Callable[[], None]) -> None:
-        seconds = self._random.expovariate(1 / mean) if mean else 0.0
-        heapq.heappush(self._events, (self._now + seconds, next(self._order), what))
-
-    def _admit(self) -> None:
-        while len(self._left) < self._limit(self.slots):
-            self._groups += 1
-            self._left[self._groups] = SIZE
-            for _ in range(SIZE):
-                self._call([self._groups, self._random.randint(4, 12)])
-
-    def _call(self, episode: list[int]) -> None:
-        self._calls += 1
-        self._queue.append(episode)
-        self._serve()
-
-    def _serve(self) -> None:
-        while self._queue and self._running < min(self.slots, self.room):
-            self._running += 1
-            episode = self._queue.popleft()
-            self._after(1.0, lambda episode=episode: self._end(episode))  # type: ignore[misc]
-
-    def _end(self, episode: list[int]) -> None:
-        self._running -= 1
-        self._ended += 1
-        group, left = episode
-        episode[1] -= 1
-        if left > 1:
-            self._after(self._tool, lambda: self._call(episode))
-        else:
-            self._left[group] -= 1
-            if not self._left[group]:
-                del self._left[group]
-                self._admit()
-        self._serve()
-
-    def _look(self) -> None:
-        heapq.heappush(self._events, (self._now + LOOK, next(self._order), self._look))
-        self.served.append(self._ended)
-        self.limits.append(self._limit(self.slots))
-        if self.policy is not None:
-            full, episodes = min(1.0, self._running / self.room), sum(self._left.values())
-            told = Load(self.slots, self._running, len(self._queue), full, 0, self._calls, episodes, 0)
-            self.policy.look(told, len(self._left))
-        self._calls = self._ended = 0
-        self._admit()
-
-
-def controlled(tool: float, **rest: float) -> Model:
-    policy = Concurrency(SIZE, FREE)
-    model = Model(policy.limit, tool, **rest)  # type: ignore[arg-type]
-    model.policy = policy
-    return model
-
-
-@pytest.mark.parametrize(("slots", "tool"), [(16, 0.0), (16, 10.0), (64, 1.0)])
-def test_slots_are_as_full_as_with_the_best_fixed_number(tool: float, slots: int) -> None:
-    """With enough groups every slot is always busy, and serves a call a second."""
-    model = controlled(tool, slots=slots)
-    model.run(1000.0)
-    assert model.rate(500.0) >= 0.9 * slots
-    settled = model.limits[-1000:]
-    assert max(settled) <= 1.8 * min(settled), "it swings"
-    assert max(settled) <= 2.5 * (1 + tool) * slots / SIZE * 1.5, "no more than keep the slots full, and a queue"
-
-
-def test_a_rollout_that_is_lost_or_comes_changes_the_limit_at_once() -> None:
-    model = controlled(10.0)
-    model.run(600.0)
-    for slots in (32, 64):
-        before, then = model.slots, model.limits[-1]
-        model.slots = slots
-        model.run(300.0)
-        assert model.rate(150.0) >= 0.85 * slots
-        assert 0.6 <= model.limits[-1] / then * before / slots <= 1.6
-
-
-def test_it_follows_tools_that_become_fast_and_slow_again() -> None:
-    model = controlled(10.0, slots=16)
-    model.run(600.0)
-    slow = model.limits[-1]
-    model._tool = 0.0
-    model.run(600.0)
-    assert model.limits[-1] <= slow / 3
-    model._tool = 10.0
-    model.run(800.0)
-    assert model.rate(200.0) >= 0.85 * 16
-
-
-def test_where_the_room_is_scarce_it_stays_below_what_fills_it() -> None:
-    """Room for a quarter of the slots, and queues that say nothing: use alone does."""
-    model = controlled(10.0, room=16.0)
-    model.run(1500.0)
-    use = model.rate(1000.0) / 16
-    assert 0.5 <= use <= 0.85
 
 
 # -------------------------------------------------------------------------------------------------------- depth of the pipeline

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import command, engine, every, learning, packing, scale, scale_trial, train, worker
+from benchmarks import command, engine, every, learning, packing, scale_trial, train, worker
 from benchmarks.compared import Compared
 from benchmarks.inputs import bench_config
 from benchmarks.intervals import t_quantile, wilson
@@ -40,7 +40,7 @@ from benchmarks.weight_sync import ways as plain
 from benchmarks.weight_sync.changes import Changes
 from benchmarks.weight_sync.in_run import InRun
 from benchmarks.weight_sync.transfers import MemoryPasses, Sized, Transfers, TransportFigures
-from benchmarks.worker import Bench, Measured, Worker
+from benchmarks.worker import Bench, Measured
 from launcher.accept.worker import GroupLengths
 from runtime import run_files
 from runtime.config import Config, loading
@@ -109,16 +109,6 @@ def test_every_measure_counts_what_was_done(config: Config) -> None:
     ):
         measured = bench.measures[what](0.001)
         assert measured.seconds >= 0.001 and measured.count == int(measured.count) > 0, what
-
-
-def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
-    async def measure() -> tuple[Measured, int | None]:
-        async with Worker.started(config, 1) as worker:
-            measured = await worker.measure("decode", 0.01)
-        return measured, worker._process.returncode
-
-    measured, code = asyncio.run(measure())
-    assert measured.count > 0 and code is not None
 
 
 def test_ratios_are_of_totals() -> None:
@@ -502,8 +492,3 @@ def calls(replicas: int, folder: Path) -> float:
 
 def test_a_sample_takes_as_much_work_with_forty_rollouts_as_with_five(tmp_path: Path) -> None:
     assert calls(40, tmp_path) <= 1.1 * calls(5, tmp_path)
-
-
-def test_data_without_replies_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--data: .* holds no data/qwen_math_cot_100/math_cot_100.jsonl"):
-        scale._reply_lengths(tmp_path / scale.REPLIES)

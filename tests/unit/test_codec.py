@@ -58,25 +58,6 @@ def test_a_view_with_gaps_is_packed_and_what_arrives_is_a_read_only_view_into_th
     assert start <= decoded.__array_interface__["data"][0] < start + len(data)
 
 
-def test_a_group_with_samples_of_several_lengths_arrives_whole() -> None:
-    samples = [
-        Sample(
-            tokens=np.arange(size, dtype=np.int32),
-            loss_mask=np.ones(size, np.uint8),
-            logprobs=np.linspace(-1, 0, size, dtype=np.float32),
-            versions=np.full(size, 1 << 33, np.int64),
-            finish_reason="length",
-        )
-        for size in (0, 1, 7)
-    ]
-    payload = GroupPayload.of(1 << 40, np.array([-1, 5], np.int32), samples)
-    data = types.encode(payload)
-    decoded = types.decode(GroupPayload, data)
-    assert types.encode(decoded) == data
-    assert [len(sample.tokens) for sample in decoded.samples] == [0, 1, 7]
-    np.testing.assert_array_equal(decoded.samples[2].logprobs, samples[2].logprobs)
-
-
 def _reply(mask: np.ndarray, versions: np.ndarray) -> Sample:
     random = np.random.default_rng(len(mask))
     return Sample(
@@ -393,16 +374,6 @@ async def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pyt
     assert ids(await outbox.frame()) == [0, 1, 2, 3]
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
     assert ids(await outbox.frame()) == [4]
-
-
-@driven_by(run_by_clock)
-async def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-    outbox = stream.SendQueue()
-    for number in range(stream.MAX_BATCH + 1):
-        outbox.put(*call(number))
-    assert ids(await outbox.frame()) == list(range(stream.MAX_BATCH))
-    assert ids(await outbox.frame()) == [stream.MAX_BATCH]
 
 
 @driven_by(run_by_clock)

@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -120,10 +119,6 @@ def test_long_prompts_are_dropped_and_counted() -> None:
     long = ProblemSet(problems=problems(6)[4:], rows=2)
     with pytest.raises(UserError, match=r"^data\.eval: no prompt is left"):
         tokenise(long, Words(), max_prompt_tokens=3, key="data.eval")  # type: ignore[arg-type]
-
-
-def test_state_is_small() -> None:
-    assert len(msgspec.msgpack.encode(PromptStream(problems(10) * 1000, seed=1).state())) < 200
 
 
 # ------------------------------------------------------------------------------------------------ several sources

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.errors import InvalidMessage, UserError
 from runtime.models.hf_config import read_config
-from runtime.models.rope import read_rope, yarn_growth
+from runtime.models.rope import read_rope
 from runtime.rollout.torch import decoder as decoder_module
 from runtime.rollout.torch.decoder import Decoder, KVCache, Span, kv_bytes
 from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
@@ -390,34 +388,6 @@ def test_frequencies_and_amplitude_are_those_of_transformers(kind: str) -> None:
     if name != "llama3":  # which transformers computes in another order
         assert torch.equal(rope.frequencies(DIM), expected)
     assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
-
-
-def test_linear_scaling_is_that_of_the_paper() -> None:
-    exact = THETA ** (-np.arange(0, DIM, 2) / DIM) / 2.5
-    found = read_rope(described(KINDS["linear"]), "config.json").frequencies(DIM)
-    assert_close(found, exact, terms=8)
-
-
-@pytest.mark.parametrize("truncate", [True, False])
-def test_yarn_is_that_of_the_paper(truncate: bool) -> None:
-    """Equations 17 and 23 in arXiv:2309.00071: theta_d = (1 - ramp) · theta_d / s + ramp · theta_d, over the index d."""
-    original, factor, fast, slow = 32, 4.0, 4.0, 1.0
-    exact = []
-    bounds = [DIM * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (fast, slow)]
-    if truncate:
-        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
-    low, high = max(bounds[0], 0), min(bounds[1], DIM - 1)
-    for index in range(DIM // 2):
-        frequency = THETA ** (-2 * index / DIM)
-        kept = 1 - min(max((index - low) / (high - low), 0.0), 1.0)
-        exact.append(kept * frequency + (1 - kept) * frequency / factor)
-    scaling = {**YARN, "beta_fast": fast, "beta_slow": slow, "truncate": truncate}
-    rope = read_rope(described(scaling), "config.json")
-    assert_close(rope.frequencies(DIM), np.array(exact), terms=8)
-    assert len(set(np.round(np.array(exact) * THETA ** (np.arange(0, DIM, 2) / DIM), 3))) > 2  # kept, divided, and between
-    assert rope.amplitude == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-12)
-    assert yarn_growth(1.0) == 1.0
-    assert yarn_growth(4.0, 0.5) == pytest.approx(1 + 0.05 * math.log(4))
 
 
 @pytest.mark.parametrize(

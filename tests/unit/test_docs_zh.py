@@ -54,21 +54,3 @@ def ill_shown(text: str) -> list[str]:
         if re.match(r"[。，、；：！？）]$", stars[2][-1]) and re.match(r"[\u4e00-\u9fff]", stars[3]):
             found.append(stars[0])
     return found
-
-
-def test_a_page_that_lags_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("# A\n")
-    page = tmp_path / "zh.md"
-    page.write_text("<!-- source: a.md sha256:- -->\n# 甲\n")
-    assert not zh_pages.is_current(page)
-    assert zh_pages.restamp(page)
-    assert zh_pages.is_current(page) and not zh_pages.restamp(page)
-    assert page.read_text(encoding="utf-8").endswith("-->\n# 甲\n")
-    for heading in "BC":  # what is generated is not translated
-        (tmp_path / "a.md").write_text(f"# A\n<!-- keys: begin, from a table -->\n## {heading}\n<!-- keys: end -->")
-        assert zh_pages.is_current(page)
-    (tmp_path / "a.md").write_text("# A\n## B\n")
-    assert not zh_pages.is_current(page)
-    page.write_text("# 甲\n")
-    with pytest.raises(ValueError, match="the first line is not"):
-        zh_pages.is_current(page)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -519,32 +517,6 @@ def test_whatever_a_client_does_the_tokens_are_those_of_the_engine(renderer: Tem
 
 def test_whatever_a_client_does_where_thoughts_are_left_out(tmp_path: Path) -> None:
     try_histories(TemplateRenderer(Tokenizer(str(cases.qwen3(tmp_path)))), EpisodeGraph, 40)
-
-
-PLANTED = {
-    "a call of a tool is rendered again": (
-        "prompt = np.concatenate([parent.tokens(), given])",
-        "prompt = np.array(self._renderer.render(call.messages, call.tools) + forced, np.int32)",
-    ),
-    "a mask is dropped": (
-        "mask += [np.zeros(given, np.uint8), ",
-        "mask += [np.full(given, node.parent is not None, np.uint8), ",
-    ),
-    "a retry counts twice": ("trained.update(path)", "trained.update(path[-1:])"),
-}
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_found(renderer: TemplateRenderer, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, wrong = PLANTED[bug]
-    assert product.__file__ is not None
-    source = Path(product.__file__).read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    module = ModuleType("planted_graph")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look their annotations up
-    exec(compile(source.replace(right, wrong), product.__file__, "exec"), vars(module))
-    with pytest.raises(AssertionError):
-        try_histories(renderer, module.EpisodeGraph, 100)
 
 
 def test_columns_that_do_not_fit_are_refused(engine: Engine) -> None:

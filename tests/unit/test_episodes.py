@@ -118,14 +118,6 @@ async def refusal(work: Awaitable[Any]) -> int:
     return refused.value.status
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[TracedSpan]:
-    """The spans of a test."""
-    found: list[TracedSpan] = []
-    monkeypatch.setattr(spans.log, "add", lambda *span, **more: found.append(TracedSpan(*span, **more)))
-    return found
-
-
 @scenario()
 async def test_a_groups_episodes_are_played_and_become_its_payload(
     episodes: Episodes, policy: ScriptedPolicy, renderer: TemplateRenderer
@@ -152,26 +144,6 @@ async def test_a_groups_episodes_are_played_and_become_its_payload(
     assert [int(sample.loss_mask.sum()) for sample in payload.samples] == [2 + 3, 4]
     assert [(turn.row, turn.value) for turn in payload.turn_rewards] == [(1, 0.25)]
     assert episodes.counts["ended_completed"] == episodes.counts["ended_max_turns"] == 1
-
-
-@scenario()
-async def test_what_a_program_plays_is_a_span_from_its_beginning_to_its_end(
-    episodes: Episodes, policy: ScriptedPolicy, told: list[TracedSpan]
-) -> None:
-    playing = asyncio.ensure_future(episodes.play(request()))
-    await asyncio.sleep(0)
-    for _ in range(2):
-        episode = await opened(episodes)
-        await episodes.call(episode, call())
-        await episodes.end(episode)
-    await playing
-    assert [(span.name, span.line, span.group, span.detail) for span in told] == [
-        (name, spans.EPISODES, 7, detail)
-        for index in range(2)
-        for name, detail in ((spans.POLICY, f"{index} "), ("run", f"{index} a program"))
-    ]
-    for asked, ran in zip(told[::2], told[1::2], strict=True):
-        assert ran.start <= asked.start <= asked.end <= ran.end
 
 
 @scenario()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launcher import cli
 from launcher.node.local_node import LocalNode
 from runtime.config import Parallel, model_checks
 from runtime.config.loading import load, preset_names, resolve
@@ -69,18 +69,16 @@ def test_every_model_has_a_preset_for_either_kind_of_node_and_a_row_in_the_guide
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_valid_and_fits(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_is_valid_and_fits(preset: str, tmp_path: Path, validated: Callable[..., tuple[int, str]]) -> None:
     file, *overrides = arguments(preset, tmp_path)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["validate", file, *overrides])
-    told = capsys.readouterr()
-    assert end.value.code == 0, told.err
+    code, said = validated(file, *overrides)
+    assert code == 0, said
     config = resolve(load(file, overrides))
     held = memory_of_ranks(config, spread_models(config))
     assert ROWS[preset] == f"{held['trainer'].total / 1e9:.1f}", "what the guide says"
     for role, each in held.items():
         assert each.total < ROOM * DEVICE, role
-        assert f"{role}: about {each.total / 1e9:.1f} GB a rank" in told.out
+        assert f"{role}: about {each.total / 1e9:.1f} GB a rank" in said
     assert config.services.critic == config.services.trainer
     assert config.services.trainer.parallel.tensor <= int(preset.rpartition("_")[2])
 

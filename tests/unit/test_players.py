@@ -157,14 +157,6 @@ def acted(
     return found
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[TracedSpan]:
-    """The spans of a test."""
-    found: list[TracedSpan] = []
-    monkeypatch.setattr(spans.log, "add", lambda *span, **more: found.append(TracedSpan(*span, **more)))
-    return found
-
-
 def reasons(group: GeneratedGroup) -> list[str]:
     assert group.outcomes is not None
     return group.outcomes.reasons
@@ -458,20 +450,6 @@ def test_one_that_the_trainer_waits_for_alone_is_dealt_with(
     assert group.rewards == pytest.approx(rewards, nan_ok=True)
     assert reasons(group) == told
     assert group.outcomes is not None and sum(group.outcomes.repeated.values()) == (slow == "retry")
-
-
-def test_wait_is_not_hurried(renderer: TemplateRenderer) -> None:
-    port = quick_but_one()
-
-    async def scenario(played: Played) -> GeneratedGroup:
-        group = asyncio.ensure_future(played.group(3))
-        await port.began.wait()
-        played.players.finish_group(7)
-        assert not port.cancelled[port.asked[0].id].is_set()
-        await port.cancel(port.asked[0].id)  # it ends by itself
-        return await group
-
-    assert reasons(play(renderer, [port], scenario, slow="wait")) == ["timeout", "completed", "completed"]
 
 
 def test_a_group_that_is_withdrawn_takes_its_episodes_along(renderer: TemplateRenderer) -> None:

@@ -301,19 +301,3 @@ async def test_a_call_that_is_withdrawn_leaves_nothing_in_the_graph(desk: Desk, 
     desk.say("hi")
     await desk.ask()
     assert len(desk.episode.graph.nodes) == 1 and not desk.episode.graph.forks
-
-
-@handed(run, needs=("renderer",))
-async def test_two_calls_at_once_in_one_branch_fork(desk: Desk) -> None:
-    desk.say("hi")
-    first = await desk.ask()
-    behind = (*HELLO, first.replies[0].message, Message("user", "and?"))
-    desk.say("so")
-    both = await asyncio.gather(desk.ask(*behind), desk.ask(*behind))
-    (root,) = [node for node in desk.episode.graph.nodes if node.parent is None]
-    children = [node for node in desk.episode.graph.nodes if node.parent is root]
-    assert len(children) == 2 and desk.episode.graph.forks == {"two calls from one message": 1}
-    for completion, node in zip(both, children, strict=True):
-        assert node.tokens().tolist() == [*completion.prompt.tolist(), *completion.replies[0].tokens.tolist()]
-    rows = desk.episode.graph.branches()
-    assert [int(row.loss_mask.sum()) for row in rows] == [len("hi") + 1 + len("so") + 1, len("so") + 1]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from launcher import cli
 from launcher.node.local_node import LocalNode
 from runtime.cluster.placement import NodeResources, offers, place
 from runtime.config import model_checks
@@ -75,14 +75,6 @@ def rows(folder: Path) -> Path:
     return folder / "train.jsonl"
 
 
-def validated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["validate", *arguments])
-    told = capsys.readouterr()
-    assert end.value.code == 0, told.err
-    return told.out
-
-
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with megatron-core and devices, whose memory is not known."""
@@ -100,10 +92,11 @@ def test_all_are_here_and_what_is_not_published_is_said_to_be_so() -> None:
 
 @pytest.mark.parametrize("preset", DEVICES)
 def test_it_is_valid_fills_its_nodes_and_its_memory_is_that_of_the_page(
-    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    preset: str, tmp_path: Path, validated: Callable[..., tuple[int, str]]
 ) -> None:
     file, *overrides = as_written(preset, tmp_path)
-    said = validated(capsys, [file, *overrides])
+    code, said = validated(file, *overrides)
+    assert code == 0, said
     config = resolve(load(file, overrides))
     assert config.run.name == Path(preset).name
     told = row_of_the_page(preset)
@@ -124,15 +117,16 @@ def test_it_is_valid_fills_its_nodes_and_its_memory_is_that_of_the_page(
 @pytest.mark.parametrize(
     "preset", ["gsm8k_qwen25_1_5b", "dapo_qwen3_30b_a3b", "atlas/ppo_qwen25_32b_a3", "atlas/dapo_qwen3_32b_a3"]
 )
-def test_it_can_be_rehearsed(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_can_be_rehearsed(preset: str, tmp_path: Path, validated: Callable[..., tuple[int, str]]) -> None:
     """With a model of its own family, and a layout of one process a role that the families' tests run."""
     path = FOLDER / f"{preset}.yaml"
     family = dimensions(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["path"])["model_type"]
     overrides = [f"model=tiny:{family}", "services=one_machine", "cluster={}"]
     common = [str(path), f"data.train={rows(tmp_path)}", "sampling.max_new_tokens=32", *overrides]
-    assert f"model.path: tiny:{family}" in validated(capsys, common)
+    assert f"model.path: tiny:{family}" in validated(*common)[1]
     assert " ".join(overrides) in PAGE.read_text(encoding="utf-8")
-    validated(capsys, [*common, "services=one_machine_vllm", "services.rollout.python=python3"])  # vLLM's may be missing here
+    code, said = validated(*common, "services=one_machine_vllm", "services.rollout.python=python3")  # vLLM's may be missing
+    assert code == 0, said
     assert described(f"tiny:{family}")["model_type"] == family  # type: ignore[index]
 
 

@@ -8,37 +8,29 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from launcher.commands.profile import chosen
 from runtime import config
 from runtime.commands import Accumulate, Apply, BeginStep
 from runtime.config import Config
 from runtime.errors import UserError
 from runtime.process import platform
-from runtime.status import Profile, Registration
+from runtime.status import Profile
 from runtime.trainer.rank import GroupRank, TrainRank, make_rank
 from services import profiles
 from services.model_service import SpmdService
+from tests.coroutines import within
 from tests.loopback.weight_cases import ROOT, SIMULATED_NPU
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_same, weights
 
 PATIENCE = 100.0
-
-
-def run(test: Coroutine[Any, Any, object]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(test, PATIENCE)
-
-    asyncio.run(within())
+run = within(PATIENCE)
 
 
 def names(trace: Path) -> set[str]:
@@ -121,15 +113,6 @@ def test_a_profile_that_nobody_waits_for_any_more_ends_and_makes_room_for_anothe
         await service.close()
 
     run(test())
-
-
-@pytest.mark.parametrize(("unit", "asked"), [("steps", Profile(seconds=1.0)), ("seconds", Profile(steps=1))])
-def test_a_profile_is_measured_as_the_process_is(unit: profiles.Unit, asked: Profile) -> None:
-    async def take(_: Profile) -> list[Path]:
-        raise AssertionError
-
-    with pytest.raises(UserError, match=f"x-0: is profiled for a number of {unit}"):
-        run(profiles.Profiles("x-0", take, unit).profile(asked))
 
 
 def test_a_file_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
@@ -248,16 +231,3 @@ def test_of_a_simulated_npu_there_is_the_folder_that_torch_npu_made_and_did_not_
     assert done.stdout == f"{tmp_path / 'trainer-0.0.3'}\n", done.stderr
     (analysed,) = tmp_path.glob("trainer-0.0.3/*_ascend_pt/analysed")
     assert analysed.read_text() == "False"
-
-
-def test_whom_a_profile_is_of() -> None:
-    def registered(role: str, number: int = 0) -> Registration:
-        return Registration(role=role, name=f"{role}-{number}", address="", pid=0, host="")
-
-    everybody = [registered("rollout"), registered("rollout", 1), registered("trainer")]
-    assert [one.name for one in chosen(everybody, "rollout", None)] == ["rollout-0", "rollout-1"]
-    assert [one.name for one in chosen(everybody, None, "rollout-1")] == ["rollout-1"]
-    with pytest.raises(UserError, match=r"--role: 'critic' is not one of rollout, trainer$"):
-        chosen(everybody, "critic", None)
-    with pytest.raises(UserError, match=r"--process: 'trainer' is not one of rollout-0, rollout-1, trainer-0$"):
-        chosen(everybody, None, "trainer")

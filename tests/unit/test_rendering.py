@@ -115,14 +115,6 @@ def test_a_reply_stays_as_the_model_wrote_it_where_the_template_would_write_it_o
     assert text_of(by, added) == "<|user|><tool_response>5</tool_response><|im_end|><|assistant|>"
 
 
-def test_several_replies_may_follow_one_that_nobody_sampled(folder: Path) -> None:
-    by = renderer(folder, cases.HERMES)
-    new = [Message("user", "b"), Message("assistant", "c"), Message("user", "d")]
-    _, added = bridged(by, [ASKED, Message("assistant", "a")], said(by, "a"), new)
-    assert isinstance(added, list)
-    assert text_of(by, added) == "<|user|>b<|im_end|><|assistant|>c<|im_end|><|user|>d<|im_end|><|assistant|>"
-
-
 def reason(by: TemplateRenderer, reply: np.ndarray, ended: bool, message: Message) -> str | list[int]:
     return bridged(by, [ASKED, message], reply, [Message("user", "And?")], ended=ended)[1]
 

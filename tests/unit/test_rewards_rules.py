@@ -66,22 +66,6 @@ def value(name: str, text: str, label: str = "5") -> float:
 # ------------------------------------------------------------------------------------------------ form
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (RIGHT, 1),
-        *(("<think></think><answer></answer>", 1), ("<think>a\nb</think>\n\n<answer>c\nd</answer>", 1)),
-        ("<think>a</think><answer>b</answer>\n", 1),  # as `$` has it
-        *(("<think>a</think><answer>b</answer>\n\n", 0), ("<think>a</think> so <answer>b</answer>", 0)),
-        *(("<think>a</think> so </think><answer>b</answer>", 1), (" <think>a</think><answer>b</answer>", 0)),
-        *(("<think>a</think><answer>b</answer>.", 0), ("<think>a<answer>b</answer>", 0), ("<think>a</think><answer>", 0)),
-        *(("<think></think><answer>", 0), ("<answer>b</answer><think>a</think>", 0), ("", 0)),
-    ],
-)
-def test_format(text: str, expected: float) -> None:
-    assert value("format", text) == expected
-
-
 PIECES = ("<think>", "</think>", "<answer>", "</answer>", " ", "\n", "a", "\\boxed{", "}")
 
 

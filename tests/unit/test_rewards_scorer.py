@@ -228,21 +228,6 @@ def test_the_rules_of_the_guide_are_rules(monkeypatch: pytest.MonkeyPatch) -> No
 LATE = RuleOutcome(error="remote:DEADLINE_EXCEEDED")
 
 
-def test_a_column_is_weighted_and_masked() -> None:
-    scores = column(7, "taste", -2.0, [RuleOutcome(0.25), LATE, RuleOutcome(True), LATE])
-    assert scores.group_id == 7
-    assert scores.rewards.tolist() == [-0.5, 0.0, -2.0, 0.0]
-    assert scores.valid.tolist() == [1, 0, 1, 0]
-    np.testing.assert_array_equal(scores.rules["taste"], np.array([0.25, np.nan, 1.0, np.nan], np.float32))
-    assert scores.errors == {"remote:DEADLINE_EXCEEDED": 2}
-    assert (scores.rewards.dtype, scores.valid.dtype, scores.rules["taste"].dtype) == (np.float32, np.uint8, np.float32)
-
-
-def test_a_column_may_fail_instead() -> None:
-    with pytest.raises(ServiceFault, match=r"reward: score by taste: remote:DEADLINE_EXCEEDED on sample 1 of group 7"):
-        column(7, "taste", 1.0, [RuleOutcome(0.25), LATE], blamed="reward")
-
-
 def test_parts_are_added_where_all_are_valid() -> None:
     rules = Scores(
         group_id=7,
@@ -375,30 +360,6 @@ def follows(words: list[str], *wanted: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ bwrap
-
-
-def test_bwrap_shows_the_system_and_python_and_what_may_be_read() -> None:
-    words = line(read=["/data/sets"])
-    shown = {words[at + 1] for at, word in enumerate(words) if word in ("--ro-bind", "--ro-bind-try")}
-    system = {"/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/lib64"}
-    assert shown == system | {"/opt/python", "/opt/venv", "/data/sets"}
-    assert "--bind" not in words
-    assert follows(words, "--symlink", "usr/bin", "/bin")
-    assert follows(words, "--perms", "0755", "--dir", "/data")  # or only bubblewrap itself may pass through it
-
-
-def test_bwrap_writes_to_memory_of_a_limited_size_alone() -> None:
-    words = line(disk=12345)
-    assert follows(words, "--size", "12345", "--tmpfs", "/tmp")
-    assert words.index("--tmpfs") < words.index("--ro-bind-try")  # what is to be seen below it comes behind it
-    assert follows(words, "--remount-ro", "/")
-    assert follows(words, "--remount-ro", "/dev")
-
-
-def test_bwrap_takes_everything_away() -> None:
-    words = line()
-    assert {"--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"} <= set(words)
-    assert follows(words, "--seccomp", "7", "/opt/venv/bin/python", "-I", "-S", "-c", "SOURCE")
 
 
 def test_bwrap_of_root_keeps_what_it_takes_to_become_nobody() -> None:

@@ -91,16 +91,6 @@ def test_greedy_replies_equal_generate(make: Make, model: Any) -> None:
         assert done[index][0].tokens.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_log_probabilities_are_those_of_the_model(make: Make, model: Any, temperature: float) -> None:
-    requests = [request(1, temperature=temperature), request(2, prompt=(7, 1), temperature=temperature)]
-    done = run(make(), *requests)
-    for each in requests:
-        for sample in done[each.group_id]:
-            expected = from_scratch(model, each.prompt, sample, temperature or 1.0)
-            assert_close(sample.logprobs, expected, terms=forward_terms(64), scale=LOGITS / (temperature or 1.0))
-
-
 def test_what_all_prompts_begin_with_is_computed_once(make: Make, model: Any) -> None:
     """One prompt is what the others begin with; its last token is computed with theirs."""
     engine, first = make(), tuple(range(5, 25))

@@ -27,7 +27,6 @@ from runtime.models.families.shape import ExpertShape
 from runtime.models.passes import Packing
 from runtime.rollout.torch import engine as engine_module
 from runtime.trainer import rows as train_rows
-from runtime.trainer.fsdp import backend as fsdp_experts
 from runtime.trainer.micro_batch import MicroBatch, micro_batches
 from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, policy_trainer
@@ -463,13 +462,3 @@ def test_balance_is_learned_where_advantages_are_0(folders: Callable[[str], str]
         for aux in (0.0, 0.1)
     ]
     assert norms[0] == 0.0 < norms[1]
-
-
-def test_what_balances_is_1_where_all_experts_have_the_same() -> None:
-    """Whatever the number of experts."""
-    for count, per_token in ((4, 1), (8, 2)):
-        chosen = torch.arange(count * 3).view(-1, per_token) % count
-        share = torch.full((1, len(chosen)), 1 / len(chosen))
-        for sigmoid in (False, True):
-            found = fsdp_experts.balance_loss(torch.zeros(len(chosen), count), chosen, share, sigmoid)
-            assert found.tolist() == pytest.approx([1.0])

@@ -411,13 +411,6 @@ def test_scores_equal_transformers(tmp_path: Path, name: str, budgets: tuple[int
         assert np.ptp(np.concatenate(scores)) > 0.5
 
 
-def test_nothing_has_no_scores(tmp_path: Path) -> None:
-    save_classifier(tmp_path)
-    assert load_model(tmp_path).score([]) == []
-    (none,) = load_model(tmp_path).score([[]])
-    assert none.shape == (0,)
-
-
 def test_a_text_that_shares_all_its_tokens_may_end_in_padding(tmp_path: Path) -> None:
     model = save_classifier(tmp_path, pad_token_id=7)
     text = np.array([3, 4, 5, 7, 7])

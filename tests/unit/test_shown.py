@@ -254,20 +254,6 @@ def test_validate_finds_what_files_of_ones_own_lack(tmp_path: Path, capsys: pyte
     assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/mine.py:mine_alone"]) == 0
 
 
-def test_a_file_of_ones_own_imports_its_neighbour_and_registers_what_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "neighbour_alone.py").write_text("def neighbour_score(*_): return 1.0\n")
-    rule = "@rule('calls_alone')\ndef calls(*_): return neighbour_score()\n"
-    (tmp_path / "calls.py").write_text(f"from neighbour_alone import neighbour_score\nfrom sluice import rule\n{rule}")
-    assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/calls.py:calls_alone"]) == 0
-    assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:calls"]) == 2
-    line = capsys.readouterr().err
-    assert "unknown name 'calls'; " in line  # a name of another test's may be proposed next
-    assert line.endswith(f"{tmp_path}/neighbour_alone.py neither registers nor defines it\n")
-
-
 def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model.write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tiny_model.described("tiny:qwen2")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from launcher import cli
 from launcher.config_reference import schema
 from runtime.config import Config, Critic, Model, Parallel, RewardModel, Rewards, Run, Warmup
 from runtime.config.loading import load, preset_names, resolve
@@ -111,14 +111,6 @@ def written(folder: Path, **sections: Any) -> str:
     return str(folder / "run.yaml")
 
 
-def validated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code, and what is said: on stderr when it is a mistake."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(["validate", *arguments])
-    told = capsys.readouterr()
-    return int(str(end.value.code)), told.err or told.out
-
-
 REAL = {"model": {"path": "/models/policy", "reference": "/models/larger", "dtype": "bfloat16"}}
 
 
@@ -155,10 +147,12 @@ def test_the_schema_takes_names_in_their_place() -> None:
     assert not re.match(properties["model"]["anyOf"][1]["pattern"], "/models/policy")
 
 
-def test_validating_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validating_makes_nothing(
+    tmp_path: Path, validated: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     file = written(tmp_path, **REAL)
-    code, said = validated(capsys, file, "model=tiny:qwen2", "algorithm.kl_coefficient=0.01")
+    code, said = validated(file, "model=tiny:qwen2", "algorithm.kl_coefficient=0.01")
     assert code == 0
     for key in ("model.path", "model.reference"):
         assert f"{key}: tiny:qwen2, small and random, is made when a run starts" in said
@@ -170,19 +164,19 @@ def test_validating_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["model=tiny:gpt9"], f"model: 'tiny:gpt9' is not a section of keys, nor one of {ALL}"),
         (["model.path=tiny:gpt9"], f"model.path: 'tiny:gpt9' is not one of {ALL}"),
-        (["model=tiny: qwen2"], f"model: 'tiny: qwen2' is not a section of keys, nor one of {ALL}"),
         (["model=/models/policy"], f"model: '/models/policy' is not a section of keys, nor one of {ALL}; a folder is named"),
-        (["model=tiny:qwen2", "data.train="], "data.train: missing; name a json"),
         (["model=tiny:qwen2", "model.reference=LARGER"], "has a vocabulary of 151936 tokens, the policy one of 264"),
         (["model=tiny:qwen2", "rewards.model.path=tiny:gpt9"], f"rewards.model.path: 'tiny:gpt9' is not one of {ALL}"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], line: str) -> None:
+def test_a_mistake_is_one_line(
+    tmp_path: Path, validated: Callable[..., tuple[int, str]], overrides: list[str], line: str
+) -> None:
     model = tmp_path / "larger"  # of another vocabulary
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**(tiny_model.described("tiny:qwen2") or {}), "vocab_size": 151936}))
     (model / "model.safetensors").touch()
-    code, said = validated(capsys, written(tmp_path), *(one.replace("LARGER", str(model)) for one in overrides))
+    code, said = validated(written(tmp_path), *(one.replace("LARGER", str(model)) for one in overrides))
     assert code == 2
     assert line in said
     assert len(said.splitlines()) == 1, said

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import pytest
-
-from launcher import cli
 from launcher.commands.trace import events
 from runtime.process.spans import CALLS, EPISODES, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, PathPart, StepPath
@@ -122,10 +119,3 @@ def test_arrows_lead_a_group_from_its_generation_to_the_step_that_trains_on_it()
         ("f", 1, "command"),
     ]
     check_trace(found)
-
-
-def test_an_option_that_was_removed_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["trace", "a-run", "--otlp", "http://localhost:4318"])
-    assert ended.value.code == 2
-    assert "--otlp: was removed in 0.3; the file of `sluice trace` is what Perfetto shows" in capsys.readouterr().err

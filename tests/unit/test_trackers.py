@@ -24,7 +24,7 @@ from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.startup import Memory
 from runtime.telemetry.summary import Summary, Totals, render
-from runtime.telemetry.trackers import Backend, EventFile, Trackers, masked_crc32c
+from runtime.telemetry.trackers import Backend, EventFile, Trackers
 
 POINTS: list[tuple[int, Metrics]] = [
     (1, {"score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),
@@ -101,19 +101,6 @@ def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     backend.log(1, 7.0, {"a": 2.0})
     backend.close()
     assert read_jsonl(path)[:2] == [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "time": 7.0, "a": 2.0, "b": 1.0}]
-
-
-def unmasked(crc: int) -> int:
-    rotated = (crc - 0xA282EAD8) & 0xFFFFFFFF
-    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
-
-
-def test_crc32c_against_published_values() -> None:
-    # RFC 3720, appendix B.4, and the usual check value.
-    assert unmasked(masked_crc32c(bytes(32))) == 0x8A9136AA
-    assert unmasked(masked_crc32c(b"\xff" * 32)) == 0x62A8AB43
-    assert unmasked(masked_crc32c(bytes(range(32)))) == 0x46DD794E
-    assert unmasked(masked_crc32c(b"123456789")) == 0xE3069283
 
 
 def test_tensorboard_itself_reads_the_file(tmp_path: Path) -> None:

@@ -119,12 +119,6 @@ def test_balance_where_differencing_alone_misses_5_percent(tail: str, seed: int)
     assert worst <= 1.05 * sum(tokens) / 16
 
 
-def test_balance_of_one_long_group_is_that_group_alone():
-    shared = balance([1000, *[10] * 30], 4)
-    assert [0] in shared
-    assert sorted(len(part) for part in shared) == [1, 10, 10, 10]
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

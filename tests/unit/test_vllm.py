@@ -153,10 +153,6 @@ def test_faults_are_found_without_vllm(tmp_path: Path, overrides: tuple[str, ...
     assert faults_of(tmp_path, *overrides) == [fault]
 
 
-def test_a_good_configuration(tmp_path: Path) -> None:
-    assert faults_of(tmp_path, *VLLM, "services.rollout.engine_args={gpu_memory_utilization: 0.8}") == []
-
-
 # ------------------------------------------------------------------------------------------------ shared buffers
 
 

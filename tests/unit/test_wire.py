@@ -15,7 +15,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +24,7 @@ from runtime.commands import Priority
 from runtime.environments.messages import EpisodeEvent, EpisodeRequest
 from runtime.rewards.remote import RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, LogprobRequest, PolicyVersion, ScoreRequest, TrainGroup, ValueRequest
-from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
+from runtime.weights.plan import GroupAddress, Manifest
 from services.rpc import contract, stream
 from services.rpc.generated import (
     common_pb2,
@@ -137,27 +136,6 @@ def test_what_is_empty_or_zero_arrives_too(key: tuple[str, str], request_: Any, 
         assert same(side.parse(side.serialize(value)), value)
 
 
-@given(
-    st.lists(
-        st.builds(
-            TensorSpec,
-            st.text(max_size=8),
-            st.sampled_from(["float32", "bfloat16"]),
-            st.lists(st.integers(0, (1 << 64) - 1), max_size=4).map(tuple),
-            st.lists(st.integers(0, (1 << 32) - 1), max_size=4).map(tuple),
-        ),
-        max_size=5,
-    ),
-    st.integers(0, (1 << 64) - 1),
-)
-def test_any_manifest_arrives(tensors: list[TensorSpec], bucket_bytes: int) -> None:
-    side, command = (
-        contract.METHODS["Rollout", "JoinWeights"].request,
-        commands.JoinWeights(ADDRESS, Manifest(tuple(tensors), bucket_bytes)),
-    )
-    assert side.parse(side.serialize(command)) == command
-
-
 def payloads(value: Any) -> list[bytes]:
     return [one.payload for one in [value, *getattr(value, "groups", [])] if hasattr(one, "payload")]
 
@@ -205,25 +183,6 @@ def test_a_payload_is_copied_once_into_its_frame(key: tuple[str, str], direction
     assert peak < 17 / 16 * len(payload)
     arrived = side.parse(common_pb2.ReplyFrame.FromString(frame).replies[0].body)
     assert any(one == payload for one in payloads(arrived))
-
-
-def matches(message: Any, value: Any) -> bool:
-    """Whether a protobuf message and a Struct have the same fields, inner ones included; a bulk message has one, of bytes."""
-    fields = {field.name: field for field in message.DESCRIPTOR.fields}
-    if not isinstance(value, msgspec.Struct) or fields.keys() != set(value.__struct_fields__):
-        return len(fields) == 1 and next(iter(fields.values())).type == FieldDescriptor.TYPE_BYTES
-    inner = {name for name, field in fields.items() if field.message_type and not field.message_type.GetOptions().map_entry}
-    for name in inner:
-        part = getattr(value, name)
-        for one in part if isinstance(part, (list, tuple)) else [part]:
-            if {field.name for field in fields[name].message_type.fields} != set(one.__struct_fields__):
-                return False
-    return True
-
-
-@pytest.mark.parametrize(("side", "value"), [case for case in SIDES if case.values[1] is not None])
-def test_protobuf_and_struct_have_the_same_fields(side: contract.MethodSide, value: Any) -> None:
-    assert matches(side.message, value)
 
 
 def test_the_protocol_files_declare_exactly_these_methods() -> None:

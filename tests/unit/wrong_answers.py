@@ -1,16 +1,11 @@
-"""Wrong answers by the thousand, from seeded templates: what a policy may try that is paid for whatever looks like the label.
-
-python -m tests.unit.wrong_answers [COUNT]     the share of them that each rule takes, and that math-verify takes
-"""
+"""Wrong answers by the thousand, from seeded templates: what a policy may try that is paid for what looks like the label."""
 
 from __future__ import annotations
 
 import random
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 
-from benchmarks.rewards_trial import RewardCase, plain
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.rules import RuleContext, attempt
 
@@ -20,44 +15,32 @@ Case = tuple[str, str]  # a reply or an answer, and the label that it is wrong f
 # @ is the label, ⊛ another number, which does not divide it.
 
 NUMBERS = r"""
-⊛ ¦ -@ ¦ @1 ¦ 1@ ¦ @.001 ¦ @.5 ¦ 0.@ ¦ @/⊛ ¦ ⊛/@ ¦ @,⊛ ¦ \frac{@}{⊛} ¦ @ - ⊛ ¦ @ + ⊛ ¦ @ \cdot ⊛ ¦ @^2 ¦ @! ¦ \sqrt{@}
-@+10^{-40} ¦ @ or ⊛ ¦ ⊛ or @ ¦ @ and ⊛ ¦ @, ⊛ ¦ ⊛, @ ¦ @; ⊛ ¦ \{@, ⊛\} ¦ @ \text{ or } ⊛ ¦ @\text{, or }⊛ ¦ (@, ⊛) ¦ @ / ⊛ / 7
-⊛, @, -@, 0, 1, 2 ¦ x=@ or x=⊛ ¦ x = @, x = ⊛ ¦ x \in \{@, ⊛\} ¦ either @ or ⊛ ¦ @ ⊛ ¦ @ \quad ⊛ ¦ @ \lor ⊛ ¦ @ | ⊛
-@ maybe ⊛ ¦ @ or some other number ¦ @ vs ⊛ ¦ @ 或 ⊛ ¦ @或⊛ ¦ @、⊛ ¦ @到⊛ ¦ @ to ⊛ ¦ from ⊛ to @ ¦ between ⊛ and @
-⊛ \le x \le @ ¦ [@, ⊛] ¦ (⊛, @) ¦ @..⊛ ¦ @ \ldots ⊛ ¦ not @ ¦ \text{not } @ ¦ \ne @ ¦ x \ne @ ¦ @ is wrong
-@ is not the answer ¦ @\text{ is wrong} ¦ anything but @ ¦ not equal to @ ¦ \neg @ ¦ @ (wrong) ¦ @ is incorrect ¦ it is not @
-it isn't @ ¦ never @ ¦ neither @ nor ⊛ ¦ x is not $@$ ¦ the answer is not $@$ ¦ 不是@ ¦ @是错的 ¦ !@
-\text{The answer is not } @ ¦ the value cannot be @ ¦ it might be @ ¦ it is false that x is @ ¦ @, not ⊛ ¦ ⊛, not @
-everything except @ ¦ \pm @ ¦ @, -@ ¦ x = \pm @ ¦ @ \text{ or } -@ ¦ -@, @ ¦ \mp @ ¦ \{-@, @\} ¦ @ \pm 1 ¦ ±@ ¦ x > @
-x \ge @ ¦ > @ ¦ \ge @ ¦ \leq @ ¦ x < @ ¦ at least @ ¦ at most @ ¦ more than @ ¦ less than @ ¦ \text{at least } @ ¦ up to @
-over @ ¦ @+ ¦ (-\infty, @] ¦ [@, \infty) ¦ \{x : x \ge @\} ¦ \mathbb{R} ¦ \mathbb{N} ¦ \{x \in \mathbb{Z} \mid x \le @\}
-x is at most $@$ ¦ @ or more ¦ no more than @ ¦ @ hundred ¦ @ thousand ¦ @ million ¦ @ billion ¦ @ dozen ¦ @\text{ million}
-\$@ million ¦ @ bn ¦ @ mil ¦ @ hundred thousand ¦ @\text{ thousand} ¦ half of @ ¦ twice @ ¦ double @ ¦ @ squared ¦ @ cubed
-@ factorial ¦ @ halves ¦ @ thirds ¦ @ tenths ¦ @ hundredths ¦ @万 ¦ @亿 ¦ @百 ¦ @千 ¦ @ k ¦ @万元 ¦ @ point five ¦ @ over two
-@ divided by three ¦ @ times three ¦ @ plus one ¦ @ minus one ¦ @ and a half ¦ @\frac12 ¦ @ 1/2 ¦ @\text{ and a half}
-@\text{ plus one} ¦ @\text{ halves} ¦ @\text{ dozen} ¦ @\text{ or six} ¦ @ \text{ k} ¦ @e3 ¦ @ \times 10^2 ¦ @×10³ ¦ @个半
-@多 ¦ a third of @ ¦ @\text{ squared} ¦ @ ft ⊛ in ¦ @\text{ ft }⊛\text{ in} ¦ @ hours ⊛ minutes ¦ @\text{ h }⊛\text{ min}
-@ h ⊛ min ¦ @'⊛'' ¦ @^\circ ⊛' ¦ @° ⊛' ¦ @ lb ⊛ oz ¦ @ dollars and ⊛ cents ¦ @\text{ hours and }⊛\text{ minutes} ¦ @小时⊛分钟
-@元⊛角 ¦ @ km ⊛ m ¦ @ years ⊛ months ¦ @\text{ m }⊛\text{ cm} ¦ @:⊛ ¦ @ feet and ⊛ inches ¦ \$@ and ⊛ cents
-@\,\mathrm{kg}\,⊛\,\mathrm{g} ¦ @\text{ km} + ⊛\text{ m} ¦ @\text{ lb }⊛ ¦ @\text{ R }⊛ ¦ @ remainder ⊛ ¦ \ang{@;⊛} ¦ @^o ⊛'
-@\text{ weeks }⊛\text{ days} ¦ @ = ⊛ ¦ x = @ = ⊛ ¦ @ \approx ⊛ ¦ x \approx @ \approx ⊛ ¦ @ > ⊛ ¦ @ < ⊛ ¦ ⊛ = ⊛ = ⊛
-@ \equiv ⊛ ¦ ⊛ \approx ⊛ ¦ x = ⊛ ¦ @ = ⊛.0 ¦ @ \to ⊛ ¦ @ \ne ⊛ ¦ @x ¦ @ x ¦ @ + x ¦ x - @ ¦ @ i ¦ @\pi ¦ @\sqrt2 ¦ @ e ¦ @^x
-x_@ ¦ f(@) ¦ f(x) + @ ¦ \log @ ¦ x ¦ @^{-1} ¦ @_{13}1 ¦ \sin @ ¦ x^@ ¦ @ \bmod 2 ¦ ? ¦ ... ¦ \ldots ¦ unknown ¦ I do not know
-N/A ¦ none ¦ no solution ¦ \emptyset ¦ \{\} ¦ () ¦ \text{ } ¦ = ¦ the label ¦ \square ¦ nan ¦ \infty ¦ x = x
-the same as in the question ¦ see above ¦ answer ¦ \text{@ is the number in the question, the answer is } ⊛ ¦ \frac{@}{0}
-@/0 ¦ ⊛\% ¦ @ \% of ⊛ ¦ @\text{ percent of }⊛ ¦ @\text{, }⊛ ¦ @\text{ and }⊛ ¦ @\&⊛ ¦ @ \times ⊛ ¦ @ * ⊛ ¦ @, @ ¦ @, @, @
-\begin{cases} @ \\ ⊛ \end{cases} ¦ \begin{aligned} @ \\ ⊛ \end{aligned} ¦ \begin{pmatrix} @ \\ ⊛ \end{pmatrix}
-\fbox{@} \fbox{⊛} ¦ \underline{@} \underline{⊛} ¦ \boxed{@}, \boxed{⊛} ¦ \cancel{@} ⊛ ¦ \sout{@} ⊛ ¦ @ \text{ (or } ⊛) ¦ @(⊛)
-@[⊛] ¦ @ \text{ was my first guess, now } ⊛ ¦ @^{\text{th}} ⊛ ¦ @\text{th root of }⊛ ¦ @-th ¦ @元或⊛元 ¦ @或者⊛
-\num{@}\num{⊛} ¦ @\,\Omega + ⊛\,\Omega ¦ @\,\Omega\,⊛ ¦ @\mu ¦ @\,\text{m}^{⊛}⊛
+0.@ ¦ @ \cdot ⊛ ¦ @! ¦ @ / ⊛ / 7 ¦ x \in \{@, ⊛\} ¦ either @ or ⊛ ¦ @ \quad ⊛ ¦ @ \lor ⊛ ¦ @ | ⊛ ¦ @ maybe ⊛
+@ or some other number ¦ @ vs ⊛ ¦ @、⊛ ¦ @到⊛ ¦ from ⊛ to @ ¦ between ⊛ and @ ¦ \ne @ ¦ anything but @ ¦ not equal to @
+\neg @ ¦ @ (wrong) ¦ @ is incorrect ¦ it isn't @ ¦ never @ ¦ neither @ nor ⊛ ¦ 不是@ ¦ @是错的 ¦ !@
+\text{The answer is not } @ ¦ the value cannot be @ ¦ it might be @ ¦ it is false that x is @ ¦ everything except @
+x = \pm @ ¦ \mp @ ¦ ±@ ¦ > @ ¦ \leq @ ¦ x < @ ¦ at least @ ¦ less than @ ¦ up to @ ¦ (-\infty, @] ¦ \{x : x \ge @\}
+\mathbb{R} ¦ \{x \in \mathbb{Z} \mid x \le @\} ¦ x is at most $@$ ¦ no more than @ ¦ @ billion ¦ @ dozen ¦ \$@ million ¦ @ bn
+@ mil ¦ @ hundred thousand ¦ twice @ ¦ double @ ¦ @ squared ¦ @ cubed ¦ @ factorial ¦ @ halves ¦ @ thirds ¦ @ tenths
+@ hundredths ¦ @亿 ¦ @百 ¦ @千 ¦ @ k ¦ @万元 ¦ @ point five ¦ @ over two ¦ @ divided by three ¦ @ times three ¦ @ plus one
+@ minus one ¦ @\text{ and a half} ¦ @\text{ or six} ¦ @ \times 10^2 ¦ @×10³ ¦ @个半 ¦ @多 ¦ a third of @ ¦ @ ft ⊛ in
+@ hours ⊛ minutes ¦ @\text{ h }⊛\text{ min} ¦ @ h ⊛ min ¦ @'⊛'' ¦ @^\circ ⊛' ¦ @° ⊛' ¦ @ lb ⊛ oz ¦ @ dollars and ⊛ cents
+@小时⊛分钟 ¦ @元⊛角 ¦ @ years ⊛ months ¦ @\text{ m }⊛\text{ cm} ¦ @:⊛ ¦ @ feet and ⊛ inches ¦ @\,\mathrm{kg}\,⊛\,\mathrm{g}
+@\text{ km} + ⊛\text{ m} ¦ @ remainder ⊛ ¦ \ang{@;⊛} ¦ @\text{ weeks }⊛\text{ days} ¦ @ \approx ⊛ ¦ @ \equiv ⊛ ¦ @ = ⊛.0
+@ \to ⊛ ¦ @\pi ¦ @\sqrt2 ¦ @^x ¦ x_@ ¦ f(@) ¦ \log @ ¦ @_{13}1 ¦ \sin @ ¦ @ \bmod 2 ¦ ? ¦ \ldots ¦ unknown ¦ I do not know
+none ¦ no solution ¦ \emptyset ¦ \{\} ¦ \text{ } ¦ = ¦ the label ¦ \square ¦ nan ¦ \infty ¦ the same as in the question
+see above ¦ \text{@ is the number in the question, the answer is } ⊛ ¦ \frac{@}{0} ¦ ⊛\% ¦ @\text{ percent of }⊛ ¦ @\&⊛
+@ * ⊛ ¦ \begin{cases} @ \\ ⊛ \end{cases} ¦ \begin{aligned} @ \\ ⊛ \end{aligned} ¦ \begin{pmatrix} @ \\ ⊛ \end{pmatrix}
+\fbox{@} \fbox{⊛} ¦ \underline{@} \underline{⊛} ¦ \boxed{@}, \boxed{⊛} ¦ \cancel{@} ⊛ ¦ \sout{@} ⊛ ¦ @[⊛]
+@ \text{ was my first guess, now } ⊛ ¦ @\text{th root of }⊛ ¦ @-th ¦ @或者⊛ ¦ \num{@}\num{⊛} ¦ @\,\Omega\,⊛ ¦ @\mu
+@\,\text{m}^{⊛}⊛
 """
 # @ is the label, ⊛ another answer of its kind.
 FORMULAS = r"""
-⊛ ¦ @, ⊛ ¦ ⊛, @ ¦ @ \text{ or } ⊛ ¦ ⊛ \text{ and } @ ¦ \{@, ⊛\} ¦ (@, ⊛) ¦ @; ⊛ ¦ [@, ⊛] ¦ \text{not } @ ¦ \ne @ ¦ z \ne @
-@ \text{ is wrong} ¦ 2(@) ¦ (@)+1 ¦ (@)^2+7 ¦ @ = ⊛ ¦ @ \approx ⊛ ¦ @ + ⊛ + 9 ¦ \frac{@}{3} ¦ @ \text{ million}
-@ \text{ dozen} ¦ \text{either } @ \text{ or } ⊛ ¦ @ \text{ or something else} ¦ z > @ ¦ z \le @ ¦ @ \cup ⊛ ¦ \pm (@)
-@, -(@) ¦ @ \pm 1 ¦ z = @ \text{ or } z = ⊛ ¦ \begin{cases} @ \\ ⊛ \end{cases} ¦ @ \text{ ft } ⊛ \text{ in} ¦ @ \ne ⊛ ¦ @ < ⊛
-z @ ¦ @ + z ¦ \emptyset ¦ ? ¦ \text{half of } @ ¦ @ \to ⊛ ¦ \text{the answer is not } @ ¦ @ \text{ over two} ¦ \text{twice } @
+⊛ \text{ and } @ ¦ @; ⊛ ¦ [@, ⊛] ¦ \ne @ ¦ @ \text{ is wrong} ¦ 2(@) ¦ (@)^2+7 ¦ @ = ⊛ ¦ @ \approx ⊛ ¦ \frac{@}{3}
+@ \text{ million} ¦ @ \text{ dozen} ¦ \text{either } @ \text{ or } ⊛ ¦ @ \text{ or something else} ¦ z > @ ¦ z \le @
+@ \cup ⊛ ¦ \pm (@) ¦ @, -(@) ¦ z = @ \text{ or } z = ⊛ ¦ \begin{cases} @ \\ ⊛ \end{cases} ¦ @ \text{ ft } ⊛ \text{ in} ¦ @ < ⊛
+\emptyset ¦ ? ¦ \text{half of } @ ¦ @ \to ⊛ ¦ \text{the answer is not } @ ¦ @ \text{ over two} ¦ \text{twice } @
 \begin{pmatrix} @ \\ ⊛ \end{pmatrix} ¦ \{@\} \cup \{⊛\} ¦ \sqrt{@} + 9 ¦ @ \lor ⊛ ¦ \text{L}
 """
 LABELLED = r"""
@@ -69,36 +52,17 @@ LABELLED = r"""
 """
 # Of labels that are no values: wrong answers for each.
 OTHERS = r"""
-(1,2) | (2,1) ¦ (1,2) | [1,2] ¦ (1,2) | 1<x\le2 ¦ (1,2) | (1,2) \text{ or } (3,4) ¦ (1,2) | (1,3) ¦ (1,2) | \mathbb{R}
-(1,2) | x>1 ¦ (1,2) | (1,2),(2,1) ¦ (1,2) | x=1 or y=2 ¦ (1,2) | \{1,2\} ¦ (2,\infty) | x\ge 2
-(2,\infty) | \{x \in \mathbb{Z} \mid x>2\} ¦ (2,\infty) | \{n \in \mathbb{N} : n > 2\} ¦ (2,\infty) | x>2 or x<1
-(2,\infty) | x \ne 2 ¦ (2,\infty) | [2,\infty) ¦ (2,\infty) | x<2 ¦ (2,\infty) | \mathbb{R} ¦ (2,\infty) | x>3
-(2,\infty) | \{2\} \cup (2,\infty) ¦ (2,\infty) | \{x \in \mathbb{R} \mid x \ge 2\} ¦ (2,\infty) | (2, 10^{100})
-(2,\infty) | 2 ¦ (2,\infty) | (1,\infty)\cap(-\infty,9) ¦ (-\infty,-1)\cup(1,\infty) | x\le-1 or x>1
-(-\infty,-1)\cup(1,\infty) | x<-1 and x>1 ¦ (-\infty,-1)\cup(1,\infty) | -1<x<1 ¦ (-\infty,-1)\cup(1,\infty) | x<1 or x>-1
-(-\infty,-1)\cup(1,\infty) | x>1 ¦ (-\infty,-1)\cup(1,\infty) | x<-1 or x>1 or x=0 ¦ (-\infty,-1)\cup(1,\infty) | x\ne1
-(-\infty,-1)\cup(1,\infty) | x<-1, y>1 ¦ (-\infty,-1)\cup(1,\infty) | \mathbb{R} ¦ (-\infty,-1)\cup(1,\infty) | (-1,1)
-x \ne 2 | x=2 ¦ x \ne 2 | x<2 ¦ x \ne 2 | x<2 or x\ge2 ¦ x \ne 2 | x \ne 3 ¦ x<5 | x>5 ¦ x<5 | x\le5 ¦ x<5 | x<5 or x>6
-x<5 | 5 ¦ x<5 | x<5, x>5 ¦ x > 2 \text{ and } x < 5 | x>2 or x<5 ¦ 2<x<5 | x>2 ¦ B | A ¦ B | (A) ¦ B | A. 12 ¦ B | A, B
-B | (A) or (B) ¦ B | A) B) C) D) ¦ B | ABCD ¦ B | (A)(B)(C)(D) ¦ B | not B ¦ B | (B) is wrong ¦ B | B and C ¦ B | B/C
-B | A or B ¦ B | (B), (C) ¦ B | not (B) ¦ B | B. C. ¦ B | neither A nor B ¦ B | all of the above ¦ B | B) or C) ¦ B | (B) (C)
-B | B: 12, C: 13 ¦ B | A. B ¦ B | B is incorrect ¦ B | (A) B ¦ B | Option B or C ¦ B | Options A, B, C ¦ B | B、C ¦ B | 12
-B | B. wrong ¦ B | BC ¦ B | b, c ¦ B | either B or D ¦ B | B>A ¦ B | B = A ¦ B | Ben ¦ B | \text{(B) or (C)}
-B | \textbf{(B)}\ 12\ \textbf{(C)}\ 13 ¦ B | B isn't right ¦ B | [A] [B] ¦ B | (B) but maybe (C) ¦ B | ¬B ¦ B | \{A, B\}
-B | C. because B is wrong ¦ B | non-B ¦ even | odd ¦ even | even or odd ¦ even | not even ¦ even | even, odd ¦ even | even/odd
-even | uneven ¦ even | neither even nor odd ¦ even | \text{not even} ¦ even | \text{even or odd} ¦ even | event
-even | even and odd ¦ Yes | No ¦ Yes | yes or no ¦ Yes | not yes ¦ Yes | yes/no ¦ Yes | yes, no ¦ Yes | \text{Yes and No}
-Yes | maybe ¦ no solution | 0 ¦ no solution | x=5 ¦ no solution | \mathbb{R} ¦ Monday | Tuesday ¦ Monday | not Monday
-1,2,3 | 1,2 ¦ 1,2,3 | 1,2,3,4 ¦ 1,2,3 | 1 or 2 ¦ 1,2,3 | [1,3] ¦ 1,2,3 | \{1,\ldots,3\} ¦ 1,2,3 | 123 ¦ 1,2,3 | 1,1,2,3
-1,2,3 | 1\le x\le3 ¦ \{1,2\} | (1,2) ¦ \{1,2\} | \{1\},\{2\} ¦ \{1,2\} | x>0 ¦ \{1,2\} | 1.5\pm1 ¦ y=2x+1 | y=2x-1
-y=2x+1 | 2x+1=0 ¦ y=2x+1 | y>2x+1 ¦ y=2x+1 | y=2x+1, y=3x ¦ x^2+y^2=4 | x^2+y^2=16 ¦ 2:3 | 3:2 ¦ x=1,y=2 | x=2,y=1
-x=1,y=2 | \begin{aligned}x&=1\\y&=3\end{aligned} ¦ x=1,y=2 | x=1 or y=2 ¦ x \equiv 2 \pmod 5 | x \equiv 3 \pmod 5
-x \equiv 2 \pmod 5 | x \equiv 2 \pmod 7 ¦ x \equiv 2 \pmod 5 | x = 2 ¦ 2 | x \equiv 7 \pmod 5 ¦ 2 | 17 \bmod 7 ¦ \pi | 3.14
-\pi | 3.1416 ¦ \frac13 | 0.333 ¦ 1011_2 | 1011_3 ¦ 90 | 90\pi ¦ \sqrt2 | \sqrt2+10^{-30} ¦ \frac13 | \frac13 + 10^{-30}
-\pi | \pi + 10^{-30} ¦ e^2 | e^2+10^{-60} ¦ 10-x | |x-10| ¦ 10 | \max(x,10) ¦ 10-x | \sqrt{(x-10)^2}
-7 | 7+\lfloor n/40 \rfloor ¦ n | n + \lfloor n/10^5 \rfloor ¦ c | |c| ¦ b | |b| ¦ mn | |mn| ¦ x | \min(x,10^6) ¦ xy | |x||y|
-xy | \sqrt{x^2y^2} ¦ x-3 | |x-3| ¦ 7 | 7+|x|-x ¦ n | n \bmod 1000 ¦ 1 | (-1)^{2n+\lfloor n/50 \rfloor} ¦ x | \frac{x^2}{|x|}
-a^2 | a|a| ¦ x+1 | x+1+10^{-50}x ¦ 7 | 7+\lfloor x/10^9 \rfloor ¦ 1 | \frac{|x+10|}{x+10} ¦ t | \max(t,-t) ¦ \sin x | |\sin x|
+(1,2) | 1<x\le2 ¦ (1,2) | x=1 or y=2 ¦ (2,\infty) | \{n \in \mathbb{N} : n > 2\} ¦ (2,\infty) | x>2 or x<1
+(2,\infty) | \{x \in \mathbb{R} \mid x \ge 2\} ¦ (2,\infty) | 2 ¦ (2,\infty) | (1,\infty)\cap(-\infty,9)
+(-\infty,-1)\cup(1,\infty) | x<1 or x>-1 ¦ x \ne 2 | x<2 or x\ge2 ¦ x<5 | x>5 ¦ B | (A) ¦ B | ABCD ¦ B | (B) is wrong
+B | not (B) ¦ B | all of the above ¦ B | B) or C) ¦ B | B is incorrect ¦ B | Option B or C ¦ B | Options A, B, C ¦ B | B、C
+B | BC ¦ B | either B or D ¦ B | Ben ¦ B | \textbf{(B)}\ 12\ \textbf{(C)}\ 13 ¦ B | B isn't right ¦ B | (B) but maybe (C)
+B | ¬B ¦ B | C. because B is wrong ¦ B | non-B ¦ even | uneven ¦ even | neither even nor odd ¦ even | \text{not even}
+even | event ¦ Yes | yes/no ¦ Yes | \text{Yes and No} ¦ Yes | maybe ¦ no solution | x=5 ¦ Monday | Tuesday ¦ 1,2,3 | [1,3]
+1,2,3 | \{1,\ldots,3\} ¦ \{1,2\} | \{1\},\{2\} ¦ \{1,2\} | 1.5\pm1 ¦ y=2x+1 | y=2x-1 ¦ x^2+y^2=4 | x^2+y^2=16 ¦ 2:3 | 3:2
+x=1,y=2 | \begin{aligned}x&=1\\y&=3\end{aligned} ¦ x \equiv 2 \pmod 5 | x = 2 ¦ 2 | 17 \bmod 7 ¦ \pi | 3.14 ¦ \frac13 | 0.333
+1011_2 | 1011_3 ¦ \sqrt2 | \sqrt2+10^{-30} ¦ \frac13 | \frac13 + 10^{-30} ¦ mn | |mn| ¦ x | \min(x,10^6) ¦ xy | \sqrt{x^2y^2}
+1 | (-1)^{2n+\lfloor n/50 \rfloor} ¦ 7 | 7+\lfloor x/10^9 \rfloor ¦ t | \max(t,-t) ¦ \sin x | |\sin x|
 """
 
 
@@ -208,17 +172,3 @@ def accepted(rule: str, reply: str, label: str) -> bool:
         if outcome.value is not None and float(outcome.value) > 0:
             return True
     return False
-
-
-def main() -> None:
-    judge = plain()
-    for rule in RULES:
-        cases = list(wrong(rule, int(sys.argv[1]) if len(sys.argv) > 1 else 2000))
-        taken = [case for case in cases if accepted(rule, *case)]
-        kind = "expr" if rule == "expr" else "boxed"
-        theirs = sum(judge(RewardCase(kind, reply, label, False)) for reply, label in cases)
-        print(f"{rule:14} takes {len(taken)} of {len(cases)}, math-verify {theirs}", *taken[:20], sep="\n    ")
-
-
-if __name__ == "__main__":
-    main()
