@@ -274,7 +274,9 @@ def policy_loss(
     return add
 
 
-TAKEN = ("actor/pg_loss", "actor/entropy", "actor/kl", "actor/kl_loss")  # what is reported of every loss
+TAKEN = frozenset(  # metrics of every loss and of its update
+    f"actor/{name}" for name in ("pg_loss", "entropy", "kl", "kl_loss", "kl_coefficient", "ppo_kl", "lr", "grad_norm")
+) | {"correction/weight", "correction/altered"}
 
 
 def require_loss(outputs: Any, inputs: LossInputs, name: str) -> LossOutputs:

@@ -370,6 +370,15 @@ def test_the_page_of_timeouts_is_what_the_source_says() -> None:
     assert timeouts_page.PAGE.read_text() == timeouts_page.page(), "make timeouts"
 
 
+def test_the_page_has_the_methods_of_every_service() -> None:
+    _, _, table = text("docs/architecture.md").partition("| service | methods |")
+    said = dict(re.findall(r"^\| (\w+)[^|]*\| (.*) \|$", table.partition("\n\n")[0], re.MULTILINE))
+    for service in {service for service, _ in contract.METHODS}:
+        assert set(re.findall(r"\b[A-Z]\w+", said[service])) == {name for of, name in contract.METHODS if of == service}, (
+            service
+        )
+
+
 def test_every_command_has_a_deadline_that_the_configuration_names() -> None:
     config = Config(run=Run(name="a"))
     for method in contract.METHODS.values():
