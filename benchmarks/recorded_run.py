@@ -13,8 +13,7 @@ import numpy as np
 from runtime import config, run_files, types
 from runtime.config import Config, loading
 from runtime.coordinator.buffer import Buffer
-from runtime.ledger.journal import LedgerWriter
-from runtime.ledger.records import Ticket
+from runtime.ledger.journal import LedgerWriter, Ticket
 from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
 from runtime.process.spans import CALLS, SUFFIX, WEIGHT_SYNC, SpanHeader, TracedSpan

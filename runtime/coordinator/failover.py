@@ -37,8 +37,7 @@ from runtime.coordinator.pools import models
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
 from runtime.coordinator.run_context import COURSE, RunState
 from runtime.errors import InUse, ServiceFault, SluiceError, StorageFull
-from runtime.ledger.journal import LedgerWriter
-from runtime.ledger.records import Note
+from runtime.ledger.journal import LedgerWriter, Note
 from runtime.status import Registration
 from runtime.types import PolicyVersion
 

@@ -23,7 +23,7 @@ from runtime.coordinator.register import member_of
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
-from runtime.ledger.records import Note, Ticket
+from runtime.ledger.journal import Note, Ticket
 from runtime.ledger.states import Mark, Phase
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest

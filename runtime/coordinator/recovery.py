@@ -38,7 +38,7 @@ from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
 from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.checkpoint import Position
-from runtime.ledger.records import CheckpointSaved
+from runtime.ledger.journal import CheckpointSaved
 from runtime.process.aio import first_error, now
 from runtime.status import Progress
 from runtime.telemetry.summary import Totals

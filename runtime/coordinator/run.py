@@ -58,8 +58,8 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
+from runtime.ledger.journal import Note
 from runtime.ledger.reader import LedgerReader
-from runtime.ledger.records import Note
 from runtime.ledger.states import Phase
 from runtime.process import disk
 from runtime.process.aio import now

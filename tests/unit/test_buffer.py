@@ -19,7 +19,7 @@ from runtime.coordinator.pools import RolloutLoads
 from runtime.coordinator.register import Member
 from runtime.coordinator.staleness import LATE, OpenGroup, PipelineDepth, select
 from runtime.errors import InvariantViolated, ServiceFault
-from runtime.ledger.records import Change, Ticket
+from runtime.ledger.journal import Change, Ticket
 from runtime.ledger.states import Mark, Phase
 from runtime.rewards.scorer import UnscoredSteps
 from runtime.types import GeneratedGroup, PolicyVersion, Scores

@@ -28,10 +28,9 @@ from runtime.coordinator.buffer import Buffer, restored
 from runtime.coordinator.failover import reopened
 from runtime.errors import InvariantViolated, UserError
 from runtime.ledger import journal, payloads
-from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.journal import CheckpointSaved, LedgerWriter, Note
 from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segment_path
 from runtime.ledger.reader import DATABASE, GroupRow, LedgerReader
-from runtime.ledger.records import CheckpointSaved, Note
 from runtime.ledger.states import Mark, Phase
 from runtime.types import Outcomes
 from tests.unit.test_buffer import KeptChanges, generated, ids, scores, ticket

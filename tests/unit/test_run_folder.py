@@ -30,8 +30,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import Transcript
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
-from runtime.ledger.journal import LedgerWriter
-from runtime.ledger.records import CheckpointSaved
+from runtime.ledger.journal import CheckpointSaved, LedgerWriter
 from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
 from runtime.types import GeneratedGroup, GroupPayload, Outcomes, PolicyVersion, Sample, Scores, TurnReward
