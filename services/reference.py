@@ -31,7 +31,7 @@ class ReferenceService(FrozenModelService):
     _scorers: dict[str, OffloadableScorer]  # by the model's name in a request
 
     def load(self) -> None:
-        from runtime.models.hf_config import DECODED, read_raw
+        from runtime.models.hf_folder import DECODED, read_raw
         from runtime.process import platform
         from runtime.scoring.scorer_torch import OffloadableScorer, PolicyScorer, TorchScorer
 

@@ -251,7 +251,7 @@ def rollout(device: str, folder: Path) -> Figures:
     import torch
 
     from runtime import types
-    from runtime.models.hf_weights import WeightFiles
+    from runtime.models.hf_folder import WeightFiles
     from runtime.process import platform as own
     from runtime.rollout.torch.engine import TorchRolloutEngine
     from runtime.types import GroupPayload, GroupRequest, PolicyVersion, SamplingParams

@@ -15,7 +15,7 @@ from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import UserError
 from runtime.models import tiny_model
-from runtime.models.hf_config import read_raw
+from runtime.models.hf_folder import read_raw
 from sluice import start
 
 PORT = 8000

@@ -36,8 +36,7 @@ from runtime.ledger import checkpoint
 from runtime.models import hf_policy, quantized
 from runtime.models.families import Family, Layout, Parameter, family_for
 from runtime.models.families.naming import Naming
-from runtime.models.hf_config import read_family, read_raw
-from runtime.models.hf_weights import weight_paths
+from runtime.models.hf_folder import read_family, read_raw, weight_paths
 from runtime.trainer.megatron.core_checkpoint import (
     LAYOUT,
     OWN,

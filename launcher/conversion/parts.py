@@ -16,8 +16,7 @@ from runtime.models import quantized
 from runtime.models.families import Family, Parameter, family_for
 from runtime.models.families.family import EMBEDDING, dtype_of
 from runtime.models.families.parameter import Sliceable
-from runtime.models.hf_config import read_raw
-from runtime.models.hf_weights import WeightFiles, predicting_layers, weight_paths
+from runtime.models.hf_folder import WeightFiles, predicting_layers, read_raw, weight_paths
 from runtime.weights.delta import TensorFolder
 from runtime.weights.plan import TensorSpec
 

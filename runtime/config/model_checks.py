@@ -21,7 +21,7 @@ from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmu
 from runtime.config.base import computed_dtype
 from runtime.config.service_checks import token_fault
 from runtime.errors import UserError
-from runtime.models import hf_config, limits, quantized, tiny_model
+from runtime.models import hf_folder, limits, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for
 from runtime.models.families.memory import RankBytes
 from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of, longest_text, memory_fault, rank_memory, uncut
@@ -95,9 +95,9 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
         yield f"{key}: '{folder}' has no tokenizer.json"
     index = path / "model.safetensors.index.json"
     try:
-        shards = hf_config.shard_names(index) if index.is_file() else []
+        shards = hf_folder.shard_names(index) if index.is_file() else []
         if key in ("model.path", "critic.path"):  # the trained model gets files of these
-            hf_config.described_files(path)
+            hf_folder.described_files(path)
     except UserError as error:
         yield f"{key}: {error}"
         return
@@ -131,7 +131,7 @@ def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterat
             yield f"{key}.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
     if config.rewards.model is not None and not services.reward_model.python:
         found = _model_config(config.rewards.model.path, scores=True)
-        yield from _unloadable(found, "rewards.model.path", _CLASSIFIERS, hf_config.unpackable)
+        yield from _unloadable(found, "rewards.model.path", _CLASSIFIERS, hf_folder.unpackable)
     for role, model in spread_models(config).items() if trains else ():
         settings: Spread = getattr(services, role)
         where = model_key(config, role)
@@ -139,7 +139,7 @@ def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterat
             continue
         decodes = role == "reference" and (model or {}).get("model_type") in FAMILIES
         table = _CLASSIFIERS if role == "critic" else _CAUSAL
-        faults = () if settings.python else _unloadable(model, where, table, hf_config.unread)
+        faults = () if settings.python else _unloadable(model, where, table, hf_folder.unread)
         for fault in filter(None, [_undecodable(model, where)] if decodes else faults):
             yield f"services.{role}.engine: torch: {fault}"
 
@@ -148,7 +148,7 @@ def _undecodable(model: ModelConfig | None, where: str) -> str:
     """Return why Sluice's decoder cannot compute a model; "" if it can, or the model is unknown."""
     try:
         if model is not None:
-            hf_config.parse(model, where)
+            hf_folder.parse(model, where)
     except UserError as error:
         return str(error)
     return ""
@@ -300,7 +300,7 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
     try:
         described = {**made, **policy} if not config.model.path else policy
         family = family_for(described, where)
-        hf_config.parse(described, where, FAMILIES)
+        hf_folder.parse(described, where, FAMILIES)
         faults = [f"{key}.parallel: {fault}" for fault in layout_of(parallel).faults(family.shape)]
         if not faults:
             limits.adapters_of(config, key.removeprefix("services."), family)

@@ -26,7 +26,7 @@ from runtime.cluster.topology import (
 )
 from runtime.config import Cluster, Computing, Config, Moe, Placed, ReferenceScorer, Rollout, Services, Trainer
 from runtime.config.base import DType, computed_dtype
-from runtime.models import hf_config
+from runtime.models import hf_folder
 from runtime.process.network import is_loopback
 from runtime.rollout.vllm.arguments import LEAST_TEMPERATURE, own_faults
 from runtime.weights.plan import resolve_transport
@@ -66,7 +66,7 @@ def _nothing_to_learn(config: Config) -> Iterator[str]:
 
 def moe_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a line for each fault. `policy`: the contents of its config.json, if known."""
-    experts, off = hf_config.experts_of(policy or {}), msgspec.structs.asdict(Moe())
+    experts, off = hf_folder.experts_of(policy or {}), msgspec.structs.asdict(Moe())
     fixed = "is for models whose scores have a bias, as deepseek_v3's and glm4_moe's, and model.path has none"
     for name, value in msgspec.structs.asdict(config.moe).items():
         faults = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from runtime.errors import InvalidMessage, UserError
-from runtime.models.hf_weights import WeightFiles, fingerprint
+from runtime.models.hf_folder import WeightFiles, fingerprint
 
 # ---- Adapters
 #

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from runtime.errors import UserError
-from runtime.models import hf_config, quantized
+from runtime.models import hf_folder, quantized
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
 from runtime.models.families.family import LM_HEAD, VALUE_HEAD, dtype_of
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_folder import WeightFiles
 from runtime.models.passes import PACKED_ATTENTION, packed_attention
 from runtime.weights.delta import TensorWriter
 from runtime.weights.plan import TensorSpec
@@ -49,7 +49,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
         raise UserError(f"{key}: {path!r} is not a Hugging Face model folder (it has no config.json)")
     import transformers
 
-    quantized.blocks_of(hf_config.read_raw(path), f"{key}: {path!r}")
+    quantized.blocks_of(hf_folder.read_raw(path), f"{key}: {path!r}")
     try:
         files = WeightFiles(path)  # before transformers opens what an index names
     except UserError as error:
@@ -63,7 +63,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
         for name, value in list(vars(config).items()):
             if type(value) is float and ("drop" in name or "jitter" in name):
                 setattr(config, name, 0.0)  # dropout would make it another policy than the one that sampled
-        attention = PACKED_ATTENTION if not trained or hf_config.packs(config.to_dict()) else None
+        attention = PACKED_ATTENTION if not trained or hf_folder.packs(config.to_dict()) else None
         if attention is None and getattr(config, "attn_logit_softcapping", None) is not None:
             attention = "eager"  # the only attention in transformers with softcapping
         model, report = getattr(transformers, factory).from_pretrained(
@@ -99,7 +99,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
 
 
 def _require_packable(model: PreTrainedModel, where: str) -> None:
-    fault, kind = hf_config.unpackable(model.config.to_dict()), model.config.model_type
+    fault, kind = hf_folder.unpackable(model.config.to_dict()), model.config.model_type
     if not fault and not getattr(model, "_supports_attention_backend", False):
         fault = f"a {kind} model cannot run packed (its attention cannot be replaced); must be full or sliding attention"
     if fault:
@@ -156,7 +156,7 @@ def take_head(model: Any) -> nn.Linear | None:
 
 def declared_dtype(path: str) -> torch.dtype:
     """Return the dtype that config.json declares for the weights, by default float32. Raises UserError if torch lacks it."""
-    raw = hf_config.read_raw(path)
+    raw = hf_folder.read_raw(path)
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -170,12 +170,12 @@ def write_description(source: str | Path, folder: Path, dtype: torch.dtype | Non
 
     `dtype` is the dtype to declare in config.json; None: the declared one. Raises UserError as `described_files`.
     """
-    for name in hf_config.described_files(source):
+    for name in hf_folder.described_files(source):
         if str(name) not in but:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / name, folder / name)
     config = folder / "config.json"
-    raw = hf_config.read_raw(folder)
+    raw = hf_folder.read_raw(folder)
     changed = raw.pop(quantized.KEY, None) is not None  # the written weights are not quantised
     if (
         isinstance(code := raw.get("auto_map"), dict)

@@ -12,13 +12,13 @@ needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 PACKED_ATTENTION = "sluice_packed"  # the name of `packed_attention` in transformers
 _UNGROUPED = {"npu"}  # devices whose attention kernel needs as many key heads as query heads
@@ -66,6 +66,8 @@ def predict(
 ) -> torch.Tensor:
     """Return the head's output at only the packed indices `predictors` (int64 [N]): logits [N, vocabulary], or after
     `take_head` the head's input."""
+    import torch.nn.functional as F
+
     arguments, cells = fed(model, input_ids, position_ids, packing)
     if cells is None:
         return model(**arguments, logits_to_keep=predictors).logits[0]  # type: ignore[no-any-return]
@@ -103,6 +105,9 @@ def packed_attention(
 
     Raises UserError if the model's attention is more than a scaled softmax.
     """
+    import torch
+    import torch.nn.functional as F
+
     if options.get("softcap") is not None:
         raise UserError("model.path: this model's attention uses 'softcap', which the torch trainer does not support")
     heads, tokens, head_dim = query.shape[1:]
@@ -141,6 +146,8 @@ def _causality(asked: int, length: int, sliding_window: int | None, device: torc
 
 
 def _mask(asked: int, length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+    import torch
+
     distance = torch.arange(length - asked, length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < (sliding_window or length))
 
@@ -157,6 +164,9 @@ def with_sinks(
     query [b, heads, t, d], key and value [b, kv_heads, s, d]. The result has one more key in front, and one more element in
     each vector: 1 in the new key, 0 in all other keys, and the head's sink in a query.
     """
+    import torch
+    import torch.nn.functional as F
+
     own = (sinks / scale).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     key, value = (F.pad(each, (0, 1, 1, 0)) for each in (key, value))
     key[:, :, 0, -1] = 1.0

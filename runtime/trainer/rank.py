@@ -38,7 +38,7 @@ from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.checkpoint import Position
 from runtime.models import limits
 from runtime.models.adapters import base_of
-from runtime.models.hf_config import read_raw
+from runtime.models.hf_folder import read_raw
 from runtime.process import os_process, platform
 from runtime.process.aio import in_thread
 from runtime.trainer.backend import TrainedRole

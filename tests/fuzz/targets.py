@@ -22,8 +22,7 @@ from runtime.data.templates import ChatTemplate
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.ledger import checkpoint
-from runtime.models.hf_config import read_raw
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_folder import WeightFiles, read_raw
 from runtime.trainer.fsdp import state
 from runtime.trainer.megatron.core_checkpoint import CoreCheckpoint
 from runtime.weights.plan import TensorSpec

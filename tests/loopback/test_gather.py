@@ -20,7 +20,7 @@ from runtime.commands import Accumulate, Apply, BeginStep, InitWeightGroup, Leve
 from runtime.config import Config, Lora, Trainer, WeightSyncConfig
 from runtime.errors import UserError
 from runtime.models.adapters import merged
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_folder import WeightFiles
 from runtime.process.aio import in_thread
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer.megatron import facade

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.models.hf_config import PACKED
+from runtime.models.hf_folder import PACKED
 from tests.closeness import LOGITS, STEP, forward_terms, gamma
 from tests.unit.tiny_models import WIDE
 

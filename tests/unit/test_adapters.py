@@ -18,7 +18,7 @@ from runtime.models.adapters import merged, require_base
 from runtime.models.families import Layout, family_for
 from runtime.models.families.adapters import PREFIX, AdapterTable, target_modules
 from runtime.models.families.memory import ModelWork, rank_bytes
-from runtime.models.hf_weights import WeightFiles, fingerprint
+from runtime.models.hf_folder import WeightFiles, fingerprint
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import PolicyVersion
 from tests.closeness import assert_close

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.models.families import FAMILIES
-from runtime.models.hf_config import PACKED
+from runtime.models.hf_folder import PACKED
 from tests.unit.families_page import CHECKS, COLUMNS, PAGE, ROOT, named, page, rows
 from tests.unit.tiny_models import WIDE
 

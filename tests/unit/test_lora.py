@@ -19,7 +19,7 @@ from runtime.config.checks import semantic_faults
 from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.adapters import merged
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_folder import WeightFiles
 from runtime.trainer.megatron.core_checkpoint import CoreCheckpoint
 from runtime.trainer.step import policy_trainer
 from runtime.types import Logprobs, TrainGroup

@@ -17,7 +17,7 @@ from launcher.conversion import conversion
 from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.families import Layout
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_folder import WeightFiles
 from runtime.models.quantized import Dequantized, blocks_of
 from runtime.rollout.torch.decoder import Decoder
 from tests.unit.test_decoder import whole_logits

@@ -30,7 +30,7 @@ from runtime.config.checks import semantic_faults
 from runtime.config.loading import load, resolve
 from runtime.data.tokenizer import Tokenizer as Reader
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
-from runtime.models import hf_config, hf_policy
+from runtime.models import hf_folder, hf_policy
 from runtime.trainer.fsdp import optimizers
 from runtime.trainer.megatron import facade
 from runtime.trainer.step import policy_trainer
@@ -146,7 +146,7 @@ def fill(folder: Path) -> set[str]:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     more = ("vocab.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-    found = {str(path) for path in hf_config.described_files(folder)}
+    found = {str(path) for path in hf_folder.described_files(folder)}
     assert found == {*kept, *more, "additional_chat_templates/named.jinja"}
     return found
 
@@ -187,21 +187,21 @@ def test_links_lead_to_files_of_the_folder_or_to_blobs_of_the_hubs_cache(tmp_pat
     (cached.parents[1] / "blobs" / "f00").write_text("{}")
     (cached / "vocab.json").symlink_to("../../blobs/f00")
     (tmp_path / "same").symlink_to(cached)
-    assert hf_config.described_files(cached) == hf_config.described_files(tmp_path / "same") == [Path("vocab.json")]
+    assert hf_folder.described_files(cached) == hf_folder.described_files(tmp_path / "same") == [Path("vocab.json")]
     (tmp_path / "gone").symlink_to("nowhere")
     for target in ("../key", "../gone", "loop.json", "../models--a--b/blobs/f00", "/dev/zero"):
         (tmp_path / "plain" / "loop.json").symlink_to(target)
         with pytest.raises(UserError, match=r"^model .*/plain/loop\.json: must be a file, or a link to one within the folder"):
-            hf_config.described_files(tmp_path / "plain")
+            hf_folder.described_files(tmp_path / "plain")
         (tmp_path / "plain" / "loop.json").unlink()
     os.mkfifo(tmp_path / "plain" / "loop.json")
     with pytest.raises(UserError, match=r"plain/loop\.json: must be a file"):
-        hf_config.described_files(tmp_path / "plain")
+        hf_folder.described_files(tmp_path / "plain")
     blobs = cached.parents[1] / "blobs"
     blobs.rename(tmp_path / "elsewhere")
     blobs.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"vocab\.json: must be a file"):
-        hf_config.described_files(cached)
+        hf_folder.described_files(cached)
 
 
 def test_nothing_is_opened_that_is_no_safetensors_file_of_the_folder(tmp_path: Path):

@@ -27,7 +27,7 @@ from runtime import types
 from runtime.cluster.topology import replicas
 from runtime.config import Config, Lora, Trainer
 from runtime.errors import UserError
-from runtime.models import experts, hf_config, passes
+from runtime.models import experts, hf_folder, passes
 from runtime.models.experts import join_experts, mixture, route
 from runtime.trainer import objective
 from runtime.trainer.micro_batch import micro_batches
@@ -47,7 +47,7 @@ from tests.unit.training_steps import LOSS_TERMS, assert_metrics, assert_same, a
 pytestmark = pytest.mark.numeric
 
 
-PADDED = sorted(WIDE.keys() - set(hf_config.PACKED))
+PADDED = sorted(WIDE.keys() - set(hf_folder.PACKED))
 STATE_SPACE = ["falcon_h1", "mamba2"]
 KNOWN = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3", "gpt_oss", "deepseek_v3", "glm4_moe"]
 OTHERS = ["llama3_scaled", "llama_biased", "qwen2_yarn", "mixtral_sliding", "gemma3_capped"]
@@ -296,7 +296,7 @@ def long_groups() -> list[TrainGroup]:
 @pytest.mark.parametrize("family", sorted(WIDE))
 def test_sequences_run_together_have_the_log_probabilities_of_each_alone(saved: Callable[[str], Path], family: str) -> None:
     engine = policy_trainer(make_config(str(saved(family))))
-    assert engine.backend.packs == (family in hf_config.PACKED)
+    assert engine.backend.packs == (family in hf_folder.PACKED)
     expected = alone(saved(family))
     assert np.abs(expected).max() > 1
     for budget in (1 << 20, 60):
@@ -423,7 +423,7 @@ def test_a_family_without_a_classifier_has_no_critic(saved: Callable[[str], Path
 def test_a_critic_has_the_values_of_each_sequence_alone(tmp_path: Path, family: str) -> None:
     model, groups = save_classifier(tmp_path, family), long_groups()
     engine = critic_trainer(update_settings(str(tmp_path), algorithm=PPO, critic=str(tmp_path), max_tokens_per_microbatch=60))
-    assert engine.backend.packs == (family in hf_config.PACKED)
+    assert engine.backend.packs == (family in hf_folder.PACKED)
     found = engine.values([ValueRequest(group_id=g.group_id, tokens=g.tokens, payload=g.payload) for g in groups])
     for group, values in zip(groups, found, strict=True):
         payload = types.decode(GroupPayload, group.payload)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from runtime.config import Optimizer
 from runtime.models.adapters import are_adapters, merged
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_folder import WeightFiles
 from runtime.trainer.statistics import BINS_PER_OCTAVE
 from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup

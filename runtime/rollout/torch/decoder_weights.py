@@ -17,8 +17,7 @@ import torch
 from runtime.errors import InvalidMessage
 from runtime.models.families.family import ROUTER_BIAS, dtype_of
 from runtime.models.families.shape import ExpertShape
-from runtime.models.hf_config import ModelConfig
-from runtime.models.hf_weights import misfit
+from runtime.models.hf_folder import ModelConfig, misfit
 
 _HEAD, _EMBEDDING, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 

@@ -21,7 +21,7 @@ from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
 from runtime.models.adapters import HostOffload, are_adapters, merged
 from runtime.models.families.family import ROUTER_BIAS
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_folder import WeightFiles
 from runtime.process import platform
 from runtime.process.spans import at
 from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests

@@ -31,8 +31,7 @@ from runtime.commands import Level
 from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault, UserError
 from runtime.models.adapters import are_adapters, merged
 from runtime.models.families.family import dtype_of
-from runtime.models.hf_config import packs, read_config
-from runtime.models.hf_weights import WeightFiles, misfit
+from runtime.models.hf_folder import WeightFiles, misfit, packs, read_config
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
 from runtime.process.spans import work

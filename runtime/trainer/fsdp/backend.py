@@ -17,7 +17,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config, Moe
 from runtime.errors import UserError
-from runtime.models import hf_config, hf_policy, passes
+from runtime.models import hf_folder, hf_policy, passes
 from runtime.models.adapters import AdapterBase, HostOffload
 from runtime.models.families.family import dtype_of
 from runtime.models.families.shape import ExpertShape
@@ -165,7 +165,7 @@ class FsdpBackend(ModelBackend):
                 frozen = self._frozen_dtype(rank_info.world_size)
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
             self._head = hf_policy.take_head(self.model)
-        shape = None if self._has_value_head else hf_config.experts_of(hf_config.read_raw(self._source))
+        shape = None if self._has_value_head else hf_folder.experts_of(hf_folder.read_raw(self._source))
         self._experts = WatchedExperts(self.model, None if config.lora else shape, config.moe)
         self.routes = self._experts.routes
         to_device(self.model, trained, self._compute, rank_info)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from runtime import timeouts
 from runtime.config import Trainer
 from runtime.errors import InvariantViolated, UserError
-from runtime.models import hf_config
+from runtime.models import hf_folder
 from runtime.models.families import FAMILIES, Family
 from runtime.models.families.family import EMBEDDING
-from runtime.models.hf_config import ModelConfig
+from runtime.models.hf_folder import ModelConfig
 from runtime.models.passes import Packing
 from runtime.trainer.megatron import facade
 from runtime.trainer.micro_batch import empty_batch
@@ -45,7 +45,7 @@ def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Pat
 
     Raises InvariantViolated if the difference is more than rounding, UserError if the trainer lacks the rope scaling.
     """
-    shape = hf_config.read_config(hf, FAMILIES)
+    shape = hf_folder.read_config(hf, FAMILIES)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     dtype = weights[EMBEDDING].dtype
     logits = _core_logits(family, shape, weights, tokens)
