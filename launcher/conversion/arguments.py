@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from runtime.errors import UserError
 from runtime.models.families.family import Family
 from runtime.models.families.shape import ExpertShape, LatentShape
-from runtime.models.rope import YarnScaling, read_rope
+from runtime.models.forward import YarnScaling, read_rope
 from runtime.weights.plain_pickle import excerpt
 
 # ---- Argument types

@@ -16,7 +16,7 @@ from runtime.errors import UserError
 from runtime.models import quantized
 from runtime.models.families import FAMILIES, Family, family_for
 from runtime.models.families.shape import ExpertShape, ModelShape
-from runtime.models.rope import Rope, read_rope
+from runtime.models.forward import Rope, read_rope
 from runtime.run_files import read_object
 
 if TYPE_CHECKING:

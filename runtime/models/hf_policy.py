@@ -20,8 +20,8 @@ from runtime.models import hf_folder, quantized
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
 from runtime.models.families.family import LM_HEAD, VALUE_HEAD, dtype_of
+from runtime.models.forward import PACKED_ATTENTION, packed_attention
 from runtime.models.hf_folder import WeightFiles
-from runtime.models.passes import PACKED_ATTENTION, packed_attention
 from runtime.weights.delta import TensorWriter
 from runtime.weights.plan import TensorSpec
 

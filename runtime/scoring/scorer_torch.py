@@ -17,7 +17,7 @@ from runtime import types
 from runtime.algorithms.losses import token_logprobs
 from runtime.commands import Offload, Onload
 from runtime.errors import InvalidMessage
-from runtime.models import hf_policy, passes
+from runtime.models import forward, hf_policy
 from runtime.models.adapters import HostOffload
 from runtime.process import platform
 from runtime.rollout.torch.decoder import Decoder
@@ -79,9 +79,9 @@ class PolicyScorer:
         return score(requests, self._model.config.vocab_size, self._infer)
 
     def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        packs = passes.packs(self._model)
+        packs = forward.packs(self._model)
         for batch in micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info, packs):
-            logits = passes.predict(self._model, batch.input_ids, batch.position_ids, batch.packing, batch.predictors)
+            logits = forward.predict(self._model, batch.input_ids, batch.position_ids, batch.packing, batch.predictors)
             yield batch, token_numbers(token_logprobs, logits, None, logits.shape[1], batch)[0]
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from runtime.config import Config, Optimizer, Spread, Trainer
 from runtime.errors import UserError
 from runtime.models.families.memory import CHUNK_ELEMENTS
-from runtime.models.passes import exact_on_cpu
+from runtime.models.forward import exact_on_cpu
 from runtime.process import platform
 from runtime.trainer.collectives import RankInfo
 from runtime.trainer.micro_batch import MicroBatch

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.models.passes import Packing
+from runtime.models.forward import Packing
 from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rows import Rows, cut_by_length, length_buckets, ramps, spans, starts
 from runtime.types import common

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.models import hf_policy
-from runtime.models.passes import Packing
+from runtime.models.forward import Packing
 from tests.system.classic_member import TOKENS, Case, run
 from tests.system.runs import ROOT
 from tests.unit.family_cases import CONFIGS, write_folder

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.errors import InvalidMessage, UserError
+from runtime.models.forward import read_rope, yarn_growth
 from runtime.models.hf_folder import read_config
-from runtime.models.rope import read_rope, yarn_growth
 from runtime.rollout.torch import decoder as decoder_module
 from runtime.rollout.torch.decoder import Decoder, KVCache, Span, kv_bytes
 from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch

@@ -24,7 +24,7 @@ from runtime.errors import InvalidMessage
 from runtime.models import hf_policy
 from runtime.models.experts import route, route_corrected
 from runtime.models.families.shape import ExpertShape
-from runtime.models.passes import Packing
+from runtime.models.forward import Packing
 from runtime.rollout.torch import engine as engine_module
 from runtime.trainer import rows as train_rows
 from runtime.trainer.micro_batch import MicroBatch, micro_batches

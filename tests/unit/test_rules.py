@@ -41,7 +41,7 @@ from tests.unit.source_tree import (
 )
 
 PURE = (
-    *("runtime/algorithms/", "runtime/models/families/", "runtime/models/rope.py"),
+    *("runtime/algorithms/", "runtime/models/families/", "runtime/models/forward.py"),
     *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "numeric", "rules")),
     "runtime/ledger/states.py",
     *("runtime/weights/plain_pickle.py", "runtime/weights/plan.py"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.models.passes import with_sinks
+from runtime.models.forward import with_sinks
 from tests.closeness import assert_close
 
 HEADS, KV_HEADS, DIM, KEYS, SCALE = 4, 2, 8, 9, 0.3

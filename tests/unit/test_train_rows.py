@@ -15,8 +15,8 @@ from msgspec import structs
 from runtime import types
 from runtime.config import Config, Optimizer
 from runtime.errors import InvalidMessage
+from runtime.models.forward import Packing, packed_attention
 from runtime.models.hf_policy import load_policy
-from runtime.models.passes import Packing, packed_attention
 from runtime.trainer import rows as train_rows
 from runtime.trainer.megatron import passes
 from runtime.trainer.megatron.passes import packing_of, part_of, tokens_of

@@ -27,7 +27,7 @@ from runtime import types
 from runtime.cluster.topology import replicas
 from runtime.config import Config, Lora, Trainer
 from runtime.errors import UserError
-from runtime.models import experts, hf_folder, passes
+from runtime.models import experts, hf_folder
 from runtime.models.experts import join_experts, mixture, route
 from runtime.trainer import objective
 from runtime.trainer.micro_batch import micro_batches
@@ -160,7 +160,7 @@ def assert_plain(config: Config, groups: list[TrainGroup]) -> None:
 def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(11)
     expected = comparable(run_step(policy_trainer(make_config(policy)), groups))
-    monkeypatch.setattr(passes, "_UNGROUPED", {"cpu"})
+    monkeypatch.setattr(forward, "_UNGROUPED", {"cpu"})
     assert_metrics(comparable(run_step(policy_trainer(make_config(policy)), groups)), expected)
 
 

@@ -11,7 +11,7 @@ from runtime.errors import UserError
 from runtime.models.families.family import Family, ParameterMapping, norm, row_parallel
 from runtime.models.families.parameter import SourceTensor
 from runtime.models.families.shape import ExpertShape, LatentShape, ModelShape, number, read_shape
-from runtime.models.rope import YarnScaling, read_rope, yarn_growth
+from runtime.models.forward import YarnScaling, read_rope, yarn_growth
 
 
 class DeepseekV3(Family):

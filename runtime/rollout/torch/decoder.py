@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from runtime.errors import UserError
 from runtime.models.experts import clamped_swiglu, mixture, route, route_corrected, swiglu
 from runtime.models.families.shape import LATENT_EPS, ExpertShape, LatentShape
+from runtime.models.forward import Rope, exact_on_cpu, with_sinks
 from runtime.models.hf_folder import ModelConfig, WeightFiles, read_config
-from runtime.models.passes import exact_on_cpu, with_sinks
-from runtime.models.rope import Rope
 from runtime.process import platform
 from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config, Moe
 from runtime.errors import UserError
-from runtime.models import hf_folder, hf_policy, passes
+from runtime.models import forward, hf_folder, hf_policy
 from runtime.models.adapters import AdapterBase, HostOffload
 from runtime.models.families.family import dtype_of
 from runtime.models.families.shape import ExpertShape
@@ -184,7 +184,7 @@ class FsdpBackend(ModelBackend):
         self._held: dict[str, int] = {}  # number of tensors in each HostOffload
         self._loss_factor = sharding.loss_factor(rank_info.device, rank_info.world_size)
         super().__init__(rank_info, self.model.config.vocab_size, shares=rank_info)
-        self.packs = passes.packs(self.model)
+        self.packs = forward.packs(self.model)
 
     def _frozen_dtype(self, world_size: int) -> torch.dtype:
         """Return the dtype of frozen weights: the stored dtype is precise enough. torch 2.7's FSDP2 wants one dtype a unit."""
@@ -229,8 +229,8 @@ class FsdpBackend(ModelBackend):
         packed = (batch.input_ids, batch.position_ids, batch.packing)
         with self._precision():
             if not self._has_value_head:
-                return passes.predict(self.model, *packed, batch.predictors)
-            arguments, cells = passes.fed(self.model, *packed)
+                return forward.predict(self.model, *packed, batch.predictors)
+            arguments, cells = forward.fed(self.model, *packed)
             keep = batch.predictors if cells is None else cells[batch.predictors]
             values: torch.Tensor = self.model(**arguments, keep=keep)
             return values.float()

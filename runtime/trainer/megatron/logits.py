@@ -19,8 +19,8 @@ from runtime.errors import InvariantViolated, UserError
 from runtime.models import hf_folder
 from runtime.models.families import FAMILIES, Family
 from runtime.models.families.family import EMBEDDING
+from runtime.models.forward import Packing
 from runtime.models.hf_folder import ModelConfig
-from runtime.models.passes import Packing
 from runtime.trainer.megatron import facade
 from runtime.trainer.micro_batch import empty_batch
 

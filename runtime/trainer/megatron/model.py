@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from runtime.config import Spread, Trainer
 from runtime.errors import UserError
 from runtime.models.families.shape import LATENT_EPS, ExpertShape
+from runtime.models.forward import packed_attention
 from runtime.models.hf_folder import ModelConfig
-from runtime.models.passes import packed_attention
 from runtime.trainer.micro_batch import MicroBatch
 
 # ---- Latent

@@ -17,8 +17,8 @@ from runtime.config import Spread
 from runtime.errors import UserError
 from runtime.models import hf_folder
 from runtime.models.families import FAMILIES
+from runtime.models.forward import Packing
 from runtime.models.limits import uncut
-from runtime.models.passes import Packing
 from runtime.process.spans import at
 from runtime.trainer.backend import BatchOutputs, PerToken, token_numbers
 from runtime.trainer.megatron import facade
