@@ -1,4 +1,4 @@
-"""What passes of a model need beside its layers: rotary embeddings, and passes over micro-batches. Loads torch only to compute."""
+"""What passes of a model need: rotary embeddings, and the passes over micro-batches. Loads torch only to compute."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from runtime import types
 from runtime.cluster.topology import replicas
 from runtime.config import Config, Lora, Trainer
 from runtime.errors import UserError
-from runtime.models import experts, hf_folder
+from runtime.models import experts, forward, hf_folder
 from runtime.models.experts import join_experts, mixture, route
 from runtime.trainer import objective
 from runtime.trainer.micro_batch import micro_batches
