@@ -41,13 +41,12 @@ from runtime.process import os_process
 from runtime.sft.conversations import SftRow, taught_row, turns
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
-from runtime.trainer.backend import ModelBackend
+from runtime.trainer.backend import ModelBackend, StepStatistics
 from runtime.trainer.collectives import RankInfo
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.objective import Objective
 from runtime.trainer.rank import join_group, require_memory
 from runtime.trainer.rows import Needs, Rows, balance
-from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, model_trainer
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 

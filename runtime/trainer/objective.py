@@ -29,10 +29,9 @@ from runtime.algorithms.interfaces import (
 from runtime.algorithms.losses import clipped_value_loss, importance_weighted, interpolated_proximal, k3
 from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control
 from runtime.config import Config
-from runtime.trainer.backend import ModelBackend
+from runtime.trainer.backend import ModelBackend, Reduced, StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Needs, Rows
-from runtime.trainer.statistics import Reduced, StepStatistics
 
 # ---- Row advantages
 #

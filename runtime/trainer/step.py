@@ -28,12 +28,19 @@ from runtime.errors import InvariantViolated, ServiceFault
 from runtime.process.spans import at
 from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import ModelBackend, TrainedRole, TrainingPosition, use_megatron
+from runtime.trainer.backend import (
+    ModelBackend,
+    NonFiniteReport,
+    Reduced,
+    StepStatistics,
+    TrainedRole,
+    TrainingPosition,
+    use_megatron,
+)
 from runtime.trainer.collectives import RankInfo
 from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
 from runtime.trainer.rows import Rows
-from runtime.trainer.statistics import NonFiniteReport, Reduced, StepStatistics
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
 
 # ---- Kept tokens

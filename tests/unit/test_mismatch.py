@@ -17,8 +17,8 @@ from runtime.config import Mismatch
 from runtime.errors import InvalidMessage, UserError
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.rollout.vllm.worker import Reads, require_delivered
+from runtime.trainer.backend import StepStatistics
 from runtime.trainer.objective import add_mismatch
-from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GroupPayload, GroupRequest, PolicyVersion
 from tests.unit.lora_cases import LORA, lora_config

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from runtime.config import Optimizer
 from runtime.models.adapters import are_adapters, merged
 from runtime.models.hf_folder import WeightFiles
-from runtime.trainer.statistics import BINS_PER_OCTAVE
+from runtime.trainer.backend import BINS_PER_OCTAVE
 from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup
 from tests.closeness import STEP, assert_close

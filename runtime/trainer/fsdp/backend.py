@@ -27,6 +27,8 @@ from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
     PerToken,
+    Reduced,
+    StepStatistics,
     TrainedRole,
     TrainingPosition,
     compute_dtype,
@@ -37,7 +39,6 @@ from runtime.trainer.collectives import RankInfo
 from runtime.trainer.fsdp import lora, optimizers, sharding, state
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.micro_batch import MicroBatch
-from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.delta import Shard
 from runtime.weights.plan import TensorSpec
 

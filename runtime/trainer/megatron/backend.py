@@ -19,6 +19,8 @@ from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
     PerToken,
+    Reduced,
+    StepStatistics,
     TrainedRole,
     TrainingPosition,
     compute_dtype,
@@ -32,7 +34,6 @@ from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.megatron.weights import ModelWeights
 from runtime.trainer.micro_batch import MicroBatch
-from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.delta import Shard
 from runtime.weights.plan import TensorSpec
 
