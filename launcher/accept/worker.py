@@ -156,13 +156,12 @@ def weight_sync(device: str, folder: Path) -> Figures:
     from runtime.process import network
     from runtime.process import platform as own
     from runtime.types import PolicyVersion
-    from runtime.weights import rendezvous
     from runtime.weights.plan import GroupAddress
-    from runtime.weights.sender import SendBuffers
+    from runtime.weights.sender import SendBuffers, open_rendezvous
 
     where = own.device(device)
     backend = own.collective_backend("auto", where)
-    pending = rendezvous.host(
+    pending = open_rendezvous(
         GroupAddress(epoch=1, world_size=2, backend=backend, timeout=timeouts.ACCEPT_TRANSFER), network.loopback()
     )
     manifest = _manifest()
@@ -226,12 +225,12 @@ def receiver(device: str) -> None:
 
     from runtime.process import platform as own
     from runtime.types import PolicyVersion
-    from runtime.weights import rendezvous
     from runtime.weights.plan import GroupAddress
     from runtime.weights.receiver import StagedWeights
+    from runtime.weights.sender import join_rendezvous
 
     own.device(device, 0 if device == "cpu" else 1)
-    group = rendezvous.join(msgspec.json.decode(sys.stdin.readline(), type=GroupAddress))
+    group = join_rendezvous(msgspec.json.decode(sys.stdin.readline(), type=GroupAddress))
     staged = StagedWeights(_manifest())
     for version in range(VERSIONS + 1):
         print("posted", flush=True)

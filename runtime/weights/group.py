@@ -1,6 +1,6 @@
 """What a transport implements: `WeightGroup`, the connected members of one epoch, and `Link`, which moves one sender's buckets.
 
-`rendezvous` opens a group by the name of its transport.
+`sender` opens a group by the name of its transport.
 
 No bucket moves before the sender announces the transfer (`announce`, `await_announcement`). A receiver may therefore be posted
 a whole training step ahead. The wait occupies no device stream, and deadlines count from the announcement.

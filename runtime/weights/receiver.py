@@ -38,11 +38,10 @@ from runtime.process import platform, spans
 from runtime.process.aio import in_thread
 from runtime.process.spans import WEIGHT_SYNC
 from runtime.types import PolicyVersion
-from runtime.weights import rendezvous
 from runtime.weights.gloo_mesh import reason
 from runtime.weights.group import BucketReceipt, BucketTags, Transfer, WeightGroup, allocate, tensors_of, wait_until
 from runtime.weights.plan import TRAILER, Manifest, plan_buckets
-from runtime.weights.sender import DEPTH, SendBuffers, WeightSender
+from runtime.weights.sender import DEPTH, SendBuffers, WeightSender, join_rendezvous
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
@@ -217,7 +216,7 @@ class WeightReceiver:
                 raise DeadlineExceeded(self._name, "join", "the transfer before has not ended", timeout)
         # Wait until all members are connected, or the rendezvous fails. Known limit: an abort does not end this wait. The
         # timeout does, or the end of rank 0.
-        group = await asyncio.wrap_future(in_thread("join-weights", lambda: rendezvous.join(command.address, self._name)))
+        group = await asyncio.wrap_future(in_thread("join-weights", lambda: join_rendezvous(command.address, self._name)))
         if epoch != self.epoch:  # an abort came meanwhile
             group.abort()
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")

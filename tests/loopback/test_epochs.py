@@ -25,7 +25,7 @@ from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult
-from runtime.weights import group, rendezvous
+from runtime.weights import group, sender
 from runtime.weights.plan import GroupAddress, TensorSpec
 from runtime.weights.receiver import StagedWeights
 from services.rollout import RolloutService
@@ -285,7 +285,7 @@ async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() ->
 
 @on_a_loop
 async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    opening, may_open, host, opened = threading.Event(), threading.Event(), rendezvous.host, []
+    opening, may_open, host, opened = threading.Event(), threading.Event(), sender.open_rendezvous, []
 
     def slow(address: GroupAddress, *arguments: Any) -> group.PendingGroup:
         opening.set()
@@ -293,7 +293,7 @@ async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_b
         opened.append(host(address, *arguments))
         return opened[-1]
 
-    monkeypatch.setattr(rendezvous, "host", slow)
+    monkeypatch.setattr(sender, "open_rendezvous", slow)
     async with stage() as here:
         hosting = asyncio.ensure_future(here.trainer.call(InitWeightGroup(1, 2, "collective", ("trainer-0", "rollout-0"))))
         await until(opening.is_set)

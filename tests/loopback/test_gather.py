@@ -31,8 +31,7 @@ from runtime.weights import delta as delta_module
 from runtime.weights.delta import Shard, ShardDelta, Span, TensorChanges, encode, words_of
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.receiver import StagedWeights
-from runtime.weights.rendezvous import join
-from runtime.weights.sender import SendBuffers
+from runtime.weights.sender import SendBuffers, join_rendezvous
 from services.rollout import RolloutService
 from services.trainer import TrainerService
 from tests.loopback.ranks import run_ranks, run_two
@@ -78,7 +77,7 @@ def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
     assert sender is not None
     hosted = asyncio.run(sender.open(InitWeightGroup(version, 2, "collective", (rank.role, "rollout-0"))))
     address = replace(hosted.address, rank=rank.manifest.senders)
-    joining = in_thread("join", lambda: join(address))
+    joining = in_thread("join", lambda: join_rendezvous(address))
     if several:
         of_rank_0(hosted.address)
         dist.barrier()

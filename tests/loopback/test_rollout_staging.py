@@ -23,8 +23,7 @@ from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
-from runtime.weights.rendezvous import host
-from runtime.weights.sender import SendBuffers
+from runtime.weights.sender import SendBuffers, open_rendezvous
 from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.loopback.weight_cases import settles, unhosted
@@ -100,7 +99,7 @@ class Site:
         """A new epoch."""
         self.epoch += 1
         told = {"transport": self.transport, "full_every": self.full_every}
-        pending = host(unhosted(2, DEADLINE, epoch=self.epoch, **told), "127.0.0.1", name="trainer")
+        pending = open_rendezvous(unhosted(2, DEADLINE, epoch=self.epoch, **told), "127.0.0.1", name="trainer")
         joined = self.ask(JoinWeights(replace(pending.address, rank=1), manifest or self.models.manifest))
         self.group = await asyncio.wrap_future(in_thread("host", pending.connect))
         await joined

@@ -36,8 +36,7 @@ from runtime.weights.group import (
 )
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress
 from runtime.weights.receiver import StagedWeights
-from runtime.weights.rendezvous import host, join
-from runtime.weights.sender import SendBuffers
+from runtime.weights.sender import SendBuffers, join_rendezvous, open_rendezvous
 from tests.loopback.weight_cases import (
     MANIFEST,
     PATIENCE,
@@ -324,8 +323,10 @@ def test_the_rendezvous_names_who_is_missing(transport: str) -> None:
     transport, full_every = transport_and_encoding(transport)
     names = ("trainer", "rollout-0", "rollout-1")
     address = unhosted(4, 2.0, transport=transport, full_every=full_every, names=names)
-    pending = host(address, "127.0.0.1", name="trainer")
-    other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2, timeout=PATIENCE), "rollout-1"))
+    pending = open_rendezvous(address, "127.0.0.1", name="trainer")
+    other = in_thread(
+        "join", lambda: join_rendezvous(msgspec.structs.replace(pending.address, rank=2, timeout=PATIENCE), "rollout-1")
+    )
     with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 2 s\)"):
         pending.connect()
     with pytest.raises(ServiceFault, match="rollout-1: rendezvous: "):
@@ -337,11 +338,11 @@ def test_nobody_at_the_address() -> None:
         port = listener.getsockname()[1]
     address = GroupAddress(epoch=1, host="127.0.0.1", port=port, rank=1, world_size=2, backend="gloo", timeout=0.3, key=b"")
     with pytest.raises(ServiceFault, match=f"rollout-0: rendezvous: rank 0 at 127.0.0.1:{port} cannot be reached"):
-        join(address, "rollout-0")
+        join_rendezvous(address, "rollout-0")
 
 
 def test_the_rendezvous_listens_on_the_given_interface_alone() -> None:
-    pending = host(unhosted(), "lo")
+    pending = open_rendezvous(unhosted(), "lo")
     assert pending.address.host == "127.0.0.1"
     with socket.create_connection(("127.0.0.1", pending.address.port), 1.0):
         pass
@@ -353,8 +354,8 @@ def test_the_rendezvous_takes_a_port_of_the_range() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(UserError, match=f"^network.port_range: all ports from {port} to {port} are in use on 127.0.0.1$"):
-            host(unhosted(), "lo", port_range=(port, port))
-    pending = host(unhosted(), "lo", port_range=(port, port))
+            open_rendezvous(unhosted(), "lo", port_range=(port, port))
+    pending = open_rendezvous(unhosted(), "lo", port_range=(port, port))
     assert pending.address.port == port
     pending.abort()
 
@@ -364,7 +365,7 @@ def test_the_rendezvous_takes_a_port_of_the_range() -> None:
 )
 def test_a_user_mistake_is_one_line(interface: str, backend: str, fault: str) -> None:
     with pytest.raises(UserError, match=fault) as caught:
-        host(unhosted(backend=backend), interface)
+        open_rendezvous(unhosted(backend=backend), interface)
     assert "\n" not in str(caught.value)
 
 
@@ -383,14 +384,14 @@ def test_a_process_that_ends_as_it_leaves_its_groups_ends_well() -> None:
 # ------------------------------------------------------------------------------------------------ strangers
 @pytest.fixture(params=("collective", "shared_memory"))
 def pending(request: pytest.FixtureRequest) -> Iterator[PendingGroup]:
-    pending = host(unhosted(transport=request.param), "127.0.0.1", name="trainer")
+    pending = open_rendezvous(unhosted(transport=request.param), "127.0.0.1", name="trainer")
     yield pending
     pending.abort()
 
 
 @pytest.fixture
 def met(pending: PendingGroup) -> Iterator[list[WeightGroup]]:
-    other = in_thread("join", lambda: join(second(pending.address), "rollout-0"))
+    other = in_thread("join", lambda: join_rendezvous(second(pending.address), "rollout-0"))
     members = [pending.connect(), other.result(PATIENCE)]
     yield members
     for group in members:
@@ -448,7 +449,7 @@ def test_a_member_that_a_stranger_planted_is_refused_by_name(pending: PendingGro
     for name in appear(store):
         store.set(name, "127.0.0.1 1 2")
     with pytest.raises(ServiceFault, match=rf"rollout-0: rendezvous: epoch/1/sender/0/member/0 {FORGED}"):
-        join(second(pending.address), "rollout-0")
+        join_rendezvous(second(pending.address), "rollout-0")
     pending.abort()
     with pytest.raises(ServiceFault):
         connecting.result(PATIENCE)
@@ -457,7 +458,7 @@ def test_a_member_that_a_stranger_planted_is_refused_by_name(pending: PendingGro
 def test_who_has_another_key_meets_nobody(pending: PendingGroup) -> None:
     connecting = in_thread("connect", pending.connect)
     with pytest.raises(ServiceFault, match=r"rendezvous: rank 0.* did not join"):
-        join(msgspec.structs.replace(second(pending.address), key=new_key(), timeout=0.1), "stranger")
+        join_rendezvous(msgspec.structs.replace(second(pending.address), key=new_key(), timeout=0.1), "stranger")
     pending.abort()
     with pytest.raises(ServiceFault):
         connecting.result(PATIENCE)

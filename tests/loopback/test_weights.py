@@ -24,8 +24,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import BucketTags, WeightGroup
 from runtime.weights.plan import Manifest, plan_buckets, roots
 from runtime.weights.receiver import StagedWeights, WeightReceiver
-from runtime.weights.rendezvous import host, join
-from runtime.weights.sender import SendBuffers
+from runtime.weights.sender import SendBuffers, join_rendezvous, open_rendezvous
 from tests.loopback.ranks import Helper
 from tests.loopback.test_epochs import BufferedBytes
 from tests.loopback.weight_cases import (
@@ -480,7 +479,7 @@ def member(connection: Any) -> None:
     address, manifest, deadline = connection.recv()
     sender = SendBuffers(manifest, number=1)
     sender.fill(share(manifest, 1, 1)[:-1])
-    sending = sender.send(join(address, NAMES[1]), VERSION, deadline)
+    sending = sender.send(join_rendezvous(address, NAMES[1]), VERSION, deadline)
     connection.send("sending")
     sending.exception()
     connection.recv()  # until its test has ended
@@ -489,12 +488,15 @@ def member(connection: Any) -> None:
 @contextmanager
 def apart(transport: str, manifest: Manifest, deadline: float) -> Iterator[tuple[list[WeightGroup], Helper]]:
     """The other members, and sender 1, which is a process and sends."""
-    pending = host(unhosted(4, transport=transport, names=NAMES, senders=len(NAMES)), "127.0.0.1", name="trainer-0")
+    pending = open_rendezvous(unhosted(4, transport=transport, names=NAMES, senders=len(NAMES)), "127.0.0.1", name="trainer-0")
     helper = Helper(member)
     try:
         helper.tell(msgspec.structs.replace(pending.address, rank=1), manifest, deadline)
         others = [
-            in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
+            in_thread(
+                "join",
+                lambda rank=rank: join_rendezvous(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"),
+            )
             for rank in (2, 3)
         ]
         groups = [pending.connect(), *(other.result(PATIENCE) for other in others)]

@@ -25,8 +25,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import StagedWeights
-from runtime.weights.rendezvous import host, join
-from runtime.weights.sender import SendBuffers
+from runtime.weights.sender import SendBuffers, join_rendezvous, open_rendezvous
 from tests.loopback.ranks import FORKED, Helper, heard
 
 ROOT = Path(__file__).parents[2]
@@ -136,10 +135,10 @@ def connected(transport: str, world_size: int = 2, timeout: float = PATIENCE, se
     torch.set_num_threads(1)
     transport, full_every = transport_and_encoding(transport)
     told = {"transport": transport, "full_every": full_every, "senders": len(senders) or 1}
-    pending = host(unhosted(world_size, timeout, names=senders, **told), "127.0.0.1", name="trainer")
+    pending = open_rendezvous(unhosted(world_size, timeout, names=senders, **told), "127.0.0.1", name="trainer")
     names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
     others = [
-        in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), names[rank]))
+        in_thread("join", lambda rank=rank: join_rendezvous(msgspec.structs.replace(pending.address, rank=rank), names[rank]))
         for rank in range(1, world_size)
     ]
     return [pending.connect(), *(other.result(PATIENCE) for other in others)]
@@ -206,7 +205,7 @@ def member(connection: Any) -> None:
     for op, *rest in heard(connection):
         if op == "join":
             group = None
-            group = join(*rest)
+            group = join_rendezvous(*rest)
             answers.say("joined", group.rank)
         elif op == "receive":
             assert group is not None
@@ -263,7 +262,7 @@ def connect(
     names = ("trainer", *(one.name for one in members))
     transport, full_every = transport_and_encoding(transport)
     told = {"epoch": epoch, "backend": backend, "transport": transport, "full_every": full_every}
-    pending = host(unhosted(len(names), timeout, names=names, **told), "127.0.0.1", name="trainer")
+    pending = open_rendezvous(unhosted(len(names), timeout, names=names, **told), "127.0.0.1", name="trainer")
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.structs.replace(pending.address, rank=rank), one.name)
     group = pending.connect()

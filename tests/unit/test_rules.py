@@ -518,7 +518,7 @@ def test_every_file_and_module_that_is_named_exists() -> None:
 
 
 def test_a_file_that_is_not_there_is_found() -> None:
-    code = "`critic.py` `services/critic.py` runtime.weights.group.TRANSPORTS runtime.weights.rendezvous.TRANSPORTS step.py"
+    code = "`critic.py` `services/critic.py` runtime.weights.group.TRANSPORTS runtime.weights.sender.TRANSPORTS step.py"
     assert missing(ROOT / "runtime/trainer/x.py", code) == ["critic.py", "runtime.weights.group.TRANSPORTS"]
     assert missing(ROOT / "CONTRIBUTING.md", "`critic.py` 'runtime.coordinator.turns*'") == ["runtime.coordinator.turns"]
 
