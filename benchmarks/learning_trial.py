@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.plain_loop import PlainLoop
 from runtime.config import Config, loading
 from runtime.data.tokenizer import Tokenizer
-from runtime.evaluation.generations import load_held_out
+from runtime.evaluation.results import load_held_out
 from runtime.process import os_process
 
 Points = list[tuple[int, float, float]]

@@ -33,7 +33,7 @@ from runtime.coordinator.run_context import EvaluationContext, RunContext, RunHi
 from runtime.data.prepared import check_environments, training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError
-from runtime.evaluation.generations import load_held_out
+from runtime.evaluation.results import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process import disk, keys, os_process
 from runtime.process.aio import first_error, unless_failed

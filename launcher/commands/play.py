@@ -16,9 +16,8 @@ from runtime.data.fields import extra
 from runtime.data.handlers import source_rows
 from runtime.data.prepared import row_format_of, sources
 from runtime.errors import UserError
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import Generation
+from runtime.evaluation.results import Generation
 
 FOLDER = "play"
 """The folder of a played task, in the folder of the run whose configuration it takes."""
@@ -34,8 +33,8 @@ async def play(config: Config, task: int, view: View) -> Generation:
     playing = _OneTask(replace(config, run=replace(config.run, overwrite=True)), view, LocalNode.of(config))
     playing.task = task
     result = await playing.run()
-    path = evaluation.folder_for(Path(config.run.dir), result.step) / f"{result.sets[0].name}{generations.SUFFIX}"
-    (played,) = generations.read(path)
+    path = evaluation.folder_for(Path(config.run.dir), result.step) / f"{result.sets[0].name}{evaluation.SUFFIX}"
+    (played,) = evaluation.read_replies(path)
     return replace(played, problem=playing.problem)
 
 

@@ -96,14 +96,14 @@ def replies(config: Config) -> LiteralTable | None:
     Return None if the run was not evaluated twice. Raises UserError for files that cannot be read.
     """
     from runtime.data.handlers import load_problems
-    from runtime.evaluation import generations, results
+    from runtime.evaluation import results
     from runtime.telemetry.shown import LiteralTable
 
     found = [path for _, path in results.folders(Path(config.run.dir)) if (path / results.RESULTS).is_file()]
     if len(found) < 2:
         return None
     questions = {each.id: each.question for each in load_problems(config.data.eval, config.data, "data.eval").problems}
-    before, after = (generations.read(path / f"{results.HELD_OUT}{generations.SUFFIX}") for path in (found[0], found[-1]))
+    before, after = (results.read_replies(path / f"{results.HELD_OUT}{results.SUFFIX}") for path in (found[0], found[-1]))
     table = LiteralTable(
         "asked", "right", "replied before", "replied after", title="The first held-out problems", show_lines=True
     )

@@ -20,9 +20,8 @@ from runtime import run_files, types
 from runtime.config import loading
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import Generation
+from runtime.evaluation.results import Generation
 from runtime.ledger.payloads import PayloadLost
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
@@ -119,8 +118,8 @@ def _evaluated(options: argparse.Namespace) -> Iterator[SampleRow]:
         (step, list(replies))
         for step, folder in folders
         if steps is None or steps[0] <= step <= steps[1]
-        for path in sorted(folder.glob(f"*{generations.SUFFIX}"))
-        for _, replies in groupby(generations.read(path), lambda each: each.problem)
+        for path in sorted(folder.glob(f"*{evaluation.SUFFIX}"))
+        for _, replies in groupby(evaluation.read_replies(path), lambda each: each.problem)
     )
     chosen = ((step, replies) for step, replies in problems if reward is None or _earned(replies, reward))
     for step, replies in islice(chosen, options.limit or None):
@@ -195,12 +194,12 @@ def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> I
             label=group.label,
             reward=None if scores is None else float(scores.rewards[index]),
             valid=None if scores is None else bool(scores.valid[index]),
-            rules={} if scores is None else generations.values_at(scores, index),
+            rules={} if scores is None else evaluation.values_at(scores, index),
             finish=sample.finish_reason,
             outcome=group.outcomes.reasons[index] if group.outcomes else "",
             tokens=len(sample.tokens),
-            versions=generations.versions_of(sample),
-            logprob=generations.mean_logprob(sample),
+            versions=evaluation.versions_of(sample),
+            logprob=evaluation.mean_logprob(sample),
         )
 
 

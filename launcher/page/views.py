@@ -28,7 +28,6 @@ from runtime.config import Config, Run
 from runtime.config.secret_values import without_secrets
 from runtime.config.yaml_text import read_texts
 from runtime.errors import UserError
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.states import Phase
@@ -499,8 +498,8 @@ def _changed(folder: Path, one: int, other: int) -> dict[str, Any]:
     return {"from": one, "to": other, "number": len(both), "examples": shown[:CHANGED]}
 
 
-def _firsts(folder: Path) -> dict[tuple[str, str], generations.Generation]:
-    replies = (each for path in sorted(folder.glob(f"*{generations.SUFFIX}")) for each in generations.read(path))
+def _firsts(folder: Path) -> dict[tuple[str, str], evaluation.Generation]:
+    replies = (each for path in sorted(folder.glob(f"*{evaluation.SUFFIX}")) for each in evaluation.read_replies(path))
     return {(each.set, each.problem): each for each in replies if each.sample == 0}
 
 

@@ -32,8 +32,7 @@ from runtime.coordinator.run_context import EvaluationContext
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import SUFFIX, HeldOut, Transcript, replies_to
-from runtime.evaluation.results import EvaluatedProblem, EvaluationResult, judge_of
+from runtime.evaluation.results import SUFFIX, EvaluatedProblem, EvaluationResult, HeldOut, Transcript, judge_of, replies_to
 from runtime.process import disk
 from runtime.process.aio import now
 from runtime.status import Progress

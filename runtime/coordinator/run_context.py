@@ -18,7 +18,7 @@ from runtime.coordinator.pools import Roles
 from runtime.coordinator.register import Member, member_of
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
-from runtime.evaluation.generations import HeldOut, TextDecoder
+from runtime.evaluation.results import HeldOut, TextDecoder
 from runtime.ledger.journal import LedgerWriter, Note
 from runtime.ledger.states import Mark
 from runtime.process.aio import now

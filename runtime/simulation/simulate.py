@@ -25,8 +25,7 @@ from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
-from runtime.evaluation.generations import HeldOut
-from runtime.evaluation.results import evaluation_sets
+from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.reader import LedgerReader
 from runtime.process.aio import first_error

@@ -28,8 +28,7 @@ from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault
-from runtime.evaluation.generations import HeldOut
-from runtime.evaluation.results import evaluation_sets
+from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter

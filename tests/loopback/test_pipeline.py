@@ -13,7 +13,6 @@ import pytest
 from runtime import config
 from runtime.coordinator.buffer import NO_SIGNAL
 from runtime.coordinator.run import INTERRUPTED, WHY_ENDED, TrainingRun
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger import checkpoint
 from runtime.ledger.reader import LedgerReader
@@ -251,7 +250,7 @@ def test_evaluations_before_and_after_are_pinned_to_one_version(tmp_path: Path) 
         assert (found.pass_at, found.maj_at, found.standard_error) == ({1: 0.5, 4: 1.0}, {4: 1.0}, 0.0)
         assert (found.scored, found.errors) == (36, {"timeout": 18})
     for _, path in evaluation.folders(tmp_path):
-        replies = list(generations.read(path / "held_out.jsonl"))
+        replies = list(evaluation.read_replies(path / "held_out.jsonl"))
         assert [(each.problem, each.sample) for each in replies] == [(f"held_out:{i}", j) for i in range(9) for j in range(6)]
 
 
@@ -353,7 +352,7 @@ def test_steps_go_on_while_the_replies_of_an_evaluation_hang(tmp_path: Path) -> 
     sizes = [(each.name, each.problems, each.samples, each.scored) for each in result.sets]
     assert sizes == [("one", 3, 1, 3), ("many", 3, 50, 150)]
     assert result.sets[1].maj_at == {8: 1.0}
-    replies = list(generations.read(evaluation.folder_for(tmp_path, 4) / "many.jsonl"))
+    replies = list(evaluation.read_replies(evaluation.folder_for(tmp_path, 4) / "many.jsonl"))
     assert [(each.problem, each.sample) for each in replies] == [(f"many:{i}", j) for i in range(3) for j in range(50)]
     assert [each.reply.split()[0] for each in replies[:50]] == list(map(str, range(50)))  # each part began where it was to
 
@@ -384,7 +383,7 @@ def test_an_evaluation_that_is_cut_short_leaves_its_replies_and_no_results(tmp_p
     assert (summary.accuracy_before, summary.stop_reason) == (None, INTERRUPTED)
     assert evaluation.read(tmp_path) == []
     (cut_short,) = (path for _, path in evaluation.folders(tmp_path))
-    replies = [each.problem for each in generations.read(cut_short / "held_out.jsonl")]
+    replies = [each.problem for each in evaluation.read_replies(cut_short / "held_out.jsonl")]
     assert replies == [f"held_out:{number}" for number in (0, 1, 3)]
     # Before its first step as it was stopped, it is resumed from step 0.
     folder.run(Cast.make(), resume=str(folder.checkpoint(0)))

@@ -14,7 +14,6 @@ import pytest
 from msgspec.structs import asdict
 
 from runtime import types
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
@@ -118,7 +117,7 @@ def test_evaluations_and_single_tasks_are_played_too(mixed: Path, tmp_path: Path
     done = sluice("eval", str(mixed), f"run.dir={folder}", timeout=BACK)
     assert done.returncode == 0, done.stdout + done.stderr
     check_gone(folder)
-    replies = list(generations.read(evaluation.folder_for(folder / "eval", 0) / "held_out.jsonl"))
+    replies = list(evaluation.read_replies(evaluation.folder_for(folder / "eval", 0) / "held_out.jsonl"))
     assert len(replies) == 4 and {each.outcome for each in replies} == {"completed"}
     done = sluice("play", str(mixed), "--task", "1", f"run.dir={folder}", "data.eval=''", timeout=BACK)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from tests.system.runs import START, check_gone, eventually, refused, shown, started
 
@@ -41,7 +40,7 @@ def test_several_sets_are_evaluated_without_anything_of_training_and_a_second_on
     assert (other.problems, other.samples, other.scored, set(other.pass_at), set(other.maj_at)) == (5, 6, 30, {1, 3}, {3})
     assert result.accuracy == pytest.approx((held_out.pass_at[1] + other.pass_at[1]) / 2)
     assert result.model == str(tiny / "model")
-    replies = list(generations.read(evaluation.folder_for(folder / "eval", 0) / "easy.jsonl"))
+    replies = list(evaluation.read_replies(evaluation.folder_for(folder / "eval", 0) / "easy.jsonl"))
     assert [each.sample for each in replies] == 5 * list(range(6))
     assert {each.versions for each in replies} == {("0.0", "0.0")}
     for words in ("held_out", "easy", "pass@3", "maj@3", str(evaluation.folder_for(folder / "eval", 0))):
@@ -66,7 +65,7 @@ def test_several_sets_are_evaluated_without_anything_of_training_and_a_second_on
     assert not run.errors
     assert evaluation.read(folder / "eval") == []
     assert not (evaluation.folder_for(folder / "eval", 0) / "easy.jsonl").exists()
-    assert list(generations.read(evaluation.folder_for(folder / "eval", 0) / "held_out.jsonl"))
+    assert list(evaluation.read_replies(evaluation.folder_for(folder / "eval", 0) / "held_out.jsonl"))
     assert "Traceback" not in (folder / "eval" / "logs" / "coordinator.log").read_text()
 
 

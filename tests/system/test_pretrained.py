@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
 
 from runtime.data.tokenizer import Tokenizer
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from tests.pretrained import make_pretrained, smollm
 from tests.system.runs import VLLM_PYTHON, needs_vllm, started, steps, trained, write_config
@@ -140,7 +139,7 @@ def is_what_transformers_computes(exported: Path, folder: Path, *overrides: str)
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
-    found = list(generations.read(evaluation.folder_for(asked / "eval", 0) / "held_out.jsonl"))
+    found = list(evaluation.read_replies(evaluation.folder_for(asked / "eval", 0) / "held_out.jsonl"))
     assert len(found) == 4
     for each in found:
         ids = tokenizer(each.prompt + each.reply, add_special_tokens=False, return_tensors="pt").input_ids

@@ -11,7 +11,6 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime.coordinator.metrics_recorder import NEW_TOKENS
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import LedgerReader
 from tests.system.runs import ROOT, Live, points, shown, sluice, steps, summary, trained
@@ -193,7 +192,7 @@ def test_an_evaluation_of_its_own_says_the_same(run: Live, warmups: Path, tmp_pa
     files = (
         evaluation.folder_for(folder, at) / "held_out.jsonl" for folder, at in ((tmp_path / "eval", 0), (run.folder, step))
     )
-    replies, those_of_the_run = (list(generations.read(file)) for file in files)
+    replies, those_of_the_run = (list(evaluation.read_replies(file)) for file in files)
     assert len(replies) == 256
     assert [(each.problem, each.reply) for each in replies] == [(each.problem, each.reply) for each in those_of_the_run]
     assert f"{alone.accuracy:.1%}" in ended.stdout

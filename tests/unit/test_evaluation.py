@@ -19,16 +19,17 @@ from runtime.data.handlers import Problem
 from runtime.data.prepared import row_format_of
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, UserError
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import Generation, Transcript, load_held_out
 from runtime.evaluation.results import (
     HELD_OUT,
     EvaluatedProblem,
     EvaluationData,
     EvaluationResult,
+    Generation,
     SetResult,
+    Transcript,
     evaluation_sets,
+    load_held_out,
     render,
     set_faults,
 )
@@ -303,7 +304,7 @@ def test_a_reply_is_told_whole() -> None:
         scored_part("four", "five", values=[0.5, np.nan], valid=[1, 0], answers=["4", None]),
         scored_part("six", values=[0.25], valid=[1], answers=[]),
     ]
-    found = generations.replies_to("set", PROBLEM, parts, Rule(name="rules/own.py:mine", correct=0.5), Letters())
+    found = evaluation.replies_to("set", PROBLEM, parts, Rule(name="rules/own.py:mine", correct=0.5), Letters())
     first, second, third = found
     asked = {"set": "set", "problem": "f/eval:7", "sample": 0, "prompt": "?", "label": "42"}
     judged = {"reply": "four", "answer": "4", "correct": True, "reward": 1.0, "rules": {"mine": 0.5}}
@@ -318,7 +319,7 @@ def test_of_an_episode_the_last_branch_is_told_and_what_the_others_say() -> None
     payload = GroupPayload.of(-1, np.array([ord("?")], np.int32), rows, [2, 1, 1])
     values = np.array([1.0, 0.0, 0.5], np.float32)
     scores = Scores(group_id=-1, rewards=values, valid=np.ones(3, np.uint8), rules={"environment": values})
-    found = generations.replies_to("set", PROBLEM, [(payload, scores)], Rule(name="environment"), Letters())
+    found = evaluation.replies_to("set", PROBLEM, [(payload, scores)], Rule(name="environment"), Letters())
     assert [(each.reply, each.correct, each.tokens, each.finish) for each in found] == [
         ("four", True, 4, "length"),
         ("fi", False, 2, "stop"),
@@ -329,14 +330,14 @@ def test_of_an_episode_the_last_branch_is_told_and_what_the_others_say() -> None
 
 
 def lines(problem: int) -> list[Generation]:
-    (first,) = generations.replies_to(
+    (first,) = evaluation.replies_to(
         "set", PROBLEM, [scored_part("reply", values=[1.0], valid=[1], answers=["1"])], Rule(name="mine"), Letters()
     )
     return [msgspec.structs.replace(first, problem=str(problem), sample=index) for index in range(2)]
 
 
 def kept(path: Path) -> list[tuple[str, int]]:
-    return [(each.problem, each.sample) for each in generations.read(path)]
+    return [(each.problem, each.sample) for each in evaluation.read_replies(path)]
 
 
 def test_lines_stand_in_the_order_of_the_problems(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from runtime import run_files
 from runtime.config import yaml_text
 from runtime.config.yaml_text import DEEPEST, MOST_BYTES, dump, read_mapping, read_value
 from runtime.errors import ConfigError, SluiceError, UserError
-from runtime.evaluation import generations, results
+from runtime.evaluation import results
 from runtime.simulation.calibration import LEAST
 from runtime.telemetry.startup import Startup
 
@@ -68,7 +68,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "sets": [of_set],
         }
         (place / results.RESULTS).write_bytes(msgspec.json.encode(found))
-        (place / f"s{generations.SUFFIX}").write_bytes(msgspec.json.encode(reply) + b"\n")
+        (place / f"s{results.SUFFIX}").write_bytes(msgspec.json.encode(reply) + b"\n")
     numbers = "steps rl_seconds total_seconds samples_per_second tokens_per_second staleness_mean staleness_max"
     numbers += " idle_trainer idle_rollout peak_pss_bytes"
     summary: dict[str, Any] = {"stop_reason": "steps", "accuracy_before": None, "accuracy_after": None}

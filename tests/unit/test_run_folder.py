@@ -25,9 +25,8 @@ from runtime.coordinator.buffer import NO_SIGNAL, Buffer
 from runtime.data.handlers import Problem
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
-from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import Transcript
+from runtime.evaluation.results import Transcript
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import CheckpointSaved, LedgerWriter
@@ -343,7 +342,7 @@ def evaluated(tmp_path: Path) -> Path:
             scores = Scores(group_id=-1, rewards=rewards, valid=np.array([1, problem], np.uint8), rules={"gsm8k": rewards})
             asked = Problem(f"e:{problem}", [], "5", "e")
             transcript.add(
-                problem, generations.replies_to("held_out", asked, [(payload, scores)], config.Rule(name="gsm8k"), Text())
+                problem, evaluation.replies_to("held_out", asked, [(payload, scores)], config.Rule(name="gsm8k"), Text())
             )
         transcript.close()
     return tmp_path
