@@ -26,10 +26,10 @@ from runtime.config import Config
 from runtime.coordinator import failover
 from runtime.coordinator.evaluation import EvaluationRun, ServingRun
 from runtime.coordinator.failover import Failover, MembershipStore
+from runtime.coordinator.metrics_recorder import EvaluationContext, RunContext, RunHistory
 from runtime.coordinator.pools import wait_for
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.coordinator.run import INTERRUPTED, TrainingRun, run_figures
-from runtime.coordinator.run_context import EvaluationContext, RunContext, RunHistory
 from runtime.data.prepared import check_environments, training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError

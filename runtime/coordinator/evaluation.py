@@ -25,10 +25,9 @@ from runtime import types
 from runtime.cluster.topology import slots, takes_turns
 from runtime.commands import Level, SetLevel
 from runtime.config import Rule
-from runtime.coordinator.gateways import GatewayPool, request_for
-from runtime.coordinator.pools import EvaluationRoles, RewardScoring, RolloutPool
+from runtime.coordinator.metrics_recorder import EvaluationContext
+from runtime.coordinator.pools import EvaluationRoles, GatewayPool, RewardScoring, RolloutPool, request_for
 from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
-from runtime.coordinator.run_context import EvaluationContext
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation

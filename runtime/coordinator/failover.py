@@ -33,9 +33,9 @@ from runtime.cluster.placement import Binding
 from runtime.cluster.topology import Instance, takes_turns
 from runtime.commands import Level, Offload, SetLevel
 from runtime.config import Config
+from runtime.coordinator.metrics_recorder import COURSE, RunState
 from runtime.coordinator.pools import models
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
-from runtime.coordinator.run_context import COURSE, RunState
 from runtime.errors import InUse, ServiceFault, SluiceError, StorageFull
 from runtime.ledger.journal import LedgerWriter, Note
 from runtime.status import Registration

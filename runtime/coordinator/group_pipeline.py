@@ -17,10 +17,9 @@ from runtime.commands import RolePort
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.devices import Devices
 from runtime.coordinator.failover import FailoverState
-from runtime.coordinator.gateways import GatewayPool, Load, concurrency_of, request_for
-from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool
+from runtime.coordinator.metrics_recorder import RunContext
+from runtime.coordinator.pools import GatewayPool, Load, RewardScoring, Roles, RolloutPool, concurrency_of, request_for
 from runtime.coordinator.register import member_of
-from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.journal import Note, Ticket

@@ -31,9 +31,9 @@ from runtime.cluster.topology import alternates
 from runtime.commands import Offload, RolePort, Save, TrainerPort
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.metrics_recorder import RunContext, RunHistory, save_run_state
 from runtime.coordinator.pools import Roles, models, wait_for
 from runtime.coordinator.register import Register, UnitChange
-from runtime.coordinator.run_context import RunContext, RunHistory, save_run_state
 from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
 from runtime.ledger import checkpoint, node_checkpoints

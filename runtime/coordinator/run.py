@@ -42,13 +42,23 @@ from runtime.coordinator.buffer import Buffer, DynamicSampling
 from runtime.coordinator.devices import ColocatedDevices, Devices
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.failover import FailoverState
-from runtime.coordinator.gateways import GatewayPool
 from runtime.coordinator.group_pipeline import STREAM, GroupStage
-from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, TrainedStep, gap, line
-from runtime.coordinator.pools import Roles, RolloutPool, models
+from runtime.coordinator.metrics_recorder import (
+    BusyMeter,
+    MetricsRecorder,
+    Probes,
+    RunContext,
+    RunHistory,
+    RunState,
+    TrainedStep,
+    gap,
+    line,
+    needs,
+    save_run_state,
+)
+from runtime.coordinator.pools import GatewayPool, Roles, RolloutPool, models
 from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
-from runtime.coordinator.run_context import RunContext, RunHistory, RunState, needs, save_run_state
 from runtime.coordinator.staleness import PipelineDepth, most_live
 from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainLoop
 from runtime.coordinator.weight_sync import WeightPublisher

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from runtime import run_files
 from runtime.cluster.topology import fleets, instances, takes_turns
 from runtime.config import Config, Rollout, StopConditions
+from runtime.coordinator.metrics_recorder import RunContext
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError

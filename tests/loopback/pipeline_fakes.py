@@ -21,10 +21,9 @@ from msgspec.structs import replace
 from runtime import config, run_files, types
 from runtime.commands import Level, WeightGroupReady, WeightsCommitted, WeightsReceived, WeightsSent
 from runtime.config import Config
-from runtime.coordinator.metrics_recorder import COUNTED
+from runtime.coordinator.metrics_recorder import COUNTED, RunContext
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault

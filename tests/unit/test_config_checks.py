@@ -15,7 +15,7 @@ from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.config.loading import _REMOVED, _RENAMED, _replacement, resolve, type_faults
 from runtime.config.service_checks import colocation_faults, device_faults, network_faults, unequal_numbers
-from runtime.coordinator.run_context import accelerators
+from runtime.coordinator.metrics_recorder import accelerators
 from runtime.errors import ConfigError
 from runtime.models.families import FAMILIES
 from tests.unit.config_cases import EXPERTS, PPO, cases, checked, configured, model_folder

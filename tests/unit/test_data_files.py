@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from runtime import config
-from runtime.coordinator.gateways import request_for
+from runtime.coordinator.pools import request_for
 from runtime.data import reading
 from runtime.data.fields import Rejected, label_text
 from runtime.data.handlers import HANDLERS, Problem, ProblemSet, load_problems

@@ -17,7 +17,7 @@ from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeResources, Placement, offers, place, table
 from runtime.cluster.topology import Instance, group_of, instances, replicas, sections, uses_reference
 from runtime.config import Config, Environment, RemoteServer, Rollout
-from runtime.coordinator.run_context import accelerators
+from runtime.coordinator.metrics_recorder import accelerators
 from runtime.errors import ConfigError
 from sluice import start
 
