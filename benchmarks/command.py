@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.compared import Measurement
 from runtime.errors import UserError
-from runtime.process.command_line import ended_as_by_ctrl_c
+from runtime.process.os_process import ended_as_by_ctrl_c
 from runtime.telemetry.shown import literal
 
 FOLDER = Path("runs") / ".cache" / "bench"

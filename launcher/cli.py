@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
-from runtime.process.command_line import CommandParser, ended_as_by_ctrl_c, outlive_readers
+from runtime.process.os_process import CommandParser, ended_as_by_ctrl_c, outlive_readers
 
 if TYPE_CHECKING:
     from rich.console import Console

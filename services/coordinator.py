@@ -36,9 +36,8 @@ from runtime.errors import DeadlineExceeded, SluiceError, UserError
 from runtime.evaluation.results import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process import disk, keys, os_process
-from runtime.process.aio import first_error, unless_failed
-from runtime.process.command_line import ending_signals
 from runtime.process.keys import Keys
+from runtime.process.os_process import ending_signals, first_error, unless_failed
 from runtime.process.spans import STATE, LineStates
 from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order

@@ -38,9 +38,9 @@ from runtime.gateway.players import EpisodeRunner
 from runtime.gateway.rendering import renderer_of
 from runtime.models.limits import longest_text
 from runtime.process import keys, network
-from runtime.process.aio import done_within, now
 from runtime.process.http_server import HttpServer
 from runtime.process.keys import Keys, https
+from runtime.process.os_process import done_within, now
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RunEpisodesRequest, Sample, SamplingParams
 from services import process
 from services.rpc import contract, security

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from runtime import timeouts
 from runtime.errors import UserError
 from runtime.process import keys, os_process
-from runtime.process.command_line import CommandParser
 from runtime.process.keys import Keys
 from runtime.process.network import is_host_port
+from runtime.process.os_process import CommandParser
 from runtime.telemetry.shown import shown
 from services.rpc import security
 

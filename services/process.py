@@ -30,9 +30,9 @@ from runtime.commands import Priority
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, Unreachable, UserError
 from runtime.process import keys, os_process, spans
-from runtime.process.command_line import ending_signals
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
+from runtime.process.os_process import ending_signals
 from runtime.status import CallStats, Profile, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.commands.quickstart import FILE
 from runtime import timeouts
-from runtime.process.command_line import CommandParser
+from runtime.process.os_process import CommandParser
 
 
 class Removed(argparse.Action):

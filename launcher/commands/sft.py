@@ -27,7 +27,7 @@ from runtime.config import Config, loading
 from runtime.config.checks import alone, tune_faults
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
-from runtime.process.command_line import ending_signals
+from runtime.process.os_process import ending_signals
 from sluice import start
 
 NAME = "trainer-0"

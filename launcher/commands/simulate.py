@@ -17,7 +17,7 @@ from runtime.config import Config, loading
 from runtime.config.checks import chosen_names
 from runtime.errors import SluiceError, UserError
 from runtime.ledger.reader import LedgerReader
-from runtime.process.command_line import ended_as_by_ctrl_c
+from runtime.process.os_process import ended_as_by_ctrl_c
 from runtime.registry import OWN
 from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
 from runtime.simulation.engine import Costs, Fixed

@@ -35,8 +35,7 @@ from runtime.cluster.nodes import name_fault
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.process import network, os_process
-from runtime.process.aio import done_within
-from runtime.process.command_line import CommandParser, ending_signals
+from runtime.process.os_process import CommandParser, done_within, ending_signals
 from services.rpc import client
 from sluice import start
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.cli import run_and_report
 from launcher.page.server import serve
 from runtime.process import os_process
-from runtime.process.command_line import ended_as_by_ctrl_c
+from runtime.process.os_process import ended_as_by_ctrl_c
 
 
 def main() -> None:

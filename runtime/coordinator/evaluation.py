@@ -33,7 +33,7 @@ from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import SUFFIX, EvaluatedProblem, EvaluationResult, HeldOut, Transcript, judge_of, replies_to
 from runtime.process import disk
-from runtime.process.aio import now
+from runtime.process.os_process import now
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, ScoreRequest, Scores
 

@@ -23,8 +23,8 @@ from runtime.coordinator.weight_sync_protocol import Epoch, Membership
 from runtime.data.handlers import Problem
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process import keys
-from runtime.process.aio import done_within, now, still_missing
 from runtime.process.keys import GATEWAY, Keys, process
+from runtime.process.os_process import done_within, now, still_missing
 from runtime.rewards.scorer import combine, played
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import (

@@ -72,7 +72,7 @@ from runtime.ledger.journal import Note
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.process import disk
-from runtime.process.aio import now
+from runtime.process.os_process import now
 from runtime.status import Progress, RunFigures
 from runtime.telemetry import startup
 from runtime.telemetry.metrics import SpanClock

@@ -28,7 +28,7 @@ from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.conversation import TOO_LONG, Completion, Message, OnText, PolicyCall, Refused
 from runtime.gateway.episode import Begun, EpisodeRun, GatewayEpisode, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.process.aio import done_within, first_error, now
+from runtime.process.os_process import done_within, first_error, now
 from runtime.process.spans import POLICY
 from runtime.types import GeneratedGroup, RunEpisodesRequest
 

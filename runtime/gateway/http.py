@@ -22,8 +22,8 @@ from runtime.gateway.dialects import anthropic, chat, completions, responses
 from runtime.gateway.dialects.fields import Events, FieldTable, NonNegative, Parse, decode, error_body
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import KEYED, Episodes
-from runtime.process.aio import done_within
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in, log
+from runtime.process.os_process import done_within
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from runtime.commands import (
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process import platform, spans
-from runtime.process.aio import in_thread
+from runtime.process.os_process import in_thread
 from runtime.process.spans import WEIGHT_SYNC
 from runtime.types import PolicyVersion
 from runtime.weights.gloo_mesh import reason

@@ -30,7 +30,7 @@ from runtime.config import Config, loading, model_checks
 from runtime.config.loading import load
 from runtime.errors import ConfigError
 from runtime.models.tiny_model import write_tokenizer
-from runtime.process.command_line import CommandParser
+from runtime.process.os_process import CommandParser
 from tests.unit.config_cases import cases, configured, paths
 from tests.unit.model_dimensions import CONFIGS
 

@@ -23,7 +23,7 @@ from launcher.verl.translate import TABLE
 from runtime.config import Config
 from runtime.config.loading import load
 from runtime.models.tiny_model import write_tokenizer
-from runtime.process.command_line import CommandParser
+from runtime.process.os_process import CommandParser
 from tests.unit.config_cases import cases, configured, paths, without_name
 from tests.unit.model_dimensions import CONFIGS
 

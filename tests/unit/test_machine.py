@@ -31,7 +31,7 @@ from runtime.cluster.nodes import Launch
 from runtime.config import Config, Deadlines
 from runtime.errors import ServiceFault
 from runtime.process import disk, os_process, platform, spans
-from runtime.process.aio import done_within
+from runtime.process.os_process import done_within
 from runtime.process.spans import Heartbeat, Work
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Memory, PeakMemory

@@ -32,7 +32,7 @@ from runtime.config import Config
 from runtime.config.loading import load, resolve
 from runtime.errors import ServiceFault
 from runtime.models import tiny_model
-from runtime.process.command_line import CommandParser
+from runtime.process.os_process import CommandParser
 from runtime.status import Progress, Status
 from runtime.telemetry.shown import shown
 from services import health_check
