@@ -294,8 +294,8 @@ async def unless_failed(beside: Collection[asyncio.Future[None]], work: Coroutin
     try:
         while not task.done():
             done, _ = await asyncio.wait({*going, task}, return_when=asyncio.FIRST_COMPLETED)
-            for ended in going & done:
-                ended.result()
+            for each in going & done:
+                each.result()
             going -= done
         return task.result()
     finally:

@@ -28,7 +28,7 @@ from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.process.keys import COORDINATOR, Keys, process
 from runtime.status import Progress, Status
 from runtime.types import SCHEMA_VERSION, Command
-from services.rpc import contract, security, stream
+from services.rpc import contract, security
 from services.rpc.contract import METHODS, Method, Ranks, method_of, service_of
 from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
@@ -153,7 +153,7 @@ class Session:
         self._term = term
         self._channel = Channel(address, keys, process(name, incarnation), silence, token)
         self._ids = itertools.count(1)
-        self._outbox = stream.SendQueue()
+        self._outbox = contract.SendQueue()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
         self._keys: dict[int, str] = {}  # of the calls that have one
         self._acknowledged: list[str] = []  # keys of answers that are safe here, since the last frame
@@ -204,7 +204,7 @@ class Session:
         else:
             if key := method.key_of(request):
                 self._keys[id_] = key
-            for chunk, more in stream.split(body):
+            for chunk, more in contract.split(body):
                 call = common_pb2.Call(id=id_, method=method.name, timeout_ms=milliseconds, more=more, key=key)
                 self._outbox.put(call, chunk, urgent)
         return self._answer(id_, method, future, timeout)
@@ -261,12 +261,12 @@ class Session:
             while calls := await self._outbox.frame():
                 acknowledged, self._acknowledged = self._acknowledged, []
                 head = common_pb2.CallFrame(schema=SCHEMA_VERSION, acknowledged=acknowledged, term=self._term)
-                await rpc.write(stream.frame(head, "calls", calls))
+                await rpc.write(contract.wire_frame(head, "calls", calls))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, and reports why
 
     async def _read(self, rpc: Any) -> None:
-        joiner = stream.Reassembler()
+        joiner = contract.Reassembler()
         try:
             async for data in rpc:
                 for reply in contract.frame_of(common_pb2.ReplyFrame, data).replies:
@@ -282,7 +282,7 @@ class Session:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(f"{type(error).__name__}: {error}")
 
-    def _settle(self, reply: common_pb2.Reply, joiner: stream.Reassembler) -> None:
+    def _settle(self, reply: common_pb2.Reply, joiner: contract.Reassembler) -> None:
         failed = reply.HasField("error")
         body = None if failed else joiner.add(reply.id, reply.body, reply.more)
         method_name, future = self._waiting.get(reply.id, ("", None))

@@ -21,7 +21,7 @@ from runtime import errors, timeouts
 from runtime.process import network
 from runtime.process.keys import Keys
 from runtime.types import SCHEMA_VERSION, Body
-from services.rpc import contract, security, stream
+from services.rpc import contract, security
 from services.rpc.generated import common_pb2
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -228,8 +228,8 @@ class _SessionHandler:
         self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by the key
         self._kept = ReplyCache(KEPT)
         self._held = {
-            True: stream.BufferedBytes(),
-            False: stream.BufferedBytes(),
+            True: contract.BufferedBytes(),
+            False: contract.BufferedBytes(),
         }  # of the coordinator's streams, and of all others
 
     async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -237,12 +237,12 @@ class _SessionHandler:
             security.check_certificate(context)
         except errors.Forbidden as error:  # before the stream is read
             await _refuse(error, context)
-        outbox = stream.SendQueue()
+        outbox = contract.SendQueue()
         answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by call: its key, and the answer to come
         reader = asyncio.create_task(self._read(frames, outbox, answering))
         try:
             while replies := await outbox.frame():  # until the reader has closed the outbox
-                await context.write(stream.frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
+                await context.write(contract.wire_frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
             await reader  # raises the reader's error
         except (errors.InvalidMessage, errors.Fenced, errors.Forbidden) as error:
             security.log_refusal(context.peer(), str(error))
@@ -256,10 +256,10 @@ class _SessionHandler:
     async def _read(
         self,
         frames: AsyncIterator[bytes],
-        outbox: stream.SendQueue,
+        outbox: contract.SendQueue,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
-        joiner = stream.Reassembler(self._held[security.is_coordinator()])
+        joiner = contract.Reassembler(self._held[security.is_coordinator()])
         try:
             async for data in frames:
                 frame = contract.frame_of(common_pb2.CallFrame, data)
@@ -291,7 +291,7 @@ class _SessionHandler:
         self,
         call: common_pb2.Call,
         body: bytes,
-        outbox: stream.SendQueue,
+        outbox: contract.SendQueue,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
         """Hand a call over; its answer leaves when it is there. No task per call: a task costs as much as the call."""
@@ -321,7 +321,7 @@ class _SessionHandler:
         id_: int,
         key: str,
         method: contract.Method,
-        outbox: stream.SendQueue,
+        outbox: contract.SendQueue,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
         answer: asyncio.Future[Any],
     ) -> None:
@@ -342,12 +342,12 @@ class _SessionHandler:
             _put(outbox, id_, body, urgent=method.priority is contract.Priority.CONTROL)
 
 
-def _put(outbox: stream.SendQueue, id_: int, body: Body, urgent: bool) -> None:
-    for chunk, more in stream.split(body):
+def _put(outbox: contract.SendQueue, id_: int, body: Body, urgent: bool) -> None:
+    for chunk, more in contract.split(body):
         outbox.put(common_pb2.Reply(id=id_, more=more), chunk, urgent)
 
 
-def _put_error(outbox: stream.SendQueue, id_: int, error: BaseException) -> None:
+def _put_error(outbox: contract.SendQueue, id_: int, error: BaseException) -> None:
     outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
 
 
@@ -365,9 +365,9 @@ class ReplyCache:
     def put(self, key: str, body: Body) -> None:
         self.forget(key)
         self._answers[key] = body
-        self._bytes += stream.size_of(body)
+        self._bytes += contract.size_of(body)
         while self._bytes > self._most:
             self.forget(next(iter(self._answers)))
 
     def forget(self, key: str) -> None:
-        self._bytes -= stream.size_of(self._answers.pop(key, []))
+        self._bytes -= contract.size_of(self._answers.pop(key, []))

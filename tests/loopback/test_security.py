@@ -27,7 +27,7 @@ from runtime.process.keys import Keys
 from runtime.status import Registration
 from runtime.types import GATEWAY_GROUPS, GeneratedGroup, GroupRequest, PolicyVersion, SamplingParams
 from services.gateway import GatewayService
-from services.rpc import contract, security, stream
+from services.rpc import contract, security
 from services.rpc.client import Channel, Session, call
 from services.rpc.generated import common_pb2
 from services.rpc.server import Server
@@ -254,7 +254,7 @@ async def test_a_gateway_touches_nothing_of_the_coordinators_at_a_rollout(monkey
         said = {"group_id": request.group_id, "prompt_tokens": 1, "response_tokens": none, "truncated": 0}
         return GeneratedGroup(**said, oldest=version, newest=version, payload=b"reply to %d" % request.prompt[0])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stream, "HELD_IN_ALL", 1000)
+    monkeypatch.setattr(contract, "HELD_IN_ALL", 1000)
     rollout, coordinator, gateway = of_process("rollout-0", 3), holder(keys.COORDINATOR), of_process("gateway-0", 1)
     token = coordinator.token_of("gateway-0/1", "rollout-0/3")
     server = Server({"Rollout": {"Generate": generate}}, {}, keys=rollout)

@@ -23,8 +23,8 @@ from runtime import errors, timeouts
 from runtime.process import disk
 from runtime.status import Progress
 from services import health_check
-from services.rpc import contract, security, server, stream
-from services.rpc.client import Channel, call, watch
+from services.rpc import contract, security, server
+from services.rpc.client import Channel, Session, call, watch
 from services.rpc.server import OPTIONS, Server
 from tests.coroutines import driven_by
 from tests.loopback.session_peers import (
@@ -242,7 +242,7 @@ async def refused(rpc: Any) -> str:
 
 @driven_by(run)
 async def test_all_streams_together_are_held_to_a_budget_which_their_ends_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HELD_IN_ALL", 1000)
+    monkeypatch.setattr(contract, "HELD_IN_ALL", 1000)
     async with serving(echo) as address, Channel(address):
         for _ in range(5):  # each has as much as all may
             async with raw_stream(address) as first, raw_stream(address) as second:

@@ -15,7 +15,7 @@ import pytest
 from runtime import errors
 from runtime.types import SCHEMA_VERSION, LogprobRequest
 from services.model_service import Actor, Request
-from services.rpc import contract, server, stream
+from services.rpc import contract, server
 from services.rpc.client import Channel, Session, call, watch
 from services.rpc.generated import common_pb2, reference_pb2
 from services.rpc.server import ReplyCache, Server
@@ -72,14 +72,25 @@ async def test_calls_posted_together_travel_in_few_frames() -> None:
     async with raw_peer(serve) as address, connected(address) as session:
         calls = [session.post(LOGPROBS, request(), PATIENCE) for _ in range(100)]
         assert await asyncio.gather(*calls) == [b"x"] * 100
-    assert frames == [stream.MAX_BATCH] * 3 + [100 - 3 * stream.MAX_BATCH]
+    assert frames == [contract.MAX_BATCH] * 3 + [100 - 3 * contract.MAX_BATCH]
 
 
 @driven_by(run)
 async def test_a_body_above_one_mebibyte_is_cut_up_both_ways() -> None:
     payload = np.random.default_rng(0).bytes((9 << 19) + 7)  # four and a half mebibytes
-    async with serving(echo) as address, connected(address) as session:
-        assert await session.call("Logprobs", request(payload), PATIENCE) == payload
+    async with serving(echo) as address:
+        async with connected(address) as session:
+            assert await session.call("Logprobs", request(payload), PATIENCE) == payload
+        async with raw_stream(address) as rpc:
+            body = logprobs(1, payload).body
+            pieces = list(contract.split([body]))
+            assert len(pieces) == 5
+            for chunk, more in pieces:
+                await rpc.write(frame(logprobs(1, b"", body=b"".join(chunk), more=more)))
+            parts = await replies(rpc, 5)
+            assert all(len(part.body) <= contract.CHUNK for part in parts)
+            assert [part.more for part in parts] == [True] * 4 + [False]
+            assert reference_pb2.LogprobReply.FromString(b"".join(part.body for part in parts)).logprobs == payload
 
 
 @driven_by(run)

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 from runtime import errors, timeouts, types
 from runtime.errors import InvalidMessage
 from runtime.types import GroupPayload, Runs, Sample, Scores, TokenSets, encode_set
-from services.rpc import stream
+from services.rpc import contract
 from services.rpc.generated import common_pb2
 from tests.coroutines import driven_by
 from tests.unit.clock import run_by_clock
@@ -254,27 +254,29 @@ def test_what_does_not_fit_is_a_fault() -> None:
 # ---- How bodies become frames: cut up and joined, and when a frame leaves
 
 
-@pytest.mark.parametrize(("size", "chunks"), [(0, 1), (1, 1), (stream.CHUNK, 1), (stream.CHUNK + 1, 2), (3 * stream.CHUNK, 3)])
+@pytest.mark.parametrize(
+    ("size", "chunks"), [(0, 1), (1, 1), (contract.CHUNK, 1), (contract.CHUNK + 1, 2), (3 * contract.CHUNK, 3)]
+)
 def test_a_body_is_cut_up_and_joined(size: int, chunks: int) -> None:
     body = np.random.default_rng(0).bytes(size)
-    pieces = [(b"".join(chunk), more) for chunk, more in stream.split([body[: size // 3], body[size // 3 :]])]
+    pieces = [(b"".join(chunk), more) for chunk, more in contract.split([body[: size // 3], body[size // 3 :]])]
     assert [more for _, more in pieces] == [True] * (chunks - 1) + [False]
-    assert all(len(chunk) <= stream.CHUNK for chunk, _ in pieces)
-    joiner = stream.Reassembler()
+    assert all(len(chunk) <= contract.CHUNK for chunk, _ in pieces)
+    joiner = contract.Reassembler()
     joined = [joiner.add(1, chunk, more) for chunk, more in pieces]
     assert joined[:-1] == [None] * (chunks - 1)
     assert joined[-1] == body
 
 
 def test_bodies_of_several_calls_may_interleave_and_a_forgotten_one_leaves_nothing() -> None:
-    joiner = stream.Reassembler()
+    joiner = contract.Reassembler()
     assert joiner.add(1, b"a", True) is None
     assert joiner.add(2, b"x", True) is None
     assert joiner.add(3, b"whole", False) == b"whole"
     assert joiner.add(2, b"y", False) == b"xy"
     assert joiner.add(1, b"b", False) == b"ab"
     assert joiner.add(1, b"again", False) == b"again"
-    joiner = stream.Reassembler()
+    joiner = contract.Reassembler()
     joiner.add(1, b"a", True)
     joiner.forget(1)
     joiner.forget(2)
@@ -282,8 +284,8 @@ def test_bodies_of_several_calls_may_interleave_and_a_forgotten_one_leaves_nothi
 
 
 def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "LARGEST", 10)
-    joiner = stream.Reassembler()
+    monkeypatch.setattr(contract, "LARGEST", 10)
+    joiner = contract.Reassembler()
     joiner.add(1, bytes(6), True)
     joiner.add(2, bytes(6), True)
     with pytest.raises(errors.InvalidMessage, match="more than 10 bytes"):
@@ -292,19 +294,19 @@ def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_stream_leaves_few_bodies_unfinished() -> None:
-    joiner = stream.Reassembler()
-    for number in range(stream.UNFINISHED):
+    joiner = contract.Reassembler()
+    for number in range(contract.UNFINISHED):
         joiner.add(number, b"a", True)
     assert joiner.add(0, b"b", False) == b"ab"
     assert joiner.add(9, b"whole", False) == b"whole"
     joiner.add(10, b"a", True)
-    with pytest.raises(errors.InvalidMessage, match=f"^more than {stream.UNFINISHED} unfinished messages$"):
+    with pytest.raises(errors.InvalidMessage, match=f"^more than {contract.UNFINISHED} unfinished messages$"):
         joiner.add(11, b"a", True)
 
 
 def test_a_stream_has_a_budget_of_unfinished_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HELD", 10)
-    joiner = stream.Reassembler()
+    monkeypatch.setattr(contract, "HELD", 10)
+    joiner = contract.Reassembler()
     joiner.add(1, bytes(6), True)
     assert joiner.add(3, bytes(100), False) == bytes(100)  # what is whole at once is not held
     joiner.add(2, bytes(4), True)
@@ -328,11 +330,11 @@ def ids(calls: list[Any]) -> list[int]:
 @driven_by(run_by_clock)
 async def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
     bodies = [np.random.default_rng(number).bytes(size) for number in range(3)]
-    outbox = stream.SendQueue()
+    outbox = contract.SendQueue()
     for number, body in enumerate(bodies):
         outbox.put(common_pb2.Reply(id=number), [memoryview(body)[:9], memoryview(body)[9:]] if number else body)
     messages = await outbox.frame()
-    frame = common_pb2.ReplyFrame.FromString(stream.frame(common_pb2.ReplyFrame(schema=7), "replies", messages))
+    frame = common_pb2.ReplyFrame.FromString(contract.wire_frame(common_pb2.ReplyFrame(schema=7), "replies", messages))
     whole = [common_pb2.Reply(id=number, body=body) for number, body in enumerate(bodies)][: len(messages)]
     assert frame == common_pb2.ReplyFrame(schema=7, replies=whole)
 
@@ -340,7 +342,7 @@ async def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
 @driven_by(run_by_clock)
 async def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 0.05)
-    loop, outbox = asyncio.get_running_loop(), stream.SendQueue()
+    loop, outbox = asyncio.get_running_loop(), contract.SendQueue()
     before = loop.time()
     outbox.put(*call(1))
     loop.call_later(0.01, outbox.put, *call(2))
@@ -355,7 +357,7 @@ async def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
 @driven_by(run_by_clock)
 async def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-    outbox = stream.SendQueue()
+    outbox = contract.SendQueue()
     outbox.put(*call(1))
     frame = asyncio.create_task(outbox.frame())
     await asyncio.sleep(0)
@@ -368,24 +370,34 @@ async def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: 
 
 @driven_by(run_by_clock)
 async def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox = stream.SendQueue()
+    outbox = contract.SendQueue()
     for number in range(5):
-        outbox.put(*call(number, stream.CHUNK))
+        outbox.put(*call(number, contract.CHUNK))
     assert ids(await outbox.frame()) == [0, 1, 2, 3]
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
     assert ids(await outbox.frame()) == [4]
 
 
 @driven_by(run_by_clock)
+async def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
+    outbox = contract.SendQueue()
+    for number in range(contract.MAX_BATCH + 1):
+        outbox.put(*call(number))
+    assert ids(await outbox.frame()) == list(range(contract.MAX_BATCH))
+    assert ids(await outbox.frame()) == [contract.MAX_BATCH]
+
+
+@driven_by(run_by_clock)
 async def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-    outbox = stream.SendQueue()
+    outbox = contract.SendQueue()
     outbox.put(*call(1))
     outbox.close()
     assert ids(await outbox.frame()) == [1]
     assert await outbox.frame() == []
     assert await outbox.frame() == []
-    waiting = stream.SendQueue()
+    waiting = contract.SendQueue()
     frame = asyncio.create_task(waiting.frame())
     await asyncio.sleep(0)
     waiting.close()

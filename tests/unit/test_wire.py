@@ -24,8 +24,8 @@ from runtime.commands import Priority
 from runtime.environments.messages import EpisodeEvent, EpisodeRequest
 from runtime.rewards.remote import RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, LogprobRequest, PolicyVersion, ScoreRequest, TrainGroup, ValueRequest
-from runtime.weights.plan import GroupAddress, Manifest
-from services.rpc import contract, stream
+from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
+from services.rpc import contract
 from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
@@ -173,8 +173,8 @@ def test_a_payload_is_copied_once_into_its_frame(key: tuple[str, str], direction
         body = side.pack(value(payload))
         packed = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        messages = [stream.LargeBody(common_pb2.Reply(id=1), chunk) for chunk, _ in stream.split(body)]
-        frame = stream.frame(common_pb2.ReplyFrame(), "replies", messages)
+        messages = [contract.LargeBody(common_pb2.Reply(id=1), chunk) for chunk, _ in contract.split(body)]
+        frame = contract.wire_frame(common_pb2.ReplyFrame(), "replies", messages)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
