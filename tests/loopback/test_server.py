@@ -24,7 +24,7 @@ from runtime.process import disk
 from runtime.status import Progress
 from services import health_check
 from services.rpc import contract, security, server
-from services.rpc.client import Channel, Session, call, watch
+from services.rpc.client import Channel, call, watch
 from services.rpc.server import OPTIONS, Server
 from tests.coroutines import driven_by
 from tests.loopback.session_peers import (

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.errors import InvalidMessage, UserError
-from runtime.models.forward import read_rope, yarn_growth
+from runtime.models.forward import read_rope
 from runtime.models.hf_folder import read_config
 from runtime.rollout.torch import decoder as decoder_module
 from runtime.rollout.torch.decoder import Decoder, KVCache, Span, kv_bytes

@@ -28,7 +28,6 @@ from runtime.models.forward import Packing
 from runtime.rollout.torch import engine as engine_module
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import StepStatistics
-from runtime.trainer.fsdp import backend as fsdp_experts
 from runtime.trainer.micro_batch import MicroBatch, micro_batches
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RoutedExperts, Sample, TrainGroup

@@ -24,7 +24,7 @@ from runtime.commands import Priority
 from runtime.environments.messages import EpisodeEvent, EpisodeRequest
 from runtime.rewards.remote import RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, LogprobRequest, PolicyVersion, ScoreRequest, TrainGroup, ValueRequest
-from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
+from runtime.weights.plan import GroupAddress, Manifest
 from services.rpc import contract
 from services.rpc.generated import (
     common_pb2,
