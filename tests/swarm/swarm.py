@@ -81,7 +81,7 @@ def case_of(seed: int) -> Case:
         ),
         services=config.Services(
             rollout=config.Rollout(
-                replicas=chance.randint(1, 4), slots=pick((2, 8, 16)), colocate="trainer" if colocated else ""
+                replicas=chance.randint(1, 4), max_num_seqs=pick((2, 8, 16)), colocate="trainer" if colocated else ""
             ),
             reward=config.Reward(replicas=chance.randint(1, 2)),
         ),

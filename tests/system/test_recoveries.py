@@ -22,10 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 EVERY = 4
 PPO = ("algorithm.preset=ppo", "critic.learning_rate=1e-4")
-SETTINGS = (
-    *(f"checkpoint.every={EVERY}", "checkpoint.keep=100", f"evaluation.every={EVERY}"),
-    *(f"services.{role}.restarts.backoff=0.1" for role in ("trainer", "critic", "reference")),
-)
+SETTINGS = (f"checkpoint.every={EVERY}", "checkpoint.keep=100", f"evaluation.every={EVERY}")
 REFERENCE = ("engine=megatron", "processes=2", "parallel.pipeline=2")
 BACK = 150.0  # seconds until a group has loaded again, on a busy machine
 LIVING = ("rollout-0", "rollout-1", "reward-0")
