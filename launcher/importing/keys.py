@@ -132,6 +132,9 @@ class TranslatedSettings:
         """Return a key of a section that is no role's; the program's default if the file has none."""
         return self.setting(self._by_place.get((section, name)), section, name)
 
+    def each(self, section: str, *names: str) -> list[Setting]:
+        return [self.at(f"{section}.{name}") for name in names]
+
     def setting(self, entry: FileEntry | None, section: str, name: str) -> Setting:
         found = self.table.find(section, name)
         assert found is not None, f"the table has {section}.{name}"
@@ -192,21 +195,25 @@ class TranslatedSettings:
         if setting.given and setting.value not in (None, policys):
             self.decide(f"not carried over: the critic has training.optimizer, where it is {shown(policys)}", setting)
 
+    def has(self, section: str) -> bool:
+        """Return whether files of this format may have a section of the table."""
+        return True
+
     def at(self, path: str) -> Setting:
         """Return a key by its path, whatever its section."""
         return self.of(*self.table.place(path))
 
     def copy(self, facts: Mapping[str, Any]) -> None:
         """Copy every key of the table that is the same here, or has its values by name, if its facts hold."""
-        for section, known in self.table.sections.items():
-            for name, key in known.items():
+        for section in filter(self.has, self.table.sections):
+            for name, key in self.table.sections[section].items():
                 setting = self.of(section, name) if key.copy or key.item or key.values else None
                 if setting is not None and any(facts.get(fact) != wanted for fact, wanted in key.when.items()):
                     self.say(key.otherwise, setting)
                 elif setting is not None and key.item:
                     for path in key.to:
                         self.add(path, key.item, setting)
-                elif setting is not None:
+                elif setting is not None and (setting.given or not key.given):
                     value = setting.value if key.copy else self.chosen(setting, key.values)
                     value = value if None in (value, key.least) else max(key.least, value)
                     for path in key.to:
@@ -269,14 +276,10 @@ def _wrong(key: TheirKey, value: Any) -> bool:
 
 
 def _typed(key: TheirKey, value: Any) -> Any:
-    """Return whole numbers as int if the key's are, so that 4.0 is written as 4."""
-    whole = key.type == "int" or (not key.type and type(key.default) is int)
-    return int(value) if whole and isinstance(value, float) else value
-
-
-def as_float(value: Any) -> float | None:
-    """Return a float, where theirs may be whole; None stays."""
-    return None if value is None else float(value)
+    """Return numbers in the key's type, so that 4.0 is written as 4, or 4 as 4.0."""
+    kind = key.type or type(key.default).__name__
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {"int": int, "float": float}[kind](value) if number and kind in ("int", "float") else value
 
 
 def scaled(least: float | None, policys: float | None, critics: float | None) -> float | None:
@@ -417,6 +420,7 @@ class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     to: list[str] = []  # mapped: the paths of our keys that it decides, alone or together with other keys
     note: str = ""  # how, if that is not obvious; with its unit
     copy: bool = False  # mapped: all of `to` get its value unchanged
+    given: bool = False  # with `copy` and `values`: only if the file has it
     least: int | None = None  # with `copy`: values below it become it
     item: str = ""  # mapped, a bool: all of `to`, which are lists, have this where it is true
     values: dict[str, Any] = {}  # mapped: our values, by theirs as they are shown; other values are refused

@@ -71,7 +71,7 @@ def _current(keys: RoleSettings, lora: bool) -> None:
 def _older(keys: RoleSettings, lora: bool) -> None:
     train, infer = keys.role("actor", "num_gpus_for_train"), keys.role("actor", "num_gpus_for_infer")
     pool = keys.of("resource_pool", "actor_rollout")
-    total = _sum(keys, pool)
+    total = keys.summed(pool)
     if total is not None and None not in (train.value, infer.value) and total != train.value + infer.value:
         keys.faults.append(
             f"{pool.path}: {total} devices, but num_gpus_for_train {train.value} + num_gpus_for_infer {infer.value} are "
@@ -87,20 +87,10 @@ def _older(keys: RoleSettings, lora: bool) -> None:
         keys.put("services.rollout.replicas", infer.value // ways, infer, pool)
     critic = keys.of("resource_pool", "critic")
     if "critic" in keys.values:
-        _spread(keys, "critic", "critic", [critic], _sum(keys, critic))
+        _spread(keys, "critic", "critic", [critic], keys.summed(critic))
     else:
         keys.say("of gae, which has a critic", critic)
     _reference(keys, False, keys.of("resource_pool", "ref"), train, lora)
-
-
-def _sum(keys: RoleSettings, pool: Setting) -> int | None:
-    """Return the devices of all nodes; None if they are not given, or at fault."""
-    if pool.value is None:
-        return None
-    if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in pool.value):
-        keys.faults.append(f"{pool.path}: {pool.value}: is not a list of numbers of devices")
-        return None
-    return sum(pool.value)
 
 
 def _spread(keys: RoleSettings, role: str, service: str, counted: list[Setting], devices: int | None) -> None:
@@ -205,7 +195,7 @@ def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, l
         return
     keys.say("off", backbone)
     role = "actor" if shared else "reference"
-    count = actor.value if shared else own.value if not isinstance(own.value, list) else _sum(keys, own)
+    count = actor.value if shared else own.value if not isinstance(own.value, list) else keys.summed(own)
     counted = [actor if shared else own]
     _spread(keys, role, "reference", counted, count)
     if shared:
@@ -229,14 +219,11 @@ def _rollouts(keys: RoleSettings, actor: Setting) -> None:
             keys.faults.append(f"{ways.path}: {size}: does not divide actor_resource.num_npus {actor.value}")
         else:
             keys.put(f"{path}.replicas", actor.value // size, actor, ways)
-    slots = keys.of(section, "max_num_seqs")
-    if slots.given:
-        keys.put(f"{path}.max_num_seqs", slots.value, slots)
     dtype = keys.of(section, "dtype")
     if dtype.value not in (None, "bfloat16", "float32", "auto"):
         keys.refuse(dtype, "must be bfloat16 or float32")
     keys.put(f"{path}.dtype", "float32" if dtype.value == "float32" else "auto", dtype)
-    _engine_arguments(keys, path, size)
+    _expert_parallelism(keys, size)
     for kind in ("optimizer", "grad", "param"):
         setting = keys.of(section, f"offload_train_{kind}")
         keys.add("services.trainer.offload", kind, setting)
@@ -244,24 +231,16 @@ def _rollouts(keys: RoleSettings, actor: Setting) -> None:
             keys.add("services.critic.offload", kind, setting)
 
 
-def _engine_arguments(keys: RoleSettings, path: str, ways: int) -> None:
-    section, arguments = "generate_config", f"{path}.engine_args"
-    for name in ("gpu_memory_utilization", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager"):
-        setting = keys.of(section, name)
-        if setting.given or name == "gpu_memory_utilization":  # vLLM's own, 0.9, leaves no room beside a trainer
-            keys.put(f"{arguments}.{name}", setting.value, setting)
-    trust, experts = keys.of(section, "trust_remote_code"), keys.of(section, "infer_expert_parallel_size")
-    if trust.value:
-        keys.put(f"{arguments}.trust_remote_code", True, trust)
-    keys.say("off", trust)
-    parallel = keys.of(section, "enable_expert_parallel")
+def _expert_parallelism(keys: RoleSettings, ways: int) -> None:
+    parallel = keys.of("generate_config", "enable_expert_parallel")
+    experts = keys.of("generate_config", "infer_expert_parallel_size")
     if experts.value is not None and experts.value > ways:
         keys.refuse(
             experts, f"a rollout spreads experts over its infer_tensor_parallel_size {ways} devices; must be at most that"
         )
     elif parallel.value or (experts.value or 1) > 1:
         deciding = [each for each in (parallel, experts) if each.given and each.value and each.value != 1]
-        keys.put(f"{arguments}.enable_expert_parallel", True, *deciding)
+        keys.put("services.rollout.engine_args.enable_expert_parallel", True, *deciding)
     keys.say("off", parallel, experts)
 
 

@@ -50,6 +50,7 @@ _PLACES = {
 }
 # Sections of the older format. Some have the names of ours.
 _OLDER_SECTIONS = ("actor_rollout_ref.actor_rollout", "actor_rollout_ref.ref", "critic", "reward", "algorithm", "resource_pool")
+_ROLES = {"megatron_training": "actor", "actor_rollout_ref.actor_rollout": "actor", "critic": "critic"}
 TABLE = KeyTable("MindSpeed-RL", "import-mindspeed", Path(__file__).parent / "keys.yaml", _PLACES)
 
 
@@ -69,7 +70,27 @@ class RoleSettings(TranslatedSettings):
 
     def __init__(self, read: Read, without: Collection[str]):
         super().__init__(TABLE, read, without)
+        self.rl = read.format == "current"
         self._by_model = {(each.model, each.name): each for each in read.entries if each.model}
+
+    def has(self, section: str) -> bool:
+        return section == "megatron_training" or (section in _OLDER_SECTIONS) is not self.rl
+
+    def of(self, section: str, name: str) -> Setting:
+        """Return a key of a section; of a role, if the section is one's: those of megatron_training are the actor's."""
+        role = _ROLES.get(section)
+        return super().of(section, name) if role is None else self.role(role, name)
+
+    def either(self, current: str, older: str) -> Setting:
+        """Return a key by its path in the file's format."""
+        return self.at(current if self.rl else older)
+
+    def summed(self, pool: Setting) -> int | None:
+        """Return the devices of all nodes; None if they are not given, or at fault."""
+        if pool.value is not None and any(type(each) is not int or each < 0 for each in pool.value):
+            self.faults.append(f"{pool.path}: {pool.value}: is not a list of numbers of devices")
+            return None
+        return None if pool.value is None else sum(pool.value)
 
     def role(self, role: str, name: str) -> Setting:
         """Return a key of a role: from its own section, else from that of all roles, else from its model, else the default."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path, PurePath
 from typing import Any
 
-from launcher.importing.keys import Read, Setting, Translation, as_float, check, scaled, translation
+from launcher.importing.keys import Read, Setting, Translation, check, scaled, translation
 from launcher.mindspeed import algorithm, layout
 from launcher.mindspeed.reading import TABLE as TABLE
 from launcher.mindspeed.reading import RoleSettings, read
@@ -18,7 +18,6 @@ _HANDLERS = {
     "R1AlpacaStyleInstructionHandler": "r1",
     "Math17kAlpacaStyleInstructionHandler": "math17k",
 }
-_SCHEDULES = ("constant", "linear", "cosine")
 _COLUMNS = {"prompt": "prompt", "query": "query", "response": "label", "system": "system"}
 _OF_OPTIMIZER = ("min_lr", "lr_decay_style", "lr_warmup_fraction", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad")
 _STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # the role, by a word in theirs
@@ -40,6 +39,7 @@ def imported(file: Path, models: Path | None, without: Collection[str]) -> Trans
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
     """Translate the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
     settings = RoleSettings(read, without)
+    settings.copy(algorithm.facts(settings))
     _run(settings)
     _data(settings)
     _lengths(settings)
@@ -55,31 +55,15 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
 
 def _run(keys: RoleSettings) -> None:
     keys.put("run.name", keys.name)
-    keys.put("run.seed", (seed := keys.role("actor", "seed")).value, seed)
-    save, finetune = keys.role("actor", "save"), keys.role("actor", "finetune")
-    keys.put("run.dir", save.value, save)
-    alone = keys.role("actor", "no_shared_storage")
-    if alone.value is not None:
-        keys.put("cluster.shared_folder", not alone.value, alone)
-    if finetune.given and finetune.value is not None:
-        keys.put("run.resume", "never" if finetune.value else "auto", finetune)
     folder, load = keys.role("actor", "tokenizer_name_or_path"), keys.role("actor", "load")
-    keys.put("model.path", folder.value, folder)
     keys.put("model.path", folder.value, load)
     keys.say("a Megatron checkpoint: convert it (sluice convert megatron2hf) and name the result in model.path", load)
-    bf16 = keys.role("actor", "bf16")
-    keys.put("model.dtype", {True: "auto", False: "float32"}.get(bf16.value), bf16)
 
 
 def _data(keys: RoleSettings) -> None:
-    path, shuffle = keys.role("actor", "data_path"), keys.role("actor", "no_shuffle")
+    path = keys.role("actor", "data_path")
     if path.value is not None:
         keys.put("data.train", _prepared(keys, path), path)
-    if shuffle.value is not None:
-        keys.put("data.shuffle", not shuffle.value, shuffle)
-    for name in ("prompt_type", "prompt_type_path"):
-        setting = keys.role("actor", name)
-        keys.put(f"data.{name}", setting.value, setting)
     additional = keys.role("actor", "dataset_additional_keys")
     if additional.given:
         keys.put("data.additional_keys", [name for name in additional.value or () if name != LABELS], additional)
@@ -128,7 +112,6 @@ def _lengths(keys: RoleSettings) -> None:
     rl = keys.format == "current"
     prompt = keys.of("rl_config", "max_prompt_length") if rl else keys.role("actor", "max_prompt_length")
     both, reply = keys.role("actor", "seq_length"), keys.of("generate_config", "sampling_config.max_tokens")
-    keys.put("data.max_prompt_tokens", prompt.value, prompt)
     if rl and reply.given:
         keys.put("sampling.max_new_tokens", reply.value, reply)
         keys.say("sampling_config.max_tokens says how long a reply may be, and is what the engine goes by there too", both)
@@ -175,9 +158,6 @@ def profile_command(asked: dict[str, Any]) -> str:
 
 
 def _training(keys: RoleSettings) -> None:
-    steps, every = keys.role("actor", "train_iters"), keys.role("actor", "save_interval")
-    keys.put("training.steps", steps.value, steps)
-    keys.put("checkpoint.every", every.value, every)
     blocking = keys.of("rl_config", "blocking")
     deciding = [blocking] if keys.format == "current" and blocking.value is not None else []
     split = keys.of("rl_config", "partial_rollout_max_split")
@@ -207,8 +187,6 @@ def _batches(keys: RoleSettings) -> None:
         keys.put("training.groups_per_step", batch.value, batch)
         keys.say("with filter_groups_enable alone" if dapo else "of ray_dapo, which alone leaves groups out", kept)
     mini = keys.of("rl_config", "mini_batch_size") if rl else keys.role("actor", "ppo_mini_batch_size")
-    epochs = keys.of("rl_config", "epochs") if rl else keys.role("actor", "ppo_epochs")
-    keys.put("training.epochs", epochs.value, epochs)
     if mini.given and mini.value is not None and batch.value:
         _mini_batch(keys, mini, batch.value)
 
@@ -239,35 +217,20 @@ def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
 def _critics_optimizer(keys: RoleSettings) -> None:
     """Report what the critic's optimizer has otherwise than the policy's, which it shares here."""
     rate, policys_rate = keys.role("critic", "lr"), keys.role("actor", "lr")
-    keys.put("critic.learning_rate", as_float(rate.value), rate)
+    keys.put("critic.learning_rate", rate.value, rate)
     for name in _OF_OPTIMIZER:
         own, policys = keys.role("critic", name), keys.role("actor", name).value
         keys.not_of_critic(own, scaled(policys, policys_rate.value, rate.value) if name == "min_lr" else policys)
 
 
 def _optimizer(keys: RoleSettings) -> None:
-    role, path = "actor", "training.optimizer"
-    for ours, theirs in {
-        "learning_rate": "lr",
-        "min_learning_rate": "min_lr",
-        "weight_decay": "weight_decay",
-        "max_grad_norm": "clip_grad",
-    }.items():
-        setting = keys.role(role, theirs)
-        keys.put(f"{path}.{ours}", as_float(setting.value), setting)
-    style, warmup, steps = (
-        keys.role(role, "lr_decay_style"),
-        keys.role(role, "lr_warmup_fraction"),
-        keys.role("actor", "train_iters"),
-    )
-    if style.value is not None and style.value not in _SCHEDULES:
-        keys.refuse(style, f"must be one of {', '.join(_SCHEDULES)}")
-    keys.put(f"{path}.schedule", style.value, style)
+    path = "training.optimizer"
+    warmup, steps = keys.role("actor", "lr_warmup_fraction"), keys.role("actor", "train_iters")
     if warmup.value is not None and steps.value is not None:
         keys.put(f"{path}.warmup_steps", round(warmup.value * steps.value), warmup)
-    betas = [keys.role(role, f"adam_beta{index}") for index in (1, 2)]
+    betas = [keys.role("actor", f"adam_beta{index}") for index in (1, 2)]
     if None not in (values := [beta.value for beta in betas]):
-        keys.put(f"{path}.betas", [float(value) for value in values], *betas)
+        keys.put(f"{path}.betas", values, *betas)
 
 
 def _trackers(keys: RoleSettings) -> None:

@@ -229,7 +229,7 @@ def _facts(keys: TranslatedSettings) -> dict[str, Any]:
 
 
 def _run(keys: TranslatedSettings) -> None:
-    name, project, logger = _each(keys, "trainer", "experiment_name", "project_name", "logger")
+    name, project, logger = keys.each("trainer", "experiment_name", "project_name", "logger")
     keys.put("run.name", str(name.value if name.given else keys.name).strip("_-").replace("/", "_"), name)
     path = keys.at("actor_rollout_ref.model.path")
     keys.put("model.path", path.value, path)
@@ -262,10 +262,6 @@ def _data(keys: TranslatedSettings) -> None:
         keys.put("evaluation.sets", sets, held_out)
 
 
-def _each(keys: TranslatedSettings, section: str, *names: str) -> list[Setting]:
-    return [keys.at(f"{section}.{name}") for name in names]
-
-
 def _files(setting: Setting) -> list[str]:
     listed = setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
     return [str(each) for each in listed]
@@ -282,7 +278,7 @@ def _rewards(keys: TranslatedSettings) -> None:
     for own in (keys.at("reward.custom_reward_function.path"), keys.at("custom_reward_function.path")):
         keys.put("data.additional_keys", ["data_source", "extra_info"] if own.value else None, own)
     for section, path in {"reward.reward_model": "model_path", "reward_model": "model.path"}.items():
-        enabled, model = _each(keys, section, "enable", path)
+        enabled, model = keys.each(section, "enable", path)
         if enabled.value:  # the model alone scores there; the rule judges replies in evaluations
             keys.put("rewards.model.path", model.value or "", model, enabled)
             keys.put("rewards.rules", [{"name": rule, "weight": 0.0}], chosen)
@@ -293,7 +289,7 @@ def _rewards(keys: TranslatedSettings) -> None:
         "reward_model.reward_kwargs.overlong_buffer_cfg",
         "reward_model.overlong_buffer",
     ):
-        enabled, length, factor = _each(keys, prefix, "enable", "len", "penalty_factor")
+        enabled, length, factor = keys.each(prefix, "enable", "len", "penalty_factor")
         if enabled.value and length.value:
             keys.put("algorithm.overlong_buffer", length.value / reply, length, enabled)
             keys.put("algorithm.overlong_penalty", factor.value, factor)
@@ -342,7 +338,7 @@ def _steps(keys: TranslatedSettings) -> None:
         keys.put("training.partial_rollouts", True, staleness)
     if versions:
         keys.put("training.lr_staleness_power", 0.0, staleness)  # verl lowers no rate with staleness
-    steps, epochs = _each(keys, "trainer", "total_training_steps", "total_epochs")
+    steps, epochs = keys.each("trainer", "total_training_steps", "total_epochs")
     prompts = keys.at("rollout.total_rollout_steps")
     if prompts.value and groups:
         keys.put("training.steps", max(1, prompts.value // groups), prompts)
@@ -356,7 +352,7 @@ def _steps(keys: TranslatedSettings) -> None:
 
 def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
     """Return the setting that bounds samples' age in versions, and 1 if rollouts that take turns go on with their samples."""
-    mode, most = _each(keys, "trainer.v1", "trainer_mode", "sampler.max_off_policy_threshold")
+    mode, most = keys.each("trainer.v1", "trainer_mode", "sampler.max_off_policy_threshold")
     if mode.value not in (None, "sync", "colocate_async", "separate_async"):
         keys.refuse(mode, "must be sync, colocate_async or separate_async")
     if mode.value == "separate_async":
@@ -372,7 +368,7 @@ def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
 
 def _schedule(keys: TranslatedSettings) -> None:
     path = "training.optimizer"
-    count, share, least = _each(keys, _ACTOR, *_WARMUPS)
+    count, share, least = keys.each(_ACTOR, *_WARMUPS)
     steps, rate = keys.values.get("training.steps"), keys.values.get(f"{path}.learning_rate")
     if count.value is not None and count.value >= 0:
         keys.put(f"{path}.warmup_steps", count.value, count)
@@ -398,20 +394,20 @@ def _critics_optimizer(keys: TranslatedSettings, gae: bool) -> None:
 
 
 def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
-    counted = _each(keys, "trainer", *_DEVICES)
+    counted = keys.each("trainer", *_DEVICES)
     devices = _product(counted)
     apart = keys.format != SYNCHRONOUS or keys.at("trainer.v1.trainer_mode").value == "separate_async"
     tensor = keys.at("actor_rollout_ref.rollout.tensor_model_parallel_size")
     ways = tensor.value or 1
     if facts["rollout"]:
         keys.put("services.rollout.tensor_parallel", ways, tensor)
-    own = _each(keys, "rollout" if keys.format != SYNCHRONOUS else _ROLLOUT, *_DEVICES) if apart else counted
+    own = keys.each("rollout" if keys.format != SYNCHRONOUS else _ROLLOUT, *_DEVICES) if apart else counted
     sampling = _product(own)
     if sampling is not None and (sampling < ways or sampling % ways):
         keys.faults.append(f"{tensor.path}: {ways}: does not divide the {sampling} devices of the rollouts")
     elif sampling is not None:
         keys.put("services.rollout.replicas", sampling // ways, *own, tensor)
-    keys.say("of rollouts apart", *_each(keys, "rollout", *_DEVICES), *_each(keys, _ROLLOUT, *_DEVICES))
+    keys.say("of rollouts apart", *keys.each("rollout", *_DEVICES), *keys.each(_ROLLOUT, *_DEVICES))
     _roles(keys, facts, devices, counted, apart)
     if (counted[0].value or 1) > 1:
         what = "cluster.min_nodes, services.coordinator.host and port, and network.interface"
@@ -460,7 +456,7 @@ def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None,
         keys.put("services.reference.parallel.sequence", keys.values.get("services.trainer.parallel.sequence"))
     if facts["kl"]:
         keys.put("services.reference.colocate", "trainer")
-    *ranks, modules = _each(keys, "actor_rollout_ref.model", "lora_rank", "lora.rank", "target_modules")
+    *ranks, modules = keys.each("actor_rollout_ref.model", "lora_rank", "lora.rank", "target_modules")
     if facts["lora"]:
         rank = next(each for each in ranks if each.value)
         keys.put("lora.rank", rank.value, rank)
