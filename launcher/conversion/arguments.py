@@ -1,19 +1,18 @@
-"""Translates Megatron-LM's arguments of a model, as in its checkpoints, and the keys of a Hugging Face config.json. Pure."""
+"""Translates Megatron-LM's arguments of a model, as in its checkpoints, and the keys of a Hugging Face config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from runtime.errors import UserError
 from runtime.models.families.family import Family
 from runtime.models.families.shape import ExpertShape, LatentShape
 from runtime.models.forward import YarnScaling, read_rope
 from runtime.weights.plain_pickle import excerpt
-
-# ---- Argument types
-#
-# The types and sizes of the Megatron-LM arguments that a conversion reads. Pure.
 
 _MOST = 1 << 31
 _LISTED = 10_000  # limit for layers, and experts of a layer, as there are lists of them
@@ -34,102 +33,46 @@ def _has_integers(value: Any) -> bool:
 
 
 _SIZE = _whole(1, _MOST)
-_FLAG = _Type("a boolean", lambda value: isinstance(value, int) and value in (0, 1))
-_NUMBER = _Type("a positive number", lambda value: type(value) in (int, float) and 0 < value <= 1e30)
 _TEXT = _Type("a text of at most 200 characters", lambda value: isinstance(value, str) and len(value) <= 200)
 _TYPES: dict[str, _Type] = {
-    "num_layers": _whole(1, _LISTED),
-    "num_experts": _whole(0, _LISTED),
-    "mtp_num_layers": _whole(0, _LISTED),
-    "expert_tensor_parallel_size": _whole(0, _MOST),
-    **dict.fromkeys(
-        ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_key_value_heads"), _SIZE
-    ),
-    **dict.fromkeys(("kv_channels", "max_position_embeddings", "vocab_size", "padded_vocab_size"), _SIZE),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size"), _SIZE),
-    **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "q_lora_rank", "kv_lora_rank"), _SIZE),
-    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), _SIZE),
-    **{f"{kind}_model_parallel_size": _SIZE for kind in ("tensor", "pipeline", "expert")},
-    **dict.fromkeys(("norm_epsilon", "rotary_base", "rotary_percent", "moe_router_topk_scaling_factor"), _NUMBER),
-    **dict.fromkeys(("group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm"), _FLAG),
-    **dict.fromkeys(("use_rope_scaling", "moe_router_pre_softmax", "norm_topk_prob", "moe_tp_extend_ep"), _FLAG),
-    **dict.fromkeys(("multi_latent_attention", "add_bias_linear", "add_dense_bias", "apply_layernorm_1p"), _FLAG),
-    "mla_mm_split": _FLAG,
-    "moe_router_score_function": _TEXT,
-    **dict.fromkeys(("squared_relu", "swiglu"), _FLAG),
-    **dict.fromkeys(("schedules_method", "normalization", "position_embedding_type", "rope_scaling_type"), _TEXT),
-    "moe_layer_freq": _Type(
-        "a positive integer, or a list of integers", lambda value: _SIZE.suits(value) or _has_integers(value)
-    ),
-    "window_size": _Type("a list of integers", _has_integers),
-    "noop_layers": _Type("a text such as 0,3, or a list of integers", lambda v: _TEXT.suits(v) or _has_integers(v)),
+    "size": _SIZE,
+    "any_size": _whole(0, _MOST),
+    "layers": _whole(1, _LISTED),
+    "count": _whole(0, _LISTED),
+    "number": _Type("a positive number", lambda value: type(value) in (int, float) and 0 < value <= 1e30),
+    "flag": _Type("a boolean", lambda value: isinstance(value, int) and value in (0, 1)),
+    "text": _TEXT,
+    "frequency": _Type("a positive integer, or a list of integers", lambda v: _SIZE.suits(v) or _has_integers(v)),
+    "integers": _Type("a list of integers", _has_integers),
+    "numbers": _Type("a text such as 0,3, or a list of integers", lambda v: _TEXT.suits(v) or _has_integers(v)),
 }
 
 
-def require_types(found: Mapping[str, Any], where: str, keys: Iterable[str] = _TYPES) -> None:
+class _Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `arguments.yaml`, which says what the fields mean."""
+
+    type: str
+    config: str = ""
+    only: Any = msgspec.UNSET
+    plain: Any = msgspec.UNSET
+    of: str = ""
+    local: bool = False
+    written: bool = False
+
+
+_ARGUMENTS = msgspec.yaml.decode(Path(__file__).with_suffix(".yaml").read_bytes(), type=dict[str, _Argument])
+DECISIVE = tuple(name for name, argument in _ARGUMENTS.items() if not argument.local)  # all ranks have to agree on these
+
+
+def require_types(found: Mapping[str, Any], where: str, keys: Iterable[str] = _ARGUMENTS) -> None:
     """Check the types and sizes of the arguments `keys`. Raises UserError for the first wrong one.
 
     An argument that is missing or None is not checked.
     """
     for key in keys:
-        if (value := found.get(key)) is not None and not _TYPES[key].suits(value):
-            raise UserError(f"{where}: args.{key} is {excerpt(value)}; must be {_TYPES[key].allowed}")
-
-
-# Arguments for layouts or parts of a model without a mapping, with the values that are allowed. MindSpeed-LLM's included.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "mla_mm_split": (False,),
-    "mtp_num_layers": (0,),
-    "schedules_method": ("",),  # dualpipev
-    "add_bias_linear": (False,),
-    "add_dense_bias": (False,),
-    "apply_layernorm_1p": (False,),
-    "squared_relu": (False,),
-    "swiglu": (True,),
-    "normalization": ("RMSNorm",),
-    "position_embedding_type": ("rope",),
-}
-_CONFIG_KEYS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "norm_epsilon": "rms_norm_eps",
-    "rotary_base": "rope_theta",
-    "use_rope_scaling": "rope_scaling",
-    "rope_scaling_type": "rope_scaling",
-    "untie_embeddings_and_output_weights": "tie_word_embeddings",
-    "add_qkv_bias": "model_type",
-    "qk_layernorm": "model_type",
-    "num_experts": "num_experts",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "moe_router_topk": "num_experts_per_tok",
-    "multi_latent_attention": "model_type",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_head_dim": "qk_nope_head_dim",
-    "qk_pos_emb_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "moe_router_score_function": "model_type",
-    "moe_router_num_groups": "n_group",
-    "moe_router_group_topk": "topk_group",
-    "moe_router_topk_scaling_factor": "routed_scaling_factor",
-    "moe_shared_expert_intermediate_size": "n_shared_experts",
-}
-_HEADS = ("kv_channels", "num_query_groups")  # without meaning for latent attention
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")  # and these for other attention
-_PLAIN = {"rotary_percent": 1.0, "moe_router_score_function": "softmax"}  # for other values only config.json suffices
-_NOT_ENOUGH = ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob", "window_size")
-# Arguments on which all ranks of a checkpoint must agree.
-DECISIVE = (
-    *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
-    *("expert_tensor_parallel_size", "moe_tp_extend_ep", "noop_layers", "group_query_attention", "padded_vocab_size"),
-    "num_key_value_heads",
-    *_CONFIG_KEYS,
-    *_UNSUPPORTED,
-)
+        kind = _TYPES[_ARGUMENTS[key].type]
+        if (value := found.get(key)) is not None and not kind.suits(value):
+            raise UserError(f"{where}: args.{key} is {excerpt(value)}; must be {kind.allowed}")
 
 
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +83,7 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     positions = config.get("max_position_embeddings", 4096)
     attention = {entry.name for entry in family.layer(0)}
     found: dict[str, Any] = {
+        **{key: argument.only for key, argument in _ARGUMENTS.items() if argument.written},
         "num_layers": shape.layers,
         "hidden_size": shape.hidden_size,
         "ffn_hidden_size": shape.intermediate_size,
@@ -150,15 +94,9 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "max_position_embeddings": positions,
         "seq_length": positions,
-        "position_embedding_type": "rope",
         **_rotary(config),
-        "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-        "apply_layernorm_1p": False,
         "window_size": (window - 1, 0) if window else None,
-        "swiglu": True,
-        "squared_relu": False,
-        "add_bias_linear": False,
         "add_qkv_bias": "self_attention.linear_qkv.bias" in attention,
         "qk_layernorm": "self_attention.q_layernorm.weight" in attention,
         "untie_embeddings_and_output_weights": not family.shape.tied,
@@ -240,20 +178,20 @@ def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[
     needed = arguments_of(family, config)
     needed["num_layers"] += len(noop_layers(found))
     found = {**found, "num_query_groups": _groups(found)}
-    for key, name in _CONFIG_KEYS.items():
-        if _unused(key, family):
-            continue
+    for key, argument in _ARGUMENTS.items():
         value, other = found.get(key), needed.get(key, 0)
-        if value is not None and value != other and (value, key) != (False, "use_rope_scaling"):
-            declared = config.get(name)
-            raise UserError(f"{where}: args.{key} is {value!r}; by config.json, {name} {declared!r}, it is {other!r}")
+        if not argument.config or value is None or _unused(key, family):
+            continue
+        if value != other and (value, key) != (False, "use_rope_scaling"):
+            declared = f"{argument.config} {config.get(argument.config)!r}"
+            raise UserError(f"{where}: args.{key} is {value!r}; by config.json, {declared}, it is {other!r}")
 
 
 def require_supported(found: Mapping[str, Any], where: str) -> None:
     """Raise UserError for an argument whose value has no mapping."""
-    for key, allowed in _UNSUPPORTED.items():
-        if (value := found.get(key)) is not None and value not in allowed:
-            raise UserError(f"{where}: args.{key} is {value!r}, which is not supported; must be {allowed[0]!r}")
+    for key, argument in _ARGUMENTS.items():
+        if argument.only is not msgspec.UNSET and (value := found.get(key)) is not None and value != argument.only:
+            raise UserError(f"{where}: args.{key} is {value!r}, which is not supported; must be {argument.only!r}")
     if (expert := found.get("expert_model_parallel_size") or 1) > 1 and not found.get("num_experts"):
         raise UserError(f"{where}: args.expert_model_parallel_size is {expert}; must be 1 without num_experts")
 
@@ -272,8 +210,8 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         return found[key]
 
     # How MindSpeed combines its own argument of routing with Megatron-LM's is not known here.
-    for key in ("multi_latent_attention", *_NOT_ENOUGH, *_PLAIN):
-        if found.get(key) and found[key] != _PLAIN.get(key):
+    for key, argument in _ARGUMENTS.items():
+        if argument.plain is not msgspec.UNSET and found.get(key) and found[key] != argument.plain:
             raise UserError(f"{where}: args.{key} is {found[key]!r}; needs --hf-config DIR, the original folder")
     heads = need("num_attention_heads")
     experts = found.get("num_experts")
@@ -338,7 +276,7 @@ def _groups(found: Mapping[str, Any]) -> Any:
 def _unused(key: str, family: Family) -> bool:
     """Return whether this model's tensors do not depend on the argument."""
     shape = family.shape
-    if key in (_HEADS if shape.latent is not None else _LATENT):
+    if _ARGUMENTS[key].of == ("heads" if shape.latent is not None else "latent"):
         return True
     if key.startswith("moe_"):
         return shape.experts is None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,7 @@ from runtime.trainer.megatron.core_checkpoint import Column, CoreFile, columns
 from runtime.weights.plain_pickle import Attributes, excerpt
 from runtime.weights.plan import TensorSpec
 
-# ---- Classic ranks
-#
-# The ranks with a file in a checkpoint of Megatron-LM's own layout, and what each of them holds.
+# ---- The ranks with a file, and what each of them holds
 
 Coordinates = tuple[int, int, int]  # tensor rank, pipeline stage (not a virtual one), expert rank
 
@@ -119,14 +117,12 @@ def grid_of(arguments: Mapping[str, Any], found: Coordinates, where: str) -> Cla
     )
 
 
-# ---- Classic checkpoint
-#
-# The model in a checkpoint of Megatron-LM's own layout: each parameter of each rank by its name in the table.
+# ---- The model: each parameter of each rank by its name in the table
 
 
 def has_value_head(ranks: RankFiles) -> bool:
     """Return whether the model gives one number a token: by MindSpeed's reward head, or instead of the vocabulary's head."""
-    _, last = ranks.stored(0, ranks.stages - 1, 0)
+    last = ranks.stored(0, ranks.stages - 1, 0)[1]
     return REWARD_HEAD in last or (HEAD in last and last[HEAD].shape[:1] == (1,))
 
 
@@ -256,7 +252,7 @@ VERSION = 3.0
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
 _MOST_LISTED = 10_000  # ranks that are searched for missing files
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class RankFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -412,13 +408,18 @@ def _found(names: list[str]) -> Coordinates:
 
 def _layers(stored: Mapping[str, ArchiveTensor]) -> list[int]:
     """Return the numbers of the layers on the stage."""
-    return sorted({int(layer[1]) for name in stored if (layer := LAYER.match(name)) is not None})
+    return sorted({int(layer[1]) for name in stored if (layer := _LAYER.match(name)) is not None})
 
 
 def _without_gaps(stored: dict[str, ArchiveTensor]) -> dict[str, ArchiveTensor]:
     """Number the layers from 0 on: layers that only pass tokens on have numbers, but no tensors."""
     numbers = {number: index for index, number in enumerate(_layers(stored))}
-    return {LAYER.sub(lambda layer: f"decoder.layers.{numbers[int(layer[1])]}.", name): t for name, t in stored.items()}
+    return {renumbered(name, numbers): tensor for name, tensor in stored.items()}
+
+
+def renumbered(name: str, numbers: Mapping[int, int] | Sequence[int]) -> str:
+    """Return a tensor's name, with the number of its layer after `numbers`."""
+    return _LAYER.sub(lambda layer: f"decoder.layers.{numbers[int(layer[1])]}.", name)
 
 
 def _require_agreement(first: RankFile, file: RankFile) -> None:

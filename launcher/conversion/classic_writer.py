@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from launcher.conversion.arguments import arguments_of
-from launcher.conversion.classic_folder import FILE, LAYER, RELEASE, TRACKER, VERSION, ClassicGrid, Coordinates
-from launcher.conversion.parts import ConversionProgress, HfModel
+from launcher.conversion.classic_folder import FILE, RELEASE, TRACKER, VERSION, ClassicGrid, Coordinates, renumbered
+from launcher.conversion.parts import HfModel, Progress
 from runtime.errors import UserError
 from runtime.models.families import Layout, Parameter
 from runtime.models.families.family import EMBEDDING
@@ -136,15 +136,10 @@ def _with_gaps(held: list[Parameter], target: Target, stage: int, layers: int) -
     """Renumber the parameters' layers to leave out the numbers of layers without parameters."""
     numbers = _stage_numbers(layers + len(target.noops), target.layout.pipeline)[stage]
     left = [local for local, number in enumerate(numbers) if number not in target.noops]
-
-    def named(parameter: Parameter) -> Parameter:
-        name = LAYER.sub(lambda layer: f"decoder.layers.{left[int(layer[1])]}.", parameter.name)
-        return msgspec.structs.replace(parameter, name=name)
-
-    return list(map(named, held))
+    return [msgspec.structs.replace(parameter, name=renumbered(parameter.name, left)) for parameter in held]
 
 
-def write_ranks(folder: Path, model: HfModel, target: Target, progress: ConversionProgress) -> None:
+def write_ranks(model: HfModel, target: Target, folder: Path, progress: Progress) -> None:
     """Write the files of all ranks. Memory holds all tensors of one rank at a time."""
     arguments = _arguments(model, target)
     for rank in target.grid.ranks():
@@ -158,16 +153,14 @@ def write_ranks(folder: Path, model: HfModel, target: Target, progress: Conversi
     (folder / TRACKER).write_text(RELEASE)
 
 
-def _state(
-    model: HfModel, naming: Naming, parameters: list[Parameter], progress: ConversionProgress
-) -> dict[str, torch.Tensor]:
+def _state(model: HfModel, naming: Naming, parameters: list[Parameter], progress: Progress) -> dict[str, torch.Tensor]:
     """Return a rank's tensors by their names in the checkpoint."""
     names = {parameter.name for parameter in parameters}
     state: dict[str, torch.Tensor] = {}
     grouped: dict[str, list[torch.Tensor]] = {}
     for parameter in parameters:
         tensor = parameter.from_hf(model.tensors.read)
-        progress.add("converting", tensor.nbytes)
+        progress("converting", tensor.nbytes)
         where = place(parameter.name, naming, names)
         if where.expert is None:
             # torch saves the whole memory of a tensor.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from launcher.conversion.check import ParameterReader, require_same_bits
 from launcher.conversion.classic_folder import ClassicCheckpoint, has_value_head
 from launcher.conversion.classic_writer import rank_parameters, target_for, write_ranks
 from launcher.conversion.parts import (
-    ConversionProgress,
     ConversionReport,
     HfModel,
+    Progress,
     Show,
+    counted,
     dtype_name,
     open_hf,
     require_new,
@@ -95,14 +97,14 @@ def to_core(
     parts = [part for column in columns(model.family, layout) for part in column.parts]
     specs = {part.name: [model.tensors.spec(parameter) for parameter in part.parameters] for part in parts}
 
-    def write(unfinished: Path, progress: ConversionProgress) -> None:
+    def write(unfinished: Path, progress: Progress) -> None:
         hf_policy.write_description(source, unfinished, dtype)
         write_description(unfinished, Description(layout=layout, value_head=value_head))
         for part in parts:
             with TensorWriter(unfinished / part.name, specs[part.name]) as writer:
                 for parameter in part.parameters:
                     writer.write(parameter.name, parameter.from_hf(model.tensors.read))
-                    progress.add("converting", writer.specs[parameter.name].nbytes)
+                    progress("converting", writer.specs[parameter.name].nbytes)
 
     nbytes = sum(spec.nbytes for part in specs.values() for spec in part)
     return _from_hf(source, folder, model, nbytes, len(parts), write, _open_folder, check_logits, show)
@@ -126,13 +128,9 @@ def to_megatron(
     model = open_hf(source, dtype, value_head)
     target = target_for(layout, model.family.shape, naming, **options)
     ranks = list(target.grid.ranks())
-    held = [parameters for rank in ranks for parameters in rank_parameters(model, target, rank)]
-    nbytes = sum(model.tensors.spec(parameter).nbytes for parameters in held for parameter in parameters)
-
-    def write(unfinished: Path, progress: ConversionProgress) -> None:
-        write_ranks(unfinished, model, target, progress)
-
-    reopen = partial(_open_classic, hf_config=source)
+    held = chain.from_iterable(parameters for rank in ranks for parameters in rank_parameters(model, target, rank))
+    nbytes = sum(model.tensors.spec(parameter).nbytes for parameter in held)
+    write, reopen = partial(write_ranks, model, target), partial(_open_classic, hf_config=source)
     return _from_hf(source, folder, model, nbytes, len(ranks), write, reopen, check_logits, show)
 
 
@@ -167,7 +165,7 @@ def _from_hf(
     model: HfModel,
     nbytes: int,
     files: int,
-    write: Callable[[Path, ConversionProgress], None],
+    write: Callable[[Path, Progress], None],
     reopen: Callable[[Path], _Core],
     check_logits: bool,
     show: Show,
@@ -178,13 +176,13 @@ def _from_hf(
     if check_logits:
         _require_logits(model.family)
     require_room(folder, nbytes)
-    progress = ConversionProgress(show, nbytes)
+    progress = counted(show, nbytes)
     with checkpoint.atomic_folder(folder) as unfinished:
         started = time.monotonic()
         write(unfinished, progress)
         seconds = time.monotonic() - started
         core = reopen(unfinished)
-        require_same_bits(core.pieces(), model.tensors.read, progress.add)
+        require_same_bits(core.pieces(), model.tensors.read, progress)
         difference = _difference(core, source, show) if check_logits else None
     return ConversionReport(
         nbytes=nbytes,
@@ -201,7 +199,7 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
         _require_logits(core.family)
     pieces = core.pieces()
     specs = _hf_specs(core.family, pieces)
-    progress = ConversionProgress(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
+    progress = counted(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
     require_room(folder, sum(spec.nbytes for spec in specs))
     with checkpoint.atomic_folder(folder) as unfinished:
         started = time.monotonic()
@@ -212,7 +210,7 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
             _join(core, writer, progress)
         seconds = time.monotonic() - started
         files = weight_paths(unfinished)
-        require_same_bits(pieces, TensorFolder(files).get, progress.add)
+        require_same_bits(pieces, TensorFolder(files).get, progress)
         difference = _difference(core, unfinished, show) if check_logits else None
     return ConversionReport(
         nbytes=sum(spec.nbytes for spec in specs),
@@ -285,10 +283,11 @@ def _difference(core: _Core, hf: Path, show: Show) -> float:
 
 def _wholes(core: _Core) -> dict[str, torch.Tensor]:
     """Return the Hugging Face tensors, joined from the pieces of all ranks."""
-    found: dict[str, torch.Tensor] = {}
-    for row, readers in _rows(core):
-        found.update(row[0].to_hf([reader.get(row[0].name)[:] for reader in readers[: row[0].pieces]]))
-    return found
+    return {name: whole for row, readers in _rows(core) for name, whole in _joined(row[0], readers)}
+
+
+def _joined(parameter: Parameter, readers: list[ParameterReader]) -> Iterable[tuple[str, torch.Tensor]]:
+    return parameter.to_hf([reader.get(parameter.name)[:] for reader in readers[: parameter.pieces]])
 
 
 def _rows(core: _Core) -> Iterator[tuple[tuple[Parameter, ...], list[ParameterReader]]]:
@@ -310,16 +309,15 @@ def _hf_specs(family: Family, pieces: Pieces) -> list[TensorSpec]:
     return [TensorSpec(name, dtypes[name], shape) for name, shape in family.tensors().items()]
 
 
-def _join(core: _Core, writer: hf_policy.ShardWriter, progress: ConversionProgress) -> None:
+def _join(core: _Core, writer: hf_policy.ShardWriter, progress: Progress) -> None:
     """Join the pieces and write the Hugging Face tensors."""
     for row, readers in _rows(core):
         if row[0].split == 0 and not row[0].copy:
-            # Blocks of whole rows are written alone: they need no pieces of other ranks.
+            # Blocks of whole rows need no pieces of other ranks.
             for parameter, reader in zip(row, readers, strict=True):
                 for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
                     writer.write(source.name, block, index[0].start)
         elif not row[0].copy:
-            pieces = [reader.get(row[0].name)[:] for reader in readers[: row[0].pieces]]
-            for name, whole in row[0].to_hf(pieces):
+            for name, whole in _joined(row[0], readers):
                 writer.write(name, whole)
-        progress.add("converting", sum(reader.specs[row[0].name].nbytes for reader in readers))
+        progress("converting", sum(reader.specs[row[0].name].nbytes for reader in readers))

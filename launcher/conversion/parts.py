@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from runtime.weights.delta import TensorFolder
 from runtime.weights.plan import TensorSpec
 
 Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+Progress = Callable[[str, int], None]  # phase, further bytes done
 
 
 class ConversionReport(msgspec.Struct, kw_only=True):
@@ -83,12 +85,12 @@ class HfTensors:
         if name not in self.specs:
             like = self._declared(name)
             return torch.zeros(1, like.shape[1], dtype=self._dtype or getattr(torch, like.dtype))
-        stored: Sliceable = self._tensors.get(name)
+        stored, asked = self._tensors.get(name), self._asked(name)
         if self._files.blocks is None or name not in self._files.scales:
-            return _Cast(stored, self._asked(name))
+            return stored if asked is None else _Cast(stored, asked)
         scales = self._tensors.get(self._files.scales[name])
         whole = quantized.Dequantized(stored, scales, self.specs[name].shape, self._files.blocks)
-        return _Cast(whole, self._asked(name) or getattr(torch, self.specs[name].dtype))
+        return _Cast(whole, asked or getattr(torch, self.specs[name].dtype))
 
     def _asked(self, name: str) -> torch.dtype | None:
         return None if self._dtype is None else dtype_of(name, self._dtype)
@@ -101,29 +103,22 @@ class HfTensors:
 class _Cast:
     """A tensor whose slices are cast to another dtype."""
 
-    def __init__(self, tensor: Sliceable, dtype: torch.dtype | None):
-        self._tensor = tensor
-        self._dtype = dtype
+    def __init__(self, tensor: Sliceable, dtype: torch.dtype):
+        self._tensor, self._dtype = tensor, dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        part: torch.Tensor = self._tensor[index]
-        return part if self._dtype is None else part.to(self._dtype)
+        return self._tensor[index].to(self._dtype)
 
 
-class ConversionProgress:
-    """Counts the converted bytes, then the checked bytes."""
+def counted(show: Show, total: int) -> Progress:
+    """Return what adds up the bytes of each phase, and shows them."""
+    done: Counter[str] = Counter()
 
-    def __init__(self, show: Show, total: int):
-        self.total = total
-        self._show = show
-        self._phase = ""
-        self._done = 0
+    def add(phase: str, nbytes: int) -> None:
+        done[phase] += nbytes
+        show(phase, done[phase], total)
 
-    def add(self, phase: str, nbytes: int) -> None:
-        if phase != self._phase:
-            self._phase, self._done = phase, 0
-        self._done += nbytes
-        self._show(phase, self._done, self.total)
+    return add
 
 
 def require_new(folder: Path) -> None:
