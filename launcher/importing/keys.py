@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,9 +22,7 @@ from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run, load
 from runtime.config.yaml_text import at_home
 from runtime.errors import ConfigError
 
-# ---- Settings
-#
-# The keys of another program's files, and a record of what became of each. Pure.
+# ---- Settings: the keys of another program's files, and a record of what became of each
 
 
 class Unresolved(Struct, frozen=True):
@@ -96,14 +95,16 @@ class TranslatedSettings:
         self.faults: list[str] = []
         self.advice: list[str] = []  # what the user should know besides the single keys
         self._entries = read.entries
-        self._left_out = {each.path for each in read.entries for name in without if _ends(each.path, _plain(name))}
+        self._left_out: set[str] = set()
         self._ours: dict[str, list[str]] = {}
         self._said: dict[str, str] = {}  # why a key decided nothing
         self._noted: dict[str, str] = {}  # how a key was translated, if that differs from the table's note
         self._refused: set[str] = set()
         self._defaults: dict[str, tuple[Any, list[str]]] = {}
         for name in without:
-            meant = [each for each in read.entries if _ends(each.path, _plain(name))]
+            plain = name.strip().replace("-", "_")
+            meant = [each for each in read.entries if f".{each.path}".endswith(f".{plain}")]
+            self._left_out.update(each.path for each in meant)
             if not meant:
                 self.faults.append(f"--without {name}: the file has no such key")
             elif bound := [each.path for each in meant if each.name in table.essential]:
@@ -141,7 +142,7 @@ class TranslatedSettings:
         place, key = found
         if entry is None or (entry.value is None and entry.path not in self._left_out):
             return Setting(entry.path if entry else f"{place}.{name}".lstrip("."), _typed(key, at_home(key.default)), False)
-        if entry.path in self._left_out or _wrong(key, entry.value):
+        if entry.path in self._left_out or isinstance(entry.value, Unresolved) or key.fault(entry.value):
             return Setting(entry.path, None, True)  # the fault is known; no more is said of the key
         return Setting(entry.path, _typed(key, entry.value), True)
 
@@ -244,10 +245,9 @@ class TranslatedSettings:
             return TranslatedKey(path, value, "to decide", ours, self._decided[path])
         if ours:
             return TranslatedKey(path, value, "mapped", ours, self._noted.get(path, key.note))
-        if key.refused or key.decide:
-            return TranslatedKey(path, value, "ignored", reason=said or "off there too: it asks for nothing")
-        reason = said or key.ignored or ("left empty" if entry.value is None else "")
-        return TranslatedKey(path, value, "ignored", reason=reason or self._overridden(entry, place))
+        off = "off there too: it asks for nothing" if key.refused or key.decide else key.ignored
+        reason = said or off or ("left empty" if entry.value is None else self._overridden(entry, place))
+        return TranslatedKey(path, value, "ignored", reason=reason)
 
     def _overridden(self, entry: FileEntry, place: str) -> str:
         """Return why a mapped key decided nothing: a section nearer to the role has it, or the role does not take it."""
@@ -256,23 +256,11 @@ class TranslatedSettings:
             return f"{others[-1].path} stands over it"
         return f"{entry.section} takes none of its own" if place not in (entry.section, "model") else "decides nothing here"
 
-    def carried(self) -> list[CarriedDefault]:
-        """Return the program's defaults among what was written, by key."""
-        return [
-            CarriedDefault(path, shown(value), tuple(dict.fromkeys(ours))) for path, (value, ours) in self._defaults.items()
-        ]
-
-
-def _plain(name: str) -> str:
-    return name.strip().replace("-", "_")
-
-
-def _ends(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
-
-
-def _wrong(key: TheirKey, value: Any) -> bool:
-    return isinstance(value, Unresolved) or bool(key.fault(value))
+    def carried(self, ours: Collection[str]) -> Iterator[CarriedDefault]:
+        """Yield the program's defaults among what was written, by key, but for the lines of `ours`, Sluice's own defaults."""
+        for path, (value, lines) in self._defaults.items():
+            if others := tuple(line for line in dict.fromkeys(lines) if line not in ours):
+                yield CarriedDefault(path, shown(value), others)
 
 
 def _typed(key: TheirKey, value: Any) -> Any:
@@ -287,9 +275,7 @@ def scaled(least: float | None, policys: float | None, critics: float | None) ->
     return least * critics / policys if least and policys and critics else least
 
 
-# ---- Translation
-#
-# From the translated values to a configuration of Sluice's: what differs from its defaults. No I/O.
+# ---- Translation to a configuration of Sluice's: what differs from its defaults
 
 _BY_PRESENCE = ("critic", "lora")  # sections that have a meaning even when empty
 
@@ -318,7 +304,7 @@ def translation(keys: TranslatedSettings, advice: Sequence[str]) -> Translation:
         keys.table.command,
         _raw(keys.values),
         tuple(keys.rows()),
-        tuple(each for each in map(_written, keys.carried()) if each.ours),
+        tuple(keys.carried(frozenset(f"{path}={shown(value)}" for path, value in _paths(_defaults())))),
         tuple(advice),
     )
 
@@ -327,9 +313,9 @@ def _schema_faults(keys: TranslatedSettings) -> list[str]:
     """Return the faults of values that our keys do not allow, under the names of their keys."""
     faults = []
     for fault in loading.type_faults(_nested(keys.values)):
-        path = fault.partition(":")[0]
-        source = next((theirs for ours, theirs in keys.sources.items() if path == ours or path.startswith(f"{ours}.")), "")
-        faults.append(f"{source}: {fault}" if source else fault)
+        path = f"{fault.partition(':')[0]}."
+        named = (f"{theirs}: {fault}" for ours, theirs in keys.sources.items() if path.startswith(f"{ours}."))
+        faults.append(next(named, fault))
     return faults
 
 
@@ -374,17 +360,6 @@ def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, An
     return made
 
 
-def _written(carried: CarriedDefault) -> CarriedDefault:
-    """Return `carried` without the lines that are our defaults in any case."""
-    return CarriedDefault(carried.path, carried.value, tuple(line for line in carried.ours if line not in _default_lines()))
-
-
-@functools.cache
-def _default_lines() -> frozenset[str]:
-    """Return our defaults, each as PATH=VALUE."""
-    return frozenset(f"{path}={shown(value)}" for path, value in _paths(_defaults()))
-
-
 def _paths(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
         yield f"{prefix}{key}", value
@@ -394,21 +369,13 @@ def _paths(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 Outcome = Literal["mapped", "ignored", "to decide", "refused", "left out"]
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-    "list": (list,),
-    "map": (dict,),
-}
-_WORDS = {
-    "str": "text",
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "list": "a list",
-    "map": "a mapping",
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # with the words for them
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "text"),
+    "list": ((list,), "a list"),
+    "map": ((dict,), "a mapping"),
 }
 
 
@@ -438,10 +405,11 @@ class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def fault(self, value: Any) -> str:
         """Return why `value` has a wrong type, "" if it does not. Every key may be null."""
-        kinds = (self.type or _type_of(self.default)).split("|")
-        if value is None or any(_is(value, kind) for kind in kinds if kind) or kinds == [""]:
+        of_default = next((name for name, (types, _) in _TYPES.items() if isinstance(self.default, types)), "")
+        kinds = (self.type or of_default).split("|")
+        if value is None or kinds == [""] or any(_is(value, kind) for kind in kinds):
             return ""
-        return f"{shown(value)} is not {' or '.join(_WORDS[kind] for kind in kinds)}"
+        return f"{shown(value)} is not {' or '.join(_TYPES[kind][1] for kind in kinds)}"
 
     def asks_for_nothing(self, value: Any) -> bool:
         inert = (self.default, *self.inert)
@@ -458,18 +426,11 @@ def shown(value: Any) -> str:
     return text.removesuffix("...").strip()
 
 
-def _type_of(value: Any) -> str:
-    for name in ("bool", "int", "float", "str", "list", "map"):
-        if isinstance(value, _TYPES[name]):
-            return name
-    return ""
-
-
 def _is(value: Any, kind: str) -> bool:
     if kind == "int" and isinstance(value, float):
         return value.is_integer()  # 1.0 counts as 1
     finite = not isinstance(value, float) or math.isfinite(value)
-    return isinstance(value, _TYPES[kind]) and finite and (kind == "bool" or not isinstance(value, bool))
+    return isinstance(value, _TYPES[kind][0]) and finite and (kind == "bool" or not isinstance(value, bool))
 
 
 class KeyTable:
@@ -494,15 +455,12 @@ class KeyTable:
         """The names of keys that say what is trained, in any section."""
         return frozenset(name for keys in self.sections.values() for name, key in keys.items() if key.essential)
 
-    def looked_up(self, section: str) -> tuple[str, ...]:
-        """Return the sections of the table in which a key of a file's `section` is looked up."""
-        return self._places.get(section, (section,))
-
     def find(self, section: str, name: str) -> tuple[str, TheirKey] | None:
         """Return the section of the table that has a key of a file's `section`, and the key."""
         parts = name.split(".")
         patterns = [name, f"{name}.*", *(".".join([*parts[:end], "*"]) for end in range(len(parts) - 1, -1, -1))]
-        known = ((place, self.sections.get(place, {}), pattern) for place in self.looked_up(section) for pattern in patterns)
+        places = self._places.get(section, (section,))
+        known = ((place, self.sections.get(place, {}), pattern) for place in places for pattern in patterns)
         return next(((place, keys[pattern]) for place, keys, pattern in known if pattern in keys), None)
 
     def place(self, path: str) -> tuple[str, str]:
@@ -513,10 +471,7 @@ class KeyTable:
 
     def names(self, section: str) -> Mapping[str, TheirKey]:
         """Return the keys that a file's `section` may have."""
-        found: dict[str, TheirKey] = {}
-        for place in reversed(self.looked_up(section)):
-            found |= self.sections.get(place, {})
-        return found
+        return ChainMap(*(self.sections.get(place, {}) for place in self._places.get(section, (section,))))
 
     def nearest(self, section: str, name: str) -> str:
         """Return a hint on an unknown key: a near one of its section, or the same one of another section; "" for none."""

@@ -40,7 +40,13 @@ def cells(row: TranslatedKey) -> tuple[str, str, str, str]:
 
 def markdown(file: str, translation: Translation) -> str:
     """Return the whole report: keys, defaults that were carried over, and advice."""
-    return "\n".join(_report_lines(file, translation)) + "\n"
+    columns = (translation.program, *COLUMNS)
+    lines = [f"# {file}", "", totals(translation.rows), "", *_table(columns, [cells(row) for row in translation.rows])]
+    if translation.carried:
+        lines += ["", "Keys that the file leaves out, whose default there is not Sluice's:", ""]
+        rows = [(each.path, each.value, ", ".join(each.ours)) for each in translation.carried]
+        lines += _table((translation.program, "default", "here"), rows)
+    return "\n".join([*lines, "", *(f"- {line}" for line in translation.advice)]) + "\n"
 
 
 def configuration(file: str, translation: Translation) -> str:
@@ -58,27 +64,6 @@ def configuration(file: str, translation: Translation) -> str:
     return "\n".join([*head, *sections])
 
 
-def _report_lines(file: str, translation: Translation) -> Iterator[str]:
-    yield f"# {file}"
-    yield ""
-    yield totals(translation.rows)
-    yield ""
-    yield from _table((translation.program, *COLUMNS), [cells(row) for row in translation.rows])
-    if translation.carried:
-        yield ""
-        yield "Keys that the file leaves out, whose default there is not Sluice's:"
-        yield ""
-        rows = [(each.path, each.value, ", ".join(each.ours)) for each in translation.carried]
-        yield from _table((translation.program, "default", "here"), rows)
-    yield ""
-    yield from (f"- {line}" for line in translation.advice)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield _line(columns)
-    yield _line(["---"] * len(columns))
-    yield from map(_line, rows)
-
-
-def _line(texts: Sequence[str]) -> str:
-    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines]

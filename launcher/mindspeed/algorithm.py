@@ -50,9 +50,8 @@ def _rules(keys: RoleSettings, ruled: Setting, names: Setting, weights: Setting)
     known = _RULES | (_OLDER_RULES if keys.format == "r1_zero" else {})
     for name in names.value:
         if name == "retool_reward":
-            keys.refuse(
-                names, "retool_reward counts tool calls, and a sample has none; take acc_for_dapo, or a rule of your own"
-            )
+            instead = "take acc_for_dapo, or a rule of your own"
+            keys.refuse(names, f"retool_reward counts tool calls, and a sample has none; {instead}")
         elif name not in known:
             near = get_close_matches(str(name), list(known), n=1)
             hint = f"nearest is {near[0]}" if near else f"must be of {', '.join(known)}"

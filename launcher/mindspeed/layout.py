@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from launcher.importing.keys import Setting
 from launcher.mindspeed.reading import RoleSettings
 
@@ -27,10 +29,7 @@ def services(keys: RoleSettings) -> None:
     environment = keys.of("rl_config", "runtime_env_path")
     keys.put("services.platform", ASCEND, *([environment] if environment.given else []))
     lora = _lora(keys)
-    if keys.format == "current":
-        _current(keys, lora)
-    else:
-        _older(keys, lora)
+    (_current if keys.rl else _older)(keys, lora)
     _budgets(keys)
     _recomputation(keys, "actor", "trainer")
     if "critic" in keys.values:
@@ -38,8 +37,8 @@ def services(keys: RoleSettings) -> None:
 
 
 def _current(keys: RoleSettings, lora: bool) -> None:
-    together, actor = keys.of("rl_config", "use_integrated_worker"), keys.of("rl_config", "actor_resource.num_npus")
-    older = keys.of("rl_config", "colocate_all_models")
+    together, older, shared = keys.each("rl_config", "use_integrated_worker", "colocate_all_models", "colocate_actor_ref")
+    actor, reference, critic = (keys.of("rl_config", f"{name}_resource.num_npus") for name in ("actor", "reference", "critic"))
     chosen = older if older.given and not together.given else together
     integrated = chosen.value is not False  # also if it is left out: roles without devices of their own share the actor's
     _spread(keys, "actor", "trainer", [actor], actor.value)
@@ -47,15 +46,12 @@ def _current(keys: RoleSettings, lora: bool) -> None:
     # Training and sampling share devices in either case: the actor is one hybrid worker there.
     keys.put("services.rollout.colocate", "trainer", together)
     keys.put("services.rollout.colocate", "trainer", *([older] if older.given else []))
-    reference = keys.of("rl_config", "reference_resource.num_npus")
-    critic = keys.of("rl_config", "critic_resource.num_npus")
     if "critic" in keys.values:
         _spread(keys, "critic", "critic", [critic if critic.given else actor], critic.value or actor.value)
         if integrated:
             keys.put("services.critic.colocate", "trainer", together)
     else:
         keys.say("of gae, which has a critic", critic)
-    shared = keys.of("rl_config", "colocate_actor_ref")
     _reference(keys, integrated or bool(shared.value), reference, actor, lora)
     if shared.value and "services.reference.engine" in keys.values:
         keys.put("services.reference.colocate", "trainer", shared)
@@ -155,17 +151,11 @@ def _stages(keys: RoleSettings, role: str, path: str, stages: int) -> None:
             )
             return
         counts = [layers.value // stages] * stages
-    first = 0
-    held = []
-    for count in counts:
-        held.append(count - sum(first <= layer < first + count for layer in empty))
-        first += count
+    ends = accumulate(counts)
+    held = [count - sum(end - count <= layer < end for layer in empty) for count, end in zip(counts, ends, strict=True)]
     if len(set(held[1:-1])) > 1:
-        setting = listed if listed.value is not None else noops
-        keys.refuse(
-            setting,
-            "megatron-core wants all stages but the first and the last to have the same number of layers; left out, all have",
-        )
+        why = "megatron-core wants all stages but the first and the last to have the same number of layers; left out, all have"
+        keys.refuse(listed if listed.value is not None else noops, why)
     elif held:
         equal = len(set(held)) == 1
         deciding = [each for each in (listed, noops) if each.value is not None] + ([layers] if empty else [])
@@ -272,15 +262,13 @@ def _recomputation(keys: RoleSettings, role: str, service: str) -> None:
 def tokens(keys: RoleSettings, samples: Setting) -> int | None:
     """Return the tokens of `samples` samples of the greatest length."""
     prompt, reply = keys.values.get("data.max_prompt_tokens"), keys.values.get("sampling.max_new_tokens")
-    if samples.value is None or prompt is None or reply is None:
-        return None
-    return int(samples.value * (prompt + reply))
+    return None if None in (samples.value, prompt, reply) else int(samples.value * (prompt + reply))
 
 
 def token_limit(keys: RoleSettings) -> Setting | None:
     """Return max_tokens_to_oom, if the file has it."""
     found = [keys.role("actor", "max_tokens_to_oom")]
-    if keys.format == "current":
+    if keys.rl:
         found += [keys.of(section, "max_tokens_to_oom") for section in ("rl_config", "generate_config")]
     return next((each for each in found if each.given and each.value is not None), None)
 
@@ -289,10 +277,8 @@ def _budgets(keys: RoleSettings) -> None:
     """Translate budgets: with use_dynamic_bsz max_tokens_to_oom or the packed size, else micro_batch_size samples in tokens."""
     micro, limit, own = keys.role("actor", "micro_batch_size"), token_limit(keys), "training.max_tokens_per_microbatch"
     scored = "services.reference.max_tokens_per_microbatch"
-    dynamic, update, reference = (
-        keys.of("rl_config", name)
-        for name in ("use_dynamic_bsz", "update_max_packing_token_size", "ref_max_packing_token_size")
-    )
+    names = ("use_dynamic_bsz", "update_max_packing_token_size", "ref_max_packing_token_size")
+    dynamic, update, reference = keys.each("rl_config", *names)
     has_reference = "services.reference.engine" in keys.values
     if limit is not None and dynamic.value:
         keys.put(own, limit.value, limit, dynamic)
@@ -307,7 +293,7 @@ def _budgets(keys: RoleSettings) -> None:
     keys.say(f"{limit.path} is the budget" if limit is not None and dynamic.value else "of use_dynamic_bsz", update)
     keys.say("there is no reference" if not has_reference else "of use_dynamic_bsz", reference)
     keys.say("off: micro_batch_size samples, in tokens", dynamic)
-    if keys.format == "current":
+    if keys.rl:
         forward = keys.of("rl_config", "ref_forward_micro_batch_size")
         if not has_reference:
             keys.say("there is no reference", forward)

@@ -14,43 +14,23 @@ from launcher.importing.keys import FileEntry, KeyTable, Read, Setting, Translat
 from runtime.config.yaml_text import read_mapping
 from runtime.errors import ConfigError
 
-# ---- Keys
-#
-# MindSpeed-RL's keys: the table in `keys.yaml`, and the sections of each role.
+# ---- The table in `keys.yaml`, and the sections of each role
 
-ROLES = ("actor", "reference", "reward", "critic")
-# By format: the section with the keys of all roles, then each role's own section, which overrides the first one.
-SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
-    "current": {
-        "actor": ("megatron_training", "actor_config"),
-        "reference": ("megatron_training", "ref_config"),
-        "reward": ("megatron_training", "reward_config"),
-        "critic": ("megatron_training", "critic_config"),
-    },
-    "r1_zero": {
-        "actor": ("training", "actor_rollout_ref.actor_rollout"),
-        "reference": ("training", "actor_rollout_ref.ref"),
-        "reward": ("training", "reward"),
-        "critic": ("training", "critic"),
-    },
-}
+_SHARED = {"current": "megatron_training", "r1_zero": "training"}  # by format: the section with the keys of all roles
+_CURRENT_ROLES = {"actor": "actor_config", "reference": "ref_config", "critic": "critic_config", "reward": "reward_config"}
+_OLDER_ACTOR, _OLDER_REFERENCE = "actor_rollout_ref.actor_rollout", "actor_rollout_ref.ref"
+_OLDER_ROLES = {"actor": _OLDER_ACTOR, "reference": _OLDER_REFERENCE, "critic": "critic", "reward": "reward"}
+_OWN = {"current": _CURRENT_ROLES, "r1_zero": _OLDER_ROLES}  # and each role's own, which overrides the first one
 # For a section of a file: the sections of the table in which its keys are looked up, in order. Default: its own.
 _PLACES = {
-    "model": ("megatron_training",),
-    "training": ("megatron_training",),
-    "actor_config": ("actor_config", "megatron_training"),
-    "ref_config": ("ref_config", "megatron_training"),
-    "reward_config": ("reward_config", "megatron_training"),
-    "critic_config": ("critic_config", "megatron_training"),
-    "vit_config": ("megatron_training",),
-    "actor_rollout_ref.actor_rollout": ("actor_rollout_ref.actor_rollout", "megatron_training"),
-    "actor_rollout_ref.ref": ("actor_rollout_ref.ref", "ref_config", "megatron_training"),
-    "critic": ("critic", "critic_config", "megatron_training"),
-    "reward": ("reward", "reward_config", "megatron_training"),
+    **dict.fromkeys(("model", "training", "vit_config"), ("megatron_training",)),
+    **{section: (section, "megatron_training") for section in _CURRENT_ROLES.values()},
+    **{older: (older, _CURRENT_ROLES[role], "megatron_training") for role, older in _OLDER_ROLES.items()},
+    _OLDER_ACTOR: (_OLDER_ACTOR, "megatron_training"),
 }
 # Sections of the older format. Some have the names of ours.
-_OLDER_SECTIONS = ("actor_rollout_ref.actor_rollout", "actor_rollout_ref.ref", "critic", "reward", "algorithm", "resource_pool")
-_ROLES = {"megatron_training": "actor", "actor_rollout_ref.actor_rollout": "actor", "critic": "critic"}
+_OLDER_SECTIONS = (*_OLDER_ROLES.values(), "algorithm", "resource_pool")
+_ROLES = {"megatron_training": "actor", _OLDER_ACTOR: "actor", "critic": "critic"}
 TABLE = KeyTable("MindSpeed-RL", "import-mindspeed", Path(__file__).parent / "keys.yaml", _PLACES)
 
 
@@ -60,9 +40,7 @@ def named_there(path: str) -> list[str]:
     return [f"{section}.{name}" for section, keys in sections.items() for name, key in keys.items() if path in key.to]
 
 
-# ---- Settings
-#
-# MindSpeed-RL's keys by role. Pure.
+# ---- MindSpeed-RL's keys by role
 
 
 class RoleSettings(TranslatedSettings):
@@ -94,7 +72,7 @@ class RoleSettings(TranslatedSettings):
 
     def role(self, role: str, name: str) -> Setting:
         """Return a key of a role: from its own section, else from that of all roles, else from its model, else the default."""
-        shared, own = SECTIONS[self.format][role]
+        shared, own = _SHARED[self.format], _OWN[self.format][role]
         named = [self._by_place.get((section, "model")) for section in (own, shared)]
         model = next((each.value for each in named if each is not None), "")
         chosen = [self._by_place.get((own, name)), self._by_place.get((shared, name)), self._by_model.get((model, name))]
@@ -104,15 +82,7 @@ class RoleSettings(TranslatedSettings):
 _CURRENT = ("megatron_training", "actor_config", "rl_config", "generate_config")
 _OLDER = ("training", "actor_rollout_ref", "algorithm", "resource_pool")
 _FORMS = {
-    "current": (
-        *_CURRENT,
-        "ref_config",
-        "reward_config",
-        "critic_config",
-        "vit_config",
-        "profiler_config",
-        "msprobe_config",
-    ),
+    "current": (*_CURRENT, *(f"{name}_config" for name in ("ref", "reward", "critic", "vit", "profiler", "msprobe"))),
     "r1_zero": (*_OLDER, "critic", "reward"),
 }
 _PARTS = {"actor_rollout_ref": ("actor_rollout", "ref")}
@@ -123,10 +93,11 @@ def read(file: Path, models: Path | None = None) -> Read:
 
     Raises ConfigError, one line per fault, each with the key's path in its file.
     """
-    raw, faults = _underscored(read_mapping(file, "MindSpeed-RL's sections are needed"), "")
-    format = _format(file, raw)
-    chosen, found = _models(raw, models or file.parent / "model")
-    faults += found
+    faults: list[str] = []
+    raw = _underscored(read_mapping(file, "MindSpeed-RL's sections are needed"), "", faults)
+    format, before = _format(file, raw), len(faults)
+    chosen = _models(raw, models or file.parent / "model", faults)
+    named = len(faults) == before
     entries: list[FileEntry] = []
     for section, content in _sections(raw, format, faults):
         entries += _entries(section, content, faults)
@@ -134,10 +105,10 @@ def read(file: Path, models: Path | None = None) -> Read:
         faults.append("its sections have no keys")
     for name, content in chosen.items():
         entries += [FileEntry("model", key, value, model=name) for key, value in content.items()]
-    faults += [] if found else _model_names(entries, chosen)
-    faults += [
-        f"{each.path}: {each.value}: is not resolved here; write the value" for each in entries if _interpolates(each.value)
-    ]
+    faults += _model_names(entries, chosen) if named else []
+    for each in entries:
+        if isinstance(each.value, str) and "${" in each.value:  # Hydra would put another value in its place
+            faults.append(f"{each.path}: {each.value}: is not resolved here; write the value")
     if faults:
         raise ConfigError([f"{file}: {fault}" for fault in faults])
     return Read(name=file.stem, format=format, entries=tuple(entries))
@@ -153,25 +124,21 @@ def _format(file: Path, raw: Mapping[str, Any]) -> str:
     if current and older:
         raise ConfigError([f"{file}: has sections of both formats, {current[0]} and {older[0]}; must be one of them"])
     if not current and not older:
-        raise ConfigError(
-            [f"{file}: has neither MindSpeed-RL's sections ({', '.join(_CURRENT)}) nor the older ones ({', '.join(_OLDER)})"]
-        )
+        both = f"MindSpeed-RL's sections ({', '.join(_CURRENT)}) nor the older ones ({', '.join(_OLDER)})"
+        raise ConfigError([f"{file}: has neither {both}"])
     return "current" if current else "r1_zero"
 
 
-def _underscored(raw: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return `raw` with underscores in all names of keys, except in values that are mappings by nature; and the faults."""
+def _underscored(raw: Mapping[Any, Any], path: str, faults: list[str]) -> dict[str, Any]:
+    """Return `raw` with underscores in all names of keys, except in values that are mappings by nature."""
     made: dict[str, Any] = {}
-    faults: list[str] = []
     for given, value in raw.items():
         name = str(given).replace("-", "_")
         if name in made:
             faults.append(f"{path}{name}: occurs twice, with dashes and with underscores")
-        if isinstance(value, dict) and name not in ("map_keys", "model"):
-            value, within = _underscored(value, f"{path}{name}.")
-            faults += within
-        made[name] = value
-    return made, faults
+        nested = isinstance(value, dict) and name not in ("map_keys", "model")
+        made[name] = _underscored(value, f"{path}{name}.", faults) if nested else value
+    return made
 
 
 def _sections(raw: Mapping[str, Any], format: str, faults: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -182,9 +149,8 @@ def _sections(raw: Mapping[str, Any], format: str, faults: list[str]) -> Iterato
             continue
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            faults.append(
-                f"{name}: unknown section; " + (f"nearest is {near[0]}" if near else f"allowed are {', '.join(known)}")
-            )
+            hint = f"nearest is {near[0]}" if near else f"allowed are {', '.join(known)}"
+            faults.append(f"{name}: unknown section; {hint}")
         elif content is None:
             continue
         elif not isinstance(content, dict):
@@ -214,13 +180,13 @@ def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Ite
             yield FileEntry(section, name, value)
 
 
-def _models(raw: Mapping[str, Any], folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the models that `defaults` names, by name; and the faults."""
+def _models(raw: Mapping[str, Any], folder: Path, faults: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the models that `defaults` names, by name."""
     found: dict[str, dict[str, Any]] = {}
-    faults: list[str] = []
     listed = raw.get("defaults") or []
     if not isinstance(listed, list):
-        return {}, [f"defaults: {shown(listed)} is not a list"]
+        faults.append(f"defaults: {shown(listed)} is not a list")
+        return {}
     for item in listed:
         if item == "_self_":
             continue
@@ -235,20 +201,17 @@ def _models(raw: Mapping[str, Any], folder: Path) -> tuple[dict[str, dict[str, A
             if not path.is_file():
                 faults.append(f"defaults: model {name}: there is no {path}; --models names the folder that has it")
                 continue
-            content, within = _model(path, name)
-            found[name] = content
-            faults += within
-    return found, faults
-
-
-def _model(path: Path, name: str) -> tuple[dict[str, Any], list[str]]:
-    try:
-        content = read_mapping(path, f"a section {name} is needed").get(name)
-    except ConfigError as error:
-        return {}, error.faults
-    if not isinstance(content, dict):
-        return {}, [f"{path}: has no section {name}"]
-    return _underscored(content, f"{name}.")
+            found[name] = {}
+            try:
+                content = read_mapping(path, f"a section {name} is needed").get(name)
+            except ConfigError as error:
+                faults += error.faults
+                continue
+            if isinstance(content, dict):
+                found[name] = _underscored(content, f"{name}.", faults)
+            else:
+                faults.append(f"{path}: has no section {name}")
+    return found
 
 
 def _model_names(entries: list[FileEntry], models: Mapping[str, Any]) -> Iterator[str]:
@@ -258,8 +221,3 @@ def _model_names(entries: list[FileEntry], models: Mapping[str, Any]) -> Iterato
         if entry.name == "model" and not entry.model and not named:
             which = f"those are {', '.join(models)}" if models else "it names none"
             yield f"{entry.path}: {shown(entry.value)} is no model of `defaults`; {which}"
-
-
-def _interpolates(value: Any) -> bool:
-    """Return whether Hydra would put another value in place of this one."""
-    return isinstance(value, str) and "${" in value

@@ -21,14 +21,8 @@ _HANDLERS = {
 _COLUMNS = {"prompt": "prompt", "query": "query", "response": "label", "system": "system"}
 _OF_OPTIMIZER = ("min_lr", "lr_decay_style", "lr_warmup_fraction", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad")
 _STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # the role, by a word in theirs
-_SWANLAB_MODES = {
-    "": "online",
-    "cloud": "online",
-    "online": "online",
-    "local": "offline",
-    "offline": "offline",
-    "disabled": "disabled",
-}
+_SWANLAB_MODES = dict.fromkeys(("", "cloud", "online"), "online") | dict.fromkeys(("local", "offline"), "offline")
+_SWANLAB_MODES["disabled"] = "disabled"
 
 
 def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
@@ -80,11 +74,12 @@ def _data(keys: RoleSettings) -> None:
 
 def _prepared(keys: RoleSettings, setting: Setting) -> str | list[dict[str, Any]]:
     """Return what `sluice data prepare` writes for theirs: for one prefix, or for several with a weight before each."""
-    parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
-    parts = [str(part).strip() for part in parts if str(part).strip()]
+    listed = isinstance(setting.value, list)
+    parts = [str(part).strip() for part in (setting.value if listed else str(setting.value).split(","))]
+    parts = list(filter(None, parts))
     if len(parts) < 2:
         return _file(parts[0] if parts else "")
-    if isinstance(setting.value, list) and not _weights(parts):
+    if not _weights(parts) and listed:
         return [{"path": _file(part)} for part in parts]
     if not _weights(parts):
         keys.faults.append(f"{setting.path}: {setting.value}: is not WEIGHT,PREFIX,WEIGHT,PREFIX,...")
@@ -94,14 +89,10 @@ def _prepared(keys: RoleSettings, setting: Setting) -> str | list[dict[str, Any]
 
 def _weights(parts: list[str]) -> bool:
     """Return whether every other part, beginning with the first, is a number above 0."""
-
-    def number(text: str) -> float:
-        try:
-            return float(text)
-        except ValueError:
-            return 0.0
-
-    return len(parts) % 2 == 0 and all(number(part) > 0 for part in parts[::2])
+    try:
+        return len(parts) % 2 == 0 and all(float(part) > 0 for part in parts[::2])
+    except ValueError:
+        return False
 
 
 def _file(prefix: str) -> str:
@@ -109,8 +100,7 @@ def _file(prefix: str) -> str:
 
 
 def _lengths(keys: RoleSettings) -> None:
-    rl = keys.format == "current"
-    prompt = keys.of("rl_config", "max_prompt_length") if rl else keys.role("actor", "max_prompt_length")
+    rl, prompt = keys.rl, keys.either("rl_config.max_prompt_length", "actor_rollout_ref.actor_rollout.max_prompt_length")
     both, reply = keys.role("actor", "seq_length"), keys.of("generate_config", "sampling_config.max_tokens")
     if rl and reply.given:
         keys.put("sampling.max_new_tokens", reply.value, reply)
@@ -159,11 +149,11 @@ def profile_command(asked: dict[str, Any]) -> str:
 
 def _training(keys: RoleSettings) -> None:
     blocking = keys.of("rl_config", "blocking")
-    deciding = [blocking] if keys.format == "current" and blocking.value is not None else []
+    deciding = [blocking] if keys.rl and blocking.value is not None else []
     split = keys.of("rl_config", "partial_rollout_max_split")
     if further := max(0, (split.value or 1) - 1):
         deciding.append(split)
-        if keys.format != "r1_zero":  # r1_zero's rollouts have devices of their own
+        if keys.rl:  # r1_zero's rollouts have devices of their own
             keys.put("training.partial_rollouts", True, split)
     elif split.given:
         keys.say("off there too", split)
@@ -175,10 +165,9 @@ def _training(keys: RoleSettings) -> None:
 
 
 def _batches(keys: RoleSettings) -> None:
-    rl = keys.format == "current"
     batch = keys.role("actor", "global_batch_size")
-    filtered, kept = keys.of("rl_config", "filter_groups_enable"), keys.of("rl_config", "filter_groups_train_batch_size")
-    dapo = rl and algorithm.stage_of(keys) == "ray_dapo"
+    filtered, kept = keys.each("rl_config", "filter_groups_enable", "filter_groups_train_batch_size")
+    dapo = keys.rl and algorithm.stage_of(keys) == "ray_dapo"
     if dapo and filtered.value and kept.given:
         keys.put("training.groups_per_step", kept.value, kept)
         keys.say("prompts sampled at a time; with filter_groups_enable a step trains on filter_groups_train_batch_size", batch)
@@ -186,7 +175,7 @@ def _batches(keys: RoleSettings) -> None:
     else:
         keys.put("training.groups_per_step", batch.value, batch)
         keys.say("with filter_groups_enable alone" if dapo else "of ray_dapo, which alone leaves groups out", kept)
-    mini = keys.of("rl_config", "mini_batch_size") if rl else keys.role("actor", "ppo_mini_batch_size")
+    mini = keys.either("rl_config.mini_batch_size", "actor_rollout_ref.actor_rollout.ppo_mini_batch_size")
     if mini.given and mini.value is not None and batch.value:
         _mini_batch(keys, mini, batch.value)
 
@@ -197,11 +186,11 @@ def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
     if prompts > batch:
         fewer = prompts // samples
         counted = prompts % samples == 0 and fewer < batch and batch % fewer == 0  # may have been meant as samples
-        if counted and keys.format == "r1_zero":
+        if counted and not keys.rl:
             prompts, note = fewer, f"more than a step has prompts, so samples: {fewer} prompts"
         else:
             prompts, note = batch, f"more than the {batch} prompts of a step: one update, as there"
-        if counted and keys.format == "current":
+        if counted and keys.rl:
             keys.advice.append(
                 f"{mini.path} {mini.value} is more than the {batch} prompts of a step: one update, as there. Where it was "
                 f"meant as samples, as older versions counted, it is {fewer} prompts: training.mini_batch_size={fewer}"
@@ -234,7 +223,7 @@ def _optimizer(keys: RoleSettings) -> None:
 
 
 def _trackers(keys: RoleSettings) -> None:
-    if keys.format != "current":
+    if not keys.rl:
         return
     board, wandb, swanlab = (keys.of("rl_config", f"use_{name}") for name in ("tensorboard", "wandb", "swanlab"))
     trackers: list[dict[str, Any]] = [{"name": "jsonl"}]
@@ -258,7 +247,7 @@ def _trackers(keys: RoleSettings) -> None:
 
 def _advice(keys: RoleSettings) -> list[str]:
     """Return what the user should know besides the single keys."""
-    apart = "as their devices are apart already" if keys.format == "r1_zero" else "once services.rollout.colocate is left out"
+    apart = "as their devices are apart already" if not keys.rl else "once services.rollout.colocate is left out"
     messages = [
         "training.staleness is 0, as there: an iteration waits for its samples. Sluice's default, 2, lets sampling and "
         f"training overlap, {apart}"

@@ -28,9 +28,7 @@ from launcher.verl.script import TRAINERS, UNKNOWN, Script
 from runtime.config.yaml_text import at_home, read_mapping, read_value
 from runtime.errors import ConfigError
 
-# ---- Reading
-#
-# From a file of verl's to one flat list of keys and values: YAML, its trainer's printout, or a script that calls the trainer.
+# ---- Reading a file: YAML, the printout of verl's trainer, or a script that calls the trainer
 
 TABLE = KeyTable("verl", "import-verl", Path(__file__).parent / "keys.yaml")
 FULLY, ONE_STEP, SYNCHRONOUS = "fully_async", "one_step_off", "main_ppo"  # the trainers, by a part of their modules' names
