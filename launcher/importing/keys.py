@@ -86,6 +86,8 @@ class TranslatedSettings:
     that they would have decided keep Sluice's defaults. Keys that say what is trained cannot be left out.
     """
 
+    floats = False  # whether whole numbers of keys that have floats are written as floats
+
     def __init__(self, table: KeyTable, read: Read, without: Collection[str]):
         self.table = table
         self.name = read.name
@@ -116,18 +118,18 @@ class TranslatedSettings:
                 self._check(each)
 
     def _check(self, entry: FileEntry) -> None:
-        found = self.table.find(entry.section, entry.name)
-        if found is None:
+        key = (self.table.find(entry.section, entry.name) or ("", None))[1]
+        if key is None:
             near = self.table.nearest(entry.section, entry.name)
             self.faults.append(f"{entry.path}: unknown key" + (f"; {near}" if near else ""))
         elif isinstance(entry.value, Unresolved):
             self.faults.append(f"{entry.path}: {entry.value.text}: {entry.value.why}")
-        elif found[1].to and (fault := found[1].fault(entry.value)):
+        elif key.to and (fault := key.fault(entry.value)):
             self.faults.append(f"{entry.path}: {fault}")
-        elif found[1].decide and not found[1].asks_for_nothing(entry.value):
-            self.decide(found[1].decide, Setting(entry.path, entry.value, True))
-        elif found[1].refused and not found[1].asks_for_nothing(entry.value):
-            self.refuse(Setting(entry.path, entry.value, True), found[1].refused)
+        elif key.decide and not key.asks_for_nothing(entry.value):
+            self.decide(key.decide, Setting(entry.path, entry.value, True))
+        elif key.refused and not key.asks_for_nothing(entry.value):
+            self.refuse(Setting(entry.path, entry.value, True), key.refused)
 
     def of(self, section: str, name: str) -> Setting:
         """Return a key of a section that is no role's; the program's default if the file has none."""
@@ -141,10 +143,19 @@ class TranslatedSettings:
         assert found is not None, f"the table has {section}.{name}"
         place, key = found
         if entry is None or (entry.value is None and entry.path not in self._left_out):
-            return Setting(entry.path if entry else f"{place}.{name}".lstrip("."), _typed(key, at_home(key.default)), False)
+            return Setting(
+                entry.path if entry else f"{place}.{name}".lstrip("."), self._typed(key, at_home(key.default)), False
+            )
         if entry.path in self._left_out or isinstance(entry.value, Unresolved) or key.fault(entry.value):
             return Setting(entry.path, None, True)  # the fault is known; no more is said of the key
-        return Setting(entry.path, _typed(key, entry.value), True)
+        return Setting(entry.path, self._typed(key, entry.value), True)
+
+    def _typed(self, key: TheirKey, value: Any) -> Any:
+        """Return 4.0 as 4 if the key's numbers are whole, and 4 as 4.0 if they are not and `floats`."""
+        kind = key.type or type(key.default).__name__
+        if kind == "float" and self.floats and type(value) is int:
+            return float(value)
+        return int(value) if kind == "int" and isinstance(value, float) else value
 
     def put(self, path: str, value: Any, *settings: Setting, note: str = "", item: str = "") -> None:
         """Ours becomes `value`, because of `settings`. Nothing happens where that is None. `item`: what `settings` added to a
@@ -208,13 +219,15 @@ class TranslatedSettings:
         """Copy every key of the table that is the same here, or has its values by name, if its facts hold."""
         for section in filter(self.has, self.table.sections):
             for name, key in self.table.sections[section].items():
-                setting = self.of(section, name) if key.copy or key.item or key.values else None
-                if setting is not None and any(facts.get(fact) != wanted for fact, wanted in key.when.items()):
+                if not (key.copy or key.item or key.values):
+                    continue
+                setting = self.of(section, name)
+                if any(facts.get(fact) != wanted for fact, wanted in key.when.items()):
                     self.say(key.otherwise, setting)
-                elif setting is not None and key.item:
+                elif key.item:
                     for path in key.to:
                         self.add(path, key.item, setting)
-                elif setting is not None and (setting.given or not key.given):
+                elif setting.given or not key.given:
                     value = setting.value if key.copy else self.chosen(setting, key.values)
                     value = value if None in (value, key.least) else max(key.least, value)
                     for path in key.to:
@@ -257,17 +270,10 @@ class TranslatedSettings:
         return f"{entry.section} takes none of its own" if place not in (entry.section, "model") else "decides nothing here"
 
     def carried(self, ours: Collection[str]) -> Iterator[CarriedDefault]:
-        """Yield the program's defaults among what was written, by key, but for the lines of `ours`, Sluice's own defaults."""
+        """Yield the program's defaults among what was written, by key, without the lines of `ours`, Sluice's own."""
         for path, (value, lines) in self._defaults.items():
             if others := tuple(line for line in dict.fromkeys(lines) if line not in ours):
                 yield CarriedDefault(path, shown(value), others)
-
-
-def _typed(key: TheirKey, value: Any) -> Any:
-    """Return numbers in the key's type, so that 4.0 is written as 4, or 4 as 4.0."""
-    kind = key.type or type(key.default).__name__
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return {"int": int, "float": float}[kind](value) if number and kind in ("int", "float") else value
 
 
 def scaled(least: float | None, policys: float | None, critics: float | None) -> float | None:
@@ -398,10 +404,6 @@ class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     refused: str = ""  # why a value other than `default` is impossible here, and what to do instead
     inert: list[Any] = []  # values besides the default that ask for nothing
     essential: bool = False  # says what is trained, the model's structure or the kind of training: cannot be left out
-
-    @property
-    def outcome(self) -> Outcome:
-        return "mapped" if self.to else "refused" if self.refused else "to decide" if self.decide else "ignored"
 
     def fault(self, value: Any) -> str:
         """Return why `value` has a wrong type, "" if it does not. Every key may be null."""

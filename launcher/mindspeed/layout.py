@@ -262,7 +262,9 @@ def _recomputation(keys: RoleSettings, role: str, service: str) -> None:
 def tokens(keys: RoleSettings, samples: Setting) -> int | None:
     """Return the tokens of `samples` samples of the greatest length."""
     prompt, reply = keys.values.get("data.max_prompt_tokens"), keys.values.get("sampling.max_new_tokens")
-    return None if None in (samples.value, prompt, reply) else int(samples.value * (prompt + reply))
+    if samples.value is None or prompt is None or reply is None:
+        return None
+    return int(samples.value * (prompt + reply))
 
 
 def token_limit(keys: RoleSettings) -> Setting | None:
