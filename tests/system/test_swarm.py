@@ -97,7 +97,7 @@ def test_what_a_seed_has_found_stays_mended(seed: int, faults: str) -> None:
 def test_a_seed_that_breaks_something_is_shrunk_to_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any rollout that is killed is said to break something: of five faults that one is left."""
     faults = "cut:rollout-0@0.1,kill:rollout-0@0.2,clock@0.3/9,slow:trainer-0@0.4/1,full@0.5+1"
-    case = swarm.Case(3, *(getattr(swarm.case_of(3), name) for name in ("config", "costs")), swarm.parse(faults), 1)
+    case = dataclasses.replace(swarm.case_of(3), faults=swarm.parse(faults), nodes=1)
     monkeypatch.setattr(swarm, "verdict", lambda one: "Broken: x" if any(f.kind == "kill" for f in one.faults) else "")
     command = swarm.command(swarm.shrink(case, "Broken: x"))
     assert command == "python -m tests.swarm.swarm --first 3 --seeds 1 --faults 'kill:rollout-0@0.2'"
