@@ -126,8 +126,8 @@ proto: install-dev
 	$(BIN)/python -m grpc_tools.protoc -I services/rpc/generated=proto --python_out=. --pyi_out=. proto/*.proto
 
 # docs/configuration-reference.md, from the schema.
-reference: install
-	$(BIN)/python -m launcher.config_reference docs/configuration-reference.md
+reference: install-dev
+	$(BIN)/python -m tests.unit.reference_page
 
 # docs/timeouts.md, from the contract, the configuration reference, runtime/timeouts.py and the files that it names.
 timeouts: install-dev

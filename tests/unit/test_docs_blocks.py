@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import psutil
 import pytest
 
-from launcher import cli, config_reference
+from launcher import cli
 from launcher.commands import quickstart, serve
 from launcher.commands.validate import validate
 from launcher.node import __main__ as node
@@ -37,6 +37,7 @@ from runtime.errors import ConfigError
 from runtime.models.tiny_model import write_tokenizer
 from runtime.registry import Registry
 from runtime.rewards.rules import RULES
+from tests.unit import reference_page
 from tests.unit.config_cases import without_name
 from tests.unit.docs_blocks import KINDS, PAGES, ROOT, Block, blocks, commands, inline, own_files, read
 from tests.unit.model_dimensions import CONFIGS
@@ -467,7 +468,7 @@ def test_keys_that_are_named_exist() -> None:
 
     In the tables of the page on migration the first column is another system's.
     """
-    parts = list(config_reference.parts())
+    parts = list(reference_page.parts())
     plain = {path.replace("[]", "") for part in parts for path in (part.path, *(key.path for key in part.keys))}
     sections = {path.partition(".")[0] for path in plain}
     others = ("model.embed_tokens.", "model.norm.", "model.safetensors", run_files.METRICS, "metrics.png")  # tensors, and files

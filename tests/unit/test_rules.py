@@ -20,13 +20,12 @@ import msgspec
 import pytest
 
 import sluice
-from launcher import config_reference
 from launcher.config_reference import schema
 from runtime import run_files
 from runtime.config import UNIT, Config, Run, loading
 from services.rpc import contract
 from sluice import start
-from tests.unit import import_diagram, timeouts_page
+from tests.unit import import_diagram, reference_page, timeouts_page
 from tests.unit.source_tree import (
     FILES,
     PACKAGES,
@@ -534,7 +533,7 @@ def reads(parsed: Iterable[ast.AST]) -> Iterator[str]:
 
 def test_every_key_is_read_somewhere() -> None:
     """By whom has no part in it; of the schema's own files only what their functions read counts."""
-    keys = [key for part in config_reference.parts() for key in part.keys]
+    keys = [key for part in reference_page.parts() for key in part.keys]
     names: set[str] = set()
     for file in FILES:
         if file.startswith("runtime/config/"):
@@ -680,13 +679,13 @@ def test_what_a_process_spawns_is_ours_too_and_what_the_folder_has_besides_is_fo
 
 
 PAGE = ROOT / "docs" / "configuration-reference.md"
-KEYS = [key for part in config_reference.parts() for key in part.keys]
+KEYS = [key for part in reference_page.parts() for key in part.keys]
 PATHS = {key.path for key in KEYS}
-SECTIONS = {part.path for part in config_reference.parts()}
+SECTIONS = {part.path for part in reference_page.parts()}
 
 
 def test_the_page_is_what_the_schema_says() -> None:
-    assert PAGE.read_text(encoding="utf-8") == config_reference.page(), f"run `{config_reference.COMMAND}`"
+    assert PAGE.read_text(encoding="utf-8") == reference_page.page(), f"run `{reference_page.COMMAND}`"
 
 
 def leaves(value: Any, path: str = "") -> Iterator[str]:
@@ -710,7 +709,7 @@ def test_every_key_of_a_configuration_is_there_once() -> None:
 
 
 def test_every_key_has_a_meaning() -> None:
-    def is_told(key: config_reference.ReferenceKey) -> bool:
+    def is_told(key: reference_page.ReferenceKey) -> bool:
         begins = key.meaning[:1]
         return bool(key.type) and key.meaning.endswith(".") and (not begins.islower() or begins in "ηβλ")
 
