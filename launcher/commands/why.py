@@ -49,53 +49,7 @@ def steps_of(option: str, text: str | None) -> tuple[int, int] | None:
 SLOWEST = 5  # steps that are shown one by one
 INSIDE = 5  # phases of a process that are shown
 LEAST = 0.005  # share of the time from which on a cause is shown
-CAUSES = {  # each cause: what it is, and what changes it
-    "admit": (
-        "the step's last group was not begun: as many were under way as may be",
-        "training.staleness or training.depth; with agents services.environment.NAME.concurrency",
-    ),
-    "restart": (
-        "the run was not under way, or was starting; or its trainer was",
-        "the logs say what ended; `sluice status`, summary.json and startup.json what a start takes",
-    ),
-    "dispatch": ("no rollout took the group yet", "services.rollout.max_num_seqs or replicas; with agents gateway.episodes"),
-    "generate": (
-        "the step's last group was generated",
-        "a rollout named more often than others is slow itself; else services.rollout.replicas, sampling.max_new_tokens",
-    ),
-    "place": ("an episode of the last group was not played yet", "services.environment.NAME.concurrency or replicas"),
-    "setup": ("the agent prepared an episode of the last group", "what the agent does in setup"),
-    "agent": (
-        "the agent's own work on an episode of the last group, between calls of the policy",
-        "the agent; services.environment.NAME.slow and budgets say what becomes of late episodes",
-    ),
-    "tool": ("tools that the policy had called were at work", "the tool; services.environment.NAME.slow and budgets"),
-    "policy": (
-        "the policy's replies to the agent of the last group",
-        "services.rollout.replicas, sampling.max_new_tokens, fewer turns",
-    ),
-    "agent's score": ("the agent scored an episode of the last group", "the agent's scoring"),
-    "cleanup": ("the agent cleared up after an episode of the last group", "what the agent does in cleanup"),
-    "generate again": ("what was generated of it was lost with its process", "that process's log says why it ended"),
-    "score": (
-        "the step's last group was scored",
-        "the rule that takes longest; rewards.workers, services.reward.replicas, services.reward_model.replicas",
-    ),
-    "reference": ("the reference's log-probabilities of the last group", "services.reference.replicas or processes"),
-    "value": ("the critic's values of the last group", "services.critic.processes"),
-    "train": (
-        "the trainer had all, and was at work",
-        "services.trainer.processes, training.max_tokens_per_microbatch, training.epochs",
-    ),
-    "probe": (
-        "a rollout had not answered whether it has the trainer's weights",
-        "that rollout is slower than others: its device, services.rollout.cpus, its neighbours",
-    ),
-    "publish": (
-        "the new weights went to the rollouts",
-        "the link to the one that is named; weight_sync.senders, encoding, in_flight",
-    ),
-}
+CAUSES = msgspec.yaml.decode(Path(__file__).with_name("causes.yaml").read_bytes(), type=dict[str, tuple[str, str]])
 
 
 def run(options: argparse.Namespace) -> None:

@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 
 from runtime.telemetry.metrics import WITHIN_UPDATE
 from runtime.telemetry.record import STEP_ENDED, LoggedHistory, Point
@@ -97,8 +100,7 @@ class PanelSection:
     panels: list[Panel]
 
 
-@dataclass(frozen=True)
-class _Wanted:
+class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
     """A panel of metrics by name, with their legends. `needed`: show it even if nothing was measured."""
 
     title: str
@@ -110,98 +112,24 @@ class _Wanted:
     share: bool = False
 
 
-_LEARNING = (
-    _Wanted("Reward", "reward", {"score/mean": "mean of the batch"}, needed=True),
-    _Wanted("Reply length", "tokens", {f"response_length/{part}": part for part in ("mean", "max", "min")}, needed=True),
-    _Wanted("Prompt length", "tokens", {f"prompt_length/{part}": part for part in ("mean", "max", "min")}),
-    _Wanted("Replies cut off by length", "share", {"response_length/clip_ratio": "cut off"}, share=True),
-    _Wanted("Samples left out of the loss", "samples", {"score/masked": "masked"}, smooth=False),
-    _Wanted("Turns and branches of an episode", "", {"episode/turns": "turns", "episode/rows": "branches"}),
-    _Wanted("Forks of episodes", "forks", {"gateway/forks": "forks"}, smooth=False),
-)
-_OPTIMISATION = (
-    _Wanted("Policy loss", "", {"actor/pg_loss": "policy loss"}, needed=True),
-    _Wanted(
-        "KL",
-        "nats",
-        {"actor/kl_loss": "in the loss", "actor/kl": "to the reference, by token", "actor/ppo_kl": "to the sampler"},
-    ),
-    _Wanted("Entropy", "nats", {"actor/entropy": "entropy"}, needed=True),
-    _Wanted(
-        "Gradient norm, before clipping", "", {"actor/grad_norm": "policy", "critic/grad_norm": "critic"}, needed=True, log=True
-    ),
-    _Wanted("Learning rate", "", {"actor/lr": "policy", "critic/lr": "critic"}, smooth=False),
-    _Wanted(
-        "Tokens that a limit decided",
-        "share",
-        {"actor/pg_clipfrac": "clipped", "actor/behaviour_capfrac": "weight capped", "correction/altered": "corrected"},
-        share=True,
-    ),
-    _Wanted("Value loss", "", {"critic/vf_loss": "value loss", "critic/vf_error": "squared error"}),
-    _Wanted("Values and returns", "reward", {"critic/values/mean": "values", "critic/returns/mean": "returns"}),
-)
-_OFF_POLICY = (
-    _Wanted(
-        "Staleness of the trained samples",
-        "versions",
-        {"staleness/mean": "mean", "staleness/max": "max"},
-        needed=True,
-        smooth=False,
-    ),
-    _Wanted(
-        "Mismatch of rollout and trainer, |Δ log p|",
-        "nats",
-        {
-            "mismatch/abs_logprob": "mean",
-            "mismatch/abs_logprob_p99": "99th percentile",
-            "mismatch/max": "max",
-            "mismatch/worst_rollout": "mean of the worst rollout",
-        },
-        needed=True,
-        smooth=False,
-        log=True,
-    ),
-    _Wanted("KL of rollout to trainer", "nats", {"mismatch/k3": "k3", "mismatch/k1": "k1"}, smooth=False),
-)
-_SPEED = (
-    _Wanted(
-        "Tokens a second and accelerator",
-        "tokens/s",
-        {"e2e_tps": "end to end", "update_tps": "update", "rollout_tps": "generation"},
-        needed=True,
-    ),
-    _Wanted("Idle", "share", {"idle/trainer": "trainer", "idle/rollout": "rollouts"}, needed=True, share=True),
-    _Wanted(
-        "Weight sync",
-        "seconds",
-        {"weight_sync/seconds": "whole", "weight_sync/pause_seconds": "longest pause of a rollout"},
-        needed=True,
-    ),
-    _Wanted(
-        "Groups on their way", "groups", {f"queue/{name}": name for name in ("generating", "generated", "ready")}, smooth=False
-    ),
-    _Wanted("Rollouts that serve", "rollouts", {"rollout/serving": "serving"}, smooth=False),
-    _Wanted("Lag of gateways' event loops", "seconds", {"gateway/loop_lag_p99": "99th percentile"}, smooth=False),
-    _Wanted("Padding", "share", {"padding_waste": "cells without a token"}, share=True),
-    _Wanted("Groups dropped by dynamic sampling", "groups", {"dynamic_sampling/dropped": "dropped"}, smooth=False),
-)
+_WANTED = msgspec.yaml.decode(Path(__file__).with_name("panels.yaml").read_bytes(), type=dict[str, list[_Wanted]])
 
 
 def sections(history: LoggedHistory) -> list[PanelSection]:
     """Return all sections of a run's figures, in order."""
     columns = MetricColumns(history.steps)
-    learning = _panels(_LEARNING, columns)
+    learning = _panels(_WANTED["learning"], columns)
     learning[1:1] = [_accuracy(history.evaluations)]
     rules = {metric: match[1] for metric in columns.names if (match := _RULE.fullmatch(metric))}
     if len(rules) > 1:
         learning[2:2] = _panels([_Wanted("Reward by rule, before weights", "value", dict(sorted(rules.items())))], columns)
-    off_policy, speed = _panels(_OFF_POLICY, columns), _panels(_SPEED, columns)
+    off_policy, speed = _panels(_WANTED["off_policy"], columns), _panels(_WANTED["speed"], columns)
     off_policy[1:1] = [_histogram(history.steps)]
     speed[0:0] = [_phases(columns)]
     speed[2:2] = [_rates(columns)]
     return [
         PanelSection("Learning", learning),
-        PanelSection("Optimisation", _panels([*_OPTIMISATION, *_of_the_loss(columns)], columns)),
+        PanelSection("Optimisation", _panels([*_WANTED["optimisation"], *_of_the_loss(columns)], columns)),
         PanelSection("Off-policy", off_policy),
         PanelSection("Speed", speed),
         *_environments(columns),
@@ -210,7 +138,7 @@ def sections(history: LoggedHistory) -> list[PanelSection]:
 
 def _of_the_loss(columns: MetricColumns) -> list[_Wanted]:
     """Return one panel for each other metric of the policy: metrics that some losses report, also a user's own loss."""
-    shown = {metric for each in _OPTIMISATION for metric in each.metrics}
+    shown = {metric for each in _WANTED["optimisation"] for metric in each.metrics}
     own = (metric for metric in columns.names if metric.startswith("actor/") and metric not in shown)
     return [_Wanted(metric, "", {metric: metric.removeprefix("actor/")}) for metric in own]
 
