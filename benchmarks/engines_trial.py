@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.accept.worker import draw_groups, draw_lengths
+from benchmarks.random_groups import draw_groups, draw_lengths
 from runtime.config import Config
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from benchmarks.compared import Compared
 from benchmarks.inputs import bench_config
 from benchmarks.packing_trial import APART, BRANCHES, PACKED, SORTED, TREES, UNSORTED, WAYS, cut
+from benchmarks.random_groups import GroupLengths, draw_lengths
 from benchmarks.worker import Measured, Worker, total
-from launcher.accept.worker import GroupLengths, draw_lengths
 from runtime.config import Config
 from runtime.models.tiny_model import Shape
 from runtime.telemetry.shown import LiteralTable

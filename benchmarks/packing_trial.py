@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from launcher.accept.worker import GroupLengths, draw_groups, draw_lengths
+from benchmarks.random_groups import GroupLengths, draw_groups, draw_lengths
 from runtime import types
 from runtime.config import Config
 from runtime.trainer.rows import cut_by_length

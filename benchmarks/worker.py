@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from benchmarks.engines_trial import EngineTrial
 from benchmarks.packing_trial import APART, TREE_TOKENS, TREES, WAYS, PackingTrial
 from benchmarks.process import end
-from launcher.accept.worker import BATCHES as TRIAL_BATCHES
+from benchmarks.random_groups import BATCHES as TRIAL_BATCHES
 from runtime.cluster.topology import replicas
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault

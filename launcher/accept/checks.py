@@ -12,7 +12,6 @@ import platform
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -176,7 +175,7 @@ async def _run(check: str, command: Sequence[str], log: Path, figures: bool = Tr
     assert process.stdout is not None
     try:
         printed, _ = await asyncio.wait_for(process.communicate(), deadline)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         printed = b""
     finally:
         with suppress(ProcessLookupError):

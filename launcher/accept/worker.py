@@ -13,10 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -24,81 +24,11 @@ import numpy as np
 from runtime import timeouts, types
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
-from runtime.types import GroupPayload, PolicyVersion, Sample, TrainGroup
+from runtime.types import GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams, TrainGroup
 from sluice import start
 
 if TYPE_CHECKING:
-    import torch
-
     from runtime.weights.plan import GroupAddress, Manifest
-
-
-# ---- Random groups
-#
-# Groups of random tokens with long-tailed lengths, to measure or check a trainer without a rollout.
-
-BATCHES = 2  # different ones; a measurement covers all of them, so that each has the same work
-REPLY_MEDIAN, REPLY_SIGMA, REPLY_SHORTEST = 96, 0.9, 16
-PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_SHORTEST = 48, 0.5, 16
-
-
-class GroupLengths(NamedTuple):
-    """Tokens of one group: its prompt, and each reply [n]."""
-
-    prompt: int
-    replies: list[int]
-
-    @property
-    def samples(self) -> list[int]:
-        """Tokens of each sample, prompt included: its real tokens."""
-        return [self.prompt + reply for reply in self.replies]
-
-
-def draw_lengths(config: Config) -> list[list[GroupLengths]]:
-    """Return the lengths of each batch's groups. Lognormal, clipped to `data.max_prompt_tokens` and `sampling.max_new_tokens`.
-    The same for every model."""
-    random = np.random.default_rng(0)
-
-    def lognormal(median: int, sigma: float, shortest: int, longest: int, count: int) -> list[int]:
-        drawn: list[int] = np.exp(random.normal(math.log(median), sigma, count)).clip(shortest, longest).astype(int).tolist()
-        return drawn
-
-    def group() -> GroupLengths:
-        (prompt,) = lognormal(PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_SHORTEST, config.data.max_prompt_tokens, 1)
-        limit, size = config.sampling.max_new_tokens, config.sampling.group_size
-        return GroupLengths(prompt, lognormal(REPLY_MEDIAN, REPLY_SIGMA, REPLY_SHORTEST, limit, size))
-
-    return [[group() for _ in range(config.training.groups_per_step)] for _ in range(BATCHES)]
-
-
-def draw_groups(config: Config) -> list[list[TrainGroup]]:
-    """Return the groups of each batch, with the lengths of `draw_lengths`. Tokens are random, and about equally probable under
-    the policy that sampled them; every second sample is rewarded."""
-    vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    random = np.random.default_rng(1)
-
-    def reply(length: int) -> Sample:
-        return Sample(
-            tokens=random.integers(0, vocabulary, length).astype(np.int32),
-            loss_mask=np.ones(length, np.uint8),
-            logprobs=random.normal(-math.log(vocabulary), 0.3, length).astype(np.float32),
-            versions=np.full(length, PolicyVersion(0, 0).pack(), np.int64),
-            finish_reason="stop",
-        )
-
-    def group(number: int, lengths: GroupLengths) -> TrainGroup:
-        prompt = random.integers(0, vocabulary, lengths.prompt).astype(np.int32)
-        payload = GroupPayload.of(number, prompt, [reply(length) for length in lengths.replies])
-        size = len(lengths.replies)
-        return TrainGroup(
-            group_id=number,
-            tokens=sum(lengths.samples),
-            payload=types.encode(payload),
-            rewards=np.arange(size, dtype=np.float32) % 2,
-            valid=np.ones(size, np.uint8),
-        )
-
-    return [[group(number, lengths) for number, lengths in enumerate(batch)] for batch in draw_lengths(config)]
 
 
 Figures = dict[str, Any]
@@ -139,14 +69,9 @@ def platform(device: str, folder: Path) -> Figures:
     error = float((product - a @ b).norm() / (a @ b).norm())
     if not error < 0.02:
         raise AssertionError(f"a product in bfloat16 is off by {error:.1%}")
-    count = 1 if where.type == "cpu" else torch.get_device_module(where.type).device_count()
-    return {"devices": count, "name": _name(where), "memory_bytes": memory.total, "bfloat16_error": error}
-
-
-def _name(where: torch.device) -> str:
-    import torch
-
-    return "CPU" if where.type == "cpu" else str(torch.get_device_module(where.type).get_device_name(0))
+    module = None if where.type == "cpu" else torch.get_device_module(where.type)
+    count, name = (1, "CPU") if module is None else (module.device_count(), str(module.get_device_name(0)))
+    return {"devices": count, "name": name, "memory_bytes": memory.total, "bfloat16_error": error}
 
 
 def weight_sync(device: str, folder: Path) -> Figures:
@@ -155,7 +80,6 @@ def weight_sync(device: str, folder: Path) -> Figures:
 
     from runtime.process import network
     from runtime.process import platform as own
-    from runtime.types import PolicyVersion
     from runtime.weights.plan import GroupAddress
     from runtime.weights.sender import SendBuffers, open_rendezvous
 
@@ -224,7 +148,6 @@ def receiver(device: str) -> None:
     import torch
 
     from runtime.process import platform as own
-    from runtime.types import PolicyVersion
     from runtime.weights.plan import GroupAddress
     from runtime.weights.receiver import StagedWeights
     from runtime.weights.sender import join_rendezvous
@@ -246,14 +169,11 @@ def receiver(device: str) -> None:
 def rollout(device: str, folder: Path) -> Figures:
     """Compare the embedded rollout engine with the model on the CPU: log-probabilities agree, also of weights staged
     meanwhile."""
-    import numpy as np
     import torch
 
-    from runtime import types
     from runtime.models.hf_folder import WeightFiles
     from runtime.process import platform as own
     from runtime.rollout.torch.engine import TorchRolloutEngine
-    from runtime.types import GroupPayload, GroupRequest, PolicyVersion, SamplingParams
 
     where, prompt, count = own.device(device), np.arange(1, 9, dtype=np.int32), 32
     engine = TorchRolloutEngine(str(folder), device=where, dtype=torch.float32, slots=8, max_model_len=64)
@@ -281,7 +201,6 @@ def rollout(device: str, folder: Path) -> Figures:
 
 def _expected(folder: Path, prompt: Any, reply: Any) -> Any:
     """Return the log-probabilities of `reply` by the stock model on the CPU, float32 [R]."""
-    import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -293,11 +212,40 @@ def _expected(folder: Path, prompt: Any, reply: Any) -> Any:
     return logits.log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
 
 
+def random_groups(config: Config, lengths: Sequence[Sequence[tuple[int, list[int]]]]) -> list[list[TrainGroup]]:
+    """Return the groups of each batch. `lengths`: of each group's prompt and replies. Tokens are random, and about equally
+    probable under the policy that sampled them; every second sample is rewarded."""
+    vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    random = np.random.default_rng(1)
+
+    def reply(length: int) -> Sample:
+        return Sample(
+            tokens=random.integers(0, vocabulary, length).astype(np.int32),
+            loss_mask=np.ones(length, np.uint8),
+            logprobs=random.normal(-math.log(vocabulary), 0.3, length).astype(np.float32),
+            versions=np.full(length, PolicyVersion(0, 0).pack(), np.int64),
+            finish_reason="stop",
+        )
+
+    def group(number: int, asked: int, replied: list[int]) -> TrainGroup:
+        prompt = random.integers(0, vocabulary, asked).astype(np.int32)
+        payload = GroupPayload.of(number, prompt, [reply(length) for length in replied])
+        size = len(replied)
+        return TrainGroup(
+            group_id=number,
+            tokens=asked * size + sum(replied),
+            payload=types.encode(payload),
+            rewards=np.arange(size, dtype=np.float32) % 2,
+            valid=np.ones(size, np.uint8),
+        )
+
+    return [[group(number, *each) for number, each in enumerate(batch)] for batch in lengths]
+
+
 def trainer(device: str, folder: Path) -> Figures:
     """Run two steps of the embedded trainer: loss and gradient norm must be those of the CPU."""
     import torch
 
-    from runtime.config import Config
     from runtime.process import platform as own
     from runtime.trainer.step import policy_trainer
 
@@ -309,7 +257,8 @@ def trainer(device: str, folder: Path) -> Figures:
         "training": {"groups_per_step": 4},
     }
     config = msgspec.convert(sections, Config)
-    groups = draw_groups(config)
+    replies = [10, 16, 20, 24] * (config.sampling.group_size // 4)
+    groups = random_groups(config, [[(prompt, replies) for prompt in (16, 18, 21, 24)]] * 2)
     found: dict[str, list[float]] = {}
     began = 0.0
     for where in (torch.device("cpu"), own.device(device)):

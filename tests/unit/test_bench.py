@@ -32,6 +32,7 @@ from benchmarks.learning import PLAIN, SLUICE, LearningPoint, LearningSettings, 
 from benchmarks.packing import PackingSettings, PackingShape, packing_config, waste
 from benchmarks.packing_trial import PACKED, SORTED, UNSORTED, WAYS
 from benchmarks.plain_loop import PlainLoop
+from benchmarks.random_groups import GroupLengths
 from benchmarks.staleness.bench import StalenessReport, StalenessSettings, measure
 from benchmarks.staleness.report import report
 from benchmarks.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, overrides, plan
@@ -41,7 +42,6 @@ from benchmarks.weight_sync.changes import Changes
 from benchmarks.weight_sync.in_run import InRun
 from benchmarks.weight_sync.transfers import MemoryPasses, Sized, Transfers, TransportFigures
 from benchmarks.worker import Bench, Measured
-from launcher.accept.worker import GroupLengths
 from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError
