@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from msgspec import Struct
@@ -30,11 +28,8 @@ class TemplateOutcome(Struct, frozen=True):
 
 
 def run(options: argparse.Namespace) -> int:
-    return check(options.model)
-
-
-def check(model: Path) -> int:
     """Print what becomes of each conversation. Return 1 if one forks, else 0. Raises UserError for a folder without a model."""
+    model = options.model
     renderer = renderer_of(Tokenizer(str(model), key="check-template"), "auto", model)
     outcomes = [play(renderer, conversation) for conversation in conversations()]
     table = LiteralTable("conversation", "how it goes on", "where it would be rendered anew, or is refused")
@@ -61,8 +56,9 @@ def play(renderer: TemplateRenderer, probe: ProbeConversation) -> TemplateOutcom
     graph, ways, forks = EpisodeGraph(renderer), Counter[str](), dict[str, list[str]]()
     for index, message in enumerate(probe.messages):
         if message.role == "assistant":
+            sent = tuple(replace(each, reasoning="") for each in probe.messages[:index])
             try:
-                extension = graph.extend(PolicyCall(messages=_sent(probe.messages[:index]), tools=probe.tools))
+                extension = graph.extend(PolicyCall(messages=sent, tools=probe.tools))
             except Refused as refused:
                 return TemplateOutcome(probe.name, ways, forks, f"message {index}: {refused}")
             if extension.fork:
@@ -73,15 +69,10 @@ def play(renderer: TemplateRenderer, probe: ProbeConversation) -> TemplateOutcom
     return TemplateOutcome(probe.name, ways, forks, "")
 
 
-def _sent(messages: Sequence[Message]) -> tuple[Message, ...]:
-    return tuple(replace(message, reasoning="") for message in messages)
-
-
 def _reply(renderer: TemplateRenderer, message: Message) -> PolicyReply:
     said = message if renderer.thinks else replace(message, reasoning="")
     tokens = np.array(renderer.write(said), np.int32)
-    size = len(tokens)
-    return PolicyReply(said, tokens, np.zeros(size, np.float32), np.zeros(size, np.int64), "stop")
+    return PolicyReply(said, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int64), "stop")
 
 
 def _way(renderer: TemplateRenderer, parent: ReplyNode, extension: Extension) -> str:

@@ -11,7 +11,7 @@ from itertools import groupby, islice
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 from rich.console import Console
 from rich.text import Text
 
@@ -82,19 +82,19 @@ def run(options: argparse.Namespace) -> None:
     config = loading.load_recorded(options.run)
     tokenizer = Tokenizer(config.model.path, config.model.chat_template)
     with LedgerReader(options.run / run_files.LEDGER) as reader:
-        _print(_rows(reader, _selected(reader, options), tokenizer), options.jsonl)
+        rows = (row for group in _selected(reader, options) for row in samples_of(reader, group, tokenizer))
+        _print(rows, options.jsonl)
 
 
 def _print(rows: Iterator[SampleRow], jsonl: bool) -> None:
     console = Console()
-    found = False
+    group = None
     for _, group in groupby(rows, lambda row: (row.step, row.group)):
-        found = True
         if jsonl:
             sys.stdout.writelines(json.dumps(msgspec.to_builtins(row)) + "\n" for row in group)
         else:
             console.print(_table(list(group)))
-    if not found:
+    if group is None:
         print("no samples here, or none that the options select; steps are counted from 0", file=sys.stderr)
 
 
@@ -134,24 +134,13 @@ def _earned(replies: list[Generation], bounds: tuple[float, float]) -> bool:
 
 def _evaluated_row(step: int, each: Generation) -> SampleRow:
     return SampleRow(
+        **{name: value for name, value in structs.asdict(each).items() if name in SampleRow.__struct_fields__},
         group=each.problem,
-        sample=each.sample,
         branch=len(each.earlier),
         step=step,
         state="evaluated",
         why=None,
-        prompt=each.prompt,
-        reply=each.reply,
-        earlier=each.earlier,
-        label=each.label,
-        reward=each.reward,
         valid=each.reward is not None,
-        rules=each.rules,
-        finish=each.finish,
-        outcome=each.outcome,
-        tokens=each.tokens,
-        versions=each.versions,
-        logprob=each.logprob,
     )
 
 
@@ -161,11 +150,6 @@ def _states(names: list[str]) -> list[Phase]:
         if name not in allowed:
             raise UserError(f"--state: {name!r} is not one of {', '.join(allowed)}")
     return [Phase(name) for name in names]
-
-
-def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer) -> Iterator[SampleRow]:
-    for group in found:
-        yield from samples_of(reader, group, tokenizer)
 
 
 def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[SampleRow]:
@@ -228,8 +212,7 @@ def _table(group: list[SampleRow]) -> LiteralTable:
     notes = [f"{GIVEN[0]} {GIVEN[1]}: not trained in this branch"] if any(row.parts for row in group) else []
     ended = {row.sample: row.outcome for row in group if row.outcome not in ("", "completed")}
     notes += [f"episode {number}: {outcome}" for number, outcome in ended.items()]
-    caption = "\n".join(notes)
-    table = LiteralTable(title=title, title_justify="left", title_style="", caption=caption, caption_justify="left")
+    table = LiteralTable(title=title, title_justify="left", title_style="", caption="\n".join(notes), caption_justify="left")
     branches = bool(ended) or any(row.branch for row in group)
     if branches:
         table.add_column("episode")
@@ -241,16 +224,15 @@ def _table(group: list[SampleRow]) -> LiteralTable:
     for row in group:
         for branch, reply in enumerate(row.earlier):
             table.add_row(f"{row.sample}.{branch}", reply, *("" for _ in columns))
-        oldest, newest = row.versions
-        cells = (
+        values = [row.rules.get(name) for name in rules]
+        table.add_row(
             *([f"{row.sample}.{row.branch}"] if branches else []),
             _conversation(row.parts) if row.parts else row.reply,
             "–" if row.reward is None else f"{row.reward:.2f}" if row.valid else "masked",
-            *(_shown(row.rules.get(name)) for name in rules),
-            oldest if oldest == newest else f"{oldest}–{newest}",
+            *("failed" if value is None else f"{value:g}" for value in values),
+            "–".join(dict.fromkeys(row.versions)),
             row.finish,
         )
-        table.add_row(*cells)
     return table
 
 
@@ -261,7 +243,3 @@ def _conversation(parts: Sequence[Part]) -> Text:
         if part.reward is not None:
             text += literal(f" {GIVEN[0]}reward {part.reward:g}{GIVEN[1]}", "dim")
     return text
-
-
-def _shown(value: float | None) -> str:
-    return "failed" if value is None else f"{value:g}"

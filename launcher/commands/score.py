@@ -162,16 +162,14 @@ def _case(number: int, line: bytes, verifier: str | None) -> ScoreCase:
     if not isinstance(extra, dict):
         case.fault = f"'extra' is {type(extra).__name__}, not an object"
         return case
-    rule = _rule_name(case.kind if verifier is None else verifier, texts["truth"])
+    rule = case.kind if verifier is None else verifier
+    if rule == "format" and texts["truth"] in FORMATS:
+        rule = texts["truth"]
     if verifier is None and rule not in RULES:
         case.fault = f"its kind {case.kind!r} names no verifier; give --verifier, or one of {', '.join(RULES)}"
     else:
         case.task = Task(rule, texts["prediction"], texts["truth"], RuleContext(extra=extra))
     return case
-
-
-def _rule_name(verifier: str, truth: str) -> str:
-    return truth if verifier == "format" and truth in FORMATS else verifier
 
 
 async def _score(

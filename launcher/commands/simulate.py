@@ -54,11 +54,14 @@ def simulate(options: argparse.Namespace) -> None:
     config = loading.resolve(loading.load(options.config, options.overrides))
     refuse(config)
     calibration = calibrated(source, config) if source else Calibration(_assumed(config))
-    base = _row("as it is", config, calibration.costs, steps)
+    costs = calibration.costs
+    base = _row("as it is", config, costs, steps)
     if base.prediction is None:
         raise SluiceError(f"the simulated run ends: {base.fault}")
-    console.print(_roles(base.prediction))
-    costs = calibration.costs
+    roles = LiteralTable("role", "processes", "busy", "waits for", title="what each role does")
+    for use in base.prediction.roles:
+        roles.add_row(use.role, str(use.processes), f"{use.busy:.0%}", use.waits)
+    console.print(roles)
     others = [*(_sweep(options, costs) if options.sweep else variations(config, costs))]
     rows = [base, *(_row(name, tried, own, steps) for name, tried, own in others)]
     console.print(_table(rows))
@@ -124,13 +127,6 @@ def _sweep(options: argparse.Namespace, costs: Costs) -> Iterator[tuple[str, Con
         raise UserError(f"--sweep: {options.sweep!r} names no values; must be like training.staleness=0,1,2")
     for value in values.split(","):
         yield f"{key}={value}", loading.resolve(loading.load(options.config, [*options.overrides, f"{key}={value}"])), costs
-
-
-def _roles(prediction: Prediction) -> LiteralTable:
-    table = LiteralTable("role", "processes", "busy", "waits for", title="what each role does")
-    for use in prediction.roles:
-        table.add_row(use.role, str(use.processes), f"{use.busy:.0%}", use.waits)
-    return table
 
 
 def _table(rows: Sequence[Row]) -> LiteralTable:

@@ -66,7 +66,9 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
             if span.line == CALLS and span.group >= 0:
                 flows.setdefault(span.group, []).append(one)
             elif process == TRAINER and span.name == "command" and span.detail == "Apply":
-                for group in _groups_of(steps, (span.start + span.end) / 2) - applied:  # phases cut "Apply" into pieces
+                middle = (span.start + span.end) / 2
+                groups = {group for step in steps if step.start <= middle < step.end for group in step.groups}
+                for group in groups - applied:  # phases cut "Apply" into pieces
                     flows.setdefault(group, []).append(one)
                     applied.add(group)
     for group, slices in flows.items():
@@ -88,10 +90,6 @@ def _threads(spans: Iterable[TracedSpan]) -> tuple[dict[int, str], list[tuple[in
         free_from[at] = span.end
         placed.append((at, span))
     return dict(enumerate(names)), placed
-
-
-def _groups_of(steps: Sequence[StepPath], moment: float) -> set[int]:
-    return {group for step in steps if step.start <= moment < step.end for group in step.groups}
 
 
 def _slice(name: str, times: tuple[float, float], place: tuple[int, int], arguments: Mapping[str, Any]) -> Event:

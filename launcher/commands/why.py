@@ -19,15 +19,12 @@ from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import CauseTotal, ProcessSpans, StepPath
 from runtime.telemetry.shown import LiteralTable, say
 
-# ---- Ranges
-#
-# Ranges on the command line: `a:b`, where either end may be left out, or one value.
-
 N = TypeVar("N", int, float)
 
 
 def range_of(option: str, text: str | None, kind: Callable[[str], N], most: N) -> tuple[N, N] | None:
-    """Return both ends, included; `most` replaces an end that is left out. None without the option. Raises UserError."""
+    """Return both ends of a range `a:b`, or of one value; `most` replaces an end that is left out. None without the option.
+    Raises UserError."""
     if text is None:
         return None
     low, colon, high = text.partition(":")
@@ -63,7 +60,10 @@ def run(options: argparse.Namespace) -> None:
     say(console, f"{len(found)} steps, {found[0].step} to {found[-1].step}, {seconds:.1f} s: {verdict(found)}")
     whole = [total for total in critical_path.totals(found) if total.seconds >= LEAST * seconds]
     console.print(_totals(whole, seconds))
-    console.print(_causes(whole))
+    causes = LiteralTable("waited for", "what that is", "what changes it", title="what that means")
+    for cause in dict.fromkeys(total.cause for total in whole):
+        causes.add_row(cause, *CAUSES[cause])
+    console.print(causes)
     console.print(_slowest(found))
 
 
@@ -109,13 +109,6 @@ def _totals(totals: Sequence[CauseTotal], seconds: float) -> LiteralTable:
     for total in totals:
         share = f"{total.seconds / seconds:.0%}"
         table.add_row(total.cause, total.process, f"{total.seconds:.2f}", share, str(total.steps), _inside(total))
-    return table
-
-
-def _causes(totals: Sequence[CauseTotal]) -> LiteralTable:
-    table = LiteralTable("waited for", "what that is", "what changes it", title="what that means")
-    for cause in dict.fromkeys(total.cause for total in totals):
-        table.add_row(cause, *CAUSES[cause])
     return table
 
 

@@ -30,6 +30,12 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Server": "sluice",
+}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
@@ -105,14 +111,7 @@ class PageGuard:
 
 
 async def _sign(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(
-        {
-            "Content-Security-Policy": _POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Server": "sluice",
-        }
-    )
+    response.headers.update(_HEADERS)
 
 
 # ------------------------------------------------------------------------------------------ what is answered
@@ -142,9 +141,9 @@ class PageRoutes:
             "summary": run.summary,
             "curves": run.curves,
             "metric": lambda: run.metric(query.get("name", "")),
-            "why": lambda: run.why(_whole(query, "from"), _whole(query, "to")),
+            "why": lambda: run.why(_given(query, "from", int), _given(query, "to", int)),
             "lanes": lambda: run.lanes(
-                _number(query, "start", None), _number(query, "end", None), min(4000, _whole(query, "pixels") or 1200)
+                _given(query, "start", float), _given(query, "end", float), min(4000, _given(query, "pixels", int) or 1200)
             ),
             "occupancy": run.occupancy,
             "weights": run.weights,
@@ -154,9 +153,9 @@ class PageRoutes:
             "what-if": run.what_if,
             "samples": lambda: samples.index(_filter(query)),
             "rows": lambda: samples.rows(
-                [_integer("groups", each) for each in query.get("groups", "").split(",") if each][:200]
+                [_number("groups", each, int) for each in query.get("groups", "").split(",") if each][:200]
             ),
-            "group": lambda: samples.group(_whole(query, "id") or 0),
+            "group": lambda: samples.group(_given(query, "id", int, 0)),
         }
         name = request.match_info["view"]
         if name not in views:
@@ -199,47 +198,31 @@ async def _answer(work: Callable[[], Any]) -> web.Response:
     return web.Response(body=await asyncio.to_thread(msgspec.json.encode, made), content_type="application/json")
 
 
-def _whole(query: Any, name: str) -> int | None:
-    return _integer(name, query[name]) if query.get(name) else None
-
-
-def _integer(name: str, text: str) -> int:
-    if abs(value := _real(name, text)) > LARGEST:
-        raise _no_number(name, text)
-    return int(value)
-
-
-def _number(query: Any, name: str, otherwise: Any) -> Any:
-    return _real(name, query[name]) if query.get(name) else otherwise
-
-
-def _real(name: str, text: str) -> float:
+def _number(name: str, text: str, kind: type[int | float]) -> Any:
     try:
         value = float(text)
     except ValueError:
-        raise _no_number(name, text) from None
-    if not math.isfinite(value):
-        raise _no_number(name, text)
-    return value
+        value = math.nan
+    if not math.isfinite(value) or (kind is int and abs(value) > LARGEST):
+        raise web.HTTPBadRequest(text=f"{name}: {text[:40]!r} is not a number, or is too large\n")
+    return kind(value)
 
 
-def _no_number(name: str, text: str) -> web.HTTPBadRequest:
-    return web.HTTPBadRequest(text=f"{name}: {text[:40]!r} is not a number, or is too large\n")
+def _given(query: Any, name: str, kind: type[int | float], otherwise: Any = None) -> Any:
+    return _number(name, query[name], kind) if query.get(name) else otherwise
 
 
 def _filter(query: Any) -> SampleFilter:
     def bounds(name: str) -> tuple[Any, Any]:
-        return _number(query, f"{name}-from", -math.inf), _number(query, f"{name}-to", math.inf)
+        return _given(query, f"{name}-from", float, -math.inf), _given(query, f"{name}-to", float, math.inf)
 
     return SampleFilter(
         states=tuple(filter(None, query.get("states", "").split(","))),
         steps=bounds("step"),
         reward=bounds("reward"),
         tokens=bounds("tokens"),
-        source=query.get("source", ""),
-        replica=query.get("replica", ""),
-        text=query.get("text", ""),
-        after=-1 if (after := _whole(query, "after")) is None else after,
+        **{name: query.get(name, "") for name in ("source", "replica", "text")},
+        after=_given(query, "after", int, -1),
     )
 
 

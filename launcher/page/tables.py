@@ -22,7 +22,6 @@ def facts(record: RunRecord, history: LoggedHistory) -> list[Fact]:
     """Return the facts of the steps that count. A fact without data says that it was not measured."""
     steps, planned = history.steps, record.settings.training.steps
     seconds = total(steps, STEP_ENDED)
-    done = int(steps[-1]["step"]) if steps else 0
     accuracies = [(point["step"], point["eval/accuracy"]) for point in history.evaluations if _has(point, "eval/accuracy")]
     first, last = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
     before = ""
@@ -33,7 +32,7 @@ def facts(record: RunRecord, history: LoggedHistory) -> list[Fact]:
     limit = record.settings.training.staleness
     oldest = max((point["staleness/max"] for point in steps if _has(point, "staleness/max")), default=None)
     return [
-        ("Steps", f"{done:,}", f"of {planned:,}" if planned is not None else ""),
+        ("Steps", f"{int(steps[-1]['step']) if steps else 0:,}", f"of {planned:,}" if planned is not None else ""),
         ("Held-out accuracy", share(last[1] if last else None), before),
         ("Samples a second", number(rate), f"{seconds:,.1f} s in {len(steps):,} steps" if steps else ""),
         ("Tokens/s and accelerator", number(weighted(steps, "e2e_tps", STEP_ENDED)), "end to end"),
@@ -117,9 +116,7 @@ def number(value: float | None) -> str:
     """Return the value with three significant digits below 1,000, and as a whole number above."""
     if value is None:
         return NOT_MEASURED
-    if value == int(value) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
 
 
 def share(value: float | None) -> str:

@@ -241,10 +241,8 @@ class RunView:
         except UserError:  # no step yet
             return {}
         seconds, most = sum(step.seconds for step in found), critical_path.totals(found)[0]
-        return {
-            "seconds": seconds / len(found),
-            "most": f"{most.cause} {most.process} {most.seconds / seconds:.0%}".replace("  ", " "),
-        }
+        said = f"{most.cause} {most.process} {most.seconds / seconds:.0%}".replace("  ", " ")
+        return {"seconds": seconds / len(found), "most": said}
 
     def newest(self) -> int:
         """Return the newest trained step; 0 if there is none."""
@@ -332,27 +330,25 @@ class RunView:
         with self.ledger() as reader:
             times, dropped, counts = reader.times(), reader.dropped(), reader.counts()
         training = self.record().settings.training
-        history = record.history(self.record().points)
-        bound = None if training.staleness is None else (training.staleness + 1) * (training.groups_per_step or 0)
-        ages = [point.get("staleness/histogram") or {} for point in history.steps]
+        steps = record.history(self.record().points).steps
         return {
             **occupied(times, POINTS),
-            "bound": bound,
-            "depth": [point.get("queue/depth") for point in history.steps],
-            "steps": [point["step"] for point in history.steps],
-            "ages": ages,
+            "bound": None if training.staleness is None else (training.staleness + 1) * (training.groups_per_step or 0),
+            "depth": [point.get("queue/depth") for point in steps],
+            "steps": [point["step"] for point in steps],
+            "ages": [point.get("staleness/histogram") or {} for point in steps],
             "staleness": training.staleness,
             "groups": {state: count for state, count in counts.items() if count},
             "dropped": dropped,
-            "reasons": _reasons(history.steps),
+            "reasons": _reasons(steps),
         }
 
     def weights(self) -> dict[str, Any]:
         """Return the weight syncs by step, and for each rollout the newest version in use and the time to receive it."""
         history = record.history(self.record().points)
-        names = ["weight_sync/seconds", "weight_sync/pause_seconds", "weight_sync/bytes", "weight_sync/aborts"]
-        names += ["mismatch/abs_logprob", "mismatch/worst_rollout"]
-        rows = [{"step": point["step"], **{name: point.get(name) for name in names}} for point in history.steps]
+        names = [f"weight_sync/{name}" for name in ("seconds", "pause_seconds", "bytes", "aborts")]
+        names += ["step", "mismatch/abs_logprob", "mismatch/worst_rollout"]
+        rows = [{name: point.get(name) for name in names} for point in history.steps]
         replicas: list[dict[str, Any]] = []
         for process, spans in sorted(self.spans().items()):
             swaps = [span for span in spans if span.line == WEIGHT_SYNC and span.name == "swap"]
@@ -360,9 +356,9 @@ class RunView:
                 receptions = [span.end - span.start for span in spans if span.line == WEIGHT_SYNC and span.name == "receive"]
                 newest = max(span.step for span in swaps)
                 verified = [span.detail for span in spans if span.name == "verified" and span.step == newest]
-                checksum = verified[-1] if verified else ""
-                swapped = {"version": newest, "checksum": checksum, "swaps": len(swaps)}
-                replicas.append({"rollout": process, **swapped, **_spread(receptions)})
+                swapped = {"version": newest, "checksum": (verified or [""])[-1], "swaps": len(swaps)}
+                median, worst = float(np.median(receptions)) if receptions else None, max(receptions, default=None)
+                replicas.append({"rollout": process, **swapped, "median": median, "worst": worst})
         committed = max((replica["version"] for replica in replicas), default=0)
         return {"steps": rows, "replicas": replicas, "committed": committed, "disagree": _disagree(replicas)}
 
@@ -418,26 +414,17 @@ class RunView:
 def occupied(times: Mapping[str, np.ndarray], points: int) -> dict[str, Any]:
     """Count the groups in each live state at `points` moments. `times`: [groups] seconds since the epoch by state, NaN for a
     state that a group never reached."""
-    entered = [times[phase.value] for phase in LIVE]
     left = np.fmin(times[Phase.RETIRED.value], times[Phase.DROPPED.value])
-    there = ~np.isnan(times[Phase.ADMITTED.value])
-    if not there.any():
+    entered = np.stack([*(times[phase.value] for phase in LIVE), left])  # [states, groups]
+    if np.isnan(entered[0]).all():
         return {"start": 0.0, "seconds": [], "states": {}}
-    start, end = np.nanmin(entered[0]), np.nanmax([np.nanmax(each) for each in [*entered, left] if not np.isnan(each).all()])
-    moments = np.linspace(start, end, points)
-    # A group has left a state once it is in any later state; NaN, for never, sorts last.
-    past = [np.sort(each) for each in _first_later([*entered, left])]
-    since = [np.searchsorted(each[~np.isnan(each)], moments, side="right") for each in past]
+    start = np.nanmin(entered[0])
+    moments = np.linspace(start, np.nanmax(entered), points)
+    # A group has left a state once it is in any later state.
+    past = np.fmin.accumulate(entered[::-1])[::-1]
+    since = [np.searchsorted(np.sort(each[~np.isnan(each)]), moments, side="right") for each in past]
     counts = {phase.value: (since[at] - since[at + 1]).tolist() for at, phase in enumerate(LIVE)}
     return {"start": float(start), "seconds": (moments - start).tolist(), "states": counts}
-
-
-def _first_later(times: list[np.ndarray]) -> list[np.ndarray]:
-    """Return for each state the moments from which groups are in that state or a later one."""
-    found = [times[-1]]
-    for each in reversed(times[:-1]):
-        found.append(np.fmin(each, found[-1]))
-    return found[::-1]
 
 
 def _reasons(points: Sequence[record.Point]) -> dict[str, float]:
@@ -475,17 +462,10 @@ def _alive(header: SpanHeader) -> dict[str, Any]:
         if header.process not in " ".join(process.cmdline()):  # another process has its pid by now
             return {}
         times, age = process.cpu_times(), max(1e-3, time.time() - process.create_time())
-        return {
-            "rss": process.memory_info().rss,
-            "cores": len(process.cpu_affinity()),
-            "used": (times.user + times.system) / age,
-        }
+        used = (times.user + times.system) / age
+        return {"rss": process.memory_info().rss, "cores": len(process.cpu_affinity()), "used": used}
     except psutil.Error:
         return {}
-
-
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    return {"median": float(np.median(values)) if values else None, "worst": max(values, default=None)}
 
 
 def _changed(folder: Path, one: int, other: int) -> dict[str, Any]:
@@ -493,9 +473,10 @@ def _changed(folder: Path, one: int, other: int) -> dict[str, Any]:
     before, after = (_firsts(evaluation.folder_for(folder, step)) for step in (one, other))
     both = [key for key in before if key in after and before[key].correct != after[key].correct]
     shown = [
-        {"problem": key[1], "before": before[key].reply, "after": after[key].reply, "now": after[key].correct} for key in both
+        {"problem": key[1], "before": before[key].reply, "after": after[key].reply, "now": after[key].correct}
+        for key in both[:CHANGED]
     ]
-    return {"from": one, "to": other, "number": len(both), "examples": shown[:CHANGED]}
+    return {"from": one, "to": other, "number": len(both), "examples": shown}
 
 
 def _firsts(folder: Path) -> dict[tuple[str, str], evaluation.Generation]:
