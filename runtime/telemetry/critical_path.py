@@ -194,8 +194,7 @@ class ProcessSpans:
     def _probed(self, part: PathPart) -> list[PathPart]:
         """Divide the trainer's `part`: split off the times in which the trainer was idle, waiting for a rollout's probe."""
         reported = self.within(COORDINATOR, part.start, part.end)
-        worked = self.within(TRAINER, part.start, part.end)
-        worked = [span for span in worked if span.line not in OVERLAPPING]
+        worked = [span for span in self.within(TRAINER, part.start, part.end) if span.line not in OVERLAPPING]
         parts, left = [], part
         for wait in sorted(span for span in reported if span.name == span.line == PROBE):
             end = min(part.end, wait.end)
@@ -223,10 +222,8 @@ class ProcessSpans:
         seconds: dict[str, float] = {}
         for span in self.within(part.process, part.start, part.end):
             name = _publishing(span) if part.cause == PUBLISH else _working(span)
-            if not name:
-                continue
-            overlap = min(span.end, part.end) - max(span.start, part.start)
-            seconds[name] = seconds.get(name, 0.0) + overlap
+            if name:
+                seconds[name] = seconds.get(name, 0.0) + (min(span.end, part.end) - max(span.start, part.start))
         return seconds
 
 
@@ -238,9 +235,7 @@ def _publishing(span: TracedSpan) -> str:
 
 
 def _working(span: TracedSpan) -> str:
-    if span.line in (CALLS, EPISODES):
-        return ""
-    return span.detail if span.name == "command" else span.name
+    return "" if span.line in (CALLS, EPISODES) else span.detail if span.name == "command" else span.name
 
 
 # ------------------------------------------------------------------------------------------ several steps

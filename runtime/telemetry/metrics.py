@@ -145,9 +145,7 @@ def throughput_metrics(
 def size_metrics(groups: Sequence[GeneratedGroup], world_size: int) -> dict[str, float]:
     """Return the sizes for the throughput. The number of samples per prompt is the mean over the groups."""
     sizes = {"world_size": float(world_size), "global_batch_size": float(len(groups))}
-    if groups:
-        sizes["n_samples_per_prompt"] = sum(group.n for group in groups) / len(groups)
-    return sizes
+    return sizes | ({"n_samples_per_prompt": sum(group.n for group in groups) / len(groups)} if groups else {})
 
 
 def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
@@ -170,9 +168,7 @@ def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
         return {}
     masks = [group.valid.astype(bool) for group in scores]
     figures = {"score/masked": float(sum((~mask).sum() for mask in masks))}
-    errors: Counter[str] = Counter()
-    for group in scores:
-        errors.update(group.errors)
+    errors = sum((Counter(group.errors) for group in scores), Counter[str]())
     figures |= {f"{SCORE_ERRORS}{reason}": float(count) for reason, count in errors.most_common(REASONS)}
     valid = np.concatenate([group.rewards[mask] for group, mask in zip(scores, masks, strict=True)])
     if valid.size:
@@ -231,9 +227,7 @@ def staleness_metrics(staleness: Sequence[int]) -> Metrics:
 
 def idle_fraction(busy_seconds: float, wall_seconds: float) -> float:
     """Return the fraction of `wall_seconds` in which a process with `busy_seconds` was idle."""
-    if wall_seconds <= 0:
-        return 0.0
-    return min(1.0, max(0.0, 1.0 - busy_seconds / wall_seconds))
+    return min(1.0, max(0.0, 1.0 - busy_seconds / wall_seconds)) if wall_seconds > 0 else 0.0
 
 
 def _distribution(prefix: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:

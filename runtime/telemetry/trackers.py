@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,16 +43,7 @@ from runtime.telemetry.metrics import Histogram, Metrics
 # `histo`).
 
 
-def _crc_table() -> list[int]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return table
-
-
-_CRC_TABLE = _crc_table()
+_CRC_TABLE = [reduce(lambda crc, _: crc >> 1 ^ (0x82F63B78 if crc & 1 else 0), range(8), value) for value in range(256)]
 
 
 def masked_crc32c(data: bytes) -> int:
@@ -76,15 +68,14 @@ class EventFile:
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
         """Append one step's metrics, at `seconds` since the epoch, and flush."""
         values = b"".join(_bytes(1, _value(name, value)) for name, value in metrics.items())
-        self._record(_double(1, seconds) + _integer(2, step) + _bytes(5, values))
+        self._record(_double(1, seconds) + _key(2, 0) + _varint(step) + _bytes(5, values))
 
     def close(self) -> None:
         self._file.close()
 
     def _record(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))
-        checks = (struct.pack("<I", masked_crc32c(part)) for part in (length, event))
-        self._file.write(length + next(checks) + event + next(checks))
+        self._file.write(b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, event)))
         self._file.flush()
 
 
@@ -120,10 +111,6 @@ def _varint(value: int) -> bytes:
 
 def _key(field: int, wire_type: int) -> bytes:
     return _varint(field << 3 | wire_type)
-
-
-def _integer(field: int, value: int) -> bytes:
-    return _key(field, 0) + _varint(value)
 
 
 def _double(field: int, value: float) -> bytes:
@@ -179,14 +166,12 @@ def _open_after_last_line(path: Path) -> FileIO:
     """Open for appending, without the torn line that a killed process may have left."""
     file = path.open("a+b", buffering=0)
     size = end = file.seek(0, os.SEEK_END)
-    while end:
+    newline = -1
+    while end and newline < 0:
         start = max(0, end - _BLOCK_BYTES)
         file.seek(start)
         newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
+        end = start + newline + 1
     if end < size:
         file.truncate(end)
     return file
@@ -285,10 +270,7 @@ def _without_histograms(metrics: Metrics) -> dict[str, float]:
     """Replace each histogram by one figure for each value, NAME/VALUE."""
     point: dict[str, float] = {}
     for name, value in metrics.items():
-        if isinstance(value, dict):
-            point.update({f"{name}/{key}": count for key, count in value.items()})
-        else:
-            point[name] = value
+        point |= {f"{name}/{key}": count for key, count in value.items()} if isinstance(value, dict) else {name: value}
     return point
 
 
@@ -383,14 +365,13 @@ class Trackers:
 
     def __init__(self, config: Config, run_dir: str | Path):
         for tracker in config.trackers:
-            package = missing_package(tracker)
-            if package:
+            if package := missing_package(tracker):
                 raise UserError(f"tracker {tracker.name}: needs a package: pip install '{package}'")
             if (tracker.name, tracker.mode) == ("mlflow", "online") and not os.environ.get(_MLFLOW_SERVER):
                 raise UserError(f"tracker mlflow: mode online: {_MLFLOW_SERVER} is not set; must be the server's address")
         folder = Path(run_dir)
-        off = [each for each in config.trackers if (each.name, each.mode) == ("mlflow", "disabled")]  # others handle it
-        self._workers = [_Worker(tracker, folder, config) for tracker in config.trackers if tracker not in off]
+        on = [each for each in config.trackers if (each.name, each.mode) != ("mlflow", "disabled")]  # others handle it
+        self._workers = [_Worker(tracker, folder, config) for tracker in on]
 
     async def log(self, step: int, metrics: Metrics, timeout: float = timeouts.TRACKERS) -> None:
         """Queue one point. Returns at once unless a tracker is far behind. `metrics` must not change afterwards.
