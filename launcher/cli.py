@@ -283,7 +283,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "import-mindspeed": _run_of("commands.importing"),
     "import-verl": _run_of("commands.importing"),
     "bench": _bench,
-    "accept": _run_of("accept.command"),
+    "accept": _run_of("accept.checks"),
 }
 
 _SHOWING = ("samples", "score", "status", "why")

@@ -13,10 +13,8 @@ from runtime.telemetry.shown import say, shown
 
 
 class View:
-    """A context manager. One line a phase, the newest with figures beside its bar.
-
-    Without a terminal a line is printed at most every `line_interval` seconds. `verbose`: `output` is wanted.
-    """
+    """One line a phase, the newest with figures beside its bar. Without a terminal a line is printed at most every
+    `line_interval` seconds. `verbose`: `output` is wanted."""
 
     def __init__(self, console: Console, line_interval: float = timeouts.PROGRESS_LINE, verbose: bool = False):
         self.verbose = verbose

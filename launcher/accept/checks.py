@@ -5,10 +5,12 @@ Every check is a process with a deadline, so a check that hangs or crashes on a 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -21,9 +23,11 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from rich.console import Console
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
+from runtime.telemetry.shown import literal, say
 from runtime.telemetry.summary import Summary
 from sluice import start
 
@@ -45,17 +49,7 @@ PACKAGES = (
 )
 TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}
 CANN_HOME = "/usr/local/Ascend/ascend-toolkit/latest"
-VARIABLES = (
-    "ASCEND_",
-    "CANN",
-    "CUDA_VISIBLE",
-    "HCCL_",
-    "NCCL_",
-    "PYTORCH_NPU_ALLOC",
-    "TASK_QUEUE",
-    "VLLM_ASCEND",
-    "LD_PRELOAD",
-)
+VARIABLES = re.compile("ASCEND_|CANN|CUDA_VISIBLE|HCCL_|NCCL_|PYTORCH_NPU_ALLOC|TASK_QUEUE|VLLM_ASCEND|LD_PRELOAD")  # at the beginning of a name
 LAST = 20  # lines of a failed check's output that the report keeps
 
 
@@ -83,9 +77,25 @@ class AcceptReport(Struct, kw_only=True):
         return all(outcome.result != "failed" for outcome in self.outcomes)
 
 
+def run(options: argparse.Namespace) -> int:
+    """Run the checks and show each. Returns the exit code: 1 if a check has failed."""
+    console = Console()
+    folder = options.out or Path("accept") / options.device
+    with console.status("starting") as status:
+
+        def show(check: str) -> None:
+            status.update(literal(check))
+
+        report = asyncio.run(accept(options.device, folder, options.config, options.steps, show))
+    for one in report.outcomes:
+        say(console, f"{one.check}: {one.result}" + (f" ({one.detail.splitlines()[-1]})" if one.detail else ""))
+    say(console, f"to send back: {folder / 'report.md'} and {folder / 'report.json'}")
+    return 0 if report.passed else 1
+
+
 async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
-    """Run every check, and write `folder`/report.md and report.json. Raises UserError if `folder` has files, or without
-    `config`."""
+    """Run every check, and write `folder`/report.md and report.json. Raises UserError unless `folder` is empty and `config`
+    exists."""
     _begin(folder, config)
     report = await _about(device)  # the vendor's tool runs in a thread
     model = folder / "model"
@@ -202,7 +212,7 @@ async def _about(device: Device) -> AcceptReport:
             "cores": str(len(os.sched_getaffinity(0))),
         },
         versions={name: version for name, version in distributions.items() if version} | _cann(),
-        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+        variables={name: value for name, value in sorted(os.environ.items()) if VARIABLES.match(name)},
         tool=await asyncio.to_thread(_tool, TOOLS[device]),
         outcomes=[],
     )
@@ -218,9 +228,8 @@ def _version(name: str) -> str:
 def _cann() -> dict[str, str]:
     """Return CANN's version, from its own files under ASCEND_TOOLKIT_HOME."""
     home = Path(os.environ.get("ASCEND_TOOLKIT_HOME", CANN_HOME))
-    for file in sorted(home.glob("*/ascend_toolkit_install.info")) + sorted(home.glob("version.cfg")):
-        return {"CANN": " ".join(file.read_text(errors="replace").split())[:300]}
-    return {}
+    files = [*sorted(home.glob("*/ascend_toolkit_install.info")), *home.glob("version.cfg")]
+    return {"CANN": " ".join(files[0].read_text(errors="replace").split())[:300]} if files else {}
 
 
 def _tool(command: Sequence[str]) -> str:
@@ -242,7 +251,7 @@ def render(report: AcceptReport) -> str:
     lines = [f"# Sluice on {report.device}", "", f"{report.began}. {verdict}.", ""]
     lines += ["| check | result | seconds | figures |", "| --- | --- | --- | --- |"]
     for one in report.outcomes:
-        figures = ", ".join(f"{name} {_short(value)}" for name, value in one.figures.items())
+        figures = ", ".join(f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in one.figures.items())
         lines.append(f"| {one.check} | {one.result} | {one.seconds:.1f} | {figures} |")
     for one in report.outcomes:
         if one.detail:
@@ -250,7 +259,3 @@ def render(report: AcceptReport) -> str:
     for title, table in (("Machine", report.machine), ("Versions", report.versions), ("Variables", report.variables)):
         lines += ["", f"## {title}", "", "| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in table.items())]
     return "\n".join([*lines, "", "## Devices", "", "```", report.tool.strip(), "```", ""])
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

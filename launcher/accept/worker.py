@@ -167,8 +167,7 @@ def receiver(device: str) -> None:
 
 
 def rollout(device: str, folder: Path) -> Figures:
-    """Compare the embedded rollout engine with the model on the CPU: log-probabilities agree, also of weights staged
-    meanwhile."""
+    """Compare the log-probabilities of the embedded rollout engine with the CPU's, also of weights staged meanwhile."""
     import torch
 
     from runtime.models.hf_folder import WeightFiles

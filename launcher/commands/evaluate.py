@@ -27,8 +27,7 @@ def own_folder(config: Config, name: str = FOLDER) -> Config:
 
 
 async def evaluate(config: Config, view: View) -> EvaluationResult:
-    """Evaluate in the folder `run.dir`. Raises UserError for a user's mistake, ServiceFault for a fault, Interrupted. Ends all
-    processes in every case."""
+    """Evaluate in the folder `run.dir`. Raises UserError, ServiceFault, Interrupted. Ends all processes in every case."""
     return await Evaluating(config, view, LocalNode.of(config)).run()
 
 

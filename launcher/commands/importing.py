@@ -19,10 +19,8 @@ _WIDEST = {"value": 30}  # columns of a table's column; the key's column has 60
 
 
 def run(options: argparse.Namespace) -> None:
-    """Translate the file. Print what became of each key, and write it to the report if one is wanted.
-
-    Raises UserError with one line per fault; then nothing is written.
-    """
+    """Translate the file, and print and report what became of each key. Raises UserError, a line per fault, and writes nothing
+    then."""
     if options.command == "import-verl":
         from launcher.verl.translate import TABLE, imported
     else:

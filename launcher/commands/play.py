@@ -25,8 +25,8 @@ SILENT = "(the model gave no reply)"
 
 
 async def play(config: Config, task: int, view: View) -> Generation:
-    """Play task `task` of the training data, counted from 0 over all sources. Raises as `evaluate` does, and UserError if there
-    are fewer tasks."""
+    """Play task `task` of the training data, counted from 0 over all sources. Raises as `evaluate`; UserError for no such
+    task."""
     config, data = own_folder(config, FOLDER), config.data
     held_out = data.eval or next((source.path for _, source in sources(data)), "")
     config = replace(config, data=replace(data, eval=held_out))  # the task replaces it

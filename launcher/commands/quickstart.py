@@ -42,11 +42,8 @@ _NEXT = {
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> None:
-    """Write the problems and make the model, unless it exists, if `config` names those of PRETRAINED.
-
-    Raises UserError if pip cannot get the model's package, ServiceFault if the process that makes the model dies, and
-    DeadlineExceeded.
-    """
+    """Write the problems and make the model, unless it exists, if `config` names those of PRETRAINED. Raises UserError if pip
+    cannot get the model's package, ServiceFault if the process that makes the model dies, and DeadlineExceeded."""
     from runtime.data import arithmetic
 
     if config.data.train == str(PROBLEMS / "train.jsonl"):
@@ -91,10 +88,8 @@ def advice(folder: str, command: str) -> list[str]:
 
 
 def replies(config: Config) -> LiteralTable | None:
-    """Return the first REPLIES held-out problems of a run, with the replies before and after its training.
-
-    Return None if the run was not evaluated twice. Raises UserError for files that cannot be read.
-    """
+    """Return the first REPLIES held-out problems of a run, with the replies before and after its training. None if the run was
+    not evaluated twice. Raises UserError for files that cannot be read."""
     from runtime.data.handlers import load_problems
     from runtime.evaluation import results
     from runtime.telemetry.shown import LiteralTable

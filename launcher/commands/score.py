@@ -81,11 +81,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def score(path: Path, verifier: str | None, workers: int | None, timeout: float | None, output: Path | None) -> None:
-    """Score the file and print a summary to standard error. `workers`: one a core if None.
-
-    Raises UserError for an unknown verifier, a verifier whose sandbox does not work here, or a file that cannot be opened; also
-    for lines that cannot be judged, after all others are scored. Raises ServiceFault if no worker can be started.
-    """
+    """Score the file and print a summary to standard error. Raises UserError for what cannot be used, and after all others are
+    scored for lines that cannot be judged; ServiceFault if no worker can be started."""
     rules = _rules(verifier)
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:

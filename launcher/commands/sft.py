@@ -34,10 +34,8 @@ NAME = "trainer-0"
 
 
 async def sft(config: Config, view: View) -> str:
-    """Tune in the folder `run.dir`. Return lines that describe the result.
-
-    Raises UserError for a user's mistake, ServiceFault for a fault, Interrupted. Ends all processes in every case.
-    """
+    """Tune in the folder `run.dir`, and return lines on the result. Raises UserError, ServiceFault, Interrupted. Ends all
+    processes in every case."""
     here, folder = LocalNode.of(config), Path(config.run.dir)
     faults = [*tune_faults(config, known_names(), here.memory(alone(config)))]
     if faults := faults or [*environment.faults(alone(config), here.machine)]:

@@ -38,10 +38,7 @@ def run(options: argparse.Namespace) -> None:
 
 def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> None:
     """Print that the file is valid, its placement and the memory of ranks. `since`: the version that the file was written for;
-    also print defaults that have changed since then.
-
-    Raises ConfigError, UserError.
-    """
+    also print the defaults that have changed since. Raises UserError."""
     config = loading.resolve(loading.load(path, overrides))
     here = LocalNode.of(config)
     memory = here.memory(config)

@@ -23,8 +23,8 @@ N = TypeVar("N", int, float)
 
 
 def range_of(option: str, text: str | None, kind: Callable[[str], N], most: N) -> tuple[N, N] | None:
-    """Return both ends of a range `a:b`, or of one value; `most` replaces an end that is left out. None without the option.
-    Raises UserError."""
+    """Return both ends of `a:b`, or of one value; `most` replaces an end that is left out. None without the option. Raises
+    UserError."""
     if text is None:
         return None
     low, colon, high = text.partition(":")

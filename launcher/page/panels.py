@@ -17,10 +17,7 @@ from msgspec import Struct
 from runtime.telemetry.metrics import WITHIN_UPDATE
 from runtime.telemetry.record import STEP_ENDED, LoggedHistory, Point
 
-# ---- Thinning
-#
-# Reduces long curves to fewer points that look the same: a browser is quick with 2,000 points, and not with 10,000 of sixty
-# curves.
+# Long curves are reduced to fewer points that look the same: a browser is not quick with 10,000 points of sixty curves.
 
 MOST_POINTS = 2000
 
@@ -82,8 +79,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure. `share`: values are fractions, shown in per cent. Without `series` nothing was measured. The last series of a
-    stack is a line."""
+    """One figure. `share`: values are fractions. Without `series` nothing was measured. The last series of a stack is a
+    line."""
 
     title: str
     unit: str

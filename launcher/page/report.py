@@ -34,8 +34,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def report(folder: Path, output: Path | None) -> Path:
-    """Write the whole file or nothing. Return its path. Raises UserError if the folder holds no run, or the file cannot be
-    written."""
+    """Write the whole file or nothing. Return its path. Raises UserError for no run, or a file that cannot be written."""
     path = output or folder / FILE
     try:
         content = text(held(folder))
@@ -106,21 +105,17 @@ def text(answers: dict[str, Any]) -> str:
     of a run's rules cannot add a script."""
     page = (STATIC / "page.html").read_text(encoding="utf-8")
     scripts = ["\n" + (STATIC / name).read_text(encoding="utf-8") for name in _SCRIPT.findall(page)]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
     policy = (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
     # Escaped, so that the JSON cannot end its HTML element.
     data = msgspec.json.encode(answers).decode().replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     inside = [f'<script type="application/json" id="held">{data}</script>', *(f"<script>{each}</script>" for each in scripts)]
-    head, _, tail = _STYLE.sub(_styled, _SCRIPT.sub("", page)).partition("</body>")
+    head, style, rest = re.split(_STYLE, _SCRIPT.sub("", page))
+    styled = f"{head}<style>\n{(STATIC / style).read_text(encoding='utf-8')}</style>\n{rest}"
+    head, _, tail = styled.partition("</body>")
     head = head.replace("<head>\n", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n', 1)
     return "".join([head, *(f"{each}\n" for each in inside), "</body>", tail])
-
-
-def _styled(found: re.Match[str]) -> str:
-    return f"<style>\n{(STATIC / found[1]).read_text(encoding='utf-8')}</style>\n"
-
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

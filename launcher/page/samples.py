@@ -29,8 +29,7 @@ OPEN = (-math.inf, math.inf)  # an open range, which also selects groups without
 
 
 class SampleFilter(Struct, frozen=True):
-    """The groups to select; ranges include both ends. `after`: select only groups with a larger id, where a search for a text
-    goes on."""
+    """The groups to select; ranges include both ends. `after`: only groups with a larger id, as a search for a text goes on."""
 
     states: tuple[str, ...] = ()
     steps: tuple[Any, Any] = OPEN

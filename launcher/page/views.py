@@ -36,9 +36,7 @@ from runtime.telemetry import critical_path, record
 from runtime.telemetry.record import LoggedHistory, RunRecord
 from runtime.telemetry.summary import Summary
 
-# ---- Lanes
-#
-# Each process over time, at the resolution of a screen. Pure, except the spans.
+# ---- Lanes: each process over time, at the resolution of a screen
 
 DENSE = "…"  # the name of several spans that are too short to draw
 ROWS = 3  # of overlapping calls; further calls overlap in the last row
@@ -113,9 +111,7 @@ def _thinned(row: Iterable[TracedSpan], start: float, end: float, least: float) 
     return found
 
 
-# ---- Follow
-#
-# Detects changes in a run's folder by the sizes and times of its files.
+# ---- Changes in a run's folder, by the sizes and times of its files
 
 Mark = tuple[int, int]  # bytes, nanoseconds since the epoch
 
@@ -209,8 +205,8 @@ class RunView:
         return {"first": first, "last": last, "start": start, "end": end, "lanes": lanes(spans, start, end, pixels)}
 
     def _every_lane(self) -> tuple[Mapping[str, Sequence[TracedSpan]], float, float]:
-        """Return the spans of each process and of the steps' waits, and the times of the first and the last. Make them anew
-        if there are new spans."""
+        """Return the spans of each process and of the steps' waits, and the times of the first and the last, anew with new
+        spans."""
         spans = self.spans()
         number = sum(map(len, spans.values()))
         if number != self._lanes[0]:
@@ -298,8 +294,7 @@ class RunView:
         return {"steps": [point["step"] for point in points], "values": [point[name] for point in points]}
 
     def why(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """Return the critical paths of the steps from `first` to `last`, else of the NEWEST steps; and what the run waits for
-        now."""
+        """Return the critical paths of the steps from `first` to `last`, else of the NEWEST; and what the run waits for now."""
         waits = self._waits()
         try:
             newest = self.newest()

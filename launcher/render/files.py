@@ -90,8 +90,7 @@ class _JobNodes(Struct, frozen=True):
 
 
 def kubernetes(plan: Plan, claim: str = "") -> dict[str, str]:
-    """Render manifests: text by file name. `claim`: of the volume that the nodes share; "" claims a new one. Raises
-    ConfigError."""
+    """Render manifests: text by file name. `claim`: of the nodes' shared volume; "" claims a new one. Raises ConfigError."""
     groups = _groups(plan)
     host = f"{groups[0].job}-0.{plan.name}"
     text = _yaml(

@@ -85,8 +85,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 def plan(config: Config, device: Device | None = None, devices: int | None = None, image: str = "") -> Plan:
     """Plan the nodes of a resolved `config`. `device`: None takes it from the platform. `devices`: accelerators of the nodes
-    for which the configuration gives no number. Raises ConfigError.
-    """
+    for which the configuration gives no number. Raises ConfigError."""
     device = device or ("npu" if config.services.platform == "ascend" else "cpu")
     faults = list(_faults(config, device, devices))
     if faults:
@@ -152,10 +151,8 @@ def check_names(names: Sequence[str], where: str) -> None:
 
 
 def shared_folder(config: Config) -> str:
-    """Return the folder in the images where the nodes' volume is mounted: the one that holds the run's folder.
-
-    Raises ConfigError if the volume would hide other folders.
-    """
+    """Return the folder in the images where the nodes' volume is mounted: the one that holds the run's folder. Raises
+    ConfigError if the volume would hide other folders."""
     if not config.cluster.shared_folder:
         raise ConfigError(["cluster.shared_folder: false, but the containers share a volume; must be true"])
     folder = (HOME / config.run.dir).parent

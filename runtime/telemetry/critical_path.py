@@ -79,8 +79,8 @@ class StepPath(Struct):
 
 
 def paths(rows: Iterable[GroupRow]) -> list[StepPath]:
-    """Return the paths of the committed steps that trained `rows`, by step. A step whose predecessor is missing begins at the
-    admission of its first group."""
+    """Return the paths of the committed steps that trained `rows`, by step. The first begins at the admission of its first
+    group."""
     batches: dict[int, list[GroupRow]] = {}
     for row in rows:
         if row.step is not None and "retired" in row.times:

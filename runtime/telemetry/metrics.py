@@ -19,8 +19,6 @@ import numpy as np
 from runtime.process import spans as spans_file
 from runtime.types import SCORERS, GeneratedGroup, Scores, StepResult
 
-# ---- Metric names
-#
 # Sluice 0.1 logged scores under `grpo/` for every algorithm, and the rest under MindSpeed-RL's names. `ours` reads such points.
 
 Value = TypeVar("Value")
@@ -133,10 +131,8 @@ def step_metrics(figures: StepFigures) -> Metrics:
 def throughput_metrics(
     *, prompt_mean: float, response_mean: float, rows: int, world_size: int, timing: Mapping[str, float]
 ) -> dict[str, float]:
-    """Compute tokens per second and accelerator: (response_mean + prompt_mean) · rows / world_size / time. rows =
-    global_batch_size · n if each episode has one row; time: of the whole step (e2e), the update, or generation (rollout).
-    Returns 0 for a phase that took no time in the step.
-    """
+    """Compute tokens per second and accelerator: of the whole step (e2e), the update, or generation (rollout). 0 for a phase
+    that took no time in the step."""
     tokens = (response_mean + prompt_mean) * rows / world_size
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "rollout_tps": "timing/rollout"}
     return {name: tokens / timing[phase] if timing.get(phase) else 0.0 for name, phase in phases.items()}
@@ -268,10 +264,8 @@ def covered(spans: Sequence[Span]) -> float:
 
 
 class SpanClock:
-    """Accounts wall time to phases, step by step. A phase counts while at least one of its spans runs.
-
-    A step is the time from one `close_step` to the next. A span that runs across the boundary is split there.
-    """
+    """Accounts wall time to phases, step by step. A phase counts while at least one of its spans runs. A step is the time from
+    one `close_step` to the next, which splits a span that runs across it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -21,9 +21,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.telemetry import metrics, startup
 
-# ---- Lineages
-#
-# Selects the logged points that count, if a run returned to a checkpoint and repeated steps. Pure.
+# ---- The logged points that count, if a run returned to a checkpoint and repeated steps
 
 Point = Mapping[str, Any]
 
@@ -102,8 +100,7 @@ class _RecordedMismatch(Struct):
 
 
 class RecordedSettings(Struct):
-    """The keys of a resolved configuration that a page shows by name. Ignores other keys, so that runs of other versions can be
-    read."""
+    """The keys of a resolved configuration that a page shows by name. Ignores others: runs of other versions have them."""
 
     run: _Run = msgspec.field(default_factory=_Run)
     training: _RecordedTraining = msgspec.field(default_factory=_RecordedTraining)
@@ -183,8 +180,8 @@ _Logged = dict[str, int | float | dict[str, int] | None]
 
 
 class PointFile:
-    """The points of a run in logged order. `torn`: whether the last line is incomplete and left out: the run is writing it, or
-    was killed."""
+    """The points of a run in logged order. `torn`: the last line is incomplete and left out: being written, or of a killed
+    run."""
 
     def __init__(self, path: Path):
         self._path = path

@@ -35,8 +35,6 @@ from runtime.process import network, spans
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in
 from runtime.status import Registration, RunFigures, RunPhase, State, Status
 
-# ---- Prometheus
-#
 # A process's metrics in Prometheus' text format: its status, and at the coordinator the run's figures. Pure, except for the
 # system's figures of the process and of the file system.
 

@@ -15,9 +15,7 @@ from msgspec import Struct
 from runtime import run_files
 from runtime.process import os_process
 
-# ---- Memory
-#
-# The memory of a run's processes, as Linux counts it.
+# ---- The memory of a run's processes, as Linux counts it
 
 
 class Memory(Struct, frozen=True):

@@ -24,9 +24,7 @@ from runtime.telemetry.metrics import SCORE_ERRORS
 from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.startup import Memory, Startup
 
-# ---- Trained tokens
-#
-# The trainer's values of single tokens: their log-probabilities at the step's beginning, and their advantages.
+# ---- Trained tokens: their log-probabilities at the step's beginning, and their advantages
 #
 # Each rank appends what it had of a step, up to `KEPT_TOKENS` of runtime/trainer/step.py, to a file of its own in the run's
 # folder. The file is begun anew at half of the size that both parts may have, and the part before it stays: the newest steps
@@ -243,8 +241,8 @@ def render(summary: Summary) -> LiteralTable:
     table = LiteralTable(show_header=False, title=f"Stopped: {summary.stop_reason}", title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
-    before, after = (_percent(accuracy) for accuracy in (summary.accuracy_before, summary.accuracy_after))
-    table.add_row("held-out accuracy", f"{before} → {after}")
+    accuracies = summary.accuracy_before, summary.accuracy_after
+    table.add_row("held-out accuracy", " → ".join("not measured" if each is None else f"{each:.1%}" for each in accuracies))
     table.add_row("steps", f"{summary.steps} in {summary.rl_seconds:.1f} s; {summary.total_seconds:.1f} s in all")
     table.add_row("throughput", f"{summary.samples_per_second:,.0f} samples/s, {summary.tokens_per_second:,.0f} tokens/s")
     counts = ", ".join(f"{value}: {count:,}" for value, count in summary.staleness_histogram.items())
@@ -297,10 +295,6 @@ def _memory(summary: Summary) -> str:
     entries = [f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)"]
     resident = {name: summary.memory[name].rss_bytes for name in CONTROL if name in summary.memory}
     return ", ".join(entries + [f"{name} {size / 2**20:.0f} MiB resident" for name, size in resident.items()])
-
-
-def _percent(accuracy: float | None) -> str:
-    return "not measured" if accuracy is None else f"{accuracy:.1%}"
 
 
 def _phases(seconds: Mapping[str, float]) -> str:

@@ -34,9 +34,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.process import disk
 from runtime.telemetry.metrics import Histogram, Metrics
 
-# ---- Event file
-#
-# TensorBoard event files, written without TensorBoard: its writers load torch or TensorFlow, which the coordinator avoids.
+# ---- TensorBoard's event files, without TensorBoard: its writers load torch or TensorFlow, which the coordinator avoids
 #
 # A file is a sequence of records: length (u64), checksum of the length (u32), an `Event` message, checksum of the message
 # (u32), all little-endian. The message's fields are those of TensorFlow's event.proto and summary.proto (`simple_value`,
@@ -374,10 +372,8 @@ class Trackers:
         self._workers = [_Worker(tracker, folder, config) for tracker in on]
 
     async def log(self, step: int, metrics: Metrics, timeout: float = timeouts.TRACKERS) -> None:
-        """Queue one point. Returns at once unless a tracker is far behind. `metrics` must not change afterwards.
-
-        Raises UserError if metrics.jsonl could not be written; DeadlineExceeded if it made no room within `timeout` seconds.
-        """
+        """Queue one point. Returns at once unless a tracker is far behind. `metrics` must not change afterwards. Raises
+        UserError if metrics.jsonl could not be written; DeadlineExceeded if it made no room within `timeout` seconds."""
         now = time.time()
         for worker in self._workers:
             worker.check()
