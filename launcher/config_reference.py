@@ -52,7 +52,6 @@ def schema() -> dict[str, Any]:
 
 
 def _sections(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
-    """Yield `kind` and its subclasses."""
     yield kind
     for each in kind.__subclasses__():
         yield from _sections(each)

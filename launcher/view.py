@@ -63,7 +63,6 @@ class View:
             say(self._console, text)
 
     def say(self, line: str) -> None:
-        """Print a line, which stays."""
         say(self._console, line)
 
     def output(self, name: str, line: str) -> None:
@@ -79,7 +78,6 @@ class View:
             self._bars.stop_task(self._task)
 
     def progress(self, progress: status.Progress) -> None:
-        """Show a progress report of the run."""
         if progress.phase in ("finished", "failed"):
             self._close()
             return

@@ -36,20 +36,10 @@ Device = Literal["cpu", "cuda", "npu"]
 CHECKS = ("platform", "weight_sync", "rollout", "trainer", "quickstart")
 DEADLINES = {"model": 300.0, "platform": 300.0, "weight_sync": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
 STEPS = 20
-PACKAGES = (
-    "torch",
-    "torch_npu",
-    "transformers",
-    "vllm",
-    "vllm-ascend",
-    "megatron-core",
-    "mindspeed",
-    "triton-ascend",
-    "grpcio",
-)
+WHEELS = ("torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed", "triton-ascend", "grpcio")
 TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}
 CANN_HOME = "/usr/local/Ascend/ascend-toolkit/latest"
-VARIABLES = re.compile("ASCEND_|CANN|CUDA_VISIBLE|HCCL_|NCCL_|PYTORCH_NPU_ALLOC|TASK_QUEUE|VLLM_ASCEND|LD_PRELOAD")  # at the beginning of a name
+VARIABLES = re.compile("ASCEND_|CANN|CUDA_VISIBLE|HCCL_|NCCL_|PYTORCH_NPU_ALLOC|TASK_QUEUE|VLLM_ASCEND|LD_PRELOAD")
 LAST = 20  # lines of a failed check's output that the report keeps
 
 
@@ -94,8 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
-    """Run every check, and write `folder`/report.md and report.json. Raises UserError unless `folder` is empty and `config`
-    exists."""
+    """Run every check, and write report.md and report.json. Raises UserError unless `folder` is empty and `config` exists."""
     _begin(folder, config)
     report = await _about(device)  # the vendor's tool runs in a thread
     model = folder / "model"
@@ -201,7 +190,7 @@ async def _run(check: str, command: Sequence[str], log: Path, figures: bool = Tr
 
 
 async def _about(device: Device) -> AcceptReport:
-    distributions = {name: _version(name) for name in ("sluice-rl", *PACKAGES)}
+    distributions = {name: _version(name) for name in ("sluice-rl", *WHEELS)}
     return AcceptReport(
         device=device,
         began=time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -251,7 +240,8 @@ def render(report: AcceptReport) -> str:
     lines = [f"# Sluice on {report.device}", "", f"{report.began}. {verdict}.", ""]
     lines += ["| check | result | seconds | figures |", "| --- | --- | --- | --- |"]
     for one in report.outcomes:
-        figures = ", ".join(f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in one.figures.items())
+        texts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in one.figures.items()}
+        figures = ", ".join(f"{name} {value}" for name, value in texts.items())
         lines.append(f"| {one.check} | {one.result} | {one.seconds:.1f} | {figures} |")
     for one in report.outcomes:
         if one.detail:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,17 +104,12 @@ def weight_sync(device: str, folder: Path) -> Figures:
             rates.append(sent.bytes / sent.seconds / 1e6)
         _heard(receiver, "posted")
         os.kill(receiver.pid, signal.SIGSTOP)
-        seconds = _stalled(sender.send(group, PolicyVersion(0, VERSIONS), timeouts.ACCEPT_STALLED))
+        sending, began = sender.send(group, PolicyVersion(0, VERSIONS), timeouts.ACCEPT_STALLED), time.monotonic()
+        with suppress(DeadlineExceeded):
+            sending.result(timeouts.ACCEPT_TRANSFER)
+            raise AssertionError("a transfer to a process that is stopped did not fail")
+        seconds = time.monotonic() - began
     return {"backend": backend, "join_seconds": joined, "MB_per_second": max(rates), "abort_seconds": seconds}
-
-
-def _stalled(sending: Any) -> float:
-    began = time.monotonic()
-    try:
-        sending.result(timeouts.ACCEPT_TRANSFER)
-    except DeadlineExceeded:
-        return time.monotonic() - began
-    raise AssertionError("a transfer to a process that is stopped did not fail")
 
 
 def _manifest() -> Manifest:
@@ -212,8 +207,7 @@ def _expected(folder: Path, prompt: Any, reply: Any) -> Any:
 
 
 def random_groups(config: Config, lengths: Sequence[Sequence[tuple[int, list[int]]]]) -> list[list[TrainGroup]]:
-    """Return the groups of each batch. `lengths`: of each group's prompt and replies. Tokens are random, and about equally
-    probable under the policy that sampled them; every second sample is rewarded."""
+    """Return the groups of each batch. `lengths`: of each prompt and its replies. Every second sample is rewarded."""
     vocabulary = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     random = np.random.default_rng(1)
 

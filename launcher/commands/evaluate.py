@@ -16,8 +16,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult, evaluation_sets
 from sluice import start
 
-FOLDER = "eval"
-"""The folder of an evaluation, in the folder of the run whose configuration it takes. That run stays as it is."""
+FOLDER = "eval"  # in the folder of the run whose configuration it takes; that run stays as it is
 
 
 def own_folder(config: Config, name: str = FOLDER) -> Config:

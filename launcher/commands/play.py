@@ -19,14 +19,12 @@ from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import Generation
 
-FOLDER = "play"
-"""The folder of a played task, in the folder of the run whose configuration it takes."""
+FOLDER = "play"  # in the folder of the run whose configuration it takes
 SILENT = "(the model gave no reply)"
 
 
 async def play(config: Config, task: int, view: View) -> Generation:
-    """Play task `task` of the training data, counted from 0 over all sources. Raises as `evaluate`; UserError for no such
-    task."""
+    """Play a task, counted from 0 over all sources of the training data. Raises as `evaluate`; UserError for no such task."""
     config, data = own_folder(config, FOLDER), config.data
     held_out = data.eval or next((source.path for _, source in sources(data)), "")
     config = replace(config, data=replace(data, eval=held_out))  # the task replaces it
@@ -53,7 +51,6 @@ class _OneTask(Evaluating):
     problem: str  # its id
 
     def chosen(self, config: Config) -> Config:
-        """Return the configuration with the task as its only evaluation set."""
         data, left = config.data, self.task
         if left < 0:
             raise UserError(f"--task: {left} is below 0")

@@ -13,7 +13,6 @@ from runtime.telemetry.shown import say
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prepare what the file asks for. Raises UserError."""
     settings = load(options.config, options.overrides)
     console = Console()
     began = time.monotonic()

@@ -32,8 +32,7 @@ GIVEN = "⟦⟧"  # around text that is not trained: terminals without colours s
 
 
 class Part(Struct):
-    """A stretch of a branch. `trained`: the model wrote it, and this branch trains it. Otherwise the environment wrote it, or
-    an earlier branch trains it. `reward`: the reward of a turn."""
+    """A stretch of a branch. `trained`: the model wrote it, and this branch trains it. `reward`: the reward of a turn."""
 
     text: str
     trained: bool
@@ -41,8 +40,7 @@ class Part(Struct):
 
 
 class SampleRow(Struct, kw_only=True):
-    """One reply, or one branch of an episode. `versions`: of its oldest and newest token. `rules`: each rule's value. `parts`:
-    the reply in parts, if not all of it is trained or a turn has a reward."""
+    """A reply, or a branch of an episode. `parts`: the reply in parts, if not all of it is trained or a turn has a reward."""
 
     group: int | str
     sample: int  # the episode

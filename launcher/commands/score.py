@@ -1,9 +1,6 @@
-"""`sluice score FILE`: judges each reply in a file of JSON lines with a verifier, in the order of the lines.
+"""`sluice score FILE`: judges each reply in a file of JSON lines with a verifier, in the order of the lines, as in training.
 
-A line has `id`, `prediction` and `truth`, and may have `extra`, the rule's `context.extra`. Its output line has `id`, `score`
-(the verifier's value), `equal` (whether the value is 1 or more), `error` and `seconds`. Cases are judged as in training: first
-by a screen, then by a pool of workers with a configuration's default limits. A line that cannot be judged gets an error, and
-the last messages name it.
+Cases pass a screen, then a pool of workers with a configuration's default limits. docs/guides/rewards.md has the lines' fields.
 """
 
 from __future__ import annotations
@@ -54,8 +51,6 @@ class ScoreCase(Struct):
 
 
 class ScoreCounts(Struct):
-    """The counts in the summary."""
-
     cases: Counter[str]  # by kind, including bad lines
     labelled: Counter[str]
     agreed: Counter[str]

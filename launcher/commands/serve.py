@@ -47,8 +47,6 @@ def _positions(path: str) -> int:
 
 
 class Serving(Job[None]):
-    """Serves until Ctrl-C."""
-
     trains = False
     stopped_early = start.STOPPED["serve"]
     stopped_late = "stopped at once"

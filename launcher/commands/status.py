@@ -154,8 +154,12 @@ async def _tables(address: str, own: Keys | None) -> Group:
 
 def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
     """Return two tables that fit 80 columns, the coordinator's line first: addresses of the processes, and their work."""
-    processes = _columns(statuses[0].detail, ("process", "state", "version", "restarts", "pid", "address"))
-    work = _columns("", ("process", "at", "open", "answered", "failed", "rates"))
+    processes = LiteralTable(title=statuses[0].detail, title_justify="left")
+    work = LiteralTable()
+    columns = {"state version restarts pid address": processes, "at open answered failed rates": work}
+    for names, table in columns.items():
+        for name in ("process", *names.split()):
+            table.add_column(name, overflow="fold")
     silent: list[Text] = []
     for status, restarted in zip(statuses, restarts, strict=True):
         place = str(restarted), str(status.pid), status.address
@@ -168,13 +172,6 @@ def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
         at = status.detail if status is not statuses[0] else ""
         work.add_row(status.name, at, *counts, _rates(status.rates))
     return Group(processes, work, *silent)
-
-
-def _columns(title: str, names: Sequence[str]) -> LiteralTable:
-    table = LiteralTable(title=title, title_justify="left")
-    for name in names:
-        table.add_column(name, overflow="fold")
-    return table
 
 
 def _rates(rates: Mapping[str, float]) -> str:
@@ -195,11 +192,5 @@ async def _status(process: Registration, own: Keys | None) -> Status:
     try:
         return await asked(process, own)
     except SluiceError as error:
-        return Status(
-            role=process.role,
-            name=process.name,
-            state=UNREACHABLE,
-            detail=str(error),
-            pid=process.pid,
-            address=process.address,
-        )
+        known = {name: getattr(process, name) for name in ("role", "name", "pid", "address")}
+        return Status(**known, state=UNREACHABLE, detail=str(error))

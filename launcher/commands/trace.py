@@ -1,10 +1,8 @@
 """`sluice trace`: a run as a trace of Chrome's format, for Perfetto, chrome://tracing and others.
 
 A process of the trace is a process of the run, with a thread for each line of spans, or several where spans overlap. The
-process "steps" has the critical path of each step. A flow follows a group from generation over scores to the step that trains
-on it.
-
-The format is that of "Trace Event Format" (Google, 2016): times in microseconds, here from the first event on.
+process "steps" has the critical paths. A flow follows a group from generation to the step that trains on it. Times are in
+microseconds from the first event on, as "Trace Event Format" (Google, 2016) says.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
 
 
 def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]]) -> Iterator[Event]:
-    """Yield the trace's events during `steps`."""
     begin, end = steps[0].start, steps[-1].end
     shown = {name: [span for span in spans[name] if span.end > begin and span.start < end] for name in sorted(spans)}
     origin = min([begin, *(span.start for found in shown.values() for span in found)])

@@ -62,14 +62,9 @@ class _TrainJob(Job[Summary]):
         return replace(config, run=replace(config.run, resume=resume))
 
     async def outcome(self) -> Summary:
-        summary = Summary.read(self.folder)
-        memory = self._memory
-        summary = replace(
-            summary,
-            total_seconds=time.monotonic() - self.started,
-            peak_pss_bytes=memory.pss_bytes,
-            memory=memory.by_process,
-        )
+        summary, memory = Summary.read(self.folder), self._memory
+        summary = replace(summary, peak_pss_bytes=memory.pss_bytes, memory=memory.by_process)
+        summary.total_seconds = time.monotonic() - self.started
         await disk.done(lambda: summary.write(self.folder), self.folder, self.view.say)
         return summary
 

@@ -79,8 +79,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure. `share`: values are fractions. Without `series` nothing was measured. The last series of a stack is a
-    line."""
+    """One figure. `share`: values are fractions. Without `series` nothing was measured. A stack's last series is a line."""
 
     title: str
     unit: str
@@ -183,8 +182,8 @@ def _panels(wanted: Sequence[_Wanted], columns: MetricColumns) -> list[Panel]:
 
 
 def _curves(columns: Iterable[tuple[str, np.ndarray, np.ndarray, bool]]) -> list[Series]:
-    """Return a thinned curve for each column that has a value. A column: name, steps, values, whether to draw a mean. NaNs at
-    both ends are left out; NaNs between are gaps."""
+    """Return a thinned curve for each column (name, steps, values, whether to draw a mean) that has a value, NaNs only
+    between."""
     found = []
     for name, steps, values, smooth in columns:
         there = np.flatnonzero(~np.isnan(values))

@@ -91,10 +91,7 @@ class SampleReader:
         """Return a line for each row of these groups."""
         with LedgerReader(self._folder / run_files.LEDGER) as reader:
             rows = [row for group_id in ids for row in reader.groups(group_id=group_id)]
-            return [line for row in rows for line in self._lines(reader, row)]
-
-    def _lines(self, reader: LedgerReader, row: GroupRow) -> list[dict[str, Any]]:
-        lines = [msgspec.to_builtins(each) for each in samples_of(reader, row, self.tokenizer)]
+            lines = [msgspec.to_builtins(each) for row in rows for each in samples_of(reader, row, self.tokenizer)]
         return [{**line, "parts": [], "reply": line["reply"][:SHOWN], "prompt": line["prompt"][-SHOWN:]} for line in lines]
 
     def group(self, group_id: int) -> dict[str, Any] | None:

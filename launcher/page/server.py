@@ -83,9 +83,6 @@ def _is_run(folder: Path) -> bool:
     return (folder / run_files.CONFIG).is_file() or (folder / run_files.METRICS).is_file()
 
 
-# ------------------------------------------------------------------------------------------ who may ask
-
-
 class PageGuard:
     """Admits requests with the token: in the address first, then in a cookie. Other users of this machine do not have it. On a
     loopback address the Host header must be the page's own. Otherwise a page of another site, whose name now leads here (DNS
@@ -112,9 +109,6 @@ class PageGuard:
 
 async def _sign(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(_HEADERS)
-
-
-# ------------------------------------------------------------------------------------------ what is answered
 
 
 class PageRoutes:
@@ -224,9 +218,6 @@ def _filter(query: Any) -> SampleFilter:
         **{name: query.get(name, "") for name in ("source", "replica", "text")},
         after=_given(query, "after", int, -1),
     )
-
-
-# ------------------------------------------------------------------------------------------ serving
 
 
 def application(pages: Pages, guard: PageGuard) -> web.Application:

@@ -94,9 +94,6 @@ def failures(history: LoggedHistory) -> list[list[str]]:
     return [[name.removeprefix(SCORE_ERRORS), f"{total(history.steps, name):,.0f}"] for name in names]
 
 
-# ------------------------------------------------------------------------------------------ figures as text
-
-
 def total(steps: Sequence[Point], name: str) -> float:
     return math.fsum(point[name] for point in steps if _has(point, name))
 

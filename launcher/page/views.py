@@ -64,8 +64,8 @@ class Lane(Struct):
 
 
 def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, pixels: int) -> list[Lane]:
-    """Return the lanes between `start` and `end`, seconds since the epoch. Join adjacent spans below a pixel's width, so that a
-    lane has at most two slices a pixel."""
+    """Return the lanes between two times, since the epoch. Join adjacent spans below a pixel's width: two slices a pixel at
+    most."""
     least = (end - start) / max(1, pixels)
     found = []
     for process in sorted(spans):
@@ -130,7 +130,6 @@ def marks(folder: Path) -> dict[str, tuple[Mark, ...]]:
 
 
 def of_files(paths: Iterable[Path]) -> Iterator[Mark]:
-    """Yield the marks of the files that exist."""
     for path in paths:
         try:
             found = path.stat()
@@ -140,7 +139,6 @@ def of_files(paths: Iterable[Path]) -> Iterator[Mark]:
 
 
 def changed(before: dict[str, tuple[Mark, ...]], after: dict[str, tuple[Mark, ...]]) -> list[str]:
-    """Return the kinds of file that differ."""
     return [kind for kind in after if before.get(kind) != after[kind]]
 
 
@@ -167,8 +165,6 @@ class RunView:
         self._points = record.PointFile(folder / run_files.METRICS)
         self._lanes: tuple[int, Mapping[str, Sequence[TracedSpan]], float, float] = (0, {}, 0.0, 0.0)
 
-    # ------------------------------------------------------------------------------------------ what is read
-
     def record(self) -> RunRecord:
         """Return the run's record; read it anew if its files have changed."""
         with self._lock:
@@ -183,7 +179,7 @@ class RunView:
             return self._spans.by_process()
 
     def spans(self) -> Mapping[str, Sequence[TracedSpan]]:
-        """Return spans by process and rank, over all incarnations. A span "down" fills the time between two incarnations."""
+        """Return spans by process and rank, over all incarnations. A span "down" fills the time between two of them."""
         with self._lock:
             self._spans.follow()
             found: dict[str, list[TracedSpan]] = {}
@@ -205,8 +201,7 @@ class RunView:
         return {"first": first, "last": last, "start": start, "end": end, "lanes": lanes(spans, start, end, pixels)}
 
     def _every_lane(self) -> tuple[Mapping[str, Sequence[TracedSpan]], float, float]:
-        """Return the spans of each process and of the steps' waits, and the times of the first and the last, anew with new
-        spans."""
+        """Return the spans of each process and of the steps' waits, and the first and the last time. Kept until new spans."""
         spans = self.spans()
         number = sum(map(len, spans.values()))
         if number != self._lanes[0]:
@@ -241,14 +236,11 @@ class RunView:
         return {"seconds": seconds / len(found), "most": said}
 
     def newest(self) -> int:
-        """Return the newest trained step; 0 if there is none."""
         with self.ledger() as reader:
             return reader.newest_step() or 0
 
     def ledger(self) -> LedgerReader:
         return LedgerReader(self.folder / run_files.LEDGER)
-
-    # ------------------------------------------------------------------------------------------ views
 
     def summary(self) -> dict[str, Any]:
         found = self.record()
@@ -407,8 +399,7 @@ class RunView:
 
 
 def occupied(times: Mapping[str, np.ndarray], points: int) -> dict[str, Any]:
-    """Count the groups in each live state at `points` moments. `times`: [groups] seconds since the epoch by state, NaN for a
-    state that a group never reached."""
+    """Count the groups in each live state at `points` moments. `times`: [groups] by state, NaN for a state never reached."""
     left = np.fmin(times[Phase.RETIRED.value], times[Phase.DROPPED.value])
     entered = np.stack([*(times[phase.value] for phase in LIVE), left])  # [states, groups]
     if np.isnan(entered[0]).all():
@@ -448,8 +439,7 @@ def _disagree(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _alive(header: SpanHeader) -> dict[str, Any]:
-    """Return a living process's memory in bytes, its allowed cores, and the cores it has used on average since its start.
-    Empty if it has ended, or runs on another machine."""
+    """Return a living process's memory in bytes, its allowed cores, and the mean of used cores. Empty if it is not here."""
     if header.host != socket.gethostname():
         return {}
     try:

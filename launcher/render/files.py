@@ -32,7 +32,6 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 # ---- Slurm
-#
 # The batch shell runs on the first node, and starts the agent there itself, the others by srun. Slurm sends a signal to every
 # process of a step, services included; but a run is drained by a SIGTERM to the coordinator's agent alone.
 
@@ -71,7 +70,6 @@ def compose(plan: Plan) -> dict[str, str]:
 
 
 # ---- Kubernetes
-#
 # Nodes are pods of Indexed Jobs (batch/v1). A Job ends with the run; a StatefulSet always starts its pods again. A Job's pods
 # have stable host names, and keep them when they come back. A JobSet would give the same, but needs a controller that not every
 # cluster has. The coordinator's node is a Job of its own: it alone serves at a known port, and restarts differently. The other
@@ -214,12 +212,10 @@ class _FileDumper(yaml.SafeDumper):
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Represent a text so that files within files stay readable."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_FileDumper.add_representer(str, _represent_text)
+# Files within files stay readable.
+_FileDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+)
 
 
 def _yaml(name: str, **values: Any) -> str:

@@ -222,7 +222,6 @@ def staleness_metrics(staleness: Sequence[int]) -> Metrics:
 
 
 def idle_fraction(busy_seconds: float, wall_seconds: float) -> float:
-    """Return the fraction of `wall_seconds` in which a process with `busy_seconds` was idle."""
     return min(1.0, max(0.0, 1.0 - busy_seconds / wall_seconds)) if wall_seconds > 0 else 0.0
 
 

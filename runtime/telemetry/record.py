@@ -42,8 +42,7 @@ class RecordedLineage:
 
 @dataclass(frozen=True)
 class LoggedHistory:
-    """The history of a run. `steps` and `evaluations`: the points that count, in order of steps. `done_again`: count of the
-    lineages' repeated steps, which `steps` leaves out."""
+    """The history of a run. `steps` and `evaluations`: the points that count, in order of steps. `done_again`: the others."""
 
     steps: list[Point] = field(default_factory=list)
     evaluations: list[Point] = field(default_factory=list)
@@ -108,8 +107,6 @@ class RecordedSettings(Struct):
 
 
 class Ended(Struct):
-    """The part of a summary that a page shows."""
-
     stop_reason: str
 
 
@@ -148,7 +145,6 @@ def read(folder: Path, points: PointFile | None = None) -> RunRecord:
 
 
 def _text(path: Path) -> str:
-    """Read the file's text; "" for a missing file."""
     try:
         return run_files.regular(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -180,8 +176,7 @@ _Logged = dict[str, int | float | dict[str, int] | None]
 
 
 class PointFile:
-    """The points of a run in logged order. `torn`: the last line is incomplete and left out: being written, or of a killed
-    run."""
+    """The points of a run in logged order. `torn`: the last line is not whole, and left out."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -217,8 +212,7 @@ class PointFile:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the points of a run, one for each step in order. If a resumed run repeated a step, the later line counts. Raises
-    UserError as `PointFile.follow` does, and for a missing file."""
+    """Return a run's points by step; of a repeated step the later line counts. Raises UserError, also for a missing file."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     file, steps = PointFile(path), dict[int, dict[str, Any]]()

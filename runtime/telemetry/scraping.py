@@ -1,11 +1,7 @@
 """The HTTP server that serves a process's metrics to Prometheus.
 
-::
-
-    GET /metrics ──► on the event loop: the process's status and figures, as plain values ──► in a thread: their text
-    GET /sd      ──► at the coordinator: every registered process, with the address of its metrics
-
-Metrics are computed only on request, by one thread for all requests.
+Metrics are computed only on request: plain values on the event loop, their text by one thread for all requests. At the
+coordinator, /sd lists every registered process with the address of its metrics.
 """
 
 from __future__ import annotations
@@ -34,9 +30,6 @@ from runtime.errors import UserError
 from runtime.process import network, spans
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in
 from runtime.status import Registration, RunFigures, RunPhase, State, Status
-
-# A process's metrics in Prometheus' text format: its status, and at the coordinator the run's figures. Pure, except for the
-# system's figures of the process and of the file system.
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 _SECONDS = re.compile(r"timing/|(gateway/)?loop_lag")  # figures in seconds without the unit in the name
@@ -152,8 +145,6 @@ class Scraped(Protocol):
 
 
 class ScrapeServer:
-    """The server of metrics, from `open` to `close`."""
-
     def __init__(self, config: Config, process: Scraped, leads: bool = False):
         """Prepare the server. `leads`: `process` is the coordinator. Raises UserError if the token's variable is missing."""
         settings = config.metrics.prometheus

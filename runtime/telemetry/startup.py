@@ -19,12 +19,8 @@ from runtime.process import os_process
 
 
 class Memory(Struct, frozen=True):
-    """The memory of one process, or of several together."""
-
-    rss_bytes: int = 0
-    """Resident: all pages in memory, including shared libraries."""
-    pss_bytes: int = 0
-    """Proportional: a page shared by n processes counts 1/n in each."""
+    rss_bytes: int = 0  # resident: all pages in memory, including shared libraries
+    pss_bytes: int = 0  # proportional: a page shared by n processes counts 1/n in each
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(self.rss_bytes + other.rss_bytes, self.pss_bytes + other.pss_bytes)
@@ -82,8 +78,7 @@ NOT_COUNTED = "evaluation"  # of the model before training, which the user reque
 
 
 class Startup(Struct, kw_only=True):
-    """Seconds of a start. `phases`: the run's PHASES, TOTAL, and NOT_COUNTED if it took place. `processes`: the phases of each
-    process, in order; processes start in parallel."""
+    """Seconds of a start. `phases`: the run's PHASES, TOTAL and NOT_COUNTED. `processes`: the phases of each, in order."""
 
     phases: dict[str, float]
     processes: dict[str, dict[str, float]] = {}
@@ -94,8 +89,8 @@ class Startup(Struct, kw_only=True):
 
     @classmethod
     def read(cls, folder: Path) -> Startup | None:
-        """Read startup.json. Returns None if no first step was submitted, or the file is damaged: only one line needs it.
-        Raises UserError if it is no regular file."""
+        """Read startup.json. None if it is missing or damaged: only one line needs it. Raises UserError if it is no regular
+        file."""
         try:
             return msgspec.json.decode(run_files.regular(folder / run_files.STARTUP).read_bytes(), type=cls)
         except (FileNotFoundError, *run_files.NOT_DECODED):
@@ -122,8 +117,8 @@ _YOUNG = 20_000
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection in a block that imports libraries and makes an engine. Nearly all of its objects stay, and
-    repeated collections take a quarter of a trainer's start. Later collections skip these objects too."""
+    """Disable garbage collection in a block whose objects stay: collections take a quarter of a trainer's start. Later
+    collections skip these objects too."""
     gc.disable()
     try:
         yield
@@ -133,9 +128,8 @@ def uncollected() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """Collect garbage in this process after `_YOUNG` new objects instead of 700. A thousand rollouts keep more than 700 live
-    tasks, futures and messages, which were scanned repeatedly and promoted before their end. That took half of the
-    coordinator's time for a sample; with ten rollouts a tenth."""
+    """Collect garbage in this process after `_YOUNG` new objects instead of 700. A thousand rollouts keep more tasks, futures
+    and messages, whose repeated scans took half of the coordinator's time for a sample."""
     gc.set_threshold(_YOUNG, 20, 20)
 
 

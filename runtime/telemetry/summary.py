@@ -25,7 +25,6 @@ from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.startup import Memory, Startup
 
 # ---- Trained tokens: their log-probabilities at the step's beginning, and their advantages
-#
 # Each rank appends what it had of a step, up to `KEPT_TOKENS` of runtime/trainer/step.py, to a file of its own in the run's
 # folder. The file is begun anew at half of the size that both parts may have, and the part before it stays: the newest steps
 # are kept.
@@ -201,8 +200,8 @@ class Totals(Struct):
             _add(self.staleness, int(age), count)
 
     def _add_mismatch(self, step: Mapping[str, float]) -> None:
-        """Add a step's mismatch figures: means over the tokens of all steps, maxima over the steps, sums otherwise. `steps`
-        counts the steps with a compared token."""
+        """Add a step's figures: means over all tokens, maxima, sums otherwise. `steps` counts the steps with a compared
+        token."""
         known = self.mismatch
         for name, value in step.items():
             if name in EXTREMES:
@@ -278,7 +277,6 @@ def _mismatch(summary: Summary) -> str:
 
 
 def alarm(summary: Summary) -> str:
-    """Format the alarm of a run with a rollout over the limit."""
     return f"{summary.mismatch_alarm} ({summary.mismatch_alarms:,} probes were over the limit)"
 
 
@@ -291,7 +289,6 @@ def _groups(summary: Summary) -> str:
 
 
 def _memory(summary: Summary) -> str:
-    """Format the memory of all processes, and of each process that does not compute."""
     entries = [f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)"]
     resident = {name: summary.memory[name].rss_bytes for name in CONTROL if name in summary.memory}
     return ", ".join(entries + [f"{name} {size / 2**20:.0f} MiB resident" for name, size in resident.items()])

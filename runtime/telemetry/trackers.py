@@ -35,10 +35,8 @@ from runtime.process import disk
 from runtime.telemetry.metrics import Histogram, Metrics
 
 # ---- TensorBoard's event files, without TensorBoard: its writers load torch or TensorFlow, which the coordinator avoids
-#
-# A file is a sequence of records: length (u64), checksum of the length (u32), an `Event` message, checksum of the message
-# (u32), all little-endian. The message's fields are those of TensorFlow's event.proto and summary.proto (`simple_value`,
-# `histo`).
+# A file is a sequence of records, little-endian: length (u64), its checksum (u32), a message, its checksum (u32). The messages
+# are `Event` of TensorFlow's event.proto, with summary.proto's `simple_value` and `histo`.
 
 
 _CRC_TABLE = [reduce(lambda crc, _: crc >> 1 ^ (0x82F63B78 if crc & 1 else 0), range(8), value) for value in range(256)]
@@ -99,12 +97,7 @@ def _histogram(counts: Histogram) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _varint(value >> 7)
 
 
 def _key(field: int, wire_type: int) -> bytes:
@@ -222,8 +215,7 @@ class SwanLab(Backend):
 
 
 class MLflow(Backend):
-    """An MLflow run, in the experiment of the tracker's project; offline in `mlflow/` of the run's folder. The configuration
-    becomes parameters. A histogram is a line for each value, as with SwanLab."""
+    """An MLflow run, offline in `mlflow/` of the run's folder. Parameters are the configuration. Histograms as with SwanLab."""
 
     def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # deprecated by MLflow
@@ -256,7 +248,6 @@ class MLflow(Backend):
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each key by its path, with its value as text."""
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -265,7 +256,6 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _without_histograms(metrics: Metrics) -> dict[str, float]:
-    """Replace each histogram by one figure for each value, NAME/VALUE."""
     point: dict[str, float] = {}
     for name, value in metrics.items():
         point |= {f"{name}/{key}": count for key, count in value.items()} if isinstance(value, dict) else {name: value}
@@ -337,7 +327,6 @@ class _Worker:
                     return None
 
     def _serve(self) -> None:
-        """Log points until the end."""
         backend = _backend(self._tracker, self._folder, self._config)
         try:
             while (point := self._queue.get()) is not None:
@@ -346,8 +335,7 @@ class _Worker:
             backend.close()
 
     def _is_over_within(self, seconds: float | None) -> bool:
-        """Take metric points from the queue and drop them, for `seconds`, or without a limit if None. Return True once the None
-        that `close` puts into the queue arrives, else False."""
+        """Drop the points in the queue for `seconds`, or without a limit. Return True once the None of `close` arrives."""
         until = None if seconds is None else time.monotonic() + seconds
         with suppress(queue.Empty):
             while True:
