@@ -272,11 +272,7 @@ def trainer(device: str, folder: Path) -> Figures:
 
 
 CHECKS: dict[str, Callable[[str, Path], Figures]] = {
-    "model": model,
-    "platform": platform,
-    "weight_sync": weight_sync,
-    "rollout": rollout,
-    "trainer": trainer,
+    check.__name__: check for check in (model, platform, weight_sync, rollout, trainer)
 }
 
 

@@ -57,19 +57,14 @@ def _from_hf(options: argparse.Namespace, show: Show) -> ConversionReport:
         make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
     )
     dtype = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[options.params_dtype]
+    source, target, check = options.source, options.target, options.check_logits
     if options.direction == "hf2mcore":
         return conversion.to_core(
-            options.source,
-            options.target,
-            layout,
-            dtype=dtype,
-            value_head=options.value_head,
-            check_logits=options.check_logits,
-            show=show,
+            source, target, layout, dtype=dtype, value_head=options.value_head, check_logits=check, show=show
         )
     return conversion.to_megatron(
-        options.source,
-        options.target,
+        source,
+        target,
         layout,
         _naming(options),
         layers_per_virtual_stage=options.layers_per_virtual_stage,
@@ -78,7 +73,7 @@ def _from_hf(options: argparse.Namespace, show: Show) -> ConversionReport:
         extended=options.moe_tp_extend_ep,
         dtype=dtype,
         value_head=options.value_head is not None,
-        check_logits=options.check_logits,
+        check_logits=check,
         show=show,
     )
 

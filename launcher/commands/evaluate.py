@@ -51,7 +51,6 @@ class Evaluating(Job[EvaluationResult]):
         return config
 
     def chosen(self, config: Config) -> Config:
-        """Return what to evaluate of the configuration."""
         return config
 
     async def outcome(self) -> EvaluationResult:

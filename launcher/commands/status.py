@@ -35,13 +35,10 @@ async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) 
     """
     address, own = address_of(run, "status"), keys.of_user(run)
     console = Console()
-    if gateway:
-        for line in endpoint(Path(run)):
-            print(shown(line))
-        return
-    if grpcurl:
-        # Only the coordinator knows the addresses and incarnations that the lines below need.
-        for line in for_grpcurl(await processes_of(address, own, "status"), grpcurl, own, Path(run) / run_files.CERTIFICATES):
+    if gateway or grpcurl:
+        known = [] if gateway else await processes_of(address, own, "status")  # only the coordinator knows their addresses
+        certificates = Path(run) / run_files.CERTIFICATES
+        for line in endpoint(Path(run)) if gateway else for_grpcurl(known, grpcurl, own, certificates):
             print(shown(line))
         return
     tables = await _tables(address, own)  # before `Live`: a first error is printed alone

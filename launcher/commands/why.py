@@ -23,8 +23,7 @@ N = TypeVar("N", int, float)
 
 
 def range_of(option: str, text: str | None, kind: Callable[[str], N], most: N) -> tuple[N, N] | None:
-    """Return both ends of `a:b`, or one value twice; `most` replaces an end left out. None without the option. Raises
-    UserError."""
+    """Return both ends of `a:b`, or a value twice; `most` for an end left out. None without the option. Raises UserError."""
     if text is None:
         return None
     low, colon, high = text.partition(":")

@@ -182,8 +182,7 @@ def _panels(wanted: Sequence[_Wanted], columns: MetricColumns) -> list[Panel]:
 
 
 def _curves(columns: Iterable[tuple[str, np.ndarray, np.ndarray, bool]]) -> list[Series]:
-    """Return a thinned curve for each column (name, steps, values, whether to draw a mean) that has a value, NaNs only
-    between."""
+    """Return a thinned curve for each column (name, steps, values, whether to draw a mean) with a value."""
     found = []
     for name, steps, values, smooth in columns:
         there = np.flatnonzero(~np.isnan(values))

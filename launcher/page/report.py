@@ -26,7 +26,7 @@ PIXELS = 4000  # of the lanes: a file cannot compute them again for a closer loo
 GROUPS, BYTES = 50, 4 << 20  # limits of the samples; the newest groups are taken
 
 _SCRIPT = re.compile(r'<script src="/static/(\w+\.js)" defer></script>\n')
-_STYLE = re.compile(r'<link rel="stylesheet" href="/static/(\w+\.css)">\n')
+_STYLE = '<link rel="stylesheet" href="/static/page.css">\n'
 
 
 def run(options: argparse.Namespace) -> None:
@@ -114,8 +114,7 @@ def text(answers: dict[str, Any]) -> str:
     # Escaped, so that the JSON cannot end its HTML element.
     data = msgspec.json.encode(answers).decode().replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     inside = [f'<script type="application/json" id="held">{data}</script>', *(f"<script>{each}</script>" for each in scripts)]
-    head, style, rest = re.split(_STYLE, _SCRIPT.sub("", page))
-    styled = f"{head}<style>\n{(STATIC / style).read_text(encoding='utf-8')}</style>\n{rest}"
-    head, _, tail = styled.partition("</body>")
+    css = f"<style>\n{(STATIC / 'page.css').read_text(encoding='utf-8')}</style>\n"
+    head, _, tail = _SCRIPT.sub("", page).replace(_STYLE, css).partition("</body>")
     head = head.replace("<head>\n", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n', 1)
     return "".join([head, *(f"{each}\n" for each in inside), "</body>", tail])

@@ -64,8 +64,7 @@ class Lane(Struct):
 
 
 def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, pixels: int) -> list[Lane]:
-    """Return the lanes between two times, since the epoch. Join adjacent spans below a pixel's width: two slices a pixel at
-    most."""
+    """Return the lanes between two times since the epoch. Join spans below a pixel's width: at most two slices a pixel."""
     least = (end - start) / max(1, pixels)
     found = []
     for process in sorted(spans):

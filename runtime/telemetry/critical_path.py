@@ -60,7 +60,7 @@ class PathPart(NamedTuple):
 
 
 class StepPath(Struct):
-    """A step that trained on `groups`, from commit to commit. `parts`: without gaps. `inside`: of each, its process's
+    """A step that trained on `groups`. `parts`: from commit to commit, without gaps. `inside`: of each, its process's
     phases."""
 
     step: int

@@ -96,33 +96,25 @@ class _Collected:
             self._add(metric_name(f"sluice_{status.role}", name), meaning, value)
 
     def _of_run(self, run: RunFigures) -> None:
-        progress = run.progress
-        self._add(
-            "sluice_run_phase", "1 for the phase that the run is in.", _one_of(get_args(RunPhase), progress.phase), "phase"
-        )
-        self._add("sluice_run_step", "Optimizer steps so far.", progress.step)
-        self._add("sluice_run_steps", "Optimizer steps of the whole run.", progress.steps)
-        self._add("sluice_run_staleness_limit", "Versions that a sample may be old: training.staleness.", run.staleness)
-        self._add(
-            "sluice_groups", "Groups, by state; of those that are over, since the coordinator's start.", run.groups, "state"
-        )
-        self._add("sluice_rollouts", "Rollouts, by state.", run.rollouts, "state")
-        self._add(
-            "sluice_units_lost", "Processes, or groups of ranks, that the run does without, by role.", run.lost, "of_role"
-        )
-        self._add(
-            "sluice_restarts_total", "Processes, or groups of ranks, that came in another's place.", run.restarts, "of_role"
-        )
-        self._add("sluice_mismatch_alarms_total", "Probes of rollouts over mismatch.limit.", run.alarms)
+        progress, add = run.progress, self._add
+        add("sluice_run_phase", "1 for the phase that the run is in.", _one_of(get_args(RunPhase), progress.phase), "phase")
+        add("sluice_run_step", "Optimizer steps so far.", progress.step)
+        add("sluice_run_steps", "Optimizer steps of the whole run.", progress.steps)
+        add("sluice_run_staleness_limit", "Versions that a sample may be old: training.staleness.", run.staleness)
+        add("sluice_groups", "Groups, by state; of those that are over, since the coordinator's start.", run.groups, "state")
+        add("sluice_rollouts", "Rollouts, by state.", run.rollouts, "state")
+        add("sluice_units_lost", "Processes, or groups of ranks, that the run does without, by role.", run.lost, "of_role")
+        add("sluice_restarts_total", "Processes, or groups of ranks, that came in another's place.", run.restarts, "of_role")
+        add("sluice_mismatch_alarms_total", "Probes of rollouts over mismatch.limit.", run.alarms)
         with suppress(OSError):
             disk = shutil.disk_usage(run.folder)
-            self._add("sluice_run_disk_free_bytes", "Free on the file system of the run's folder.", disk.free)
-            self._add("sluice_run_disk_size_bytes", "Size of the file system of the run's folder.", disk.total)
+            add("sluice_run_disk_free_bytes", "Free on the file system of the run's folder.", disk.free)
+            add("sluice_run_disk_size_bytes", "Size of the file system of the run's folder.", disk.total)
         if run.stepped:
-            self._add("sluice_run_step_timestamp_seconds", "When the newest step ended, since the epoch.", run.stepped)
+            add("sluice_run_step_timestamp_seconds", "When the newest step ended, since the epoch.", run.stepped)
         for name, value in run.newest.items():
             by = "value" if isinstance(value, dict) else ""
-            self._add(metric_name("sluice_step", name), f"{name} of the newest step, as in metrics.jsonl.", value, by)
+            add(metric_name("sluice_step", name), f"{name} of the newest step, as in metrics.jsonl.", value, by)
 
 
 def _one_of(known: Sequence[str], now: str) -> dict[str, float]:

@@ -89,8 +89,7 @@ class Startup(Struct, kw_only=True):
 
     @classmethod
     def read(cls, folder: Path) -> Startup | None:
-        """Read startup.json. None if it is missing or damaged: only one line needs it. Raises UserError if it is no regular
-        file."""
+        """Read startup.json. None if it is missing or damaged: one line needs it. Raises UserError if it is no regular file."""
         try:
             return msgspec.json.decode(run_files.regular(folder / run_files.STARTUP).read_bytes(), type=cls)
         except (FileNotFoundError, *run_files.NOT_DECODED):

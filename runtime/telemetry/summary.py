@@ -200,8 +200,7 @@ class Totals(Struct):
             _add(self.staleness, int(age), count)
 
     def _add_mismatch(self, step: Mapping[str, float]) -> None:
-        """Add a step's figures: means over all tokens, maxima, sums otherwise. `steps` counts the steps with a compared
-        token."""
+        """Add a step's figures: means over all tokens, maxima, sums. `steps` counts the steps with a compared token."""
         known = self.mismatch
         for name, value in step.items():
             if name in EXTREMES:
