@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from runtime.rewards.extraction import BOX, closing_statement, final_answer, last_box, last_boxed
+from runtime.rewards.extraction import BOX, closing_statement, final_answer, label_number, last_box, last_boxed, number
 from runtime.rewards.mathematics.answers import canonical, equal
 from runtime.rewards.mathematics.answers import screen as screen_answer
 from runtime.rewards.mathematics.tidy import last_value
-from runtime.rewards.numeric import label_number, number
-from runtime.rewards.rules import Answer, Evaluate, RuleContext, Screen, Value, rule, up_to
+from runtime.rewards.rules import Answer, Evaluate, RuleContext, Value, rule, up_to
 
 # ---- Format
 # Rules about the form of a reply; they ignore its answer. Each takes linear time on any input.
@@ -26,11 +25,8 @@ _MARKERS_WANTED = 3
 
 
 def answer_part(text: str) -> str | None:
-    """Return the text between the answer tags of a reply `<think>…</think> <answer>…</answer>`; None in another form.
-
-    The first answer tag behind a thought counts. The reply must end with `</answer>`; one newline may follow. The regular
-    expression `^<think>.*?</think>\\s*<answer>.*?</answer>$` with DOTALL matches the same replies.
-    """
+    """Return the text between the answer tags of a reply `<think>…</think> <answer>…</answer>`; None in another form. It
+    matches as `^<think>.*?</think>\\s*<answer>.*?</answer>$` with DOTALL, but takes linear time."""
     end = len(text) - text.endswith("\n") - len(ANSWERED)
     if not text.startswith(THINK) or end < 0 or not text.startswith(ANSWERED, end):
         return None
@@ -50,14 +46,10 @@ def strictly_formatted(text: str) -> bool:
     return part is not None and once and text.endswith(ANSWERED) and holds_one_box(text, part)
 
 
-def _rule(name: str) -> Callable[[Evaluate], Evaluate]:
-    """Return a decorator that registers a linear-time function as the rule `name`. For replies of at most FORMAT_CHARACTERS the
+def _rule(name: str, characters: int = FORMAT_CHARACTERS, answer: Answer | None = None) -> Callable[[Evaluate], Evaluate]:
+    """Return a decorator that registers a linear-time function as the rule `name`. For replies of at most `characters` the
     service calls the function itself, instead of a worker."""
-
-    def register(function: Evaluate) -> Evaluate:
-        return rule(name, screen=up_to(FORMAT_CHARACTERS, function))(function)
-
-    return register
+    return lambda function: rule(name, screen=up_to(characters, function), answer=answer)(function)
 
 
 @_rule("format")
@@ -122,7 +114,7 @@ TAIL_CHARACTERS = 2000  # searched for an answer if the reply marks none
 VOTE_CHARACTERS = 1024  # two replies would not share a longer answer
 
 
-def vote(extract: Callable[[str], str | None]) -> Answer:
+def vote(extract: Answer) -> Answer:
     """Return the vote of a rule. `extract` finds the rule's answer in a reply."""
 
     def answer(text: str) -> str | None:
@@ -148,21 +140,16 @@ def numeric_equal(answer: str, label: str) -> bool:
     return number(answer) == expected
 
 
-def _gsm8k(text: str, label: str, context: RuleContext) -> bool:
+@_rule("gsm8k", INLINE_CHARACTERS, vote(final_answer))
+def gsm8k(text: str, label: str, context: RuleContext) -> bool:
     """Return whether `final_answer` (last box, `####`, answer tag or closing statement) is the number `label`."""
-    answer = final_answer(text)
-    return numeric_equal("" if answer is None else answer, label)
+    return numeric_equal(final_answer(text) or "", label)
 
 
-gsm8k = rule("gsm8k", screen=up_to(INLINE_CHARACTERS, _gsm8k), answer=vote(final_answer))(_gsm8k)
-
-
-def _gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
+@_rule("gsm8k_answer", INLINE_CHARACTERS, vote(final_answer))
+def gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
     """Return 1 if `gsm8k` is true, else -1."""
-    return 1.0 if _gsm8k(text, label, context) else -1.0
-
-
-gsm8k_answer = rule("gsm8k_answer", screen=up_to(INLINE_CHARACTERS, _gsm8k_answer), answer=vote(final_answer))(_gsm8k_answer)
+    return 1.0 if gsm8k(text, label, context) else -1.0
 
 
 _LAST_NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9][0-9,]*(?:\.[0-9]+)?")
@@ -184,7 +171,8 @@ last_number = rule("last_number", screen=_last_number, answer=vote(last_number_a
 
 # ---------------------------------------------------------------------------------------------------- mathematics
 
-Extract = Callable[[str], "str | None"]
+Compare = Callable[[str, str], "bool | None"]  # compares an answer with a label; None: undecided
+Judge = Callable[[str, str, Compare], "Value | None"]
 
 
 def math_answer(text: str) -> str | None:
@@ -201,42 +189,9 @@ def boxed_answer(text: str) -> str | None:
     return closing_statement(text) or last_value(text[-TAIL_CHARACTERS:])
 
 
-def _whole(text: str) -> str:
-    return text
-
-
-def _right(extract: Extract) -> Evaluate:
-    def evaluate(text: str, label: str, context: RuleContext) -> bool:
-        answer = extract(text)
-        return answer is not None and equal(answer, label)
-
-    return evaluate
-
-
-def _screen(extract: Extract) -> Screen:
-    def screen(text: str, label: str, context: RuleContext) -> bool | None:
-        if len(text) > INLINE_CHARACTERS:
-            return None
-        answer = extract(text)
-        return False if answer is None else screen_answer(answer, label)
-
-    return screen
-
-
-math = rule("math", screen=_screen(math_answer), answer=vote(math_answer))(_right(math_answer))
-boxed = rule("boxed", screen=_screen(boxed_answer), answer=vote(boxed_answer))(_right(boxed_answer))
-expr = rule("expr", screen=_screen(_whole), answer=vote(_whole))(_right(_whole))
-
-
-# ---- only the last box: the values of MindSpeed-RL and R1-Zero
-# An empty or unclosed last box is not an answer.
-
-Compare = Callable[[str, str], "bool | None"]  # compares an answer with a label; None: undecided
-Judge = Callable[[str, str, Compare], "Value | None"]
-
-
-def _register(name: str, judge: Judge) -> Evaluate:
-    """Register the rule `name`: `judge` with the full comparison. Its screen is `judge` with a comparison without algebra."""
+def _register(name: str, judge: Judge, extract: Answer = last_box) -> Evaluate:
+    """Register the rule `name`: `judge` with the full comparison. Its screen is `judge` with a comparison without algebra.
+    `extract` finds the answer that a reply votes for."""
 
     def screened(text: str, label: str, context: RuleContext) -> Value | None:
         return judge(text, label, screen_answer) if len(text) <= INLINE_CHARACTERS else None
@@ -246,39 +201,46 @@ def _register(name: str, judge: Judge) -> Evaluate:
         assert value is not None, "the full comparison always decides"
         return value
 
-    return rule(name, screen=screened, answer=vote(last_box))(evaluate)
+    return rule(name, screen=screened, answer=vote(extract))(evaluate)
 
 
-def _last_box_is_right(text: str, label: str, compare: Compare) -> bool | None:
-    """Return whether the last box is equal to the label; False without an answer."""
-    box = last_box(text)
-    return compare(box, label) if box and not box.isspace() else False
+def _by(name: str, extract: Answer) -> Evaluate:
+    """Register the rule `name`: whether the answer that `extract` finds is the label."""
+
+    def judge(text: str, label: str, compare: Compare) -> bool | None:
+        answer = extract(text)
+        return False if answer is None else compare(answer, label)
+
+    return _register(name, judge, extract)
 
 
-def _acc(text: str, label: str, compare: Compare) -> float | None:
-    """Return 1 for the right answer, -0.5 for a wrong answer, -1 without a box or with an empty box."""
-    box = last_box(text)
-    if not box or box.isspace():
-        return -1.0
-    right = compare(box, label)
-    return None if right is None else 1.0 if right else -0.5
+math = _by("math", math_answer)
+boxed = _by("boxed", boxed_answer)
+expr = _by("expr", lambda text: text)
 
 
-def _base_acc(text: str, label: str, compare: Compare) -> bool | None:
-    """Return whether the reply has the form of `strict_format` and the right answer."""
-    return strictly_formatted(text) and _last_box_is_right(text, label, compare)
+# ---- only the last box: the values of MindSpeed-RL and R1-Zero
+# An empty or unclosed last box is not an answer.
 
 
-def _r1_zero_acc(text: str, label: str, compare: Compare) -> float | None:
-    """Return 1 for the right answer, else -1."""
-    right = _last_box_is_right(text, label, compare)
-    return None if right is None else 1.0 if right else -1.0
+def _graded(right: Value, wrong: Value, missing: Value) -> Judge:
+    """Return a judge of the last box that gives one of three values."""
+
+    def judge(text: str, label: str, compare: Compare) -> Value | None:
+        box = last_box(text)
+        if not box or box.isspace():
+            return missing
+        verdict = compare(box, label)
+        return None if verdict is None else right if verdict else wrong
+
+    return judge
 
 
-acc = _register("acc", _acc)
-base_acc = _register("base_acc", _base_acc)
+_last_box_is_right = _graded(right=True, wrong=False, missing=False)
+acc = _register("acc", _graded(1.0, -0.5, missing=-1.0))
+base_acc = _register("base_acc", lambda text, *given: strictly_formatted(text) and _last_box_is_right(text, *given))
 math_17k_acc = _register("math_17k_acc", _last_box_is_right)
-r1_zero_acc = _register("r1_zero_acc", _r1_zero_acc)
+r1_zero_acc = _register("r1_zero_acc", _graded(1.0, -1.0, missing=-1.0))
 
 
 # ---- DAPO's rule (arXiv:2503.14476): the last line `Answer: …`, as normalized text
@@ -329,10 +291,8 @@ def _last_line(text: str) -> str | None:
     return normal_form(found[-1]) if found else None
 
 
-def _acc_for_dapo(text: str, label: str, context: RuleContext) -> float:
+@_rule("acc_for_dapo", DAPO_CHARACTERS, _last_line)
+def acc_for_dapo(text: str, label: str, context: RuleContext) -> float:
     """Return 1 if the last `Answer: …` of the last 300 characters is the label, both in normal form; else -1."""
     answer = _last_line(text)
     return 1.0 if answer is not None and answer == normal_form(label) else -1.0
-
-
-acc_for_dapo = rule("acc_for_dapo", screen=up_to(DAPO_CHARACTERS, _acc_for_dapo), answer=_last_line)(_acc_for_dapo)

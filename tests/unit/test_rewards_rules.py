@@ -24,11 +24,18 @@ from runtime.config import loading
 from runtime.rewards.accuracy import boxed, expr, gsm8k, normal_form
 from runtime.rewards.accuracy import math as math_rule
 from runtime.rewards.catalogue import find_rule
-from runtime.rewards.extraction import closing_statement, final_answer, last_answer_tag, last_box, last_boxed, last_hashes
+from runtime.rewards.extraction import (
+    closing_statement,
+    final_answer,
+    last_answer_tag,
+    last_box,
+    last_boxed,
+    last_hashes,
+    number,
+)
 from runtime.rewards.mathematics import answers
 from runtime.rewards.mathematics.answers import canonical, equal
 from runtime.rewards.mathematics.tree import TooCostly
-from runtime.rewards.numeric import number
 from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt
 from tests.real_data import real_file
 from tests.unit.answer_pairs import DIFFERENT, NOTATIONS, ONE_WAY, REPLIES, classes, pairs

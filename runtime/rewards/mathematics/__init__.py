@@ -1,9 +1,8 @@
 """Compare two final answers mathematically: `answers.equal`. Pure functions; nothing here evaluates text as code.
 
-answers     the entry: screens, then structure, then math-verify
+answers     the entry: screens, then comparison, then math-verify
 tidy        unify the LaTeX of people and models
-lexer, primaries, parser, tree      an answer's text as an expression tree
-structures  lists, tuples, sets, intervals, relations, matrices
-scalars     compare two expressions: exact arithmetic, random points, decimals, percent
-exact, approximate      two ways to evaluate: rational, to many digits
+parser      an answer's text as an expression tree
+comparison  lists, sets, intervals, relations, matrices; expressions by exact arithmetic, at random points, to six digits
+tree        expression trees, and two ways to evaluate them: rational, to many digits
 """

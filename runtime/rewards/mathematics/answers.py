@@ -1,13 +1,6 @@
 r"""Decide whether an answer is right: `equal(prediction, truth)`. Give obviously equal answers one text: `canonical(answer)`.
 
-The contract:
-
-- Numbers of any size compare by exact value. Two decimals compare by value. A decimal equals an exact form if they agree to at
-  least six significant digits.
-- Units, degree signs and currency signs are left out. A percent sign may be left out.
-- Lists without brackets and sets are unordered; tuples are ordered; open and closed ends of intervals differ.
-- `x = 5` is 5. Equations are the same if they are multiples of each other.
-- Functions are the same if they agree at several points; a plus-minus sign stands for two values.
+docs/guides/rewards.md says which answers are equal.
 """
 
 from __future__ import annotations
@@ -17,12 +10,11 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
+from runtime.rewards.extraction import label_number, number
+from runtime.rewards.mathematics.comparison import Verdict, same
 from runtime.rewards.mathematics.parser import parse
-from runtime.rewards.mathematics.scalars import Verdict
-from runtime.rewards.mathematics.structures import same
 from runtime.rewards.mathematics.tidy import last_mathematics, tidy, unboxed
 from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key, limited
-from runtime.rewards.numeric import label_number, number
 
 _SHORT = 10**18
 MAX_LENGTH = 4000  # characters; longer answers are only compared as text
@@ -211,6 +203,3 @@ def algebraically_equal(prediction: str, truth: str) -> bool:
         for side in (_BUILDER.sub(r"\1", truth), _BUILDER.sub(r"\1", prediction))
     ]
     return all(sides) and bool(math_verify.verify(*sides, allow_set_relation_comp=True, timeout_seconds=None))
-
-
-__all__ = ["MAX_LENGTH", "TooCostly", "canonical", "equal", "screen"]

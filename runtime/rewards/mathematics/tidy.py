@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 
-from runtime.rewards.extraction import last_boxed
-from runtime.rewards.mathematics.lexer import NOT_PROSE
-from runtime.rewards.numeric import SCALES, uniform
+from runtime.rewards.extraction import SCALES, last_boxed, uniform
+from runtime.rewards.mathematics.parser import NOT_PROSE
 
 _COMMANDS = r"""
 \u00d7 \times|\u22c5 \cdot|\u00b7 \cdot|\u00f7 \div|\u03c0 \pi|\u03b8 \theta|\u221a \sqrt|\u221e \infty|\u00b0 ^\circ

@@ -1,4 +1,4 @@
-"""Expression trees of answers, and a limit on the work of comparing them.
+"""Expression trees of answers, two ways to evaluate them, and a limit on the work of it.
 
 A node has a head, arguments and a value. The heads:
 
@@ -6,7 +6,7 @@ A node has a head, arguments and a value. The heads:
     symbol      value: its name; pi, e, i and infinity are names too
     add, multiply, divide, negate, power, percent          arithmetic; multiply and add take any number of arguments
     sign        the sign of a plus-minus; the same one throughout an answer
-    call        value: the name of a function in approximate.FUNCTIONS
+    call        value: the name of a function of _FUNCTIONS
     opaque      value: the name of a function that cannot be evaluated
     word        value: text, folded
     tuple       value: its two brackets      set, matrix (of rows), row, ratio
@@ -17,11 +17,15 @@ A node has a head, arguments and a value. The heads:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import operator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
+from typing import Any
 
 import msgspec
 
@@ -136,3 +140,337 @@ def spend(cost: float) -> None:
         left[0] -= cost
         if left[0] < 0:
             raise TooCostly("too much arithmetic")
+
+
+# ---- Exact values
+
+MAX_BITS = 200_000  # bits of a numerator or denominator: about 60,000 digits; the gcd of two such numbers takes 0.1 s
+
+Values = Mapping[str, Fraction]  # values of symbols, by name
+
+
+class Irrational(Exception):
+    """The value is not a rational number, or not known to be one."""
+
+
+def exact(node: ExpressionNode, values: Values) -> Fraction:
+    """Return the value of `node`. Raises Irrational, TooCostly, or ZeroDivisionError."""
+    evaluate = _EXACT_HEADS.get(node.head)
+    if evaluate is None:
+        raise Irrational(node.head)
+    return evaluate(node, values)
+
+
+def opaque_value(node: ExpressionNode, values: Values) -> Fraction:
+    """Return a made-up value for a node that cannot be evaluated. Equal texts at one point get equal values; others differ."""
+    point = " ".join(f"{name}={value}" for name, value in sorted(values.items()))
+    return Fraction(zlib.crc32(f"{key(node)} {point}".encode()) + 2, 1_000_003)
+
+
+def _symbol(node: ExpressionNode, values: Values) -> Fraction:
+    value = values.get(node.value)  # type: ignore[arg-type]
+    if value is None:
+        raise Irrational(node.value)
+    return value
+
+
+def power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Return `base ** exponent` if it is rational. An odd root of a negative number is real."""
+    if exponent.denominator != 1:
+        if exponent.denominator > 64:
+            raise Irrational("root")
+        base = root(base, exponent.denominator)
+    count = exponent.numerator
+    if base in (0, 1, -1):
+        if base == 0 and count < 0:
+            raise ZeroDivisionError
+        return Fraction(1) if count % 2 == 0 and (base or not count) else base
+    if _bits(base) * abs(count) > MAX_BITS:
+        raise TooCostly("a power of too many digits")
+    return _bounded(base**count)
+
+
+def root(base: Fraction, degree: int) -> Fraction:
+    """Return the real root; for an even degree the root that is not negative. Raises Irrational if it is not rational."""
+    if base < 0 and degree % 2:
+        return -root(-base, degree)
+    if base < 0:
+        raise Irrational("root")
+    return Fraction(_integer_root(base.numerator, degree), _integer_root(base.denominator, degree))
+
+
+def _integer_root(value: int, degree: int) -> int:
+    if degree == 2:
+        found = math.isqrt(value)
+    else:
+        if value.bit_length() > 20_000:
+            raise TooCostly("a root of too many digits")
+        found = 1 << -(-value.bit_length() // degree)
+        while True:  # Newton's method from above
+            better = ((degree - 1) * found + value // found ** (degree - 1)) // degree
+            if better >= found:
+                break
+            found = better
+    if found**degree != value:
+        raise Irrational("root")
+    return found
+
+
+def _call(node: ExpressionNode, values: Values) -> Fraction:
+    function = _EXACT_FUNCTIONS.get(node.value)  # type: ignore[arg-type]
+    if function is None or not node.args:
+        raise Irrational(node.value)
+    return function(*(exact(argument, values) for argument in node.args))
+
+
+def _exact_root(radicand: Fraction, degree: Fraction) -> Fraction:
+    if degree.denominator != 1 or not 0 < degree <= 64:
+        raise Irrational("root")
+    return root(radicand, int(degree))
+
+
+def _factorial(value: Fraction) -> Fraction:
+    if value.denominator != 1 or value < 0:
+        raise Irrational("factorial")
+    if value * max(1, value.numerator.bit_length()) > MAX_BITS:
+        raise TooCostly("a factorial of too many digits")
+    return _bounded(Fraction(math.factorial(value.numerator)))
+
+
+def _binomial(top: Fraction, bottom: Fraction) -> Fraction:
+    if top.denominator != 1 or bottom.denominator != 1 or top < 0 or bottom < 0:
+        raise Irrational("binomial")
+    smaller = min(bottom, top - bottom)
+    if smaller > 0 and smaller * top.numerator.bit_length() > MAX_BITS:
+        raise TooCostly("a binomial coefficient of too many digits")
+    return _bounded(Fraction(math.comb(top.numerator, bottom.numerator)))
+
+
+def _integers(function: Callable[..., int]) -> Callable[..., Fraction]:
+    def apply(*values: Fraction) -> Fraction:
+        if any(value.denominator != 1 for value in values):
+            raise Irrational(function.__name__)
+        return Fraction(function(*map(int, values)))
+
+    return apply
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _bounded(value: Fraction) -> Fraction:
+    bits = _bits(value)
+    spend(4 + bits * bits / 1e6)  # reducing a fraction takes quadratic time
+    if bits > MAX_BITS:
+        raise TooCostly("a number of too many digits")
+    return value
+
+
+_EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
+    "root": _exact_root,
+    "abs": abs,
+    "floor": lambda value: Fraction(math.floor(value)),
+    "ceil": lambda value: Fraction(math.ceil(value)),
+    "factorial": _factorial,
+    "binomial": _binomial,
+    "max": lambda *values: max(values),
+    "min": lambda *values: min(values),
+    "gcd": _integers(math.gcd),
+    "lcm": _integers(math.lcm),
+    "mod": _integers(operator.mod),
+}
+_EXACT_HEADS: dict[str, Callable[[ExpressionNode, Values], Fraction]] = {
+    "number": lambda node, values: node.value,  # type: ignore[return-value,dict-item]
+    "decimal": lambda node, values: node.value,  # type: ignore[return-value,dict-item]
+    "symbol": _symbol,
+    "add": lambda node, values: reduce(lambda total, term: _bounded(total + exact(term, values)), node.args, Fraction(0)),
+    "multiply": lambda node, values: reduce(lambda total, term: _bounded(total * exact(term, values)), node.args, Fraction(1)),
+    "divide": lambda node, values: _bounded(exact(node.args[0], values) / exact(node.args[1], values)),
+    "negate": lambda node, values: -exact(node.args[0], values),
+    "percent": lambda node, values: exact(node.args[0], values),  # a percent sign is a unit, see comparison.py
+    "power": lambda node, values: power(exact(node.args[0], values), exact(node.args[1], values)),
+    "call": _call,
+    "opaque": opaque_value,
+}
+
+
+# ---- Values to many digits, real or complex, with mpmath. The largest intermediate number determines the precision.
+
+DIGITS = 40  # in addition to the digits before the decimal point of the largest intermediate value
+MAX_DIGITS = 20_000
+_BITS_PER_DIGIT = 3.33
+
+Value = Any  # an mpf or mpc of mpmath, which is untyped
+
+
+class Undefined(ArithmeticError):
+    """There is no finite value."""
+
+
+@lru_cache(maxsize=1)
+def _context() -> Any:
+    import mpmath  # loaded only for values that are not rational
+
+    return mpmath.MPContext()
+
+
+class NumericEvaluation:
+    """Evaluates trees at one point to `digits` digits. `peak`: binary exponent of the largest value so far.
+
+    `real`: no root, power or logarithm has left the real numbers.
+    """
+
+    def __init__(self, values: Mapping[str, Fraction], digits: int, log_base: int = 0):
+        self.context = _context()
+        self.context.dps = digits
+        self.peak = 0
+        self.real = True
+        self._values = values
+        self._log_base = log_base  # base of a bare \log; 0: natural
+
+    def value(self, node: ExpressionNode) -> Value:
+        """Return the value of `node`. Raises Undefined, TooCostly, or Irrational if it is not a number."""
+        try:
+            result = self._value(node)
+        except (ZeroDivisionError, ValueError, OverflowError, TypeError) as error:  # complex numbers have no order
+            if isinstance(error, TooCostly):
+                raise
+            raise Undefined(str(error)) from error
+        if not self.context.isfinite(result):
+            raise Undefined("not finite")
+        return result
+
+    def _value(self, node: ExpressionNode) -> Value:
+        evaluate = _HEADS.get(node.head)
+        if evaluate is None:
+            raise Irrational(node.head)
+        return self._noted(evaluate(self, node))
+
+    def _noted(self, value: Value) -> Value:
+        spend(4 + self.context.dps**2 / 250_000)
+        if not self.context.isfinite(value):
+            raise Undefined("not finite")
+        if value:
+            self.peak = max(self.peak, abs(int(self.context.mag(value))))
+            if self.peak > MAX_DIGITS * _BITS_PER_DIGIT:
+                raise TooCostly("a value of too many digits")
+        return value
+
+    def _spend_on_function(self) -> None:
+        spend(40 + self.context.dps**2 / 2500)
+
+    def _fraction(self, value: Fraction) -> Value:
+        return self.context.mpf(value.numerator) / value.denominator
+
+    def _symbol(self, name: str) -> Value:
+        context = self.context
+        if name in self._values:
+            return self._fraction(self._values[name])
+        constants = {"\\pi": context.pi, "e": context.e, "i": context.j}
+        if name not in constants:
+            raise Irrational(name)
+        return +constants[name]
+
+    def _power(self, node: ExpressionNode) -> Value:
+        base = self._value(node.args[0])
+        self._spend_on_function()
+        try:
+            exponent = exact(node.args[1], self._values)
+        except Irrational:
+            return self._general_power(base, self._value(node.args[1]))
+        if exponent.denominator == 1:
+            self._check_growth(base, exponent.numerator)
+            return base**exponent.numerator
+        return self._root(base, exponent.denominator, exponent.numerator)
+
+    def _general_power(self, base: Value, exponent: Value) -> Value:
+        context = self.context
+        self._check_growth(base, int(abs(exponent)) + 1)
+        if not base:
+            return context.mpf(0) if context.re(exponent) > 0 else 1 / base
+        if context.im(base) == 0 and context.re(base) < 0:
+            self.real = False
+        return context.power(base, exponent)
+
+    def _check_growth(self, base: Value, count: int) -> None:
+        if base and abs(int(self.context.mag(base)) + 1) * abs(count) > MAX_DIGITS * _BITS_PER_DIGIT * 2:
+            raise TooCostly("a power of too many digits")
+
+    def _root(self, base: Value, degree: int, count: int = 1) -> Value:
+        """Return `base` to the power of count / degree, in lowest terms. An odd root of a negative number is real."""
+        context = self.context
+        self._check_growth(base, count // degree + 1)
+        if context.im(base) == 0:
+            base = context.re(base)
+            if base >= 0:
+                return context.root(base, degree) ** count if base else base**count
+            if degree % 2:
+                return (-context.root(-base, degree)) ** count
+        self.real = False
+        return context.power(base, context.mpf(count) / degree)
+
+    def _call(self, node: ExpressionNode) -> Value:
+        name = str(node.value)
+        context = self.context
+        self._spend_on_function()
+        arguments = [self._value(argument) for argument in node.args]
+        if name == "root":
+            degree = exact(node.args[1], self._values)
+            if degree.denominator != 1 or not 0 < degree <= 1000:
+                return self._general_power(arguments[0], 1 / arguments[1])
+            return self._root(arguments[0], int(degree))
+        if name in ("ln", "log", "log10"):
+            return self._logarithm(name, *arguments)
+        function = _FUNCTIONS.get(name)
+        if function is None:
+            raise Irrational(name)
+        if name in _GROWING and abs(arguments[0]) > MAX_DIGITS:
+            raise TooCostly(f"{name} of a large number")
+        result = function(context, *arguments)
+        if isinstance(result, context.mpc) and not any(isinstance(argument, context.mpc) for argument in arguments):
+            self.real = False
+        return result
+
+    def _logarithm(self, name: str, argument: Value, base: Value = None) -> Value:
+        context = self.context
+        if context.im(argument) or context.re(argument) < 0:
+            self.real = False
+        natural = context.ln(argument)
+        if base is None:
+            base = {"ln": 0, "log10": 10, "log": self._log_base}[name]
+        return natural / context.ln(base) if base else natural
+
+
+def _floor(context: Any, value: Value) -> Value:
+    """Return the floor of a real number. An integer with a rounding error gives that integer."""
+    nearest = context.nint(context.re(value))
+    close = abs(value - nearest) < context.mpf(10) ** (-context.dps // 2)
+    return nearest if close else context.floor(context.re(value))
+
+
+_NAMED = {name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp", "binomial")}
+_NAMED |= {f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
+_FUNCTIONS: dict[str, Callable[..., Value]] = {
+    **{name: lambda context, *values, own=own: getattr(context, own)(*values) for name, own in _NAMED.items()},
+    "abs": lambda context, value: abs(value),
+    "floor": _floor,
+    "ceil": lambda context, value: -_floor(context, -value),
+    "factorial": lambda context, value: context.gamma(value + 1),
+    "max": lambda context, *values: max(values),
+    "min": lambda context, *values: min(values),
+}
+_GROWING = frozenset(("sinh", "cosh", "exp", "factorial", "binomial"))
+_HEADS: dict[str, Callable[[NumericEvaluation, ExpressionNode], Value]] = {
+    "number": lambda here, node: here._fraction(node.value),
+    "decimal": lambda here, node: here._fraction(node.value),
+    "symbol": lambda here, node: here._symbol(str(node.value)),
+    "opaque": lambda here, node: here._fraction(opaque_value(node, here._values)),
+    "add": lambda here, node: sum(map(here._value, node.args), here.context.mpf(0)),
+    "multiply": lambda here, node: math.prod(map(here._value, node.args), start=here.context.mpf(1)),
+    "divide": lambda here, node: here._value(node.args[0]) / here._value(node.args[1]),
+    "negate": lambda here, node: -here._value(node.args[0]),
+    "percent": lambda here, node: here._value(node.args[0]),
+    "power": NumericEvaluation._power,
+    "call": NumericEvaluation._call,
+}
