@@ -12,10 +12,9 @@ from msgspec import Struct
 
 from runtime.config import Rewards, Sandbox
 from runtime.errors import UserError
-from runtime.rewards.pool import KillablePool
+from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import RuleContext
 from runtime.rewards.worker import Task
-from runtime.rewards.worker_process import Limits
 from runtime.sandbox import check, run
 from runtime.telemetry.shown import LiteralTable
 

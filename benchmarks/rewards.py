@@ -21,10 +21,9 @@ from benchmarks.rewards_trial import OURS, PLAIN, JudgedCases
 from runtime.config import Rewards
 from runtime.errors import ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
-from runtime.rewards.pool import KillablePool
+from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import RuleContext, attempt
 from runtime.rewards.worker import Task
-from runtime.rewards.worker_process import Limits
 from runtime.telemetry.shown import LiteralTable
 from sluice import start
 

@@ -19,7 +19,7 @@ from runtime.config.secret_values import resolved
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
 from runtime.environments.workers import AgentWorkers, EpisodeSandboxes
 from runtime.process import keys
-from runtime.rewards.worker_process import worker_environment
+from runtime.rewards.pool import worker_environment
 from runtime.sandbox import check
 from services import process
 

@@ -7,17 +7,8 @@
 
 `FILE.py:polite` names the rule in the configuration. The decorator `rule` adds a screen, an answer or another name.
 
-A rule is a pure function of the reply's text, the problem's label and the context; it may be `async`. The text has no special
-tokens; of an episode with several turns it is the last turn. A bool earns the configuration's `correct` or `wrong`; a number is
-the value itself. Functions with the parameters of verl's or TRL's reward functions are rules too. A rule runs in a worker
-process that is killed at its limits, unless its `screen` decides the case in the service. A screen is only for short texts and
-must terminate.
-
-A rule over a whole group sees all replies to a prompt at once. It returns a value for each reply, in their order:
-
-    @group_rule("rare")
-    def rare(texts: list[str], label: str, context: GroupContext) -> list[float]:
-        return [1 / texts.count(text) for text in texts]
+A rule is a pure function of the reply's text, the problem's label and the context; it may be `async`. It runs in a worker
+process that is killed at its limits, unless its `screen` decides the case in the service. See docs/guides/rewards.md.
 """
 
 from __future__ import annotations
@@ -34,13 +25,8 @@ import msgspec
 from runtime.registry import Registry
 
 # ---- Signatures
-# Reward functions in the forms of other trainers, recognized by the names of their parameters.
-#
-# | form | recognized by | is called with |
-# | --- | --- | --- |
-# | verl's | `solution_str` | `data_source`, `solution_str`, `ground_truth`, `extra_info`; may give a dict with `score` |
-# | TRL's | `completions` | `prompts`, `completions` and columns of the row, each a list over the group; gives a list |
-# | a rule's | neither | `(text, label, context)` |
+# Reward functions in the forms of other trainers, recognized by a parameter: verl's by `solution_str`, TRL's by `completions`.
+# TRL's arguments are lists over the group, and so is the result. Any other function is called with (text, label, context).
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")
@@ -49,15 +35,11 @@ LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")
 Ours = Callable[..., Any]
 
 
-def adapted(function: Callable[..., Any]) -> tuple[Ours, bool]:
+def _adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> tuple[Ours, bool]:
     """Return the function as (text, label, context), and whether it is a rule over groups: (texts, label, context).
 
     A coroutine function stays a coroutine function. Raises TypeError if it requires an argument that rules do not get.
     """
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # some C functions have no signature
-        return function, False
     if "solution_str" in parameters:
         if others := [name for name in _required(parameters) if name not in VERL]:
             raise TypeError(f"takes {', '.join(others)}; verl's reward functions do not get it; allowed: {', '.join(VERL)}")
@@ -192,11 +174,19 @@ def _rule_of(
 ) -> RewardRule:
     """Make a rule of a function. Raises TypeError if its parameters would make it fail on every reply."""
     try:
-        evaluate, of_groups = adapted(function)
+        signature = inspect.signature(function)
+    except ValueError:  # some C functions have no signature
+        return RewardRule(name, function, screen, answer, grouped)
+    try:
+        evaluate, of_groups = _adapted(function, signature.parameters)
     except TypeError as error:
         raise TypeError(f"rule {name!r} {error}") from None
-    if evaluate is function:
-        _check(function, name, f"({'texts' if grouped else 'text'}, label, context), or as verl or TRL calls it")
+    try:
+        if evaluate is function:
+            signature.bind("", "", None)
+    except TypeError:
+        called = f"({'texts' if grouped else 'text'}, label, context), or as verl or TRL calls it"
+        raise TypeError(f"rule {name!r} takes {signature}; it is called with {called}") from None
     return RewardRule(name, evaluate, screen, answer, grouped or of_groups)
 
 
@@ -224,14 +214,7 @@ def rule(name: Any, screen: Screen | None = None, answer: Answer | None = None) 
     raises, the sample is masked out. `screen`: tried first, in the service, with the same arguments; None leaves the case to a
     worker. `answer`: returns the final answer in a reply's text for maj@k, or None.
     """
-    if callable(name):
-        return rule(name.__name__)(name)
-
-    def register(function: Function) -> Function:
-        RULES.register(name)(_rule_of(name, function, screen, answer))
-        return function
-
-    return register
+    return _registered(name, screen, answer)
 
 
 @overload
@@ -245,26 +228,19 @@ def group_rule(name: Any) -> Any:
     The function returns one value for each text, in their order; it may be `async`. It always runs in a worker. If it fails,
     all replies of the group are masked out.
     """
+    return _registered(name, grouped=True)
+
+
+def _registered(name: Any, *options: Any, **more: Any) -> Any:
+    """Register the function `name` under its own name, or return a decorator that registers a function as `name`."""
     if callable(name):
-        return group_rule(name.__name__)(name)
+        return _registered(name.__name__, *options, **more)(name)
 
     def register(function: Function) -> Function:
-        RULES.register(name)(_rule_of(name, function, grouped=True))
+        RULES.register(name)(_rule_of(name, function, *options, **more))
         return function
 
     return register
-
-
-def _check(function: Callable[..., object], name: str, arguments: str) -> None:
-    """Check that the function takes the three `arguments`. Raises TypeError if not: it would fail on every reply."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some C functions have no signature
-        return
-    try:
-        signature.bind("", "", None)
-    except TypeError:
-        raise TypeError(f"rule {name!r} takes {signature}; it is called with {arguments}") from None
 
 
 def up_to(characters: int, function: Evaluate) -> Screen:

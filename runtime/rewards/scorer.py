@@ -8,17 +8,15 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
 from runtime import config, types
 from runtime.errors import ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
-from runtime.rewards.pool import KillablePool
-from runtime.rewards.rules import NO_NUMBER, GroupContext, RewardRule, RuleContext, RuleOutcome, attempt
+from runtime.rewards.pool import KillablePool, Limits
+from runtime.rewards.rules import NO_NUMBER, GroupContext, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task
-from runtime.rewards.worker_process import Limits
 from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest, Scores
 
 # ---- Combination
@@ -170,21 +168,6 @@ def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
     return ServiceFault("reward", ", ".join(rules) or "score", f"no reply of {of} has a score{cause} (logs/reward-*.log)")
 
 
-class _Weighted(msgspec.Struct, frozen=True):
-    """An entry of `rewards.rules` and its rule."""
-
-    settings: config.Rule
-    rule: RewardRule
-
-
-class _Reply(msgspec.Struct):
-    """One episode as the rules see it."""
-
-    text: str
-    label: str
-    context: RuleContext
-
-
 class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
@@ -194,9 +177,9 @@ class RewardScorer:
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
         self._rules = [
-            _Weighted(entry, find_rule(entry.name, f"rewards.rules.{index}.name")) for index, entry in enumerate(settings.rules)
+            (entry, find_rule(entry.name, f"rewards.rules.{index}.name")) for index, entry in enumerate(settings.rules)
         ]
-        for name, count in Counter(weighted.rule.name for weighted in self._rules).items():
+        for name, count in Counter(rule.name for _, rule in self._rules).items():
             if count > 1:
                 raise UserError(f"rewards.rules: {name!r} is named {count} times")
         self._tokenizer = tokenizer
@@ -207,14 +190,14 @@ class RewardScorer:
 
     async def check(self) -> None:
         """Check the sandbox if a rule runs programs. Raises UserError if `rewards.sandbox` does not work on this machine."""
-        if any(weighted.rule.sandboxed for weighted in self._rules):
+        if any(rule.sandboxed for _, rule in self._rules):
             from runtime.sandbox import check  # loaded only where programs run
 
             await check(self._limits.sandbox, "rewards.sandbox")
 
     def start(self) -> None:
         """Start the pool in the background if a rule always needs it; otherwise its first use starts it."""
-        if any(weighted.rule.screen is None for weighted in self._rules):
+        if any(rule.screen is None for _, rule in self._rules):
             self.pool.start()
 
     async def close(self) -> None:
@@ -229,15 +212,15 @@ class RewardScorer:
         """
         payload = types.decode(GroupPayload, request.payload)
         found = read_replies(payload, self._tokenizer)
-        replies = [_Reply(each.text, request.label, _context(request, each)) for each in found]
+        replies = [Task("", each.text, request.label, _context(request, each)) for each in found]
         scores = self._sum(payload.group_id, await self._evaluate(replies))
         if request.answers:
             self._name_answers(scores, replies)
         return scores
 
-    def _name_answers(self, scores: Scores, replies: list[_Reply]) -> None:
+    def _name_answers(self, scores: Scores, replies: list[Task]) -> None:
         """Add the first rule's `answer` of each reply. If it raises, count the error; the score stays valid."""
-        answer = self._rules[0].rule.answer
+        answer = self._rules[0][1].answer
         if answer is None:
             return
         for reply in replies:
@@ -251,15 +234,19 @@ class RewardScorer:
                 reason = f"answer:{type(error).__name__}"
                 scores.errors[reason] = scores.errors.get(reason, 0) + 1
 
-    async def _evaluate(self, replies: list[_Reply]) -> list[list[RuleOutcome]]:
-        """Return the outcome of every rule (outer list) on every reply (inner list)."""
-        outcomes = [[_screen(weighted.rule, reply) for reply in replies] for weighted in self._rules]
+    async def _evaluate(self, replies: list[Task]) -> list[list[RuleOutcome]]:
+        """Return the outcome of every rule (outer list) on every reply (inner list). A screen's empty outcome is left to the
+        pool."""
+        outcomes = [
+            [attempt(rule.screen, one.text, one.label, one.context) if rule.screen else RuleOutcome() for one in replies]
+            for _, rule in self._rules
+        ]
         tasks: list[Task] = []
         targets: list[tuple[int, slice]] = []  # of each task: the index of the rule, and the replies
-        for column, (weighted, found) in enumerate(zip(self._rules, outcomes, strict=True)):
-            name, every = weighted.settings.name, slice(0, len(replies))
-            rows = [every] if weighted.rule.grouped else [slice(at, at + 1) for at, one in enumerate(found) if one.unresolved]
-            tasks += [_task(name, replies[each], weighted.rule.grouped) for each in rows]
+        for column, ((entry, rule), found) in enumerate(zip(self._rules, outcomes, strict=True)):
+            name, every = entry.name, slice(0, len(replies))
+            rows = [every] if rule.grouped else [slice(at, at + 1) for at, one in enumerate(found) if one.unresolved]
+            tasks += [_task(name, replies[each], rule.grouped) for each in rows]
             targets += [(column, each) for each in rows]
         if tasks:
             for (column, rows_of), outcome in zip(targets, await self.pool.run(tasks), strict=True):
@@ -272,9 +259,9 @@ class RewardScorer:
         valid = np.ones(size, np.uint8)
         values: dict[str, np.ndarray] = {}
         errors: Counter[str] = Counter()
-        for weighted, found in zip(self._rules, outcomes, strict=True):
-            name = weighted.rule.name
-            column = np.array([_value(outcome, weighted.settings) for outcome in found])
+        for (entry, rule), found in zip(self._rules, outcomes, strict=True):
+            name = rule.name
+            column = np.array([_value(outcome, entry) for outcome in found])
             for index, outcome in enumerate(found):
                 if outcome.error.startswith(NO_NUMBER):
                     given = outcome.error.removeprefix(NO_NUMBER)
@@ -284,7 +271,7 @@ class RewardScorer:
                         raise ServiceFault("reward", f"rule {name}", f"{outcome.error} on sample {index} of group {group_id}")
                     errors[outcome.error] += 1
                     valid[index] = 0
-            total += weighted.settings.weight * column
+            total += entry.weight * column
             values[name] = column.astype(np.float32)
         rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
         return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=values, errors=dict(errors))
@@ -295,11 +282,11 @@ def _context(request: ScoreRequest, reply: ReadReply) -> RuleContext:
     return RuleContext(request.source, len(row.tokens), row.finish_reason, request.messages, request.extra, reply.conversation)
 
 
-def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
+def _task(rule: str, replies: Sequence[Task], grouped: bool) -> Task:
     """Return the task of one reply, or, for a rule over groups, of all replies."""
     first = replies[0]
     if not grouped:
-        return Task(rule, first.text, first.label, first.context)
+        return structs.replace(first, rule=rule)
     contexts = [reply.context for reply in replies]
     tokens, reasons = [one.tokens for one in contexts], [one.finish_reason for one in contexts]
     said = [one.conversation for one in contexts] if any(one.conversation for one in contexts) else []
@@ -310,11 +297,6 @@ def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
 def _each(outcome: RuleOutcome, replies: int) -> list[RuleOutcome]:
     """Return one outcome for each reply. If a whole group failed, every reply gets this outcome."""
     return [outcome] * replies if outcome.values is None else [RuleOutcome(value) for value in outcome.values]
-
-
-def _screen(rule: RewardRule, reply: _Reply) -> RuleOutcome:
-    """Return the outcome of the rule's screen. An empty outcome is left to the pool."""
-    return RuleOutcome() if rule.screen is None else attempt(rule.screen, reply.text, reply.label, reply.context)
 
 
 def _value(outcome: RuleOutcome, settings: config.Rule) -> float:

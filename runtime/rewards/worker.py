@@ -52,21 +52,16 @@ def frame(message: bytes) -> bytes:
     return LENGTH.pack(len(message)) + message
 
 
-class FirstFailures:
-    """Writes the first exception of each rule and type to standard error, which is the service's log."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, str]] = set()
-
-    def log(self, rule: str, error: Exception) -> None:
-        kind = (rule, type(error).__name__)
-        if kind in self._seen:
-            return
-        self._seen.add(kind)
-        lines = [f"rule {rule} failed; later failures of type {kind[1]} are only counted\n"]
-        lines += [line[:TRACE_CHARACTERS] for line in traceback.format_exception(error)[-TRACE_LINES:]]
-        sys.stderr.write("".join(map(_printable, lines)))
-        sys.stderr.flush()
+def _log_first(seen: set[tuple[str, str]], rule: str, error: Exception) -> None:
+    """Write the first exception of each rule and type to standard error, which is the service's log."""
+    kind = (rule, type(error).__name__)
+    if kind in seen:
+        return
+    seen.add(kind)
+    lines = [f"rule {rule} failed; later failures of type {kind[1]} are only counted\n"]
+    lines += [line[:TRACE_CHARACTERS] for line in traceback.format_exception(error)[-TRACE_LINES:]]
+    sys.stderr.write("".join(map(_printable, lines)))
+    sys.stderr.flush()
 
 
 def _printable(line: str) -> str:
@@ -83,7 +78,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
     loop = asyncio.new_event_loop()
     evaluate = {name: _synchronous(find_rule(name), loop) for name in rules}
     decode = msgspec.msgpack.Decoder(list[Task]).decode
-    failures = FirstFailures()
+    failed: set[tuple[str, str]] = set()
     replies.write(frame(b""))
     while header := requests.read(LENGTH.size):
         try:
@@ -94,7 +89,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
         for task in tasks:
             start = time.perf_counter()
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            on_error = functools.partial(failures.log, task.rule)
+            on_error = functools.partial(_log_first, failed, task.rule)
             outcome = attempt(evaluate[task.rule], task.text, task.label, task.context, on_error)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             if outcome.unresolved:

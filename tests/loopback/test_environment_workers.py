@@ -22,7 +22,7 @@ from runtime.config.sandbox import Sandbox
 from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.environments.workers import AgentWorkers, EpisodeSandboxes, stricter
 from runtime.errors import Unreachable, UserError
-from runtime.rewards.worker_process import worker_environment
+from runtime.rewards.pool import worker_environment
 from services.gateway import RUN, EnvironmentChannel, EnvironmentChannels
 from services.rpc.generated import environment_pb2
 from tests.leftovers import descendants

@@ -24,11 +24,10 @@ from runtime.errors import Cancelled, ServiceFault
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
 from runtime.rewards import pool as pool_module
-from runtime.rewards.pool import CAPACITY, KillablePool
+from runtime.rewards.pool import CAPACITY, KillablePool, Limits
 from runtime.rewards.rules import RuleContext, RuleOutcome
 from runtime.rewards.scorer import RewardScorer
 from runtime.rewards.worker import Task, Verdict
-from runtime.rewards.worker_process import Limits
 from runtime.types import ScoreRequest, Scores
 from tests.unit.test_rewards_scorer import Bytes, request
 
@@ -281,10 +280,9 @@ def test_a_worker_that_cannot_start_is_a_fault_of_the_service(tmp_path: Path) ->
 def test_no_worker_outlives_a_killed_parent(rule: str) -> None:
     program = f"""
 import asyncio, psutil
-from runtime.rewards.pool import KillablePool
+from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import RuleContext
 from runtime.rewards.worker import Task
-from runtime.rewards.worker_process import Limits
 async def main():
     pool = KillablePool([{rule!r}], 2, Limits(600.0, 600.0, 384 << 20))
     task = lambda text: Task({rule!r}, text, "ok", RuleContext())

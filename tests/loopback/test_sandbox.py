@@ -21,11 +21,10 @@ import pytest
 from runtime.config import Rewards
 from runtime.errors import ServiceFault, UserError
 from runtime.rewards.code import use, verdicts
-from runtime.rewards.pool import KillablePool
+from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import RuleContext, RuleOutcome
 from runtime.rewards.scorer import RewardScorer
 from runtime.rewards.worker import Task
-from runtime.rewards.worker_process import Limits
 from runtime.sandbox import Box, Finished, Sandbox, check, run
 from runtime.sandbox.box import CONNECTIONS
 from tests.sandboxes import members, namespaces_below, needs_bwrap

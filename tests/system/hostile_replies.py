@@ -16,10 +16,9 @@ import msgspec
 from msgspec import Struct
 
 from runtime.rewards.catalogue import find_rule
-from runtime.rewards.pool import KillablePool
+from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task, Verdict
-from runtime.rewards.worker_process import Limits
 
 LIMITS = Limits(seconds=4.0, cpu_seconds=2.0, memory_bytes=384 << 20)  # memory as by default; less time, for the test's sake
 WORKERS = 2
