@@ -161,12 +161,10 @@ def last_number_answer(text: str) -> str | None:
     return found[-1].rstrip(",") if found else None
 
 
-def _last_number(text: str, label: str, context: RuleContext) -> bool:
+@_rule("last_number", 1 << 62, vote(last_number_answer))
+def last_number(text: str, label: str, context: RuleContext) -> bool:
     """Return whether the reply's last number is `label`. A reply that only repeats a sum has no answer."""
     return numeric_equal(last_number_answer(text) or "", label)
-
-
-last_number = rule("last_number", screen=_last_number, answer=vote(last_number_answer))(_last_number)
 
 
 # ---------------------------------------------------------------------------------------------------- mathematics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from fractions import Fraction
 from functools import lru_cache
 
@@ -34,10 +35,8 @@ _STATEMENT_LENGTH = 200  # characters that are searched
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}`, with matched braces and without escaped braces; None without one.
-
-    A box inside a complete box is part of the outer box, and becomes a group. A box inside an unclosed box stands alone.
-    """
+    r"""Return the content of the last complete `\boxed{...}`, with matched braces; None without one. A box inside a complete
+    box is part of the outer box, and becomes a group. A box inside an unclosed box stands alone."""
     text = _braced(text)
     first = text.find("\\boxed")
     if first < 0:
@@ -78,10 +77,12 @@ def _braced(text: str) -> str:
 
 def last_hashes(text: str) -> str | None:
     """Return the rest of the line behind the last `####`; None without one. Empty rests and other headings do not count."""
-    found = None
-    for found in _HASHES.finditer(text):  # noqa: B007 - only the last match is used
-        pass
+    found = last_match(_HASHES, text)
     return None if found is None else found.group(1)
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
 def last_answer_tag(text: str) -> str | None:
@@ -92,10 +93,8 @@ def last_answer_tag(text: str) -> str | None:
 
 
 def closing_statement(text: str) -> str | None:
-    """Return the answer of the last "the answer is x", "Final answer: x" or "答案是x", to the end of its sentence, or None.
-
-    A statement without a digit ("I hope the answer is clear") counts only if no statement has one. A denied statement does not.
-    """
+    """Return the answer of the last "the answer is x", "Final answer: x" or "答案是x", to the end of its sentence, or None. One
+    without a digit ("I hope the answer is clear") counts only if no statement has one. A denied statement does not."""
     named = [
         _STATEMENT_END.split(text[found.end() : found.end() + _STATEMENT_LENGTH], maxsplit=1)[0]
         for found in _CLOSING.finditer(text)
@@ -107,9 +106,7 @@ def closing_statement(text: str) -> str | None:
 
 def final_answer(text: str) -> str | None:
     """Return the reply's final answer: the last box, else the last `####`, the last answer tag, a closing statement, or None.
-
-    The marked text may itself be a statement ("<answer>The answer is 5</answer>"); then return the answer that it names.
-    """
+    Of marked text that is itself a statement ("<answer>The answer is 5</answer>"), return the answer that it names."""
     for extract in (last_boxed, last_hashes, last_answer_tag):
         marked = extract(text)
         if marked is not None:

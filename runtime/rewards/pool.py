@@ -38,9 +38,8 @@ _INHERITED = re.compile(
 
 
 def worker_environment(named: Container[str]) -> dict[str, str]:
-    """Return the part of this process's environment that the code of rules gets; the rest may hold secrets. It has variables
-    that programs need in general, and the variables `named`. Sluice's own are left out, except the mark of left-over
-    processes."""
+    """Return the environment for the code of rules: of this process's variables those that programs need in general, and those
+    `named`. The rest may hold secrets. Sluice's own are left out, except the mark of left-over processes."""
     wanted = (name for name in os.environ if _INHERITED.fullmatch(name) or (name in named and not name.startswith("SLUICE_")))
     modules = os.pathsep.join(path for path in sys.path if path)
     return {name: os.environ[name] for name in wanted} | {"PYTHONPATH": modules}
@@ -154,11 +153,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             ) from error
 
     async def work(self, jobs: Sequence[WorkerTask]) -> bool:
-        """Send `jobs`, and wait until each has its verdict.
-
-        Return False if the worker is lost. Its current task has failed then, and `self.jobs` are the tasks that it did not
-        begin.
-        """
+        """Send `jobs`, and wait until each has its verdict. Return False if the worker is lost: its current task has failed
+        then, and `self.jobs` are the tasks that it did not begin."""
         self.jobs.extend(jobs)
         if self._ended.done():
             return False
@@ -287,12 +283,9 @@ FIRST_PACE = 0.001  # expected seconds of a task before the first has run
 
 
 class KillablePool:
-    """`workers` processes for the rules named `rules`; they start at `start` or at the first task.
-
-    The last `cache_entries` values are kept. Equal tasks that wait at the same time are evaluated once. `variables`: variables
-    of this process's environment that the rules get besides those that every program needs. All methods belong to one event
-    loop.
-    """
+    """`workers` processes for the rules named `rules`; they start at `start` or at the first task. The last `cache_entries`
+    values are kept, and equal tasks that wait at the same time are evaluated once. `variables`: as in `worker_environment`. All
+    methods belong to one event loop."""
 
     def __init__(
         self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0, variables: Container[str] = ()

@@ -89,11 +89,8 @@ class RemoteScorer:
         self._blamed = "reward" if fail else ""
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the scores of a group. All calls run at once, under one deadline.
-
-        A sample without a finite value has valid 0 and is counted in `errors`. Raises InvalidMessage if the payload does not
-        decode. Raises ServiceFault for such a sample with `on_error: fail`.
-        """
+        """Return the scores of a group; a sample without a finite value is as in `column`. All calls run at once, under one
+        deadline. Raises InvalidMessage if the payload does not decode, ServiceFault for such a sample with `on_error: fail`."""
         payload = types.decode(GroupPayload, request.payload)
         calls = _calls(self._items(request, payload), self._settings.batch)
         outcomes = list(chain.from_iterable(await asyncio.gather(*map(self._call, calls))))

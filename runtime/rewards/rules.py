@@ -136,12 +136,8 @@ Function = TypeVar("Function", bound="Evaluate | EvaluateLater")
 
 
 class RewardRule(msgspec.Struct, frozen=True):
-    """A registered rule. `screen` returns None to leave the case to a worker. `grouped`: it judges whole groups.
-
-    `answer` returns a reply's final answer for maj@k, or None. Equal answers should give equal text ("1,000" and "1000."). It
-    runs in the service like a screen: its time must be linear in the text. `sandboxed`: the rule runs programs in the sandbox
-    of `rewards.sandbox`, which is tested at the start.
-    """
+    """A registered rule; `screen` and `answer` are as in `rule`, and take linear time in the service. `grouped`: it judges
+    whole groups. `sandboxed`: it runs programs in the sandbox of `rewards.sandbox`, which is tested at the start."""
 
     name: str
     evaluate: Evaluate | EvaluateLater
@@ -212,7 +208,7 @@ def rule(name: Any, screen: Screen | None = None, answer: Answer | None = None) 
 
     The function returns a bool, which earns the configuration's `correct` or `wrong`, or a number, which is the value. If it
     raises, the sample is masked out. `screen`: tried first, in the service, with the same arguments; None leaves the case to a
-    worker. `answer`: returns the final answer in a reply's text for maj@k, or None.
+    worker. `answer`: returns the final answer in a reply's text for maj@k, or None; equal answers should give equal text.
     """
     return _registered(name, screen, answer)
 
@@ -222,12 +218,8 @@ def group_rule(name: Function) -> Function: ...
 @overload
 def group_rule(name: str) -> Callable[[Function], Function]: ...
 def group_rule(name: Any) -> Any:
-    """Register the decorated function, of (texts, label, GroupContext), as the rule `name` over whole groups. A bare
-    `@group_rule` uses the function's own name.
-
-    The function returns one value for each text, in their order; it may be `async`. It always runs in a worker. If it fails,
-    all replies of the group are masked out.
-    """
+    """Register the decorated function, of (texts, label, GroupContext), as a rule over whole groups, like `rule`. It returns
+    one value for each text, in their order. If it fails, all replies of the group are masked out."""
     return _registered(name, grouped=True)
 
 
@@ -263,11 +255,7 @@ def attempt(
     on_error: Callable[[Exception], None] = lambda error: None,
 ) -> RuleOutcome:
     """Call a rule or a screen with a text, or a rule over groups with the texts of a group. An exception becomes the outcome's
-    error; `on_error` receives it first.
-
-    A value that is not finite, or a wrong number of values for a group, becomes exception:ValueError. A value that is not a
-    number becomes NO_NUMBER and its type.
-    """
+    error; `on_error` receives it first. A value that is not finite, and a wrong number of values, are a ValueError."""
     try:
         value: Any = function(text, label, context)  # type: ignore[arg-type]  # a screen is called with one text
         if isinstance(text, str):

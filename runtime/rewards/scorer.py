@@ -24,23 +24,27 @@ from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest
 
 
 def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutcome], blamed: str = "") -> Scores:
-    """Return the scores of one scorer. `rules` has its values under `name`; the reward is `weight` times the value.
-
-    A sample without a value has valid 0, reward 0 and NaN, and is counted in `errors`. If `blamed` names a service, raises
-    ServiceFault instead.
-    """
+    """Return the scores of one scorer: the reward is `weight` times the value. A sample without a value has valid 0, reward 0
+    and NaN, and is counted in `errors`. If `blamed` names a service, raises ServiceFault instead."""
     for index, outcome in enumerate(outcomes):
         if outcome.error and blamed:
             raise ServiceFault(blamed, f"score by {name}", f"{outcome.error} on sample {index} of group {group_id}")
-    values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
-    valid = np.array([not outcome.error for outcome in outcomes], np.uint8)
-    return Scores(
-        group_id=group_id,
-        rewards=np.where(valid == 1, weight * values, 0.0).astype(np.float32),
-        valid=valid,
-        rules={name: values.astype(np.float32)},
-        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
-    )
+    return _columns(group_id, [(name, weight, outcomes)])
+
+
+def _columns(group_id: int, scored: Sequence[tuple[str, float, Sequence[RuleOutcome]]]) -> Scores:
+    """Return the summed scores of several scorers, each with its name and weight."""
+    size = len(scored[0][2])
+    total, valid = np.zeros(size), np.ones(size, np.uint8)
+    rules: dict[str, np.ndarray] = {}
+    for name, weight, outcomes in scored:
+        values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
+        valid[[bool(outcome.error) for outcome in outcomes]] = 0
+        total += weight * values
+        rules[name] = values.astype(np.float32)
+    errors = Counter(outcome.error for _, _, outcomes in scored for outcome in outcomes if outcome.error)
+    rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
+    return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=rules, errors=dict(errors))
 
 
 NO_REWARD = f"{ENVIRONMENT_COLUMN}:no reward"
@@ -73,8 +77,8 @@ def combine(parts: Sequence[Scores]) -> Scores:
 # ---- Replies
 # The parts of a group's episodes that rules, remote rewards and reward models read. Pure.
 #
-# An episode is judged by its last branch. Most rules search for a final answer, and text of an environment may look like one.
-# Rules therefore get the model's last turn as text, and the whole conversation beside it. A plain reply is both at once.
+# An episode is judged by its last branch. Text of an environment may look like a final answer. Rules therefore get the model's
+# last turn as text, and the whole conversation beside it. A plain reply is both at once.
 
 _HEAD = 8  # last tokens of a prompt in which the mark that opens a thought may be
 _OPENED = re.compile(r"<think>\s*\Z")
@@ -103,7 +107,7 @@ class ReadReply(Struct, frozen=True):
 def read_replies(payload: GroupPayload, tokenizer: ReplyDecoder) -> list[ReadReply]:
     """Return the reply of each episode."""
     rows = payload.last_rows
-    spans = [_last_turn(row) for row in rows]
+    spans = [last_turn(row) for row in rows]
     turns = [row.tokens[span] for row, span in zip(rows, spans, strict=True)]
     several = [len(turn) < len(row.tokens) for turn, row in zip(turns, rows, strict=True)]
     whole = [row.tokens for row, more in zip(rows, several, strict=True) if more]
@@ -123,12 +127,8 @@ def _thought(text: str, before: str) -> str:
     return text if found is None or not text or text.lstrip().startswith("<think>") else found.group() + text
 
 
-def last_turn(row: Sample) -> np.ndarray:
-    """Return the last run of trained tokens, int32."""
-    return row.tokens[_last_turn(row)]
-
-
-def _last_turn(row: Sample) -> slice:
+def last_turn(row: Sample) -> slice:
+    """Return the place of the last run of trained tokens."""
     given = np.flatnonzero(row.loss_mask == 0)
     trained = np.flatnonzero(row.loss_mask)
     if not len(given) or not len(trained):
@@ -204,12 +204,8 @@ class RewardScorer:
         await self.pool.close()
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the scores of a group.
-
-        A sample on which a rule failed has valid 0, reward 0 and NaN as that rule's value, and is counted in `errors`.
-        Raises InvalidMessage if the payload does not decode, UserError if a rule returns no number, ServiceFault if the pool
-        cannot start a worker or, with `on_error: fail`, if a rule failed.
-        """
+        """Return the scores of a group; a rule's failure is as in `column`. Raises InvalidMessage if the payload is unreadable,
+        UserError if a rule returns no number, ServiceFault if no worker starts or, with `on_error: fail`, if a rule failed."""
         payload = types.decode(GroupPayload, request.payload)
         found = read_replies(payload, self._tokenizer)
         replies = [Task("", each.text, request.label, _context(request, each)) for each in found]
@@ -254,27 +250,16 @@ class RewardScorer:
         return outcomes
 
     def _sum(self, group_id: int, outcomes: list[list[RuleOutcome]]) -> Scores:
-        size = len(outcomes[0])
-        total = np.zeros(size)
-        valid = np.ones(size, np.uint8)
-        values: dict[str, np.ndarray] = {}
-        errors: Counter[str] = Counter()
+        scored = []
         for (entry, rule), found in zip(self._rules, outcomes, strict=True):
-            name = rule.name
-            column = np.array([_value(outcome, entry) for outcome in found])
             for index, outcome in enumerate(found):
                 if outcome.error.startswith(NO_NUMBER):
                     given = outcome.error.removeprefix(NO_NUMBER)
-                    raise UserError(f"rewards.rules: rule {name} gave a value of type {given}; must be a bool or a number")
-                if outcome.error:
-                    if self._fail:
-                        raise ServiceFault("reward", f"rule {name}", f"{outcome.error} on sample {index} of group {group_id}")
-                    errors[outcome.error] += 1
-                    valid[index] = 0
-            total += entry.weight * column
-            values[name] = column.astype(np.float32)
-        rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
-        return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=values, errors=dict(errors))
+                    raise UserError(f"rewards.rules: rule {rule.name} gave a value of type {given}; must be a bool or a number")
+                if outcome.error and self._fail:
+                    raise ServiceFault("reward", f"rule {rule.name}", f"{outcome.error} on sample {index} of group {group_id}")
+            scored.append((rule.name, entry.weight, [_valued(outcome, entry) for outcome in found]))
+        return _columns(group_id, scored)
 
 
 def _context(request: ScoreRequest, reply: ReadReply) -> RuleContext:
@@ -299,7 +284,6 @@ def _each(outcome: RuleOutcome, replies: int) -> list[RuleOutcome]:
     return [outcome] * replies if outcome.values is None else [RuleOutcome(value) for value in outcome.values]
 
 
-def _value(outcome: RuleOutcome, settings: config.Rule) -> float:
-    if isinstance(outcome.value, bool):
-        return settings.correct if outcome.value else settings.wrong
-    return float("nan") if outcome.value is None else outcome.value
+def _valued(outcome: RuleOutcome, settings: config.Rule) -> RuleOutcome:
+    """Replace a bool by the value that it earns."""
+    return RuleOutcome(settings.correct if outcome.value else settings.wrong) if isinstance(outcome.value, bool) else outcome

@@ -1,11 +1,8 @@
 """A worker of the pool: `python -m runtime.rewards.worker PARENT_PID CPU_SECONDS MEMORY_BYTES SANDBOX RULE...`.
 
-SANDBOX is `rewards.sandbox` as JSON. The worker loads neither numpy nor torch. Frames on its standard input and output are a
-little-endian uint32 length and msgpack: it reads a batch of tasks and writes one verdict per task as soon as it is known. An
-empty frame means that the worker is ready.
-
-The kernel enforces its limits, so that no code can evade them. SIGPROF ends the process when a task has used its CPU time.
-Memory beyond the limit is refused, which raises MemoryError.
+SANDBOX is `rewards.sandbox` as JSON. Frames on standard input and output are a little-endian uint32 length and msgpack: a batch
+of tasks is read, and each verdict is written at once. An empty frame means that the worker is ready. The kernel enforces the
+limits: SIGPROF ends the process when a task has used its CPU time; memory beyond the limit is refused, as a MemoryError.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import msgspec
 
 from runtime.config.sandbox import Sandbox
 from runtime.process.os_process import die_with_parent
-from runtime.rewards.rules import NO_NUMBER, Context, Evaluate, RewardRule, RuleOutcome, Value, attempt
+from runtime.rewards.rules import NO_NUMBER, Context, Evaluate, RewardRule, RuleOutcome, attempt
 
 LENGTH = struct.Struct("<I")
 TRACE_LINES, TRACE_CHARACTERS = 20, 1000  # last entries of a rule's traceback, and characters of each
@@ -103,24 +100,15 @@ def _synchronous(entry: RewardRule, loop: asyncio.AbstractEventLoop) -> Evaluate
     if not inspect.iscoroutinefunction(function):
         return function  # type: ignore[return-value]  # only coroutine functions return awaitables
 
-    def call(text: str | list[str], label: str, context: Context) -> Value | list[Value]:
-        value: Value | list[Value] = loop.run_until_complete(function(text, label, context))
-        return value
-
-    return call
-
-
-def _limit(memory_bytes: int) -> None:
-    """Limit the memory that this process may allocate, and disable core files."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return lambda text, label, context: loop.run_until_complete(function(text, label, context))
 
 
 def main() -> None:
     parent, cpu_seconds, memory_bytes, sandbox, *rules = sys.argv[1:]
     die_with_parent(int(parent))  # on systems without this call, the closed pipe ends an idle worker
-    _limit(int(memory_bytes))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Keep the pipes for the protocol: a rule prints to standard error and reads from /dev/null.
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb", buffering=0)

@@ -374,7 +374,7 @@ def test_the_text_is_the_last_turn_with_the_conversation_beside_it_and_a_reply_i
     payload = types.decode(GroupPayload, request_of(EPISODES).payload)
     assert [(each.text, each.conversation) for each in read_replies(payload, Bytes())] == READ
     for reply in (REPLY, make_sample(list(b""))):
-        assert np.array_equal(last_turn(reply), reply.tokens)
+        assert np.array_equal(reply.tokens[last_turn(reply)], reply.tokens)
 
 
 def test_a_thought_that_the_prompt_opens_is_part_of_the_reply() -> None:

@@ -258,11 +258,8 @@ def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Ve
 
 
 def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
-    """Return the sides of an equation that are answers, i.e. not names. `lenient`: allow any left side.
-
-    A side that contradicts the last side is not an answer: 10 - 3 = 6 means 6, not also 7. A last side that is a decimal or
-    stands behind an \\approx may be rounded.
-    """
+    """Return the sides of an equation that are answers, i.e. not names. `lenient`: allow any left side. A side that contradicts
+    the last side is none: 10 - 3 = 6 means 6, not also 7. A last side may be rounded if it is a decimal or behind \\approx."""
     first, last = relation.args[0], relation.args[-1]
     if _is_name(last) and not _is_name(first) and symbols(first).isdisjoint(symbols(last)):
         return [first]
@@ -518,10 +515,8 @@ def _fraction(value: Value) -> Fraction:
 
 
 def agrees(decimal: Fraction, value: Fraction) -> bool:
-    """Return whether the decimal is the value, or agrees with it to six significant digits or more, rounded or cut off.
-
-    If the value is a decimal with no more digits (an integer, a half), all its digits count: 220.01 is not 220.
-    """
+    """Return whether the decimal is the value, or agrees with it to six significant digits or more, rounded or cut off. If the
+    value is a decimal with no more digits (an integer, a half), all its digits count: 220.01 is not 220."""
     if decimal == value:
         return True
     if decimal * value <= 0:

@@ -18,44 +18,33 @@ from runtime.rewards.mathematics.tree import UNNAMED, ExpressionNode, Unknown, U
 # ---- Tokens
 
 TRIGONOMETRIC = words("sin cos tan cot sec csc")
+# Functions: with an argument that may follow without brackets, with arguments in brackets, and all that may lack a backslash.
 PREFIXED = TRIGONOMETRIC | words("sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc ln log log10 exp")
-"""Functions whose argument may follow without brackets."""
 LISTED = words("max min gcd lcm floor ceil abs")
-"""Functions whose arguments are in brackets."""
 SPELLED_FUNCTIONS = PREFIXED | LISTED | words("asin acos atan lg sqrt")
-"""Functions that answers may write without a backslash."""
 SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log10"}
-
-SPELLED = {
-    **{name: f"\\{name}" for name in SPELLED_FUNCTIONS},
-    **{name: f"\\{name}" for name in words("pi alpha beta gamma delta epsilon theta lambda phi omega infty cup cbrt")},
-    "inf": "\\infty",
-    "infinity": "\\infty",
-    "mod": "\\bmod",
-}
+_SYMBOLS = words("pi alpha beta gamma delta epsilon theta lambda phi omega infty cup cbrt")
+SPELLED = {name: f"\\{name}" for name in SPELLED_FUNCTIONS | _SYMBOLS}
+SPELLED |= {"inf": "\\infty", "infinity": "\\infty", "mod": "\\bmod"}
 CONNECTIVES = words("and or")
-UNITS = words(
+UNITS = words(  # the short ones; longer words need no list
     "mm cm dm km ft yd mi nm kg mg lb lbs oz ml mL cL dL kL hr hrs min mins sec secs ms Hz kHz MHz GHz Pa kPa eV keV MeV GeV",
     "kJ kW kWh mph kmh kph rad deg pm am pct AU pc kpc Mpc mol cc sq in",
 )
-"""Short units; longer words need no list."""
 PERCENT = words("percent pct")
 
-ACCENTS = words(
+ACCENTS = words(  # commands that make a new symbol of their argument
     r"\overline \bar \vec \hat \widehat \tilde \dot \ddot \overrightarrow \overleftrightarrow",
     r"\mathbb \mathcal \mathfrak \mathscr \stackrel \overset",
 )
-"""Commands that make a new symbol of their argument."""
-UNREAD = words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \det \choose \atop")
-"""Commands that are left to algebra."""
+UNREAD = words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \det \choose \atop")  # left to algebra
 MATRICES = words("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
 
 NO_SOLUTION = frozenset(
     ("no solution", "no solutions", "none", "empty set", "the empty set", "no real solution", "no real solutions")
 )
 ALL_REALS = frozenset(("all real numbers", "all reals", "all real"))
-NOT_PROSE = SPELLED_FUNCTIONS | CONNECTIVES | words("pi mod infinity inf")
-"""Words that do not make an answer prose."""
+NOT_PROSE = SPELLED_FUNCTIONS | CONNECTIVES | words("pi mod infinity inf")  # words that do not make an answer prose
 
 
 MAX_TOKENS = 1200
@@ -86,7 +75,6 @@ _TOKEN = re.compile(
 _TEXT_TOKEN = re.compile(r"[ap]\.m\.|[A-Za-z][A-Za-z'’.-]*|[0-9][0-9,]*(?:\.[0-9]+)?|[-+*/^=,;:()%]")
 _OTHER_SIGNS = re.compile(r"[^ ~.?\"'’‘“”`\[\]\\-]")
 _VOWEL = re.compile(r"[aeiouyAEIOUY]")
-MAX_DIGITS = 4000
 
 
 def tokens(text: str) -> list[Token]:
@@ -121,8 +109,6 @@ def tokens(text: str) -> list[Token]:
 
 def _read(kind: str, content: str, match: re.Match[str]) -> list[Token]:
     if kind in ("number", "decimal", "thousands", "scientific"):
-        if len(content) > MAX_DIGITS:
-            raise Unreadable("a number of too many digits")
         plain = content.replace(",", "")
         return [Token("number" if plain.isdigit() else "decimal", plain, Fraction(plain.rstrip(".")))]
     if kind == "repeating":
@@ -131,15 +117,11 @@ def _read(kind: str, content: str, match: re.Match[str]) -> list[Token]:
         return _text(content)
     if kind == "letters":
         return _letters(content)
-    if kind in ("begin", "end"):
-        return [Token(kind, content)]
-    return [Token(kind if kind == "command" else content, content)]
+    return [Token(content if kind == "mark" else kind, content)]
 
 
 def _repeating(whole: str, fixed: str, period: str) -> Fraction:
     """Return the value of `whole.fixed` followed by infinitely many `period`."""
-    if len(whole) + len(fixed) > MAX_DIGITS:
-        raise Unreadable("a number of too many digits")
     tail = Fraction(int(period), 10 ** len(period) - 1)
     return (int((whole + fixed) or "0") + tail) / 10 ** len(fixed)
 

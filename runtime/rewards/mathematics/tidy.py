@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from runtime.rewards.extraction import SCALES, last_boxed, uniform
+from runtime.rewards.extraction import SCALES, last_boxed, last_match, uniform
 from runtime.rewards.mathematics.parser import NOT_PROSE
 
 _COMMANDS = r"""
@@ -188,11 +188,7 @@ def _said(text: str) -> str | None:
 def last_value(text: str) -> str | None:
     """Return the last formula or number of a text; None without one. A formula is in `$...$`, `\\(...\\)` or `\\[...\\]`. Time
     may grow with the square of the length: pass at most a few thousand characters."""
-    formula = number = None
-    for formula in _SEGMENT.finditer(text):  # noqa: B007 - only the last match is used
-        pass
-    for number in _LAST_NUMBER.finditer(text):  # noqa: B007
-        pass
+    formula, number = last_match(_SEGMENT, text), last_match(_LAST_NUMBER, text)
     if formula is not None and (number is None or formula.end() >= number.end()):
         value, end = next(group for group in formula.groups() if group is not None), formula.end()
     elif number is not None:

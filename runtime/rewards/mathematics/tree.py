@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
 from functools import lru_cache, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -144,6 +144,7 @@ def spend(cost: float) -> None:
 
 # ---- Exact values
 
+T = TypeVar("T")
 MAX_BITS = 200_000  # bits of a numerator or denominator: about 60,000 digits; the gcd of two such numbers takes 0.1 s
 
 Values = Mapping[str, Fraction]  # values of symbols, by name
@@ -155,10 +156,15 @@ class Irrational(Exception):
 
 def exact(node: ExpressionNode, values: Values) -> Fraction:
     """Return the value of `node`. Raises Irrational, TooCostly, or ZeroDivisionError."""
-    evaluate = _EXACT_HEADS.get(node.head)
-    if evaluate is None:
-        raise Irrational(node.head)
-    return evaluate(node, values)
+    return _known(_EXACT_HEADS, node.head)(node, values)
+
+
+def _known(table: Mapping[str, T], name: Fraction | str) -> T:
+    """Return an entry. Raises Irrational without one."""
+    found = table.get(name)  # type: ignore[arg-type]  # names are text
+    if found is None:
+        raise Irrational(name)
+    return found
 
 
 def opaque_value(node: ExpressionNode, values: Values) -> Fraction:
@@ -167,44 +173,33 @@ def opaque_value(node: ExpressionNode, values: Values) -> Fraction:
     return Fraction(zlib.crc32(f"{key(node)} {point}".encode()) + 2, 1_000_003)
 
 
-def _symbol(node: ExpressionNode, values: Values) -> Fraction:
-    value = values.get(node.value)  # type: ignore[arg-type]
-    if value is None:
-        raise Irrational(node.value)
-    return value
-
-
 def power(base: Fraction, exponent: Fraction) -> Fraction:
     """Return `base ** exponent` if it is rational. An odd root of a negative number is real."""
     if exponent.denominator != 1:
-        if exponent.denominator > 64:
-            raise Irrational("root")
         base = root(base, exponent.denominator)
     count = exponent.numerator
     if base in (0, 1, -1):
         if base == 0 and count < 0:
             raise ZeroDivisionError
         return Fraction(1) if count % 2 == 0 and (base or not count) else base
-    if _bits(base) * abs(count) > MAX_BITS:
-        raise TooCostly("a power of too many digits")
+    _check_bits(_bits(base) * abs(count), "a power")
     return _bounded(base**count)
 
 
-def root(base: Fraction, degree: int) -> Fraction:
+def root(base: Fraction, degree: Fraction | int) -> Fraction:
     """Return the real root; for an even degree the root that is not negative. Raises Irrational if it is not rational."""
-    if base < 0 and degree % 2:
+    if base < 0 and degree % 2 == 1:
         return -root(-base, degree)
-    if base < 0:
+    if base < 0 or degree.denominator != 1 or not 0 < degree <= 64:
         raise Irrational("root")
-    return Fraction(_integer_root(base.numerator, degree), _integer_root(base.denominator, degree))
+    return Fraction(_integer_root(base.numerator, int(degree)), _integer_root(base.denominator, int(degree)))
 
 
 def _integer_root(value: int, degree: int) -> int:
     if degree == 2:
         found = math.isqrt(value)
     else:
-        if value.bit_length() > 20_000:
-            raise TooCostly("a root of too many digits")
+        _check_bits(value.bit_length(), "a root", 20_000)
         found = 1 << -(-value.bit_length() // degree)
         while True:  # Newton's method from above
             better = ((degree - 1) * found + value // found ** (degree - 1)) // degree
@@ -217,23 +212,15 @@ def _integer_root(value: int, degree: int) -> int:
 
 
 def _call(node: ExpressionNode, values: Values) -> Fraction:
-    function = _EXACT_FUNCTIONS.get(node.value)  # type: ignore[arg-type]
-    if function is None or not node.args:
+    if not node.args:
         raise Irrational(node.value)
-    return function(*(exact(argument, values) for argument in node.args))
-
-
-def _exact_root(radicand: Fraction, degree: Fraction) -> Fraction:
-    if degree.denominator != 1 or not 0 < degree <= 64:
-        raise Irrational("root")
-    return root(radicand, int(degree))
+    return _known(_EXACT_FUNCTIONS, node.value)(*(exact(argument, values) for argument in node.args))
 
 
 def _factorial(value: Fraction) -> Fraction:
     if value.denominator != 1 or value < 0:
         raise Irrational("factorial")
-    if value * max(1, value.numerator.bit_length()) > MAX_BITS:
-        raise TooCostly("a factorial of too many digits")
+    _check_bits(value * max(1, value.numerator.bit_length()), "a factorial")
     return _bounded(Fraction(math.factorial(value.numerator)))
 
 
@@ -241,8 +228,7 @@ def _binomial(top: Fraction, bottom: Fraction) -> Fraction:
     if top.denominator != 1 or bottom.denominator != 1 or top < 0 or bottom < 0:
         raise Irrational("binomial")
     smaller = min(bottom, top - bottom)
-    if smaller > 0 and smaller * top.numerator.bit_length() > MAX_BITS:
-        raise TooCostly("a binomial coefficient of too many digits")
+    _check_bits(smaller * top.numerator.bit_length(), "a binomial coefficient")
     return _bounded(Fraction(math.comb(top.numerator, bottom.numerator)))
 
 
@@ -262,13 +248,17 @@ def _bits(value: Fraction) -> int:
 def _bounded(value: Fraction) -> Fraction:
     bits = _bits(value)
     spend(4 + bits * bits / 1e6)  # reducing a fraction takes quadratic time
-    if bits > MAX_BITS:
-        raise TooCostly("a number of too many digits")
+    _check_bits(bits, "a number")
     return value
 
 
+def _check_bits(bits: int | Fraction, what: str, most: float = MAX_BITS) -> None:
+    if bits > most:
+        raise TooCostly(f"{what} of too many digits")
+
+
 _EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
-    "root": _exact_root,
+    "root": root,
     "abs": abs,
     "floor": lambda value: Fraction(math.floor(value)),
     "ceil": lambda value: Fraction(math.ceil(value)),
@@ -283,7 +273,7 @@ _EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
 _EXACT_HEADS: dict[str, Callable[[ExpressionNode, Values], Fraction]] = {
     "number": lambda node, values: node.value,  # type: ignore[return-value,dict-item]
     "decimal": lambda node, values: node.value,  # type: ignore[return-value,dict-item]
-    "symbol": _symbol,
+    "symbol": lambda node, values: _known(values, node.value),
     "add": lambda node, values: reduce(lambda total, term: _bounded(total + exact(term, values)), node.args, Fraction(0)),
     "multiply": lambda node, values: reduce(lambda total, term: _bounded(total * exact(term, values)), node.args, Fraction(1)),
     "divide": lambda node, values: _bounded(exact(node.args[0], values) / exact(node.args[1], values)),
@@ -332,20 +322,14 @@ class NumericEvaluation:
     def value(self, node: ExpressionNode) -> Value:
         """Return the value of `node`. Raises Undefined, TooCostly, or Irrational if it is not a number."""
         try:
-            result = self._value(node)
+            return self._value(node)
+        except TooCostly:
+            raise
         except (ZeroDivisionError, ValueError, OverflowError, TypeError) as error:  # complex numbers have no order
-            if isinstance(error, TooCostly):
-                raise
             raise Undefined(str(error)) from error
-        if not self.context.isfinite(result):
-            raise Undefined("not finite")
-        return result
 
     def _value(self, node: ExpressionNode) -> Value:
-        evaluate = _HEADS.get(node.head)
-        if evaluate is None:
-            raise Irrational(node.head)
-        return self._noted(evaluate(self, node))
+        return self._noted(_known(_HEADS, node.head)(self, node))
 
     def _noted(self, value: Value) -> Value:
         spend(4 + self.context.dps**2 / 250_000)
@@ -353,8 +337,7 @@ class NumericEvaluation:
             raise Undefined("not finite")
         if value:
             self.peak = max(self.peak, abs(int(self.context.mag(value))))
-            if self.peak > MAX_DIGITS * _BITS_PER_DIGIT:
-                raise TooCostly("a value of too many digits")
+            _check_bits(self.peak, "a value", MAX_DIGITS * _BITS_PER_DIGIT)
         return value
 
     def _spend_on_function(self) -> None:
@@ -367,10 +350,7 @@ class NumericEvaluation:
         context = self.context
         if name in self._values:
             return self._fraction(self._values[name])
-        constants = {"\\pi": context.pi, "e": context.e, "i": context.j}
-        if name not in constants:
-            raise Irrational(name)
-        return +constants[name]
+        return +_known({"\\pi": context.pi, "e": context.e, "i": context.j}, name)
 
     def _power(self, node: ExpressionNode) -> Value:
         base = self._value(node.args[0])
@@ -394,8 +374,8 @@ class NumericEvaluation:
         return context.power(base, exponent)
 
     def _check_growth(self, base: Value, count: int) -> None:
-        if base and abs(int(self.context.mag(base)) + 1) * abs(count) > MAX_DIGITS * _BITS_PER_DIGIT * 2:
-            raise TooCostly("a power of too many digits")
+        if base:
+            _check_bits(abs(int(self.context.mag(base)) + 1) * abs(count), "a power", MAX_DIGITS * _BITS_PER_DIGIT * 2)
 
     def _root(self, base: Value, degree: int, count: int = 1) -> Value:
         """Return `base` to the power of count / degree, in lowest terms. An odd root of a negative number is real."""
@@ -422,9 +402,7 @@ class NumericEvaluation:
             return self._root(arguments[0], int(degree))
         if name in ("ln", "log", "log10"):
             return self._logarithm(name, *arguments)
-        function = _FUNCTIONS.get(name)
-        if function is None:
-            raise Irrational(name)
+        function = _known(_FUNCTIONS, name)
         if name in _GROWING and abs(arguments[0]) > MAX_DIGITS:
             raise TooCostly(f"{name} of a large number")
         result = function(context, *arguments)
@@ -462,8 +440,8 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
 }
 _GROWING = frozenset(("sinh", "cosh", "exp", "factorial", "binomial"))
 _HEADS: dict[str, Callable[[NumericEvaluation, ExpressionNode], Value]] = {
-    "number": lambda here, node: here._fraction(node.value),
-    "decimal": lambda here, node: here._fraction(node.value),
+    "number": lambda here, node: here._fraction(node.value),  # type: ignore[arg-type]
+    "decimal": lambda here, node: here._fraction(node.value),  # type: ignore[arg-type]
     "symbol": lambda here, node: here._symbol(str(node.value)),
     "opaque": lambda here, node: here._fraction(opaque_value(node, here._values)),
     "add": lambda here, node: sum(map(here._value, node.args), here.context.mpf(0)),
