@@ -168,6 +168,14 @@ def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
     return ServiceFault("reward", ", ".join(rules) or "score", f"no reply of {of} has a score{cause} (logs/reward-*.log)")
 
 
+class _Reply(Struct):
+    """One episode as the rules see it."""
+
+    text: str
+    label: str
+    context: RuleContext
+
+
 class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
@@ -208,13 +216,13 @@ class RewardScorer:
         UserError if a rule returns no number, ServiceFault if no worker starts or, with `on_error: fail`, if a rule failed."""
         payload = types.decode(GroupPayload, request.payload)
         found = read_replies(payload, self._tokenizer)
-        replies = [Task("", each.text, request.label, _context(request, each)) for each in found]
+        replies = [_Reply(each.text, request.label, _context(request, each)) for each in found]
         scores = self._sum(payload.group_id, await self._evaluate(replies))
         if request.answers:
             self._name_answers(scores, replies)
         return scores
 
-    def _name_answers(self, scores: Scores, replies: list[Task]) -> None:
+    def _name_answers(self, scores: Scores, replies: list[_Reply]) -> None:
         """Add the first rule's `answer` of each reply. If it raises, count the error; the score stays valid."""
         answer = self._rules[0][1].answer
         if answer is None:
@@ -230,7 +238,7 @@ class RewardScorer:
                 reason = f"answer:{type(error).__name__}"
                 scores.errors[reason] = scores.errors.get(reason, 0) + 1
 
-    async def _evaluate(self, replies: list[Task]) -> list[list[RuleOutcome]]:
+    async def _evaluate(self, replies: list[_Reply]) -> list[list[RuleOutcome]]:
         """Return the outcome of every rule (outer list) on every reply (inner list). A screen's empty outcome is left to the
         pool."""
         outcomes = [
@@ -267,11 +275,11 @@ def _context(request: ScoreRequest, reply: ReadReply) -> RuleContext:
     return RuleContext(request.source, len(row.tokens), row.finish_reason, request.messages, request.extra, reply.conversation)
 
 
-def _task(rule: str, replies: Sequence[Task], grouped: bool) -> Task:
+def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
     """Return the task of one reply, or, for a rule over groups, of all replies."""
     first = replies[0]
     if not grouped:
-        return structs.replace(first, rule=rule)
+        return Task(rule, first.text, first.label, first.context)
     contexts = [reply.context for reply in replies]
     tokens, reasons = [one.tokens for one in contexts], [one.finish_reason for one in contexts]
     said = [one.conversation for one in contexts] if any(one.conversation for one in contexts) else []
