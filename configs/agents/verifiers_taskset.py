@@ -81,7 +81,7 @@ class VerifiersTaskset:
 class _NoChannel:
     """Of an episode that verifiers judges: nothing is reported."""
 
-    def tell(self, episode: str, **news: Any) -> None:
+    def notify(self, episode: str, **news: Any) -> None:
         pass
 
     async def ask(self, episode: str, what: str, **fields: Any) -> Any:

@@ -19,7 +19,7 @@ class RecordingChannel:
     def __init__(self) -> None:
         self.news: list[dict[str, Any]] = []
 
-    def tell(self, episode: str, **news: Any) -> None:
+    def notify(self, episode: str, **news: Any) -> None:
         self.news.append(news)
 
     async def ask(self, episode: str, what: str, **fields: Any) -> Any:

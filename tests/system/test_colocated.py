@@ -13,12 +13,13 @@ from tests.system.test_takeover import OFTEN, kill_coordinator
 
 pytestmark = pytest.mark.timeout(300)
 
-QUIET, STEPS = 10, 40
+QUIET, STEPS = 10, 80
 SETTINGS = (
     *(f"services.{role}.colocate=trainer" for role in ("rollout", "reference", "critic")),
     *("algorithm.preset=ppo", "critic={}"),
     *("services.trainer.offload=[optimizer]", "services.critic.offload=[optimizer]"),
     *("training.staleness=2", "training.partial_rollouts=true", f"training.steps={STEPS}"),
+    *("services.rollout.max_num_seqs=6", "sampling.max_new_tokens=64"),  # a turn ends while half of a group is being generated
     *("evaluation.every=2", "checkpoint.every=2", "checkpoint.keep=2"),
 )
 
