@@ -250,6 +250,8 @@ class CoordinatorProcess:
             end = "finished"
         finally:
             (self._folder / run_files.ADDRESS).unlink(missing_ok=True)
+            # Known limit: if this coordinator is killed from here on, the next one finds no process to take up. It waits for
+            # them until `deadlines.start`, and the run ends with an error, although all of it is saved.
             await self._peers.stop_all()  # each process gets STOP_CALL seconds to confirm
             self.report(msgspec.structs.replace(self._progress, phase=end))
             self._nodes.close()
