@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, and exit with one of EXIT_CODES."""
     outlive_readers()
     parser = _parser()
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["tune"]:
+        parser.error("tune: no longer a command: write sft")
     options, rest = parser.parse_known_args(arguments)
     # argparse takes no more positional arguments behind an option.
     if not hasattr(options, "overrides") or any(each.startswith("-") or "=" not in each for each in rest):

@@ -226,6 +226,7 @@ MISTAKES = {
     "render slurm": "the following arguments are required: config; see sluice render slurm --help$",
     "": "the following arguments are required: COMMAND",
     "trian": r"argument COMMAND: invalid choice: 'trian' \(choose from '?quickstart'?, '?train'?, ",
+    "tune": "tune: no longer a command: write sft",
     "bench nothing": r"argument name: invalid choice: 'nothing' \(choose from '?all'?, ",
     "samples runs/a --limit few": "argument --limit: invalid int value: 'few'",
     "status runs/a --wach": "unrecognized arguments: --wach",
