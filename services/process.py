@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 import services
-from runtime import timeouts
+from runtime import run_files, timeouts
 from runtime.commands import Priority
 from runtime.config import Config, loading
-from runtime.errors import SluiceError, Unreachable, UserError
+from runtime.errors import DeadlineExceeded, SluiceError, Unanswered, Unreachable, UserError
 from runtime.process import keys, os_process, spans
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
@@ -311,17 +311,28 @@ class ServiceProcess:
             machine=os_process.machine(),
             metrics=self._metrics,
         )
+        deadlines = self._service.config.deadlines
+        until = time.monotonic() + max(deadlines.start, deadlines.coordinator)
+        while True:
+            left = until - time.monotonic()
+            try:
+                return await self._call_coordinator(registration, left)
+            except Unanswered:
+                raise
+            except (Unreachable, DeadlineExceeded):  # the coordinator was lost, or is not there yet: wait for the next one
+                if left < timeouts.CONTROL_CALL:
+                    raise
+            if self._service.config.services.coordinator.standby:  # another node leads meanwhile
+                with suppress(OSError):  # the shared folder can be away too
+                    address = await asyncio.to_thread((Path(self._service.config.run.dir) / run_files.ADDRESS).read_text)
+                    self._coordinator = address or self._coordinator
+
+    async def _call_coordinator(self, registration: Registration, seconds: float) -> None:
+        """Register within `seconds`. Raises DeadlineExceeded if no process accepts the connection for a part of that time."""
         async with client.Channel(self._coordinator, self._keys) as channel:
-            method = contract.METHODS["Coordinator", "Register"]
-            deadlines = self._service.config.deadlines
-            until = time.monotonic() + max(deadlines.start, deadlines.coordinator)
-            while True:
-                left = until - time.monotonic()
-                try:
-                    return await client.call(channel, "coordinator", method, registration, left)
-                except Unreachable:  # the coordinator was lost before it answered: wait for the next one
-                    if left < timeouts.CONTROL_CALL:
-                        raise
+            if seconds >= timeouts.CONTROL_CALL:
+                await channel.ready("coordinator", timeouts.CONTROL_CALL)
+            await client.call(channel, "coordinator", contract.METHODS["Coordinator", "Register"], registration, seconds)
 
     async def _until_stopped(self) -> None:
         stopped = asyncio.create_task(self._stop.wait())
