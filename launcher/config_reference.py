@@ -1,4 +1,4 @@
-"""What each key means, and the JSON Schema of a configuration file.
+"""The meaning of each key, and the JSON Schema of a configuration file.
 
 The string under a field is its meaning. It is read from the source, since loading a configuration does not need it.
 """

@@ -1,4 +1,4 @@
-"""What the user sees of a run: progress bars on a terminal, lines at intervals elsewhere."""
+"""The view of a run: progress bars on a terminal, lines at intervals elsewhere."""
 
 from __future__ import annotations
 

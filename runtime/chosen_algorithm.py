@@ -31,8 +31,8 @@ NO_CORRECTION = "none"
 
 @dataclass(frozen=True)
 class ChosenAlgorithm:
-    """What the configuration chose, each with those of its settings that the schema names. The options of a function, the
-    mappings `algorithm.loss_options` and `algorithm.advantage_options`, are bound in it.
+    """The functions that the configuration chose, each with its settings in the schema. The options of
+    `algorithm.loss_options` and `algorithm.advantage_options` are bound in the functions.
 
     `correction` is None if the loss is taken against the policy that sampled. `masked_sample`: see the aggregation."""
 

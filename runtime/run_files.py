@@ -122,3 +122,11 @@ def run_id(folder: Path) -> str:
     with suppress(FileNotFoundError):
         return (folder / LOCK).read_bytes().hex()
     return ""
+
+
+def coordinator_address(folder: Path, known: str) -> str:
+    """Return the address of the coordinator that leads the run in `folder`; `known` if the shared folder cannot be read."""
+    try:
+        return (folder / ADDRESS).read_text() or known
+    except OSError:
+        return known

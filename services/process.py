@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -323,9 +323,8 @@ class ServiceProcess:
                 if left < timeouts.CONTROL_CALL:
                     raise
             if self._service.config.services.coordinator.standby:  # another node leads meanwhile
-                with suppress(OSError):  # the shared folder can be away too
-                    address = await asyncio.to_thread((Path(self._service.config.run.dir) / run_files.ADDRESS).read_text)
-                    self._coordinator = address or self._coordinator
+                folder = Path(self._service.config.run.dir)
+                self._coordinator = await asyncio.to_thread(run_files.coordinator_address, folder, self._coordinator)
 
     async def _call_coordinator(self, registration: Registration, seconds: float) -> None:
         """Register within `seconds`. Raises DeadlineExceeded if no process accepts the connection for a part of that time."""

@@ -1,4 +1,4 @@
-"""What `sluice bench weight_sync` publishes: so many MB of bfloat16 in 300 tensors of very different sizes. Pure."""
+"""The tensors of `sluice bench weight_sync`: so many MB of bfloat16 in 300 tensors of very different sizes. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sluice bench weight_sync` found, and how it is shown. Pure."""
+"""The figures of `sluice bench weight_sync`, and their tables. Pure."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class VerifiersTaskset:
 
 
 class _NoChannel:
-    """Of an episode that verifiers judges: nothing is reported."""
+    """The channel of an episode that verifiers judges: nothing is reported."""
 
     def notify(self, episode: str, **news: Any) -> None:
         pass

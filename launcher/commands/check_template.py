@@ -19,7 +19,7 @@ from runtime.telemetry.shown import LiteralTable, say
 
 
 class TemplateOutcome(Struct, frozen=True):
-    """What became of a conversation: how its replies were continued, where they forked, and what was refused."""
+    """The outcome of a conversation: how its replies were continued, where they forked, and what was refused."""
 
     name: str
     ways: Counter[str]

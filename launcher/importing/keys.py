@@ -1,4 +1,4 @@
-"""What becomes of each key of another program's configuration: a typed table, from a `keys.yaml`.
+"""The translation of each key of another program's configuration: a typed table, from a `keys.yaml`.
 
 The table names the keys of ours that a key of theirs decides. Values that differ here are translated by code. Names have
 underscores; those of the other program may have dashes.

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
@@ -140,9 +140,8 @@ class Agent:
                     self._supervisor.say(f"waits for the coordinator at {self.coordinator}, {timeout:g} s at most")
             await asyncio.sleep(timeouts.AGENT_RETRY)
             if self.config.services.coordinator.standby:
-                with suppress(OSError):  # the shared folder can be away too
-                    address = await asyncio.to_thread((Path(self.config.run.dir) / run_files.ADDRESS).read_text)
-                    self.coordinator = address or self.coordinator
+                folder = Path(self.config.run.dir)
+                self.coordinator = await asyncio.to_thread(run_files.coordinator_address, folder, self.coordinator)
 
     def look_for_keys(self) -> None:
         """Read the run's secret, which each start of a run makes anew. Raises Forbidden if it is unknown, UserError if bad."""

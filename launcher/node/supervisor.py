@@ -53,7 +53,7 @@ ADVICE = {
     "reward_model": "lower services.reward_model.max_tokens_per_microbatch",
     "reward": "lower rewards.workers, or see what the rules of rewards.rules keep",
 }
-"""What a user can do about a role that needs more memory than the machine has."""
+"""Advice by role: the keys to lower if the role needs more memory than the machine has."""
 
 
 class OomKills:
@@ -231,7 +231,7 @@ class Supervisor:
         self.children: list[Child] = []
         self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
-        """By name, the newest incarnation that was not ended; it may have died, or be about to start."""
+        """The newest incarnation by name that was not ended; it may have died, or be about to start."""
         self._restarts: Mapping[str, int] = {}
         self._decided_elsewhere: Collection[str] = ()
         self.followed: Collection[str] = ()

@@ -1,4 +1,4 @@
-"""What a shell script passes to verl's trainer. The script is read, not run: no program is started, no file is opened.
+"""The arguments that a shell script passes to verl's trainer. The script is read, not run: it starts no program.
 
 Known are assignments, arrays, `$NAME` and `${NAME:-...}`, arithmetic, `if` with `[ ]`, and `case`. Anything else that decides a
 value, such as a command, makes it unknown. This is reported only if the value reaches the trainer. `date` is empty, for names.

@@ -21,7 +21,7 @@ class Algorithm(Section, frozen=True):
     `reinforce_plus_plus_baseline`: reward − mean of the group, whitened over the batch; `gae`: generalised advantage
     estimation, with a `critic`; `none`: 0, whatever the rewards, so that the KL term alone is learned from."""
     advantage_options: dict[str, Any] = {}
-    """By name, what the advantage's function takes besides its two arguments. Of `group_norm`: `ddof` (1: unbiased deviation;
+    """Options of the advantage's function: its arguments after the first two. Of `group_norm`: `ddof` (1: unbiased deviation;
     0: of the population) and `eps` (1e-6, added to the deviation); of `gae`: `whitened` (true: over the whole batch)."""
     group_std: Literal["group", "batch", "none"] = "group"
     """What `group_norm` divides by: the deviation of the `group`, of the whole `batch`, or `none`."""
