@@ -76,6 +76,16 @@ def regular(path: Path, largest: int | None = LARGEST) -> Path:
     return path
 
 
+def sync(path: Path) -> int:
+    """Make a file, or a folder's entries, survive a power cut. Returns the current size in bytes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
 def make(folder: Path) -> None:
     """Make a run's folder, private to its user; an existing one keeps its mode. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)

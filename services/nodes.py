@@ -22,7 +22,7 @@ from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
-from runtime.process.os_process import still_missing
+from runtime.process.waiting import still_missing
 
 log = logging.getLogger("sluice")
 

@@ -26,7 +26,7 @@ from runtime.cluster.topology import named_paths, shares_devices, warm_up_second
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.ledger import node_checkpoints
-from runtime.process import disk, keys
+from runtime.process import keys, waiting
 from runtime.process.keys import Keys
 from runtime.status import Progress
 from services.rpc import client, contract
@@ -196,7 +196,7 @@ class Agent:
         async with aclosing(client.items(channel, "coordinator", JOIN, node)) as assignments:
             async for assignment in assignments:
                 # In a thread, and again while the disk fails: the processes started below read this file.
-                await disk.done(partial(self._read, assignment), self.path, self._supervisor.say)
+                await waiting.done(partial(self._read, assignment), self.path, self._supervisor.say)
                 if assignment.run != self._assignment.run:
                     await self._forget(assignment)  # the former run's processes have ended after this
                 if reported:

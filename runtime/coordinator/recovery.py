@@ -39,7 +39,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreacha
 from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import CheckpointSaved
-from runtime.process.os_process import first_error, now
+from runtime.process.waiting import first_error, now
 from runtime.status import Progress
 from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion

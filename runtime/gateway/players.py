@@ -37,7 +37,7 @@ from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
 from runtime.gateway.episode import EpisodeRun, GatewayEpisode
 from runtime.gateway.episodes import Episodes
-from runtime.process.os_process import done_within, now
+from runtime.process.waiting import done_within, now
 from runtime.types import EpisodeTask
 
 log = logging.getLogger("sluice")

@@ -34,7 +34,6 @@ from msgspec.structs import replace
 from runtime import run_files, types
 from runtime.data.prompts import StreamState
 from runtime.errors import InvalidMessage, StorageFull, UserError
-from runtime.process import disk
 from runtime.types import PolicyVersion
 
 # ---- Position
@@ -126,7 +125,7 @@ def put_back(folder: Path) -> None:
         discard(former)
     elif former.exists():
         former.replace(folder)
-        disk.sync(folder.parent)
+        run_files.sync(folder.parent)
 
 
 def discard(folder: Path) -> None:
@@ -136,7 +135,7 @@ def discard(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     with suppress(FileNotFoundError):
         folder.replace(doomed)
-        disk.sync(doomed.parent)
+        run_files.sync(doomed.parent)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -171,10 +170,10 @@ def sync_tree(folder: Path) -> dict[str, int]:
     """Make everything under `folder` survive a power cut. Return the sizes of its files in bytes, by relative path."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.rglob("*")):
-        size = disk.sync(path)
+        size = run_files.sync(path)
         if path.is_file():
             sizes[path.relative_to(folder).as_posix()] = size
-    disk.sync(folder)
+    run_files.sync(folder)
     return sizes
 
 
@@ -228,7 +227,7 @@ def _take_name(partial: Path, folder: Path) -> None:
         discard(former)
         folder.replace(former)
     partial.replace(folder)
-    disk.sync(folder.parent)
+    run_files.sync(folder.parent)
 
 
 # ---------------------------------------------------------------------------------------------- the checkpoints of a run
@@ -286,8 +285,8 @@ def set_aside(run_dir: Path, step: int, incarnation: int) -> list[int]:
         for each in reversed(later):
             folder = folder_for(run_dir, each)
             folder.replace(dead / folder.name)
-        disk.sync(dead)
-        disk.sync(root)
+        run_files.sync(dead)
+        run_files.sync(root)
     return later
 
 
@@ -301,9 +300,9 @@ def _write_position(folder: Path, position: Position) -> None:
     partial = folder / f".{POSITION}{_PARTIAL}"
     data = types.encode(replace(position, own_sum=_UNSUMMED.decode()))
     partial.write_bytes(data.replace(_UNSUMMED, xxhash.xxh3_128_hexdigest(data).encode()))
-    disk.sync(partial)
+    run_files.sync(partial)
     partial.replace(folder / POSITION)
-    disk.sync(folder)
+    run_files.sync(folder)
 
 
 def resolve(

@@ -19,8 +19,8 @@ from pathlib import Path
 import xxhash
 from msgspec import Struct
 
+from runtime import run_files
 from runtime.errors import SluiceError, StorageFull, is_full
-from runtime.process import disk
 from runtime.run_files import regular
 
 SEGMENT_BYTES = 64 << 20  # of a payload file
@@ -76,7 +76,7 @@ class PayloadStore:
         self.segment_bytes = segment_bytes
         newest = max(segments(folder), default=-1)
         if newest >= 0:
-            disk.sync(segment_path(folder, newest))  # a killed store did not do this
+            run_files.sync(segment_path(folder, newest))  # a killed store did not do this
         self._open(newest + 1)
 
     def append(self, data: bytes) -> Handle:

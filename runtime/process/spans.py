@@ -33,7 +33,7 @@ from msgspec import Struct
 from runtime import run_files, timeouts, types
 from runtime.config import Config, Deadlines
 from runtime.process import os_process
-from runtime.process.os_process import unless_failed
+from runtime.process.waiting import unless_failed
 
 # ---- Progress
 #

@@ -31,7 +31,7 @@ from runtime import run_files, timeouts
 from runtime.config import Config, Tracker
 from runtime.config.secret_values import without_secrets
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
-from runtime.process import disk
+from runtime.process import waiting
 from runtime.telemetry.metrics import Histogram, Metrics
 
 # ---- TensorBoard's event files, without TensorBoard: its writers load torch or TensorFlow, which the coordinator avoids
@@ -147,7 +147,7 @@ class JsonLines(Backend):
         self._file = _open_after_last_line(path)
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        disk.write(self._file, msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n")
+        waiting.write(self._file, msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n")
 
     def close(self) -> None:
         self._file.close()

@@ -40,7 +40,7 @@ from runtime.models import limits
 from runtime.models.adapters import base_of
 from runtime.models.hf_folder import read_raw
 from runtime.process import os_process, platform
-from runtime.process.os_process import in_thread
+from runtime.process.waiting import in_thread
 from runtime.trainer.backend import TrainedRole
 from runtime.trainer.collectives import RankInfo, _all_gather_json, exchange
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer

@@ -21,9 +21,9 @@ from runtime import timeouts
 from runtime.config import RemoteServer
 from runtime.config.secret_values import resolved
 from runtime.errors import Forbidden
-from runtime.process.disk import counted
 from runtime.process.keys import COORDINATOR, OPERATOR, Keys, is_one_of
 from runtime.process.network import Certificates, server_name
+from runtime.process.os_process import counted
 from services.rpc import contract
 
 # ---- Refusals
