@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -57,7 +57,8 @@ def kinds_of(party: str) -> tuple[str, ...]:
     return (first,) if first in (COORDINATOR, OPERATOR, NODE_AGENT) else (PROCESS, first.rpartition("-")[0])
 
 
-def is_one_of(party: str, kinds: Collection[str]) -> bool:
+@cache
+def is_one_of(party: str, kinds: tuple[str, ...]) -> bool:
     """Return whether `party` is of one of these kinds or roles."""
     return any(kind in kinds for kind in kinds_of(party))
 

@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 
 import psutil
 from msgspec import Struct
@@ -203,6 +204,7 @@ class Certificates(Struct, frozen=True):
         return "Certificates(...)"
 
 
+@cache
 def server_name(party: str) -> str:
     """Return the host name that shows a caller that it reached `party`: `3.rollout-0.sluice`; "": any process of the run."""
     return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))
