@@ -1,4 +1,4 @@
-"""A process: calls to the operating system about it, its arguments, signals and streams.
+"""A process: calls to the operating system about it, its arguments and signals.
 
 The parent-death signal exists on Linux only, and is left out elsewhere.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import errno
 import faulthandler
 import os
 import resource
@@ -17,10 +16,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 NODE = "SLUICE_NODE"  # variable: the name of the process's node
 INCARNATION = "SLUICE_INCARNATION"  # variable: count of earlier processes under the process's name
@@ -182,10 +181,7 @@ def ended(child: int) -> bool:
 # ---- Command line
 #
 # Arguments, signals and the terminal of every command. A mistake in an argument gives one line. Ctrl-C, SIGTERM, SIGHUP and
-# a lost terminal end a command in the same way. A failed write to a standard stream ends no command.
-
-
-Result = TypeVar("Result")
+# a lost terminal end a command in the same way.
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -213,53 +209,3 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class _OutputStream:
-    """A standard stream of this process. Discards output without a reader; a lost terminal also gives SIGHUP."""
-
-    def __init__(self, stream: Any):
-        self._stream, self._terminal = stream, stream.isatty()
-        self.ends = False  # whether the process ends when its reader does
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._unless_lost(lambda: self._stream.write(text), len(text))
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        self._unless_lost(self._stream.flush, None)
-
-    def _unless_lost(self, work: Callable[[], Result], otherwise: Result) -> Result:
-        try:
-            return work()
-        except OSError as error:
-            hung_up = error.errno == errno.EIO and self._terminal
-            if error.errno != errno.EPIPE and not hung_up:
-                raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-            if hung_up:
-                os.kill(os.getpid(), signal.SIGHUP)
-            elif self.ends:
-                sys.exit(0)
-            return otherwise
-
-
-def outlive_readers(ends: bool = False) -> None:
-    """Let no failed write to a standard stream raise an error. Characters outside its encoding are replaced, and a lost
-    terminal ends the process in order. After the end of its reader the process goes on; with `ends`, it ends."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - None: closed at the start
-        if not isinstance(stream, _OutputStream):
-            if getattr(stream, "errors", "") in ("strict", "surrogateescape"):
-                stream.reconfigure(errors="replace")
-            stream = _OutputStream(stream)
-            setattr(sys, name, stream)
-        stream.ends = ends
