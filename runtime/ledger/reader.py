@@ -3,24 +3,76 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
-from collections.abc import Iterator, Sequence
-from itertools import chain
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 from msgspec import Struct
 
-from runtime import types
-from runtime.errors import InvalidMessage, InvariantViolated, UserError
-from runtime.ledger import payloads
-from runtime.ledger.payloads import Handle
+from runtime import run_files, types
+from runtime.errors import InvalidMessage, InvariantViolated, SluiceError, UserError
+from runtime.ledger import checkpoint
 from runtime.ledger.states import Mark, Phase
 from runtime.run_files import regular
 from runtime.types import Outcomes, PolicyVersion, Scores
 
 T = TypeVar("T")
+
+# ---- Payloads
+#
+# A segment `segment-00000.bin` is a sequence of records: length (uint64) and xxh3-64 of the bytes (uint64), little-endian, then
+# the bytes. A record is never changed; whole segments are deleted once none of their records is needed.
+
+RECORD = struct.Struct("<QQ")
+_SEGMENT = re.compile(r"segment-(\d{5,})\.bin")
+
+
+class PayloadLost(SluiceError):
+    """A record is missing, torn or altered: its content has to be made again."""
+
+
+class Handle(Struct, frozen=True, array_like=True):
+    """The position of a record: `offset` of its header, `length` of its bytes."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+def segment_path(folder: Path, segment: int) -> Path:
+    return folder / f"segment-{segment:05d}.bin"
+
+
+def segments(folder: Path) -> dict[int, int]:
+    """Return the segments in `folder` and their sizes in bytes, oldest first."""
+    found = ((match, path) for path in folder.iterdir() if (match := _SEGMENT.fullmatch(path.name)))
+    return dict(sorted((int(match[1]), path.stat().st_size) for match, path in found))
+
+
+def read_payload(folder: Path, handle: Handle) -> bytes:
+    """Read one record. Raises PayloadLost. Any thread or process may read while a store appends."""
+    path = segment_path(folder, handle.segment)
+    try:
+        with regular(path, None).open("rb", buffering=0) as file:
+            whole = 0 <= handle.length <= os.fstat(file.fileno()).st_size and handle.offset >= 0  # False for a damaged row
+            record = os.pread(file.fileno(), RECORD.size + handle.length, handle.offset) if whole else b""
+    except FileNotFoundError:
+        raise PayloadLost(f"{path.name} is gone") from None
+    if len(record) == RECORD.size + handle.length:
+        length, checksum = RECORD.unpack_from(record)
+        data = record[RECORD.size :]
+        if length == handle.length and xxhash.xxh3_64_intdigest(data) == checksum:
+            return data
+    raise PayloadLost(f"{path.name}: the record at {handle.offset} of {handle.length} bytes is torn")
+
+
+# ---- Groups
 
 Ranges = list[tuple[int, int]]
 """Group ids, as disjoint ranges in order, both ends included."""
@@ -282,7 +334,7 @@ class LedgerReader:
 
     def read(self, handle: Handle) -> bytes:
         """Read a payload. Raises PayloadLost if it is no longer kept."""
-        return payloads.read(self.folder, handle)
+        return read_payload(self.folder, handle)
 
     def check_final(self, groups_per_step: int | None = None) -> dict[str, int]:
         """Return the counts of a finished run. Raises InvariantViolated with group ids unless every admitted group has exactly
@@ -314,3 +366,28 @@ class LedgerReader:
         if found:
             more = f" and {len(found) - 20} more" if len(found) > 20 else ""
             raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
+
+
+# ---- Damage
+#
+# A ledger that lacks groups which the run's checkpoint names. The coordinator then goes on from the checkpoint alone
+# (`Attempt._restore`).
+
+
+def examine(run_dir: Path, resume: Path, say: Callable[[str], None]) -> None:
+    """Check the ledger before the run goes on from its own checkpoint `resume`. An unreadable ledger is set aside; `say` gets a
+    message about that and about missing groups. Raises UserError for a ledger of another format."""
+    folder, position = run_dir / run_files.LEDGER, checkpoint.read_position(resume)
+    known = lost = groups_within(position.trained)
+    try:
+        if (folder / DATABASE).exists():
+            with LedgerReader(folder) as ledger:
+                ledger.check_whole()
+                lost = ledger.missing(position.trained)
+    except LedgerDamaged as error:
+        aside = next(path for n in count(1) if not (path := run_dir / f"ledger.broken-{n}").exists())
+        folder.replace(aside)
+        say(f"{error}; it is set aside as {aside.name}, and another begun")
+    if lost:
+        found = f"{lost} of the {known} groups that {resume.name} has trained are missing"
+        say(f"{folder}: {found}: they are not trained again, and only their ids are known")
