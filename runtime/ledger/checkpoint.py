@@ -56,7 +56,7 @@ class Position(Struct, kw_only=True):
     accuracy: float | None = None  # of the newest evaluation
     best_accuracy: float | None = None
     best_step: int | None = None  # the step with the best accuracy
-    files: dict[str, int] = {}  # set when the checkpoint is completed; empty in version 0.1.0
+    files: dict[str, int] = {}  # set when the checkpoint is completed
     sums: dict[str, str] = {}  # set at the same time; empty before version 0.3
     own_sum: str = ""
     run: str = ""
@@ -64,7 +64,6 @@ class Position(Struct, kw_only=True):
 
 
 POSITION = "position.msgpack"
-TRAINER = "trainer.json"  # the trainer's description of its part
 CRITIC = "critic"  # folder of the critic's state within a checkpoint
 _PARTIAL, _REPLACED, _DISCARDED = ".partial", ".replaced", ".discarded"
 _NAME = re.compile(r"step-(\d{8})")
@@ -265,7 +264,7 @@ def sweep(run_dir: Path) -> None:
     root = run_dir / run_files.CHECKPOINTS
     for partial in root.glob(f".*{_PARTIAL}"):
         folder = root / partial.name[1 : -len(_PARTIAL)]
-        if _NAME.fullmatch(folder.name) and _names_its_files(partial) and not fault(partial, sums=False):
+        if _NAME.fullmatch(folder.name) and not fault(partial, sums=False):
             _take_name(partial, folder)
         discard(partial)
     for former in root.glob(f".*{_REPLACED}"):
@@ -341,16 +340,13 @@ def fault(folder: Path, sums: bool = True) -> str:
     """Check a checkpoint without loading it. Return the first fault, or "". `sums`: also compare the checksums of all files."""
     try:
         position = _decoded(folder)
-        if position.files or position.parts:
-            cut = next((why for name, size in position.files.items() if (why := _fault_of(folder, name, size))), "")
-            found = _sums(folder, position.sums.keys() & position.files.keys()) if sums and not cut else {}
-            return cut or next((f"{name} {_CHANGED}" for name, each in found.items() if each != position.sums[name]), "")
-        # Saved by version 0.1.0.
-        msgspec.json.decode((folder / TRAINER).read_bytes())
-        short = next((path for path in sorted(folder.rglob("*.safetensors")) if _cut_short(path)), None)
-    except (OSError, InvalidMessage, msgspec.DecodeError) as error:
+        if not position.files and not position.parts:
+            return f"{POSITION} names no files, as version 0.1 wrote it"
+        cut = next((why for name, size in position.files.items() if (why := _fault_of(folder, name, size))), "")
+        found = _sums(folder, position.sums.keys() & position.files.keys()) if sums and not cut else {}
+    except (OSError, InvalidMessage) as error:
         return str(error)
-    return "" if short is None else f"{short.relative_to(folder)} is not as long as its header says"
+    return cut or next((f"{name} {_CHANGED}" for name, each in found.items() if each != position.sums[name]), "")
 
 
 def _fault_of(folder: Path, name: str, size: int) -> str:
@@ -368,32 +364,6 @@ def _decoded(folder: Path) -> Position:
     if own and xxhash.xxh3_128_hexdigest(data.replace(own, _UNSUMMED)).encode() != own:
         raise InvalidMessage(f"{POSITION} {_CHANGED}")
     return position
-
-
-def _names_its_files(folder: Path) -> bool:
-    """Return True if the position was written last, with all files safe: not so in versions without a list of files."""
-    try:
-        position = _decoded(folder)
-        return bool(position.files or position.parts)
-    except (OSError, InvalidMessage):
-        return False
-
-
-class _Tensor(Struct):
-    """An entry of a safetensors file's header; the metadata entry has no offsets."""
-
-    data_offsets: tuple[int, int] = (0, 0)
-
-
-def _cut_short(path: Path) -> bool:
-    """Return True if the file is shorter or longer than its header says. Raises DecodeError if the header is invalid."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = os.fstat(file.fileno()).st_size
-        if 8 + length > size:
-            return True
-        header = msgspec.json.decode(file.read(length), type=dict[str, _Tensor])
-    return 8 + length + max((tensor.data_offsets[1] for tensor in header.values()), default=0) != size
 
 
 def critic_state(folder: Path) -> Path:

@@ -19,37 +19,17 @@ import numpy as np
 from runtime.process import spans as spans_file
 from runtime.types import SCORERS, GeneratedGroup, Scores, StepResult
 
-# Sluice 0.1 logged scores under `grpo/` for every algorithm, and the rest under MindSpeed-RL's names. `ours` reads such points.
-
 Value = TypeVar("Value")
 
-SCORE = ("mean", "max", "min")
-SCORE_ERRORS, _ERRORS = "score/errors/", "grpo/errors/"  # prefixes of a reason
+SCORE_ERRORS = "score/errors/"  # prefix of a reason
 
 _RENAMED = {"publication": "weight_sync", "tune": "sft"}  # prefixes of 0.2, by which runs of 0.2 are read
-_OURS = {
-    **{f"grpo/score/{part}": f"score/{part}" for part in SCORE},
-    "grpo/masked": "score/masked",
-    "grpo/length_penalty": "score/length_penalty",
-    **{f"critic/advantages/{part}": f"advantages/{part}" for part in SCORE},
-    "vllm_tps": "rollout_tps",
-    "timing/resharding_to_infer": "timing/weight_sync",
-    "timing/resharding_to_train": "timing/onload",
-    "grad_norm": "actor/grad_norm",
-}
-_SCORE_PREFIXES = ("critic/score/", "dapo/score/")  # copies of grpo/score
 
 
 def ours(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the metrics under our names, from either kind of names."""
-    named: dict[str, Value] = {}
-    for name, value in metrics.items():
-        if name.startswith(_ERRORS):
-            named[SCORE_ERRORS + name.removeprefix(_ERRORS)] = value
-        elif not name.startswith(_SCORE_PREFIXES):
-            prefix, slash, rest = name.partition("/")
-            named[_OURS.get(name, _RENAMED.get(prefix, prefix) + slash + rest)] = value
-    return named
+    """Return the metrics that 0.2 may have logged under the names of today."""
+    parts = [(*name.partition("/"), value) for name, value in metrics.items()]
+    return {_RENAMED.get(prefix, prefix) + slash + rest: value for prefix, slash, rest, value in parts}
 
 
 Histogram = dict[int, int]  # counts by value

@@ -567,7 +567,7 @@ def save(part: NodePart, rank: int, step: int, keep: tuple[int, ...] = ()) -> li
     partial = part.begin(command)
     (partial / "t").mkdir()
     if rank == 0:
-        (partial / checkpoint.TRAINER).write_text(f'{{"step": {step}}}')
+        (partial / "trainer.json").write_text(f'{{"step": {step}}}')
         (partial / "t" / "__0_1.distcp").write_bytes(b"")
         (partial / "t" / "__0_2.distcp").write_bytes(b"nobody reads it")
     (partial / "t" / f"__{rank}_0.distcp").write_bytes(LARGE + bytes([rank]))
@@ -582,7 +582,7 @@ def gives_and_takes(rank: int, folder: Path) -> None:
     own = checkpoint.folder_for(node_checkpoints.root(folder / "run", NODES[rank], "trainer"), 2)
     before = node_checkpoints.files(own)
     assert part.load(Restore("/r/step-2", types.encode(place(2, parts=BOTH)), 7), engine) == PolicyVersion(0, 2)
-    expected = {checkpoint.TRAINER: b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
+    expected = {"trainer.json": b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
     assert engine.seen == expected | ({"t/__0_2.distcp": b"nobody reads it"} if rank == 0 else {})
     assert node_checkpoints.files(own) == before, "what was read is kept"
     assert (own.parent / "dead-7" / "step-00000004").is_dir()
