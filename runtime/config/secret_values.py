@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from runtime.config.services import Process
+from runtime.config import Process
 from runtime.errors import UserError
 
 NOT_SHOWN = "(not shown)"

@@ -23,8 +23,7 @@ from contextlib import aclosing, suppress
 from typing import Any, Literal, Protocol
 
 from runtime import timeouts
-from runtime.config import Environment
-from runtime.config.services import Slow
+from runtime.config import Environment, Slow
 from runtime.environments.messages import (
     PHASES,
     STOP_REASONS,
