@@ -221,22 +221,6 @@ def union(spans: Sequence[Span]) -> list[Span]:
     return merged
 
 
-def intersection(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """Return the points in both sides. Either side may overlap itself."""
-    left, right = union(left), union(right)
-    common: list[Span] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            common.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
 def covered(spans: Sequence[Span]) -> float:
     """Return the seconds in which at least one span runs."""
     return sum(end - start for start, end in union(spans))
@@ -270,21 +254,18 @@ class SpanClock:
 
     def close_step(self) -> dict[str, float]:
         """End the step now. Returns its `timing/all`, `timing/PHASE` and `timing/non_overlap_PHASE` in seconds."""
-        now = self._clock()
-        step = [(self._step_start, now)]
-        spans = {phase: list(ended) for phase, ended in self._ended.items()}
+        begin, now = self._step_start, self._clock()
+        inside = {phase: [(max(start, begin), min(end, now)) for start, end in ended] for phase, ended in self._ended.items()}
         for phase, start in self._running.values():
-            spans.setdefault(phase, []).append((start, now))
-        inside = {phase: intersection(found, step) for phase, found in spans.items()}
-        timing = {"timing/all": now - self._step_start}
+            inside.setdefault(phase, []).append((max(start, begin), now))
+        timing = {"timing/all": now - begin}
         for phase, found in inside.items():
             timing[f"timing/{phase}"] = covered(found)
-            for start, end in found:
+            for start, end in union(found):
                 spans_file.log.add(phase, start, end, phase)
         update = inside.get(UPDATE, [])
         for phase in NON_OVERLAP_PHASES:
             if phase in inside:
-                timing[f"timing/non_overlap_{phase}"] = covered(inside[phase]) - covered(intersection(inside[phase], update))
-        self._step_start = now
-        self._ended = {}
+                timing[f"timing/non_overlap_{phase}"] = covered(inside[phase] + update) - covered(update)
+        self._step_start, self._ended = now, {}
         return timing
