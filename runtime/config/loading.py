@@ -20,8 +20,7 @@ from msgspec.structs import replace
 
 from runtime import run_files
 from runtime.cluster.topology import block_size
-from runtime.config import Algorithm, Config, Parallel, Section, Services
-from runtime.config.data import Column
+from runtime.config import Algorithm, Column, Config, Parallel, Section, Services
 from runtime.config.model import TINY_PREFIX
 from runtime.config.secret_values import refused
 from runtime.config.yaml_text import at_home, dump, read_mapping, read_value, show
