@@ -15,7 +15,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.cluster.topology import Instance, instances, is_group, local_ranks, path_of, place_in_fleet, settings_of
+from runtime.cluster.topology import (
+    Instance,
+    devices_each,
+    instances,
+    is_group,
+    local_ranks,
+    path_of,
+    place_in_fleet,
+    settings_of,
+)
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
 
@@ -133,15 +142,7 @@ def _turn(config: Config, instance: Instance) -> tuple[bool, bool, bool, int]:
     settings = settings_of(config, instance)
     guest = isinstance(settings, Computing) and bool(settings.colocate)
     named = isinstance(settings, Computing) and bool(settings.devices)
-    return guest, not named, not is_group(config, instance.role), -_devices_each(config, instance)
-
-
-def _devices_each(config: Config, instance: Instance) -> int:
-    """Return the number of accelerators of one process."""
-    settings = settings_of(config, instance)
-    if isinstance(settings, Rollout):
-        return settings.tensor_parallel
-    return 1 if isinstance(settings, Computing) else 0
+    return guest, not named, not is_group(config, instance.role), -devices_each(settings)
 
 
 class _Table:
@@ -221,7 +222,8 @@ class _Table:
 
     def _room_for(self, path: str, instance: Instance, index: int, wanted: int) -> tuple[str, tuple[int, ...]]:
         """Return node and devices of one replica, with index `index` of all the `wanted`. Raises _NoRoom."""
-        settings, each = settings_of(self._config, instance), _devices_each(self._config, instance)
+        settings = settings_of(self._config, instance)
+        each = devices_each(settings)
         assert isinstance(settings, Placed)
         allowed = self._allowed(settings)
         if isinstance(settings, Computing) and settings.colocate:

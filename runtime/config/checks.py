@@ -16,19 +16,21 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from runtime.cluster.topology import data_leaders, fleets, processes
-from runtime.config import Algorithm, Config, Environment, RemoteServer, Rewards, Sampling, Services, Source, Training
-from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
-from runtime.config.sandbox import CODE_RULES, sandbox_faults
-from runtime.config.service_checks import (
-    colocation_faults,
-    device_faults,
-    gateway_faults,
-    moe_faults,
-    network_faults,
-    reference_faults,
-    rollout_faults,
-    weight_sync_faults,
+from runtime.config import (
+    Algorithm,
+    Config,
+    Environment,
+    RemoteServer,
+    Rewards,
+    Sampling,
+    Services,
+    Source,
+    Training,
+    model_checks,
+    service_checks,
 )
+from runtime.config.model_checks import policy_model
+from runtime.config.sandbox import CODE_RULES, sandbox_faults
 from runtime.data.handlers import MODEL, names
 from runtime.data.prepared import sources
 from runtime.errors import UserError
@@ -139,32 +141,32 @@ def semantic_faults(
         *_unknown_names(config, known or {}),
         *(() if serves else reward_faults(config, trains)),
         *(() if serves else evaluation_faults(config, trains)),
-        *gateway_faults(config),
+        *service_checks.gateway_faults(config),
         *environment_faults(config),
         *data_faults(config, trains),
-        *model_faults(config, trains),
-        *kv_faults(config, available_bytes),
+        *model_checks.model_faults(config, trains),
+        *model_checks.kv_faults(config, available_bytes),
         *_processes(config),
-        *device_faults(config, trains),
-        *network_faults(config, trains),
-        *colocation_faults(config, trains),
-        *rollout_faults(config, policy),
-        *(moe_faults(config, policy) if trains else ()),
+        *service_checks.device_faults(config, trains),
+        *service_checks.network_faults(config, trains),
+        *service_checks.colocation_faults(config, trains),
+        *service_checks.rollout_faults(config, policy),
+        *(service_checks.moe_faults(config, policy) if trains else ()),
     ]
     if not trains:
         return faults
-    of_layouts = [*megatron_faults(config, spread_models(config))]
+    of_layouts = [*model_checks.megatron_faults(config, model_checks.spread_models(config))]
     return [
         *faults,
         *_algorithm(config.algorithm, config.sampling),
         *_critic(config, known or {}),
-        *reference_faults(config),
+        *service_checks.reference_faults(config),
         *_values(config),
         *_updates(config),
         *_lora(config),
-        *weight_sync_faults(config),
+        *service_checks.weight_sync_faults(config),
         *of_layouts,
-        *(() if of_layouts else rank_faults(config, available_bytes)),
+        *(() if of_layouts else model_checks.rank_faults(config, available_bytes)),
     ]
 
 
@@ -195,17 +197,17 @@ def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_by
     """Return a line for each fault of `sluice sft`, as `semantic_faults` does."""
     tuned = alone(config)
     short = replace(tuned, data=replace(tuned.data, max_prompt_tokens=1), sampling=Sampling(max_new_tokens=1))
-    of_layouts = [*megatron_faults(tuned, spread_models(tuned))]
+    of_layouts = [*model_checks.megatron_faults(tuned, model_checks.spread_models(tuned))]
     return [
         *_run(tuned),
         *_unknown_names(tuned, known),
         *_sft(tuned),
         *data_faults(tuned, bool(config.data.train)),
-        *(model_faults(short, True) if config.model.path else ()),
+        *(model_checks.model_faults(short, True) if config.model.path else ()),
         *_values(replace(tuned, training=config.training)),
         *_lora(tuned),
         *of_layouts,
-        *(() if of_layouts else rank_faults(tuned, available_bytes)),
+        *(() if of_layouts else model_checks.rank_faults(tuned, available_bytes)),
     ]
 
 

@@ -19,7 +19,6 @@ import msgspec
 from runtime.cluster.topology import block_size, fleets, model_key, teachers, uses_reference
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
 from runtime.config.base import computed_dtype
-from runtime.config.service_checks import token_fault
 from runtime.errors import UserError
 from runtime.models import hf_folder, limits, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for
@@ -60,6 +59,51 @@ def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterato
             if wanted is not None and found is not None:
                 exact = key == "critic.path" or bool(config.sampling.filters["keep_sets"])
                 yield from filter(None, [token_fault(key, folder, found, path, wanted, exact)])
+
+
+def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int, filtered: bool) -> str:
+    """Return why the model of `folder`, with `vocabulary` rows, cannot score samples of the policy of the folder `policy`, with
+    `wanted` rows; "" if it can.
+
+    Models of one tokenizer may have different numbers of unused rows. This is harmless, unless sets of tokens are sent
+    (`filtered`), which refer to the policy's rows.
+    """
+    own, theirs = _tokens(Path(policy)), _tokens(Path(folder))
+    if own and theirs:
+        for token, number in sorted(own.items(), key=lambda item: item[1]):
+            if theirs.get(token) != number:
+                there = f"{theirs[token]} there" if token in theirs else "none there"
+                return (
+                    f"{key}: '{folder}' has another tokenizer than the policy: {token!r} is token {number} of it, and {there}"
+                )
+    if vocabulary < wanted or (vocabulary > wanted and (filtered or not (own and theirs))):
+        return f"{key}: '{folder}' has a vocabulary of {vocabulary} tokens, the policy one of {wanted}"
+    return ""
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str
+    id: int
+
+
+class _TokenModel(msgspec.Struct, frozen=True):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+    model: _TokenModel = _TokenModel()
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of all tokens in tokenizer.json; none if the file is missing or of an unknown kind."""
+    try:
+        found = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerFile)
+    except (OSError, msgspec.DecodeError):
+        return {}
+    vocab = found.model.vocab
+    listed = vocab if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
+    return listed | {added.content: added.id for added in found.added_tokens}
 
 
 def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator[str]:

@@ -7,24 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
-from runtime.cluster.topology import (
-    Instance,
-    fleets,
-    has_several_nodes,
-    instances,
-    place_in_fleet,
-    processes,
-    replicas,
-    sections,
-    takes_turns,
-    teachers,
-)
-from runtime.config import Cluster, Computing, Config, Moe, Placed, ReferenceScorer, Rollout, Services, Trainer
+from runtime.cluster import topology
+from runtime.cluster.topology import fleets, processes, takes_turns
+from runtime.config import Cluster, Computing, Config, Moe, Placed, Rollout, Services
 from runtime.config.base import DType, computed_dtype
 from runtime.models import hf_folder
 from runtime.process.network import is_loopback
@@ -47,7 +36,7 @@ def reference_faults(config: Config) -> Iterator[str]:
         yield f"services.reference.processes: {settings.processes} is for engine megatron; engine torch takes replicas"
     if settings.engine == "megatron" and settings.replicas > 1:
         yield f"services.reference.replicas: {settings.replicas} is for engine torch; engine megatron takes processes"
-    for key, folder in teachers(config).items():
+    for key, folder in topology.teachers(config).items():
         if not coefficient:
             yield f"{key}: '{folder}' has no use without a KL term; algorithm.kl_coefficient must be above 0"
         elif mode != "service" or settings.engine == "megatron":
@@ -79,51 +68,6 @@ def moe_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str
         yield from (f"moe.{name}: {value} {fault}; must be {off[name]}" for fault in wrong[:1])
 
 
-def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int, filtered: bool) -> str:
-    """Return why the model of `folder`, with `vocabulary` rows, cannot score samples of the policy of the folder `policy`, with
-    `wanted` rows; "" if it can.
-
-    Models of one tokenizer may have different numbers of unused rows. This is harmless, unless sets of tokens are sent
-    (`filtered`), which refer to the policy's rows.
-    """
-    own, theirs = _tokens(Path(policy)), _tokens(Path(folder))
-    if own and theirs:
-        for token, number in sorted(own.items(), key=lambda item: item[1]):
-            if theirs.get(token) != number:
-                there = f"{theirs[token]} there" if token in theirs else "none there"
-                return (
-                    f"{key}: '{folder}' has another tokenizer than the policy: {token!r} is token {number} of it, and {there}"
-                )
-    if vocabulary < wanted or (vocabulary > wanted and (filtered or not (own and theirs))):
-        return f"{key}: '{folder}' has a vocabulary of {vocabulary} tokens, the policy one of {wanted}"
-    return ""
-
-
-class _AddedToken(msgspec.Struct, frozen=True):
-    content: str
-    id: int
-
-
-class _TokenModel(msgspec.Struct, frozen=True):
-    vocab: dict[str, int] | list[tuple[str, float]] = {}
-
-
-class _TokenizerFile(msgspec.Struct):
-    added_tokens: list[_AddedToken] = []
-    model: _TokenModel = _TokenModel()
-
-
-def _tokens(folder: Path) -> dict[str, int]:
-    """Return the ids of all tokens in tokenizer.json; none if the file is missing or of an unknown kind."""
-    try:
-        found = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerFile)
-    except (OSError, msgspec.DecodeError):
-        return {}
-    vocab = found.model.vocab
-    listed = vocab if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
-    return listed | {added.content: added.id for added in found.added_tokens}
-
-
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
 RESERVED = 1024  # ports below belong to the system
 HCCL_PORTS = 60000, 61999  # first and last that the launcher gives to processes that share an NPU
@@ -138,7 +82,7 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
     for path, role in processes(config).items():
         if isinstance(role, Placed) and isinstance(role.placement, list):
             yield from _placement(f"{path}.placement", role.placement)
-    several, standby = has_several_nodes(config.cluster), config.services.coordinator.standby
+    several, standby = topology.has_several_nodes(config.cluster), config.services.coordinator.standby
     if standby and not several:
         yield f"services.coordinator.standby: '{standby}', but the run has one node; needs cluster.nodes or cluster.min_nodes"
     if several:
@@ -221,7 +165,7 @@ def _reachable(config: Config) -> Iterator[str]:
 
 def _listeners(config: Config, trains: bool) -> int:
     """Return how many sockets of the run listen at a time, if all are on one machine."""
-    processes_, settings = len(instances(config, trains)), config.metrics.prometheus
+    processes_, settings = len(topology.instances(config, trains)), config.metrics.prometheus
     scraped = 0 if settings is None else processes_ + (not settings.port)
     return processes_ + (not config.services.coordinator.port) + trains * RENDEZVOUS + scraped
 
@@ -246,16 +190,16 @@ def _ports(config: Config, listening: int) -> Iterator[str]:
 def device_faults(config: Config, trains: bool) -> Iterator[str]:
     for path, role in processes(config).items():
         if isinstance(role, Computing) and role.devices:
-            yield from _devices(path, role)
+            yield from _devices(path, role, topology.devices_of(config, path.split(".")[1], role))
     if trains and not takes_turns(config):  # which has a check of its own
         yield from _shared_device(config)
 
 
-def _devices(key: str, role: Computing) -> Iterator[str]:
+def _devices(key: str, role: Computing, needed: int) -> Iterator[str]:
     count = len(role.devices)
     if twice := {str(device) for index, device in enumerate(role.devices) if device in role.devices[:index]}:
         yield f"{key}.devices: names {', '.join(sorted(twice))} twice; must name each device once"
-    if count != (needed := _needed(role)):
+    if count != needed:
         yield f"{key}.devices: {count} of them, but its processes take {needed}; must be {needed}"
 
 
@@ -283,27 +227,23 @@ def _shared_device(config: Config) -> Iterator[str]:
 def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
     """Yield the members of the sync group with their devices."""
     yield "trainer-0", config.services.trainer.devices[:1]
-    for name, fleet in replicas(config).items():
-        place, size = place_in_fleet(config, Instance("rollout", name)), len(fleet.devices) // fleet.replicas
+    for name, fleet in topology.replicas(config).items():
+        place, size = topology.place_in_fleet(config, topology.Instance("rollout", name)), len(fleet.devices) // fleet.replicas
         yield name, fleet.devices[place * size : (place + 1) * size]
 
 
 def hccl_beside_workers(config: Config) -> bool:
     """Return whether, on NPUs, a rollout receives weights over HCCL on the NPU of vLLM's first worker, which uses HCCL too."""
     settings = config.weight_sync
-    if takes_turns(config) or settings.backend not in ("auto", "hccl"):
+    if takes_turns(config) or settings.backend not in ("auto", "hccl") or settings.transport == "shared_memory":
         return False
     machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
-    if (
-        settings.transport == "shared_memory"
-        or resolve_transport(settings.transport, settings.backend, machines) != "collective"
-    ):
-        return False
-    return any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
+    collective = resolve_transport(settings.transport, settings.backend, machines) == "collective"
+    return collective and any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
 
 
 def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
-    running = {instance.role for instance in instances(config)}
+    running = {instance.role for instance in topology.instances(config)}
     for path, settings in processes(config).items():
         if isinstance(settings, Computing) and settings.colocate:
             fault = _host_fault(config, path, settings, running)
@@ -326,46 +266,30 @@ def _host_fault(config: Config, path: str, settings: Computing, running: set[str
         return f"colocate: {host} is the role itself; must be one of {others}"
     if role in running and host not in running:
         return f"colocate: this run has no {host}; must be another, or left out"
-    if further := sorted({one.colocate for one in _of_role(config, host) if one.colocate}):
+    hosts = topology.sections(config, host).values()
+    if further := sorted({one.colocate for one in hosts if one.colocate}):
         return f"colocate: {host} lies on the devices of {further[0]} itself; must be a role with devices of its own"
     if settings.devices:
         return f"devices: {settings.devices}, but colocate says that they are those of {host}; must be one of both"
-    having = [device for one in _of_role(config, host) for device in one.devices]
-    needed = sum(_needed(one) for one in _of_role(config, role) if one.colocate == host)
+    having = [device for one in hosts for device in one.devices]
+    guests = [one for one in topology.sections(config, role).values() if one.colocate == host]
+    needed = sum(topology.devices_of(config, role, one) for one in guests)
     if having and needed > len(having):
         return f"colocate: needs {needed} devices, but {host} has {len(having)} (services.{host}.devices)"
     return ""
 
 
-def _of_role(config: Config, role: str) -> list[Computing]:
-    return list(sections(config, role).values())
-
-
-def _needed(settings: Computing) -> int:
-    """Return the number of devices of all its processes."""
-    if isinstance(settings, Rollout):
-        return settings.replicas * settings.tensor_parallel
-    if isinstance(settings, Trainer) or (isinstance(settings, ReferenceScorer) and settings.engine == "megatron"):
-        return settings.processes
-    count: int = settings.replicas  # type: ignore[attr-defined]  # all roles that are no group have it
-    return count
-
-
-def _partial(config: Config) -> Iterator[str]:
-    """Yield a line for each setting that conflicts with replies that continue in the next turn."""
-    if config.training.staleness == 0:
-        yield "training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1"
-    if config.weight_sync.in_flight == "drain":
-        yield "weight_sync.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute"
-    if config.gateway is not None:
-        yield "training.partial_rollouts: true does not go with a gateway, whose episodes end in the turn that they begin in"
-
-
 def _turns(config: Config) -> Iterator[str]:
     """Yield a line for each setting that conflicts with rollouts and trainer on the same devices."""
     staleness, weight_sync = config.training.staleness, config.weight_sync
-    if config.training.partial_rollouts:
-        yield from _partial(config)
+    if config.training.partial_rollouts:  # replies go on in the next turn
+        if staleness == 0:
+            yield "training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1"
+        if weight_sync.in_flight == "drain":
+            yield "weight_sync.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute"
+        if config.gateway is not None:
+            ends = "whose episodes end in the turn that they begin in"
+            yield f"training.partial_rollouts: true does not go with a gateway, {ends}"
     elif staleness > 1:
         yield (
             f"training.staleness: {staleness}, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1, or "
