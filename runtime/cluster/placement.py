@@ -15,16 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.cluster.topology import (
-    Instance,
-    devices_each,
-    instances,
-    is_group,
-    local_ranks,
-    path_of,
-    place_in_fleet,
-    settings_of,
-)
+from runtime.cluster import topology
+from runtime.cluster.topology import Instance, devices_each, is_group, path_of, settings_of
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
 
@@ -108,7 +100,7 @@ def place(
         config = _without_hosts(config)
     seated = {seat.instance for seat in kept}
     roles: dict[str, list[Instance]] = {}
-    for instance in instances(config, trains):
+    for instance in topology.instances(config, trains):
         if instance not in seated:
             roles.setdefault(path_of(config, instance), []).append(instance)
     table, faults, pending = _Table(config, nodes, kept, waits), [], []
@@ -127,7 +119,7 @@ def place(
 
 def _without_hosts(config: Config) -> Config:
     """Remove colocation with roles that an evaluation does not have."""
-    there = {instance.role for instance in instances(config, trains=False)}
+    there = {instance.role for instance in topology.instances(config, trains=False)}
 
     def own(role: Hosted) -> Hosted:
         return role if role.colocate in there else replace(role, colocate="")
@@ -166,7 +158,7 @@ class _Table:
         wanted = len(self._seats_of[path]) + len(replicas)
         for index, instance in enumerate(replicas):
             try:
-                self._seat(path, instance, *self._room_for(path, instance, place_in_fleet(self._config, instance), wanted))
+                self._seat(path, instance, *self._room_for(path, instance, topology.place_in_fleet(self._config, instance), wanted))
             except _NoRoom:
                 if not self._waits or not self._seats_of[path]:
                     raise
@@ -181,7 +173,7 @@ class _Table:
             for instance, (node, device) in zip(ranks, self._host_devices(settings.colocate, len(ranks)), strict=True):
                 self._seat(path, instance, node, () if device is None else (device,))
             return
-        block = local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
+        block = topology.local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
         ahead = list(ranks)
         for node, count in self._shares(path, settings, len(ranks), block):
             devices = list(settings.devices) or self._free(node)
