@@ -61,8 +61,7 @@ def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: Any) -> bytes:
-    """Return the msgpack bytes of a Struct or plain container. Raises InvalidMessage if an array is not 1-D or of another
-    dtype."""
+    """Return the msgpack bytes of a Struct or container. Raises InvalidMessage if an array is not 1-D or of another dtype."""
     return _encoder.encode(message)
 
 
@@ -149,8 +148,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenSets | None], lengths: Sequence[int]) -> TokenSets | None:
-        """Concatenate `parts`, which have `lengths` tokens. None stands for the whole vocabulary: if all are None, so is the
-        result."""
+        """Concatenate `parts` of `lengths` tokens. None stands for the whole vocabulary; if all are None, so is the result."""
         known = [part for part in parts if part is not None]
         if not known:
             return None

@@ -125,8 +125,7 @@ def _code(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 class Roster:
-    """The present nodes. All must agree with the first. A node counts once it has reported its files at the configured
-    paths."""
+    """The present nodes, which agree with the first. A node counts once it has reported its files at the configured paths."""
 
     def __init__(self, config: Config):
         self._cluster = config.cluster

@@ -158,7 +158,8 @@ class _Table:
         wanted = len(self._seats_of[path]) + len(replicas)
         for index, instance in enumerate(replicas):
             try:
-                self._seat(path, instance, *self._room_for(path, instance, topology.place_in_fleet(self._config, instance), wanted))
+                place = topology.place_in_fleet(self._config, instance)
+                self._seat(path, instance, *self._room_for(path, instance, place, wanted))
             except _NoRoom:
                 if not self._waits or not self._seats_of[path]:
                     raise

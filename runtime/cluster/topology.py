@@ -80,8 +80,7 @@ def fleets(config: Config) -> dict[str, Rollout]:
 
 
 def players(config: Config) -> dict[str, str]:
-    """Return, by the name of each environment process (environment-0 and on), the configuration path of its settings, such as
-    services.environment.NAME."""
+    """Return the YAML path of the settings, services.environment.NAME, by the name of each environment process."""
     each = [path for path, settings in sections(config, ENVIRONMENT).items() for _ in range(settings.replicas)]
     return {f"{ENVIRONMENT}-{index}": path for index, path in enumerate(each)}
 

@@ -76,8 +76,7 @@ def references(role: Process, path: str) -> dict[str, str]:
 
 
 def resolved(value: Any, environment: Mapping[str, str], path: str) -> Any:
-    """Return `value`, at `path`, as plain values, with the variables of `environment` instead of references. Raises UserError
-    if a variable is missing."""
+    """Return plain values with the variables of `environment` for references. Raises UserError, with `path`, if one is missing."""
     value = msgspec.to_builtins(value)
     if _is_reference(value):
         if (name := value["from"]) not in environment:

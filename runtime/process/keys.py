@@ -196,8 +196,7 @@ def of_user(run: str) -> Keys | None:
 
 
 def given(network: Network, name: str) -> Keys | None:
-    """Return the keys that the agent passed to this process; None if the run needs no keys. Child processes do not inherit the
-    keys. Raises UserError."""
+    """Return the keys from the agent, which no child process inherits; None if the run needs none. Raises UserError."""
     text = os.environ.pop(GIVEN, "{}")
     if security(network) == "none":
         return None
@@ -218,8 +217,7 @@ def inherited() -> dict[str, str]:
 
 
 def begun(folder: Path) -> bytes:
-    """Return the secret of a new run: the environment's, or a new secret. Writes it to the run's folder for other nodes. Raises
-    UserError."""
+    """Return the secret of a new run, the environment's or a new one, and write it to its folder. Raises UserError."""
     secret = _of_environment() or secrets.token_bytes(BYTES)
     run_files.write_private(folder / run_files.SECRET, secret.hex())
     os.environ.pop(SECRET, None)  # the file has it now
@@ -227,8 +225,7 @@ def begun(folder: Path) -> bytes:
 
 
 def known(folder: Path) -> bytes | None:
-    """Return the secret of a run that has begun, if this user has it. Raises UserError if other users can read, or own, the
-    file."""
+    """Return the secret of a run, if this user has it. Raises UserError if other users can read, or own, the file."""
     return _of_environment() or _of_file(folder)
 
 

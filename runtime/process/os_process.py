@@ -94,8 +94,7 @@ def end_at_once(error: str, code: int = 1) -> NoReturn:
 
 
 def stacks_on_signal(then: Callable[[], object] | None = None) -> None:
-    """Write every thread's stack to stderr on SIGUSR1, to show where a process hangs. Then the running event loop calls
-    `then`."""
+    """Write every thread's stack to stderr on SIGUSR1, to show where it hangs; then the running event loop calls `then`."""
     faulthandler.unregister(signal.SIGUSR1)
     if then is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, then)
