@@ -405,7 +405,7 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
 
 
 def kv_faults(config: Config, available: int | None) -> Iterator[str]:
-    """Yield a line for each fleet that does not fit. `available`: bytes of the machine, if all is on its CPUs; None if unknown."""
+    """Yield a line for each fleet that does not fit. `available`: bytes of the machine, if all is on its CPUs."""
     if available is None:
         return
     free = available

@@ -76,7 +76,7 @@ def references(role: Process, path: str) -> dict[str, str]:
 
 
 def resolved(value: Any, environment: Mapping[str, str], path: str) -> Any:
-    """Return plain values with the variables of `environment` for references. Raises UserError, with `path`, if one is missing."""
+    """Return plain values with the variables of `environment` for references. Raises UserError, with `path`, if one lacks."""
     value = msgspec.to_builtins(value)
     if _is_reference(value):
         if (name := value["from"]) not in environment:

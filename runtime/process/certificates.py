@@ -31,7 +31,7 @@ _NAME = 64  # characters of a common name, RFC 5280 appendix A
 
 
 def issued(authority: bytes, party: str, address: str = "") -> Certificates:
-    """Issue a new certificate for `party` by the CA of the key `authority`; for `address` too, if callers come from elsewhere."""
+    """Issue a new certificate for `party` by the CA of the key `authority`; also for `address`, to callers from elsewhere."""
     ca, ca_certificate, key = _key(authority), _authority(authority), ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(party, key, ca_certificate.subject)

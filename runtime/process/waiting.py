@@ -122,7 +122,7 @@ def write(file: FileIO, data: bytes) -> None:
 
 
 def until_done(work: Callable[[], T], path: Path, nbytes: int = 0) -> T:
-    """Repeat `work`, a write of `nbytes` (0: unknown) to `path`, until it succeeds. Raises ServiceFault for a permanent error."""
+    """Repeat `work`, a write of `nbytes` (0: unknown) to `path`, until it succeeds. Raises ServiceFault for a lasting error."""
     logged = False
     while True:
         try:
