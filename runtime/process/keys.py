@@ -102,7 +102,7 @@ class Keys(Struct, frozen=True, kw_only=True):
 
     def _tag(self, caller: str, called: str, other: str) -> str:
         key = self.secret
-        if not _is_process(self.name) and _is_process(other):
+        if PROCESS in kinds_of(other) and PROCESS not in kinds_of(self.name):
             key = _derived(self.secret, other)
         return hmac.digest(key, f"call {caller} {called}".encode(), "sha256").hex()
 
@@ -111,10 +111,6 @@ class Keys(Struct, frozen=True, kw_only=True):
         party = process(name, incarnation)
         made = None if self.certificates is None else _issued(self.secret, party, self.address)
         return replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
-
-
-def _is_process(party: str) -> bool:
-    return PROCESS in kinds_of(party)
 
 
 def _derived(secret: bytes, party: str) -> bytes:

@@ -110,7 +110,7 @@ def is_host_port(text: str) -> bool:
 
 
 def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
-    """Yield the ports to try to listen on: the unused ports of the range, or 0 for any.
+    """Yield the ports to try to listen on: 0 for any, or the unused ports of the range, then raise UserError.
 
     Begins at a random port, so that callers of an ended process hardly ever reach a new process on the same port.
     """
@@ -122,11 +122,7 @@ def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
     for port in (*range(begin, last + 1), *range(first, begin)):
         if _is_free(host, port):
             yield port
-
-
-def none_free(host: str, ports: PortRange) -> UserError:
-    first, last = ports
-    return UserError(f"network.port_range: all ports from {first} to {last} are in use on {host}")
+    raise UserError(f"network.port_range: all ports from {first} to {last} are in use on {host}")
 
 
 def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
@@ -137,8 +133,7 @@ def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or ports is None:
                 raise UserError(f"network.interface: cannot listen on {host_port(host, port)}: {error.strerror}") from error
-    assert ports is not None
-    raise none_free(host, ports)
+    raise AssertionError("`candidates` of a range ends with an error")
 
 
 def listener(host: str, port: int, backlog: int) -> socket.socket:

@@ -129,39 +129,37 @@ def heed_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        _LIBC.prctl(option, value)
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends in any way. `parent`: the pid that the parent must still have."""
-    if not sys.platform.startswith("linux"):
-        return
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # the parent ended before the call took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt(on: bool) -> None:
     """Set whether orphaned descendants of this process become its children, unless a nearer process adopts them. Linux only."""
-    if sys.platform.startswith("linux"):
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
 @contextmanager
 def children_may_look() -> Iterator[None]:
     """Let children of this process read its memory inside the block, as py-spy does. Without Yama, children always may."""
-    linux = sys.platform.startswith("linux")
-    if linux:
-        _LIBC.prctl(_PR_SET_PTRACER, os.getpid())
+    _prctl(_PR_SET_PTRACER, os.getpid())
     try:
         yield
     finally:
-        if linux:
-            _LIBC.prctl(_PR_SET_PTRACER, 0)
+        _prctl(_PR_SET_PTRACER, 0)
 
 
 def close_to_others() -> None:
     """Let no other process of the user read this process's memory or initial environment, which may hold the run's secret: a
     hijacked process runs as the same user. As a consequence, no core is written, and py-spy needs root."""
-    if sys.platform.startswith("linux"):
-        _LIBC.prctl(_PR_SET_DUMPABLE, 0)
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def find_program(name: str) -> str | None:

@@ -322,11 +322,7 @@ class SpanLog:
     def _write(self, line: bytes) -> bool:
         """Write the line whole or not at all. Returns whether it was written."""
         assert self._file is not None
-        if len(line) > self._room:
-            return False
-        if not self._headed:
-            self._write_header()
-        if not self._headed:
+        if len(line) > self._room or not (self._headed or self._write_header()):
             return False
         at = self._file.tell()
         try:
@@ -340,12 +336,14 @@ class SpanLog:
             self._file.truncate()
         return False
 
-    def _write_header(self) -> None:
+    def _write_header(self) -> bool:
+        """Write the first line, or write it anew. Returns whether it is there."""
         assert self._file is not None
         with suppress(OSError):
             written = msgspec.json.encode(self._header).ljust(HEADER - 1) + b"\n"
             self._headed = os.pwrite(self._file.fileno(), written, 0) == HEADER or self._headed
             self._file.seek(0, os.SEEK_END)
+        return self._headed
 
 
 def joined(spans: Iterable[TracedSpan]) -> list[TracedSpan]:
