@@ -148,12 +148,9 @@ def read(folder: Path, points: PointFile | None = None) -> RunRecord:
 
 
 def _text(path: Path) -> str:
-    try:
+    with run_files.reading(path), suppress(FileNotFoundError):
         return run_files.regular(path).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    return ""
 
 
 @lru_cache(maxsize=4)  # a page that follows a run reads the same text repeatedly
@@ -190,16 +187,13 @@ class PointFile:
     def follow(self) -> None:
         """Read the new points. Raises UserError with the number of a line that is no point."""
         path = self._path
-        try:
-            with run_files.regular(path).open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._read:  # another run has replaced this one
-                    self._read, self.points = 0, []
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
+        if not path.exists():
             return
-        except OSError as error:
-            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+        with run_files.reading(path), run_files.regular(path).open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._read:  # another run has replaced this one
+                self._read, self.points = 0, []
+            file.seek(self._read)
+            data = file.read()
         *lines, rest = data.split(b"\n")
         for line in lines:
             number = len(self.points) + 1
@@ -239,15 +233,9 @@ def _fault(point: Point) -> str:
 
 
 def _ended(path: Path, points: list[Point]) -> Ended | None:
-    try:
-        written, text = path.stat().st_mtime, run_files.regular(path).read_bytes()
-        ended = msgspec.json.decode(text, type=Ended)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except run_files.NOT_DECODED as error:
-        raise UserError(f"{path}: not a summary: {error}") from error
+    written, ended = path.stat().st_mtime, run_files.read_json(path, Ended, "a summary")
     newest = points[-1].get("time") if points else None
     return ended if not isinstance(newest, float) or newest <= written + CLOCKS else None
 

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 
 from runtime import run_files, types
-from runtime.errors import UserError
 from runtime.process import spans
 from runtime.telemetry import startup
 from runtime.telemetry.metrics import SCORE_ERRORS
@@ -152,13 +150,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, run_dir: str | Path) -> Summary:
         """Read the summary in the folder `run_dir`. Raises UserError if the summary is missing or damaged."""
-        path = Path(run_dir) / run_files.SUMMARY
-        try:
-            return msgspec.json.decode(run_files.regular(path).read_bytes(), type=cls)
-        except OSError as error:
-            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-        except run_files.NOT_DECODED as error:
-            raise UserError(f"{path}: not a summary: {error}") from error
+        return run_files.read_json(Path(run_dir) / run_files.SUMMARY, cls, "a summary")
 
 
 def _add(sums: dict[T, float], name: T, value: float) -> None:
