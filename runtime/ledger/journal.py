@@ -33,7 +33,7 @@ from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull, 
 from runtime.ledger import reader, states
 from runtime.ledger.reader import PARTS, GroupRow, Handle, PayloadLost, Ranges, group_row, segment_path, segments
 from runtime.ledger.states import GroupState, Mark, Phase
-from runtime.types import GeneratedGroup, Scores
+from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
 # ---- Records
 #
@@ -51,13 +51,12 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
 
 class Record(Struct, kw_only=True):
-    """A record to write. `handles`: where the ledger's thread has put the record's parts, by name."""
-
-    handles: dict[str, Handle] = field(default_factory=dict)
+    """A record to write."""
 
 
 class Change(Record, kw_only=True):
-    """A group entered `state` at `at` (seconds since the epoch), with new data. `stamp`: the time column for `at`, or ""."""
+    """A group entered `state` at `at` (seconds since the epoch), with new data. `stamp`: the time column for `at`, or "".
+    `handles`: where the ledger's thread has put the parts, by name."""
 
     group_id: int
     state: GroupState
@@ -73,6 +72,13 @@ class Change(Record, kw_only=True):
     scores: Scores | None = None
     reference: bytes | None = None
     values: bytes | None = None
+    handles: dict[str, Handle] = field(default_factory=dict)
+
+    def parts(self) -> dict[str, bytes]:
+        """Return what goes into the segment files."""
+        payload = self.generated and self.generated.payload
+        parts = {"payload": payload, "reference": self.reference, "values": self.values}
+        return {part: data for part, data in parts.items() if data is not None}
 
 
 class CheckpointSaved(Record, kw_only=True):
@@ -113,35 +119,11 @@ def unknown_columns(group_id: int, step: int) -> dict[str, Any]:
     return known | {"problem": -1, "source": "", "label": "", "seed": 0, "marks": 0}
 
 
-def parts(record: Record) -> dict[str, bytes]:
-    """Return the parts of a record that go into the segment files."""
-    if not isinstance(record, Change):
-        return {}
-    payload = None if record.generated is None else record.generated.payload
-    parts = {"payload": payload, "reference": record.reference, "values": record.values}
-    return {part: data for part, data in parts.items() if data is not None}
-
-
-def _generated_columns(generated: GeneratedGroup) -> dict[str, Any]:
-    return {
-        "oldest": generated.oldest.pack(),
-        "newest": generated.newest.pack(),
-        "prompt_tokens": generated.prompt_tokens,
-        "response_tokens": types.encode(generated.response_tokens),
-        "truncated": generated.truncated,
-        "rewards": types.encode(generated.rewards),
-        "outcomes": None if generated.outcomes is None else types.encode(generated.outcomes),
-    }
-
-
-def _scores_columns(scores: Scores) -> dict[str, Any]:
-    valid = scores.rewards[scores.valid.astype(bool)]
-    return {"reward": float(np.mean(valid)) if valid.size else None, "scores": types.encode(scores)}
-
-
-def ticket_columns(ticket: Ticket) -> dict[str, Any]:
-    columns = structs.asdict(ticket)
-    return {"id": columns.pop("group_id"), **columns}
+def _column(value: Any) -> Any:
+    """Return a value as SQLite keeps it."""
+    if isinstance(value, PolicyVersion):
+        return value.pack()
+    return value if value is None or isinstance(value, int) else types.encode(value)
 
 
 def state_columns(state: GroupState) -> dict[str, Any]:
@@ -172,9 +154,10 @@ def change_columns(change: Change) -> dict[str, Any]:
         name: value for name in ("replica", "attempt", "due", "taken", "place") if (value := getattr(change, name)) is not None
     }
     if change.generated is not None:
-        columns |= _generated_columns(change.generated)
+        columns |= {name: _column(getattr(change.generated, name)) for name in _GENERATED}
     if change.scores is not None:
-        columns |= _scores_columns(change.scores)
+        valid = change.scores.rewards[change.scores.valid.astype(bool)]
+        columns |= {"reward": float(np.mean(valid)) if valid.size else None, "scores": types.encode(change.scores)}
     for part, handle in change.handles.items():
         columns |= {f"{part}_segment": handle.segment, f"{part}_offset": handle.offset, f"{part}_length": handle.length}
     return columns
@@ -310,7 +293,7 @@ class LedgerWriter:
     async def _write_pending(self) -> None:
         batch, self._pending = self._pending, []
         try:
-            size = sum(len(part) for record in batch for part in parts(record).values())
+            size = sum(len(part) for record in batch if isinstance(record, Change) for part in record.parts().values())
             await self._until_possible("write", lambda writer: writer.write(batch), size)
             self._written += len(batch)
             self._call_back()
@@ -471,19 +454,16 @@ class _Writer:
         self._open.close()
 
     def write(self, batch: list[Record]) -> None:
-        for record in batch:
-            for part, data in parts(record).items():
-                if part not in record.handles:
-                    record.handles[part] = self.store.append(data)
+        changes = [record for record in batch if isinstance(record, Change)]
+        for change in changes:
+            for part, data in change.parts().items():
+                if part not in change.handles:
+                    change.handles[part] = self.store.append(data)
         with self._transaction():
-            self._write_groups([record for record in batch if isinstance(record, Change)])
+            self._write_groups(changes)
             for record in batch:
-                match record:
-                    case CheckpointSaved():
-                        columns = {"step": record.step, "incarnation": record.incarnation, "path": record.path, "at": record.at}
-                        self._replace("checkpoints", columns)
-                    case Note():
-                        self._replace("meta", {"key": record.key, "value": record.value})
+                if not isinstance(record, Change):
+                    self._replace("meta" if isinstance(record, Note) else "checkpoints", structs.asdict(record))
 
     def note(self, key: str) -> bytes | None:
         row = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
@@ -571,10 +551,10 @@ class _Writer:
         admitted: dict[int, dict[str, Any]] = {}
         for change in changes:
             if change.ticket is not None:
-                admitted[change.group_id] = ticket_columns(change.ticket)
+                admitted[change.group_id] = structs.asdict(change.ticket)
             merged.setdefault(change.group_id, {}).update(change_columns(change))
         for group_id, columns in admitted.items():
-            self._insert("INSERT", "groups", columns | merged.pop(group_id))
+            self._insert("INSERT", "groups", {"id": columns.pop("group_id")} | columns | merged.pop(group_id))
         self._update(merged)
 
     def _update(self, columns_of: dict[int, dict[str, Any]]) -> None:
