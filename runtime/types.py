@@ -467,10 +467,8 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         for name, dtype in _DTYPES.items():
             for index, (array, tokens) in enumerate(zip(columns[name], columns["tokens"], strict=True)):
                 if array.dtype != dtype or array.shape != tokens.shape:
-                    raise InvalidMessage(
-                        f"group {group_id}, sample {index}: {name} is {array.dtype} of shape {array.shape}, "
-                        f"not {dtype} of shape {tokens.shape}"
-                    )
+                    wrong = f"{name} is {array.dtype} of shape {array.shape}, not {dtype} of shape {tokens.shape}"
+                    raise InvalidMessage(f"group {group_id}, sample {index}: {wrong}")
         tokens, mask, logprobs, versions = (np.concatenate([np.zeros(0, _DTYPES[name]), *columns[name]]) for name in _DTYPES)
         kept = TokenSets.joined([sample.kept for sample in samples], [len(sample.tokens) for sample in samples])
         known = all(sample.experts is not None or not sample.loss_mask.any() for sample in samples)

@@ -184,10 +184,8 @@ class Roster:
             if node.version != one.version:
                 yield f"node {node.name} has Sluice {node.version}, and {one.name} {one.version}; must be the same"
             if node.config != one.config:
-                yield (
-                    f"node {node.name} was started with another configuration (hash {node.config}) than {one.name} "
-                    f"({one.config}); must be the same file and the same overrides"
-                )
+                differ = f"another configuration (hash {node.config}) than {one.name} ({one.config})"
+                yield f"node {node.name} was started with {differ}; must be the same file and the same overrides"
 
 
 def name_fault(cluster: Cluster, name: str) -> str:

@@ -288,9 +288,8 @@ class _Table:
                 return node
         device, owner = next(iter(taken.items()))
         host = owner.rpartition("-")[0]
-        raise _NoRoom(
-            f".devices: {device} of node {having[-1]} is used by {owner}; must be another, or {path}.colocate has to be {host}"
-        )
+        must = f"must be another, or {path}.colocate has to be {host}"
+        raise _NoRoom(f".devices: {device} of node {having[-1]} is used by {owner}; {must}")
 
     def _host_devices(self, host: str, count: int) -> list[tuple[str, int | None]]:
         """Return the first `count` devices of the role `host`, as (node, device); device None without accelerators."""

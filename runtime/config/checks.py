@@ -104,10 +104,8 @@ def address_faults(path: str, remote: RemoteServer) -> Iterator[str]:
         if remote.ca not in ("", "system") and not Path(remote.ca).is_file():
             yield f"{path}.ca: '{remote.ca}' is not a file; must be one with certificates, or system"
     elif not remote.plaintext:
-        yield (
-            f"{path}.address: '{remote.address}' is not this machine, and what goes there is not encrypted; "
-            f"set {path}.ca, or {path}.plaintext to true if you trust the network"
-        )
+        must = f"set {path}.ca, or {path}.plaintext to true if you trust the network"
+        yield f"{path}.address: '{remote.address}' is not this machine, and what goes there is not encrypted; {must}"
     elif remote.token is not None:
         yield f"{path}.token: would be sent to '{remote.address}' as plain text; needs {path}.ca"
 
@@ -269,26 +267,19 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
     if algorithm.loss in _BY_SAMPLE and algorithm.aggregation not in ("seq_mean_token_mean", "seq_mean_token_sum"):
-        yield (
-            f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean, nor seq_mean_token_sum; "
-            f"loss {algorithm.loss} is one value a sample"
-        )
+        wrong = f"'{algorithm.aggregation}' is not seq_mean_token_mean, nor seq_mean_token_sum"
+        yield f"algorithm.aggregation: {wrong}; loss {algorithm.loss} is one value a sample"
     low, high = (algorithm.loss_options.get(name, usual) for name, usual in (("low", 1.0), ("high", 5.0)))
     if algorithm.loss == "clip_cov" and all(isinstance(each, (int, float)) for each in (low, high)) and low >= high:
         yield f"algorithm.loss_options.low: {low:g} is not below high {high:g}"
     if algorithm.turn_discount != 1 and algorithm.advantage in _BY_TOKEN:
         discount = f"{algorithm.turn_discount:g}"
         yield f"algorithm.turn_discount: {discount} is not 1; advantage {algorithm.advantage} discounts by gamma, per token"
+    corrected = f"algorithm.correction: '{algorithm.correction}' with loss {algorithm.loss}"
     if algorithm.loss == "decoupled" and algorithm.correction in _WEIGHTS:
-        yield (
-            f"algorithm.correction: '{algorithm.correction}' with loss decoupled would weigh by proximal / behaviour twice; "
-            "take loss ppo, or correction none"
-        )
+        yield f"{corrected} would weigh by proximal / behaviour twice; take loss ppo, or correction none"
     if algorithm.loss in _OF_BEHAVIOUR and algorithm.correction != "none":
-        yield (
-            f"algorithm.correction: '{algorithm.correction}' with loss {algorithm.loss} would leave it ratios of 1; "
-            "take loss ppo, or correction none"
-        )
+        yield f"{corrected} would leave it ratios of 1; take loss ppo, or correction none"
     low, high = algorithm.correction_low, algorithm.correction_high
     if algorithm.correction in ("icepop", "geometric_mask") and not low <= 1 <= high:
         yield f"algorithm.correction_low: [{low:g}, {high:g}] leaves out 1, the weight where both engines agree"
@@ -373,10 +364,9 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
     elif not judged and not trains:
         yield "rewards.rules: empty; the first rule says which replies are correct"
     elif not judged and _evaluates(config):
-        yield (
-            "rewards.rules: empty; an evaluation's accuracy is by the first rule: name one (with weight 0 it adds nothing to "
-            "the reward), or set evaluation.before and evaluation.after to false and evaluation.every to 0"
-        )
+        off = "set evaluation.before and evaluation.after to false and evaluation.every to 0"
+        named = "name one (with weight 0 it adds nothing to the reward)"
+        yield f"rewards.rules: empty; an evaluation's accuracy is by the first rule: {named}, or {off}"
     taken = Counter(rule.name.rpartition(":")[2] for rule in rewards.rules)
     if plays and taken[ENVIRONMENT_COLUMN]:
         yield f"rewards.rules: '{ENVIRONMENT_COLUMN}' is what the reward by who plays is called; give the rule another name"

@@ -72,10 +72,8 @@ def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int
     if own and theirs:
         for token, number in sorted(own.items(), key=lambda item: item[1]):
             if theirs.get(token) != number:
-                there = f"{theirs[token]} there" if token in theirs else "none there"
-                return (
-                    f"{key}: '{folder}' has another tokenizer than the policy: {token!r} is token {number} of it, and {there}"
-                )
+                differ = f"{token!r} is token {number} of it, and {theirs.get(token, 'none')} there"
+                return f"{key}: '{folder}' has another tokenizer than the policy: {differ}"
     if vocabulary < wanted or (vocabulary > wanted and (filtered or not (own and theirs))):
         return f"{key}: '{folder}' has a vocabulary of {vocabulary} tokens, the policy one of {wanted}"
     return ""
@@ -310,10 +308,9 @@ def _blocks(key: str, settings: Spread) -> Iterator[str]:
         yield f"{key}.processes: {processes} is not {product} x data {parallel.data}; must be {expected}, or left out"
     alike = processes // (parallel.tensor * parallel.pipeline)
     if processes % block == 0 and alike % parallel.expert:
-        yield (
-            f"{key}.parallel.expert: {parallel.expert} does not divide the ranks that hold the same part of the model, of "
-            f"which {processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
-        )
+        make = f"{processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
+        ranks = f"the ranks that hold the same part of the model, of which {make}"
+        yield f"{key}.parallel.expert: {parallel.expert} does not divide {ranks}"
     if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
 
@@ -413,10 +410,9 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
         fleet = fleets(config)[path]
         needed = fleet.replicas * each
         if needed > free:
-            yield (
-                f"{path}.max_num_seqs: {fleet.max_num_seqs} slots of {longest_text(config)} tokens in {fleet.replicas} "
-                f"replica(s) need {needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available{_HINT}"
-            )
+            slots = f"{fleet.max_num_seqs} slots of {longest_text(config)} tokens in {fleet.replicas} replica(s)"
+            there = f"{free / 2**30:.1f} GiB are available{_HINT}"
+            yield f"{path}.max_num_seqs: {slots} need {needed / 2**30:.1f} GiB of KV cache; {there}"
         free -= min(needed, free)
 
 

@@ -91,10 +91,8 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         if config.checkpoint.gather:
             yield "checkpoint.gather: true, but with cluster.shared_folder all is in one folder; must be false"
     elif standby:
-        yield (
-            "services.coordinator.standby: is for nodes that share a folder, and cluster.shared_folder is false; must be left "
-            "out"
-        )
+        unshared = "is for nodes that share a folder, and cluster.shared_folder is false; must be left out"
+        yield f"services.coordinator.standby: {unshared}"
     if config.network.tls is not None and config.network.security not in ("auto", "tls"):
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
@@ -107,10 +105,8 @@ def scraping_faults(config: Config) -> Iterator[str]:
     settings, network = config.metrics.prometheus, config.network
     if settings is None or settings.token is not None or network.security == "none" or is_loopback(network.interface):
         return
-    yield (
-        f"metrics.prometheus.token: missing; with network.interface '{network.interface}' it must be {{from: NAME}}, the "
-        "variable that each request has to carry, or network.security be none"
-    )
+    must = "must be {from: NAME}, the variable that each request has to carry, or network.security be none"
+    yield f"metrics.prometheus.token: missing; with network.interface '{network.interface}' it {must}"
 
 
 def gateway_faults(config: Config) -> Iterator[str]:
@@ -145,17 +141,12 @@ def _placement(key: str, names: list[str]) -> Iterator[str]:
 def _reachable(config: Config) -> Iterator[str]:
     interface, coordinator = config.network.interface, config.services.coordinator
     if is_loopback(interface):
-        yield (
-            f"network.interface: '{interface}' is loopback, by which no other node is reached; on several nodes it must be a "
-            "network (10.1.0.0/16), an interface (eth0), or auto"
-        )
-    if not coordinator.host:
-        yield "services.coordinator.host: missing; on several nodes it must be the address that all reach the coordinator by"
-    elif is_loopback(coordinator.host):
-        yield (
-            f"services.coordinator.host: '{coordinator.host}' is loopback; on several nodes it must be the address that all "
-            "reach the coordinator by"
-        )
+        must = "on several nodes it must be a network (10.1.0.0/16), an interface (eth0), or auto"
+        yield f"network.interface: '{interface}' is loopback, by which no other node is reached; {must}"
+    if not coordinator.host or is_loopback(coordinator.host):
+        wrong = f"'{coordinator.host}' is loopback" if coordinator.host else "missing"
+        must = "on several nodes it must be the address that all reach the coordinator by"
+        yield f"services.coordinator.host: {wrong}; {must}"
     nodes = config.cluster.nodes
     if coordinator.standby and nodes != "auto" and coordinator.standby not in (names := [node.name for node in nodes]):
         yield f"services.coordinator.standby: '{coordinator.standby}' is no node; must be one of {', '.join(names)}"
@@ -216,10 +207,8 @@ def _shared_device(config: Config) -> Iterator[str]:
         device = devices[0]
         if device in taken:
             key = f"transport: {transport}" if settings.backend == "auto" else f"backend: {settings.backend}"
-            yield (
-                f"weight_sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
-                "gloo, or transport shared_memory, or other services.*.devices"
-            )
+            must = "must be backend gloo, or transport shared_memory, or other services.*.devices"
+            yield f"weight_sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; {must}"
             return
         taken[device] = name
 
@@ -291,18 +280,14 @@ def _turns(config: Config) -> Iterator[str]:
             ends = "whose episodes end in the turn that they begin in"
             yield f"training.partial_rollouts: true does not go with a gateway, {ends}"
     elif staleness > 1:
-        yield (
-            f"training.staleness: {staleness}, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1, or "
-            "training.partial_rollouts true"
-        )
+        must = "must be 0 or 1, or training.partial_rollouts true"
+        yield f"training.staleness: {staleness}, but rollouts and trainer take turns (colocate: trainer); {must}"
     for path, fleet in fleets(config).items():
         if fleet.colocate != "trainer":
             yield f"{path}.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none"
     if weight_sync.backend in ("nccl", "hccl"):
-        yield (
-            f"weight_sync.backend: {weight_sync.backend} takes one member a device, and rollouts lie on the trainer's; must be "
-            "auto or gloo"
-        )
+        wrong = "takes one member a device, and rollouts lie on the trainer's"
+        yield f"weight_sync.backend: {weight_sync.backend} {wrong}; must be auto or gloo"
 
 
 def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[str]:
@@ -342,10 +327,8 @@ def weight_sync_faults(config: Config) -> Iterator[str]:
     if settings.transport == "shared_memory" and settings.backend != "auto":
         yield f"weight_sync.backend: {settings.backend} is for a collective; transport shared_memory has none, so must be auto"
     if settings.encoding == "delta" and settings.dtype == "float32":
-        yield (
-            "weight_sync.dtype: float32 changes in nearly every element, and encoding delta would send it all; "
-            f"must be auto or {' or '.join(_OF_16_BITS)}"
-        )
+        wrong = "float32 changes in nearly every element, and encoding delta would send it all"
+        yield f"weight_sync.dtype: {wrong}; must be auto or {' or '.join(_OF_16_BITS)}"
 
 
 def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
@@ -358,13 +341,10 @@ def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
     of_deltas = weight_sync.encoding == "delta" and weight_sync.dtype == "auto"
     if computes == "float32" and (of_deltas or weight_sync.dtype not in ("auto", "float32")):
         key, value = ("encoding", "delta") if of_deltas else ("dtype", weight_sync.dtype)
-        yield (
-            f"weight_sync.{key}: {value} rounds the weights to 16 bits, and the trainer computes in float32: log-probabilities "
-            "of rollouts will be 0.02 to 0.03 nats from the trainer's in the mean, and small updates will not reach rollouts"
-        )
+        rounds = f"{value} rounds the weights to 16 bits, and the trainer computes in float32"
+        far = "log-probabilities of rollouts will be 0.02 to 0.03 nats from the trainer's in the mean"
+        yield f"weight_sync.{key}: {rounds}: {far}, and small updates will not reach rollouts"
     for path, fleet in fleets(config).items():
         if (found := computed_dtype(fleet.dtype, config.model.dtype, on_cpus)) != computes:
-            yield (
-                f"{path}.dtype: rollouts compute in {found}, and the trainer in {computes}: log-probabilities of rollouts will "
-                "be 0.03 to 0.1 nats from the trainer's in the mean"
-            )
+            far = "log-probabilities of rollouts will be 0.03 to 0.1 nats from the trainer's in the mean"
+            yield f"{path}.dtype: rollouts compute in {found}, and the trainer in {computes}: {far}"

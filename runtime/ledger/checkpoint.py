@@ -244,10 +244,8 @@ def is_of(run_dir: Path, folder: Path) -> bool:
     the run's other checkpoints do not continue that branch."""
     parent, root = folder.resolve().parent, (run_dir / run_files.CHECKPOINTS).resolve()
     if parent.parent == root and parent.name.startswith(_DEAD):
-        raise UserError(
-            f"run.resume: {folder} is of a branch that the run has left; move it to {root} to go on from it there, or "
-            "choose another run.dir"
-        )
+        must = f"move it to {root} to go on from it there, or choose another run.dir"
+        raise UserError(f"run.resume: {folder} is of a branch that the run has left; {must}")
     return parent == root
 
 

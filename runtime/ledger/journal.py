@@ -233,11 +233,9 @@ class LedgerWriter:
 
     async def bytes_of(self, part: bytes | Handle) -> bytes:
         """Return a payload from memory or disk. Raises PayloadLost."""
-        return (
-            part
-            if isinstance(part, bytes)
-            else await self._call("read", lambda writer: reader.read_payload(writer.store.folder, part))
-        )
+        if isinstance(part, bytes):
+            return part
+        return await self._call("read", lambda writer: reader.read_payload(writer.store.folder, part))
 
     async def trained(self, step: int) -> Ranges:
         """Return the groups that the checkpoint of `step` names as trained: the batches of all steps before it, whether their
@@ -331,9 +329,8 @@ class LedgerWriter:
         await asyncio.wait({work}, timeout=timeouts.DISK_SLOW)
         if work.done():
             return work.result()
-        self.waits = (
-            f"waits for the file system of {self.folder}, which has not answered for {timeouts.DISK_SLOW:g} s ({phase})"
-        )
+        silent = f"which has not answered for {timeouts.DISK_SLOW:g} s ({phase})"
+        self.waits = f"waits for the file system of {self.folder}, {silent}"
         log.warning("%s", self.waits)
         try:
             return await work

@@ -154,9 +154,8 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
     if mode == "none":
         return None
     if secret is None:
-        raise Forbidden(
-            f"{party}: the run's secret is not known here: neither by {run_files.SECRET} in its folder nor by {SECRET}"
-        )
+        places = f"neither by {run_files.SECRET} in its folder nor by {SECRET}"
+        raise Forbidden(f"{party}: the run's secret is not known here: {places}")
     keys = Keys(name=party, secret=secret, address=network.interface)
     if mode == "token":
         return keys

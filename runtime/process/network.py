@@ -47,10 +47,8 @@ def own_address(interface: str, towards: str = "", key: str = "network.interface
     for device, address in _addresses():
         if device == interface:
             return address
-    raise UserError(
-        f"{key}: '{interface}' is neither an address, nor a network, nor auto, nor one of this machine's devices; "
-        f"it has {_known()}"
-    )
+    wrong = f"'{interface}' is neither an address, nor a network, nor auto, nor one of this machine's devices"
+    raise UserError(f"{key}: {wrong}; it has {_known()}")
 
 
 def loopback() -> str:

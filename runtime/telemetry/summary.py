@@ -261,10 +261,8 @@ def _mismatch(summary: Summary) -> str:
     if not found.get("tokens"):
         return "rollouts and trainer were not compared"
     far = f"{found['over_0.1']:.2%} over 0.1" if found["over_0.1"] else "none over 0.1"
-    return (
-        f"mean {found['abs_logprob']:.1e}, max {found['max']:.1e} nats, {far}  "
-        f"({found['tokens']:,.0f} tokens in {found['steps']:,.0f} of {summary.steps:,} steps)"
-    )
+    compared = f"{found['tokens']:,.0f} tokens in {found['steps']:,.0f} of {summary.steps:,} steps"
+    return f"mean {found['abs_logprob']:.1e}, max {found['max']:.1e} nats, {far}  ({compared})"
 
 
 def alarm(summary: Summary) -> str:
