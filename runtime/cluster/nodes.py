@@ -209,11 +209,7 @@ def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]
 
 
 def launches(
-    config: Config,
-    placement: Placement,
-    roster: Mapping[str, NodeRegistration],
-    incarnations: Mapping[str, int],
-    secret: bytes,
+    config: Config, placement: Placement, roster: Mapping[str, NodeRegistration], incarnations: Mapping[str, int], secret: bytes
 ) -> dict[str, list[Launch]]:
     """Return the launches of each node; a group only while all of its nodes are there.
 
