@@ -41,10 +41,6 @@ from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
 from runtime.types import ENVIRONMENT_COLUMN, REWARD_MODEL_COLUMN
 
-# ---- Environment checks
-#
-# Checks of the environments that play episodes, and of the servers of the user's own that a run calls.
-
 _OF_PROCESSES = (
     *("python", "env", "cpus", "placement", "replicas", "restarts"),
     *("concurrency", "per_process", "sandbox"),
@@ -53,9 +49,20 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0
 
 
 def environment_faults(config: Config) -> Iterator[str]:
-    for name, settings in config.services.environment.items():
+    """Yield a line for each fault of an environment, and for each row format that names an unknown one, or none of several."""
+    data, known = config.data, config.services.environment
+    for name, settings in known.items():
         yield from _environment(f"services.environment.{name}", name, settings)
-    yield from _named(config)
+    if known and not (data.environment or data.columns.get("environment")) and len(known) > 1:
+        own = [data.train] if isinstance(data.train, str) else data.train
+        if any(isinstance(each, str) or not (each.environment or each.columns.get("environment")) for each in own):
+            yield f"data.environment: missing; must be one of services.environment: {', '.join(known)}"
+    places = {"data": data.environment}
+    places |= {f"data.train.{at}": each.environment or "" for at, each in enumerate(data.train) if isinstance(each, Source)}
+    places |= {f"evaluation.sets.{at}": each.environment or "" for at, each in enumerate(config.evaluation.sets)}
+    for key, name in places.items():
+        if name and name not in known:
+            yield f"{key}.environment: '{name}' is not one of services.environment: {', '.join(known) or 'there is none'}"
 
 
 def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
@@ -76,21 +83,6 @@ def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
         yield f"{key}.run: '{settings.run}' is not of the form FILE.py:NAME"
     elif settings.run and not Path(file).is_file():
         yield f"{key}.run: '{file}' is not a file"
-
-
-def _named(config: Config) -> Iterator[str]:
-    """Yield a line for each row format that names an unknown environment, or none of several."""
-    data, known = config.data, config.services.environment
-    if known and not (data.environment or data.columns.get("environment")) and len(known) > 1:
-        own = [data.train] if isinstance(data.train, str) else data.train
-        if any(isinstance(each, str) or not (each.environment or each.columns.get("environment")) for each in own):
-            yield f"data.environment: missing; must be one of services.environment: {', '.join(known)}"
-    places = {"data": data.environment}
-    places |= {f"data.train.{at}": each.environment or "" for at, each in enumerate(data.train) if isinstance(each, Source)}
-    places |= {f"evaluation.sets.{at}": each.environment or "" for at, each in enumerate(config.evaluation.sets)}
-    for key, name in places.items():
-        if name and name not in known:
-            yield f"{key}.environment: '{name}' is not one of services.environment: {', '.join(known) or 'there is none'}"
 
 
 def address_faults(path: str, remote: RemoteServer) -> Iterator[str]:
@@ -331,13 +323,10 @@ def _processes(config: Config) -> Iterator[str]:
         yield "services.rollout: an empty list; at least one fleet is needed"
     for path, process in processes(config).items():
         if process.python and shutil.which(process.python) is None:
-            yield f"{path}.python: '{process.python}' is not an executable" + _how_to_install(process.python)
-
-
-def _how_to_install(python: str) -> str:
-    """Return the command of Sluice's Makefile that makes the missing interpreter; "" if there is none."""
-    made = [name for name in ("vllm", "agents") if f".venv-{name}" in Path(python).parts]
-    return f"; run make install-{made[0]}" if made else ""
+            made = [
+                f"; run make install-{name}" for name in ("vllm", "agents") if f".venv-{name}" in Path(process.python).parts
+            ]
+            yield f"{path}.python: '{process.python}' is not an executable{''.join(made)}"
 
 
 def _lora(config: Config) -> Iterator[str]:
@@ -359,11 +348,12 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
     rewards = config.rewards
     plays, judged = config.gateway is not None and rewards.environment != 0, judge_of(config) is not None
     distils = trains and config.algorithm.advantage == "none"  # no reward is looked at
+    held_out = bool(evaluation_sets(config)) or (config.warmup is not None and not config.data.train)
     if not rewards.rules and not rewards.remote and rewards.model is None and not plays and not distils:
         yield "rewards.rules: empty; at least one rule, remote or model is needed"
     elif not judged and not trains:
         yield "rewards.rules: empty; the first rule says which replies are correct"
-    elif not judged and _evaluates(config):
+    elif not judged and (config.evaluation.every or (held_out and (config.evaluation.before or config.evaluation.after))):
         off = "set evaluation.before and evaluation.after to false and evaluation.every to 0"
         named = "name one (with weight 0 it adds nothing to the reward)"
         yield f"rewards.rules: empty; an evaluation's accuracy is by the first rule: {named}, or {off}"
@@ -399,12 +389,6 @@ def _sandbox(rewards: Rewards) -> Iterator[str]:
         yield f"{key}.timeout: {sandbox.timeout:g} is not below rewards.timeout {rewards.timeout:g}"
     if sandbox.memory > rewards.memory_bytes:
         yield f"{key}.memory: {sandbox.memory} is more than rewards.memory_bytes {rewards.memory_bytes}, which bounds it"
-
-
-def _evaluates(config: Config) -> bool:
-    evaluation = config.evaluation
-    held_out = bool(evaluation_sets(config)) or (config.warmup is not None and not config.data.train)
-    return bool(evaluation.every) or (held_out and (evaluation.before or evaluation.after))
 
 
 def data_faults(config: Config, trains: bool) -> Iterator[str]:

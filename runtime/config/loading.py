@@ -238,9 +238,7 @@ def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
     section, _, own_key = key.partition(".")
     given = raw.get(section)
     name = given.get(own_key) if isinstance(given, dict) else None
-    if not given or not name or not isinstance(name, str):
-        return []
-    if _is_whole(given, kind):
+    if not name or not isinstance(name, str) or _is_whole(given, kind):
         return []  # a file that leaves nothing out, as a run's folder keeps it, outlives its preset
     own = name.endswith((".yaml", ".yml"))
     path = Path(name) if own else folder / f"{name}.yaml"

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from runtime.cluster.topology import block_size, fleets, model_key, teachers, uses_reference
-from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
+from runtime.config import Config, Parallel, RewardModel, Spread, Trainer
 from runtime.config.base import computed_dtype
 from runtime.errors import UserError
 from runtime.models import hf_folder, limits, quantized, tiny_model
@@ -233,14 +233,10 @@ def spread_models(config: Config) -> dict[str, ModelConfig | None]:
 
 
 def policy_model(config: Config) -> ModelConfig | None:
-    return _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
-
-
-def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
-    """Return the known values of a warm-up's model before it exists."""
-    if warmup is None:
-        return None
-    shape = tiny_model.WARMED_UP[warmup.task]
+    """Return the policy's config.json; of a warm-up's model, before it exists, the known values."""
+    if config.model.path or config.warmup is None:
+        return _model_config(config.model.path) if config.model.path else None
+    shape = tiny_model.WARMED_UP[config.warmup.task]
     return {
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
@@ -285,16 +281,13 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
         else:
             if settings.parallel != Parallel():
                 yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
-            if isinstance(settings, Trainer):
-                yield from _megatrons_own(key, config, settings)
-
-
-def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]:
-    """Yield a line for each setting that engine torch lacks."""
-    if config.checkpoint.async_save:
-        yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
-    if settings.offload and settings.cpu_offload:
-        yield f"{key}.offload: {settings.offload[0]}, but with cpu_offload all is in host memory at all times; must be empty"
+            if not isinstance(settings, Trainer):
+                continue
+            if config.checkpoint.async_save:
+                yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
+            if settings.offload and settings.cpu_offload:
+                wrong = f"{settings.offload[0]}, but with cpu_offload all is in host memory at all times"
+                yield f"{key}.offload: {wrong}; must be empty"
 
 
 def _blocks(key: str, settings: Spread) -> Iterator[str]:

@@ -42,14 +42,9 @@ def reference_faults(config: Config) -> Iterator[str]:
         elif mode != "service" or settings.engine == "megatron":
             needed = "reference.source service and services.reference.engine torch, which holds several models"
             yield f"{key}: '{folder}' needs {needed}"
-    yield from _nothing_to_learn(config)
-
-
-def _nothing_to_learn(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.advantage == "none" and not algorithm.kl_coefficient and not algorithm.entropy_coefficient:
+    if config.algorithm.advantage == "none" and not coefficient and not config.algorithm.entropy_coefficient:
         yield "algorithm.advantage: none leaves nothing to learn; algorithm.kl_coefficient must be above 0"
-    if algorithm.advantage == "none" and algorithm.dynamic_sampling:
+    if config.algorithm.advantage == "none" and config.algorithm.dynamic_sampling:
         yield "algorithm.dynamic_sampling: true drops groups by rewards, which advantage none does not look at; must be false"
 
 
