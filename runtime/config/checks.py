@@ -225,19 +225,12 @@ def _run(config: Config) -> Iterator[str]:
 
 def chosen_names(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield the key and name of each function that the configuration names, and the key of the functions of its kind."""
-    algorithm = config.algorithm
-    chosen = {
-        "algorithm.advantage": algorithm.advantage,
-        "algorithm.loss": algorithm.loss,
-        "algorithm.correction": algorithm.correction,
-        "algorithm.aggregation": algorithm.aggregation,
-        "algorithm.kl": algorithm.kl,
-        "data.handler": config.data.handler,
-    }
-    yield from ((key, name, key) for key, name in chosen.items())
-    own_handlers = {key.replace(".path", ".handler"): source.handler for key, source in sources(config.data)}
-    own_handlers |= {f"evaluation.sets.{index}.handler": entry.handler for index, entry in enumerate(config.evaluation.sets)}
-    yield from ((key, handler, "data.handler") for key, handler in own_handlers.items() if handler is not None)
+    for kind in ("advantage", "loss", "correction", "aggregation", "kl"):
+        yield f"algorithm.{kind}", getattr(config.algorithm, kind), f"algorithm.{kind}"
+    handlers = {"data.handler": config.data.handler}
+    handlers |= {key.replace(".path", ".handler"): source.handler for key, source in sources(config.data)}
+    handlers |= {f"evaluation.sets.{index}.handler": entry.handler for index, entry in enumerate(config.evaluation.sets)}
+    yield from ((key, handler, "data.handler") for key, handler in handlers.items() if handler is not None)
     yield from ((f"rewards.rules.{at}.name", rule.name, "rewards.rules") for at, rule in enumerate(config.rewards.rules))
 
 
