@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,11 +32,6 @@ class StorageFull(UserError):
     def __init__(self, path: Path | str):
         self.path = str(path)
         super().__init__(f"{path}: no space left on device; free some, then go on with run.resume=auto")
-
-
-def is_full(error: OSError) -> bool:
-    """Return True if the error reports a full device, which becomes StorageFull."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class Forbidden(SluiceError):

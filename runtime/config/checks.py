@@ -131,7 +131,6 @@ def semantic_faults(
         *_unknown_names(config, known or {}),
         *(() if serves else reward_faults(config, trains)),
         *(() if serves else evaluation_faults(config, trains)),
-        *service_checks.gateway_faults(config),
         *environment_faults(config),
         *data_faults(config, trains),
         *model_checks.model_faults(config, trains),

@@ -104,11 +104,6 @@ def scraping_faults(config: Config) -> Iterator[str]:
     yield f"metrics.prometheus.token: missing; with network.interface '{network.interface}' it {must}"
 
 
-def gateway_faults(config: Config) -> Iterator[str]:
-    if config.gateway is not None and takes_turns(config):
-        yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
-
-
 def cluster_faults(cluster: Cluster) -> Iterator[str]:
     """Yield a line for each fault of the nodes."""
     if cluster.nodes == "auto":
@@ -227,6 +222,8 @@ def hccl_beside_workers(config: Config) -> bool:
 
 
 def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
+    if config.gateway is not None and takes_turns(config):
+        yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
     running = {instance.role for instance in topology.instances(config)}
     for path, settings in processes(config).items():
         if isinstance(settings, Computing) and settings.colocate:

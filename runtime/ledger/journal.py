@@ -13,6 +13,7 @@ The schema and the reading side are in `runtime.ledger.reader`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -29,7 +30,7 @@ import xxhash
 from msgspec import Struct, field, structs
 
 from runtime import run_files, timeouts, types
-from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull, is_full
+from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull
 from runtime.ledger import reader, states
 from runtime.ledger.reader import PARTS, GroupRow, Handle, PayloadLost, Ranges, group_row, segment_path, segments
 from runtime.ledger.states import GroupState, Mark, Phase
@@ -343,7 +344,7 @@ def _guarded(phase: str, folder: Path, function: Callable[[], T]) -> T:
     try:
         return function()
     except OSError as error:
-        if is_full(error):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(folder) from error
         raise ServiceFault("ledger", phase, str(error)) from error
     except sqlite3.OperationalError as error:

@@ -339,33 +339,23 @@ class LedgerReader:
     def check_final(self, groups_per_step: int | None = None) -> dict[str, int]:
         """Return the counts of a finished run. Raises InvariantViolated with group ids unless every admitted group has exactly
         one final state. With `groups_per_step`, every step must have trained that many, without a gap between steps."""
-        self._refuse(
-            "SELECT id FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id",
-            "groups that did not end in a final state",
-        )
-        self._refuse(
-            "SELECT id FROM groups WHERE (state = 'retired') != (step IS NOT NULL) OR (state = 'dropped') != (why IS NOT NULL)"
-            " OR (retired_at IS NOT NULL AND dropped_at IS NOT NULL) ORDER BY id",
-            "groups that have more than one final state, or none",
-        )
+        checks = {
+            "groups that did not end in a final state": "id FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id",
+            "groups that have more than one final state, or none": "id FROM groups WHERE (state = 'retired') != (step IS NOT"
+            " NULL) OR (state = 'dropped') != (why IS NOT NULL) OR retired_at + dropped_at IS NOT NULL ORDER BY id",
+        }
         if groups_per_step is not None:
-            self._refuse(
-                "SELECT step FROM groups WHERE state = 'retired' GROUP BY step"
-                f" HAVING count(*) != {int(groups_per_step)} OR count(DISTINCT place) != count(*) ORDER BY step",
-                f"steps that did not train on {groups_per_step} groups",
-            )
-            self._refuse(
-                "SELECT step FROM (SELECT step, lag(step, 1, -1) OVER (ORDER BY step) AS previous FROM"
-                " (SELECT DISTINCT step FROM groups WHERE state = 'retired')) WHERE step != previous + 1",
-                "steps whose predecessor trained on nothing",
-            )
+            checks |= {
+                f"steps that did not train on {groups_per_step} groups": "step FROM groups WHERE state = 'retired' GROUP BY"
+                f" step HAVING count(*) != {int(groups_per_step)} OR count(DISTINCT place) != count(*) ORDER BY step",
+                "steps whose predecessor trained on nothing": "step FROM (SELECT step, lag(step, 1, -1) OVER (ORDER BY step) AS"
+                " previous FROM (SELECT DISTINCT step FROM groups WHERE state = 'retired')) WHERE step != previous + 1",
+            }
+        for complaint, query in checks.items():
+            if found := [str(row[0]) for row in self._connection.execute(f"SELECT {query}")]:
+                more = f" and {len(found) - 20} more" if len(found) > 20 else ""
+                raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
         return self.counts()
-
-    def _refuse(self, query: str, complaint: str) -> None:
-        found = [str(row[0]) for row in self._connection.execute(query)]
-        if found:
-            more = f" and {len(found) - 20} more" if len(found) > 20 else ""
-            raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
 
 
 # ---- Damage
