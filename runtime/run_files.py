@@ -16,9 +16,7 @@ from runtime.errors import UserError
 
 T = TypeVar("T")
 
-# ---- Json file
-#
-# JSON files from other programs: models, tokenizers and checkpoints have them.
+# ---- JSON files from other programs: models, tokenizers and checkpoints have them
 
 
 def read_object(path: Path, where: str) -> dict[str, Any]:

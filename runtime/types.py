@@ -21,9 +21,7 @@ from msgspec.structs import replace
 from runtime.errors import InvalidMessage
 
 # ---- Codec
-#
 # msgpack for bulk and internal messages: numpy arrays travel as raw little-endian buffers and arrive as views.
-#
 # An array is the msgpack extension `ARRAY`: one byte that indexes `_WIRE_DTYPES`, then the buffer. There is no pickle: a
 # message can only hold the types of its Struct.
 
@@ -96,9 +94,7 @@ def decode(type_: type[T], data: bytes | memoryview) -> T:
         raise InvalidMessage(f"not a {getattr(type_, '__name__', type_)}: {error}") from error
 
 
-# ---- Columns
-#
-# Compact columns for a group's tokens: values that seldom change, sets of tokens, and experts.
+# ---- Compact columns for a group's tokens: values that seldom change, sets of tokens, and experts
 
 
 class Runs(msgspec.Struct, frozen=True, array_like=True):

@@ -20,9 +20,7 @@ from runtime.cluster.topology import Instance, devices_each, is_group, path_of, 
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
 
-# ---- Restarts
-#
-# Limits on the restarts of a process. No I/O; the caller gives the time.
+# ---- Limits on the restarts of a process; the caller gives the time
 
 
 def backoff(before: int) -> float:

@@ -26,10 +26,7 @@ from runtime.config.secret_values import refused
 from runtime.config.yaml_text import at_home, dump, read_mapping, read_value, show
 from runtime.errors import ConfigError
 
-# ---- Names of trl
-#
 # Keys of TRL's GRPOConfig with other names here. By their letters another key of Sluice would be the nearest.
-
 OF_TRL = {
     "beta": "algorithm.kl_coefficient",
     "epsilon": "algorithm.clip_low and algorithm.clip_high",

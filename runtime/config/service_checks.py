@@ -20,9 +20,7 @@ from runtime.process.network import is_loopback
 from runtime.rollout.vllm.arguments import LEAST_TEMPERATURE, own_faults
 from runtime.weights.plan import resolve_transport
 
-# ---- Reference checks
-#
-# Checks of the reference and teachers, which need the policy's tokens, and of the policy's experts.
+# ---- The reference and teachers, and the policy's experts
 
 
 def reference_faults(config: Config) -> Iterator[str]:

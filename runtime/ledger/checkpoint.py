@@ -36,9 +36,7 @@ from runtime.data.prompts import StreamState
 from runtime.errors import InvalidMessage, StorageFull, UserError
 from runtime.types import PolicyVersion
 
-# ---- Position
-#
-# The coordinator's part of a checkpoint: the run's state beside the saved weights.
+# ---- The coordinator's part of a checkpoint: the run's state beside the saved weights
 
 
 class Position(Struct, kw_only=True):

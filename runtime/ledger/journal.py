@@ -36,9 +36,7 @@ from runtime.ledger.reader import PARTS, GroupRow, Handle, PayloadLost, Ranges, 
 from runtime.ledger.states import GroupState, Mark, Phase
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
-# ---- Records
-#
-# The records of the ledger, and their columns.
+# ---- The records of the ledger, and their columns
 
 
 class Ticket(Struct, frozen=True, kw_only=True):

@@ -25,7 +25,6 @@ from runtime.types import Outcomes, PolicyVersion, Scores
 T = TypeVar("T")
 
 # ---- Payloads
-#
 # A segment `segment-00000.bin` is a sequence of records: length (uint64) and xxh3-64 of the bytes (uint64), little-endian, then
 # the bytes. A record is never changed; whole segments are deleted once none of their records is needed.
 
@@ -358,10 +357,7 @@ class LedgerReader:
         return self.counts()
 
 
-# ---- Damage
-#
-# A ledger that lacks groups which the run's checkpoint names. The coordinator then goes on from the checkpoint alone
-# (`Attempt._restore`).
+# ---- A ledger that lacks groups of the run's checkpoint, from which alone the coordinator then goes on (`Attempt._restore`)
 
 
 def examine(run_dir: Path, resume: Path, say: Callable[[str], None]) -> None:

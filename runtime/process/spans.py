@@ -36,7 +36,6 @@ from runtime.process import os_process
 from runtime.process.waiting import unless_failed
 
 # ---- Progress
-#
 # The process sends a heartbeat with its current phase to its node's agent once a second. It shows that the process makes
 # progress:
 #

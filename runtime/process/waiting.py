@@ -100,9 +100,7 @@ def drop_frames(error: BaseException | None) -> None:
         error = error.__cause__
 
 
-# ---- Writes
-#
-# Writes that wait while a disk is full or a file system fails, with one log line, and then try again.
+# ---- Writes that wait while a disk is full or a file system fails, with one log line, and then try again
 
 log = logging.getLogger("sluice")
 
