@@ -73,8 +73,11 @@ _OF_16_BITS = [dtype for dtype in get_args(DType) if dtype not in ("auto", "floa
 def network_faults(config: Config, trains: bool) -> Iterator[str]:
     yield from cluster_faults(config.cluster)
     for path, role in processes(config).items():
-        if isinstance(role, Placed) and isinstance(role.placement, list):
-            yield from _placement(f"{path}.placement", role.placement)
+        names = role.placement if isinstance(role, Placed) and isinstance(role.placement, list) else None
+        if names == []:
+            yield f"{path}.placement: empty; must be pack, spread, or name at least one node"
+        elif twice := _twice(names or []):
+            yield f"{path}.placement: names '{twice[0]}' twice; must name each node once"
     several, standby = topology.has_several_nodes(config.cluster), config.services.coordinator.standby
     if standby and not several:
         yield f"services.coordinator.standby: '{standby}', but the run has one node; needs cluster.nodes or cluster.min_nodes"
@@ -119,11 +122,8 @@ def cluster_faults(cluster: Cluster) -> Iterator[str]:
         yield f"cluster.min_nodes: {cluster.min_nodes}, but cluster.nodes names {len(names)}; must be at most that"
 
 
-def _placement(key: str, names: list[str]) -> Iterator[str]:
-    if not names:
-        yield f"{key}: empty; must be pack, spread, or name at least one node"
-    elif twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
-        yield f"{key}: names '{twice}' twice; must name each node once"
+def _twice(named: list[Any]) -> list[str]:
+    return sorted({str(each) for index, each in enumerate(named) if each in named[:index]})
 
 
 def _reachable(config: Config) -> Iterator[str]:
@@ -168,18 +168,15 @@ def _ports(config: Config, listening: int) -> Iterator[str]:
 
 def device_faults(config: Config, trains: bool) -> Iterator[str]:
     for path, role in processes(config).items():
-        if isinstance(role, Computing) and role.devices:
-            yield from _devices(path, role, topology.devices_of(config, path.split(".")[1], role))
+        if not isinstance(role, Computing) or not role.devices:
+            continue
+        if twice := _twice(role.devices):
+            yield f"{path}.devices: names {', '.join(twice)} twice; must name each device once"
+        count, needed = len(role.devices), topology.devices_of(config, path.split(".")[1], role)
+        if count != needed:
+            yield f"{path}.devices: {count} of them, but its processes take {needed}; must be {needed}"
     if trains and not takes_turns(config):  # which has a check of its own
         yield from _shared_device(config)
-
-
-def _devices(key: str, role: Computing, needed: int) -> Iterator[str]:
-    count = len(role.devices)
-    if twice := {str(device) for index, device in enumerate(role.devices) if device in role.devices[:index]}:
-        yield f"{key}.devices: names {', '.join(sorted(twice))} twice; must name each device once"
-    if count != needed:
-        yield f"{key}.devices: {count} of them, but its processes take {needed}; must be {needed}"
 
 
 def _shared_device(config: Config) -> Iterator[str]:
@@ -188,25 +185,18 @@ def _shared_device(config: Config) -> Iterator[str]:
     transport = resolve_transport(settings.transport, settings.backend, {"trainer-0": "this"})
     if settings.backend == "gloo" or transport != "collective":
         return
-    taken: dict[int, str] = {}
-    for name, devices in _publishing(config):
-        if not devices:
+    taken = dict.fromkeys(config.services.trainer.devices[:1], "trainer-0")
+    for name, fleet in topology.replicas(config).items():
+        place, size = topology.place_in_fleet(config, topology.Instance("rollout", name)), len(fleet.devices) // fleet.replicas
+        if not size:
             continue
-        device = devices[0]
+        device = fleet.devices[place * size]
         if device in taken:
             key = f"transport: {transport}" if settings.backend == "auto" else f"backend: {settings.backend}"
             must = "must be backend gloo, or transport shared_memory, or other services.*.devices"
             yield f"weight_sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; {must}"
             return
         taken[device] = name
-
-
-def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
-    """Yield the members of the sync group with their devices."""
-    yield "trainer-0", config.services.trainer.devices[:1]
-    for name, fleet in topology.replicas(config).items():
-        place, size = topology.place_in_fleet(config, topology.Instance("rollout", name)), len(fleet.devices) // fleet.replicas
-        yield name, fleet.devices[place * size : (place + 1) * size]
 
 
 def hccl_beside_workers(config: Config) -> bool:
@@ -225,8 +215,7 @@ def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
     running = {instance.role for instance in topology.instances(config)}
     for path, settings in processes(config).items():
         if isinstance(settings, Computing) and settings.colocate:
-            fault = _host_fault(config, path, settings, running)
-            if fault:
+            if fault := _host_fault(config, path, settings, running):
                 yield f"{path}.{fault}"
     if trains and takes_turns(config):
         yield from _turns(config)
