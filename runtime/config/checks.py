@@ -111,10 +111,7 @@ _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def semantic_faults(
-    config: Config,
-    known: Mapping[str, Sequence[str]] | None = None,
-    available_bytes: int | None = None,
-    trains: bool = True,
+    config: Config, known: Mapping[str, Sequence[str]] | None = None, available_bytes: int | None = None, trains: bool = True
 ) -> list[str]:
     """Return a line for each fault.
 
@@ -161,25 +158,14 @@ def semantic_faults(
 
 def alone(config: Config) -> Config:
     """Return the parts of a configuration that `sluice sft` uses, as that of a run with only a trainer."""
-    training, sft = config.training, config.sft
-    return Config(
-        run=config.run,
-        model=config.model,
-        data=config.data,
-        training=Training(
-            optimizer=config.optimizer_of("sft"),
-            max_tokens_per_microbatch=training.max_tokens_per_microbatch,
-            on_nonfinite=training.on_nonfinite,
-        ),
-        sft=sft,
-        lora=config.lora,
-        services=Services(rollout=[], trainer=config.services.trainer),
-        checkpoint=config.checkpoint,
-        deadlines=config.deadlines,
-        logs=config.logs,
-        metrics=config.metrics,
-        trackers=config.trackers,
+    training = Training(
+        optimizer=config.optimizer_of("sft"),
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        on_nonfinite=config.training.on_nonfinite,
     )
+    services = Services(rollout=[], trainer=config.services.trainer)
+    used = ("run", "model", "data", "sft", "lora", "checkpoint", "deadlines", "logs", "metrics", "trackers")
+    return Config(**{key: getattr(config, key) for key in used}, training=training, services=services)
 
 
 def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_bytes: int | None = None) -> list[str]:
@@ -217,8 +203,7 @@ def _run(config: Config) -> Iterator[str]:
     if resume not in ("never", "auto") and not Path(resume).is_dir():
         yield f"run.resume: '{resume}' is not a checkpoint's folder; never and auto are allowed besides"
     for index, tracker in enumerate(config.trackers):
-        package = missing_package(tracker)
-        if package:
+        if package := missing_package(tracker):
             yield f"trackers.{index}.name: {tracker.name} needs a package: pip install '{package}'"
 
 
