@@ -25,7 +25,7 @@ from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
-from runtime.ledger import node_checkpoints
+from runtime.ledger import checkpoint
 from runtime.process import keys, waiting
 from runtime.process.keys import Keys
 from runtime.status import Progress
@@ -234,7 +234,7 @@ class Agent:
         files = {key: Path(path) for key, path in named_paths(self.config).items()} | {"run.dir": run_dir / run_files.LOCK}
         if not self.config.cluster.shared_folder:
             del files["run.dir"]  # each node has its own
-            whole = await asyncio.to_thread(node_checkpoints.whole, run_dir, self._node.name, not self.began)
+            whole = await asyncio.to_thread(checkpoint.whole_parts, run_dir, self._node.name, not self.began)
         found = await asyncio.to_thread(lambda: {key: fingerprint(path) for key, path in files.items()})
         method = contract.METHODS["Coordinator", "ReportPaths"]
         await client.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found, parts=whole))

@@ -38,7 +38,7 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
 
 class NodePaths(Struct, kw_only=True, frozen=True):
     """The files of `node` at the configuration's paths: by key, a hash, or "" if there is none. `parts`: the node's parts of
-    checkpoints, if nodes share no folder (`ledger.node_checkpoints.whole`)."""
+    checkpoints, if nodes share no folder (`ledger.checkpoint.whole_parts`)."""
 
     node: str
     found: dict[str, str] = {}

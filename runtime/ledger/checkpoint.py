@@ -32,6 +32,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import run_files, types
+from runtime.config import Config
 from runtime.data.prompts import StreamState
 from runtime.errors import InvalidMessage, StorageFull, UserError
 from runtime.types import PolicyVersion
@@ -375,3 +376,59 @@ def read_position(folder: Path) -> Position:
         return _decoded(folder)
     except (OSError, InvalidMessage) as error:
         raise UserError(f"run.resume: {folder / POSITION}: {error}") from error
+
+
+# ---- Checkpoints of nodes that share no folder
+# Each node has a part, `RUN/parts/NODE/ROLE/checkpoints/step-00000050`, complete or absent as any checkpoint's folder. Its
+# ranks answer once the part is safe. The coordinator's folder names all parts and comes last; only this folder makes the
+# checkpoint count. A part of an unfinished checkpoint is removed at the next save, or set aside when the run goes back.
+
+
+def part_root(run_dir: Path, node: str, role: str) -> Path:
+    """Return the folder on a node whose `checkpoints` has the parts of `role`."""
+    return run_dir / run_files.PARTS / node / role
+
+
+def identity(position: Position) -> str:
+    """Return an id that no other checkpoint of any run has."""
+    return f"{position.run}/{position.version}"
+
+
+def lineage(config: Config) -> str:
+    """Return `Position.run` for the run's checkpoints: that of the checkpoint to resume, else of its own, else a new one."""
+    run_dir = Path(config.run.dir)
+    own = [folder_for(run_dir, step) for step in steps(run_dir)]
+    for folder in (Path(config.run.resume or "never"), *own):
+        with suppress(UserError):
+            if found := read_position(folder).run:
+                return found
+    return run_files.run_id(run_dir)
+
+
+def missing_part(part: str) -> str:
+    """Describe the missing part `ROLE/NODE`."""
+    role, _, node = part.partition("/")
+    return f"node {node} has no complete part of the {role}, or is not in this run"
+
+
+def whole_parts(run_dir: Path, node: str, sums: bool = True) -> list[str]:
+    """List the checkpoints whose part on this node is complete: `ROLE/NODE/RUN/VERSION`. `sums`: as of `fault`."""
+    roots = [part_root(run_dir, node, role) for role in ("trainer", "critic")]
+    folders = [(where.name, folder_for(where, step)) for where in roots for step in steps(where)]
+    found = [(role, one) for role, one in folders if not fault(one, sums)]
+    return [f"{role}/{node}/{identity(read_position(one))}" for role, one in found]
+
+
+def begin_part(parts: Path, step: int, keep: Container[int]) -> Path:
+    """Begin a part as `begin` does, and remove the parts of steps not in `keep`."""
+    sweep(parts)
+    for former in steps(parts):
+        if former not in keep:
+            discard(folder_for(parts, former))
+    return begin(folder_for(parts, step))
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """Return the sizes in bytes of a role's files, by path in its folder."""
+    found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return {name: size for name, size in found.items() if name != POSITION}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 from tests.system.chaos import check_ledger
 from tests.system.cluster import NAMES, Cluster, cluster
 from tests.system.runs import one_line, steps, write_config
@@ -60,7 +60,7 @@ def own(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Pat
 
 
 def part(run: Cluster, name: str, step: int) -> Path:
-    return checkpoint.folder_for(node_checkpoints.root(run.place(name, run.own[0]), name, "trainer"), step)
+    return checkpoint.folder_for(checkpoint.part_root(run.place(name, run.own[0]), name, "trainer"), step)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

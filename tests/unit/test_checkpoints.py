@@ -27,7 +27,7 @@ from runtime.config.checks import semantic_faults
 from runtime.coordinator.register import Register
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.reader import DATABASE
 from runtime.types import PolicyVersion
@@ -323,22 +323,22 @@ def configured(run_dir: Path, **sections: Any) -> Config:
 
 
 def test_parts_of_steps_that_do_not_count_go_at_the_next_save(tmp_path: Path) -> None:
-    place = node_checkpoints.root(tmp_path, "b", "trainer")
+    place = checkpoint.part_root(tmp_path, "b", "trainer")
     for step in (2, 4, 6):
         write(place, position(step))
-    partial = node_checkpoints.begin(place, 8, keep=(4,))
+    partial = checkpoint.begin_part(place, 8, keep=(4,))
     assert checkpoint.steps(place) == [4]
     assert partial == checkpoint.partial_of(checkpoint.folder_for(place, 8))
     assert list(partial.iterdir()) == []
 
 
 def test_a_node_tells_of_the_parts_that_are_whole(tmp_path: Path) -> None:
-    write(node_checkpoints.root(tmp_path, "b", "trainer"), position(2))
-    torn = write(node_checkpoints.root(tmp_path, "b", "trainer"), position(4))
+    write(checkpoint.part_root(tmp_path, "b", "trainer"), position(2))
+    torn = write(checkpoint.part_root(tmp_path, "b", "trainer"), position(4))
     (torn / TRAINER).write_text("")
-    write(node_checkpoints.root(tmp_path, "b", "critic"), position(2))
-    write(node_checkpoints.root(tmp_path, "another", "trainer"), position(2))
-    assert node_checkpoints.whole(tmp_path, "b") == ["trainer/b/5f/0.2", "critic/b/5f/0.2"]
+    write(checkpoint.part_root(tmp_path, "b", "critic"), position(2))
+    write(checkpoint.part_root(tmp_path, "another", "trainer"), position(2))
+    assert checkpoint.whole_parts(tmp_path, "b") == ["trainer/b/5f/0.2", "critic/b/5f/0.2"]
 
 
 def test_a_coordinators_folder_without_files_is_whole_and_taken_up_as_it_names_parts(tmp_path: Path) -> None:
@@ -353,13 +353,13 @@ def test_a_coordinators_folder_without_files_is_whole_and_taken_up_as_it_names_p
 
 def test_checkpoints_go_by_the_run_that_began_them_through_all_its_starts(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(b"\x12\x34")
-    assert node_checkpoints.lineage(configured(tmp_path)) == "1234"
+    assert checkpoint.lineage(configured(tmp_path)) == "1234"
     folder = write(tmp_path, position(2, parts=["trainer/b"]))
-    assert node_checkpoints.lineage(configured(tmp_path)) == OWN
+    assert checkpoint.lineage(configured(tmp_path)) == OWN
     elsewhere = write(tmp_path / "elsewhere", position(2, run=OTHER))
-    assert node_checkpoints.lineage(configured(tmp_path, run={"resume": str(elsewhere)})) == OTHER
+    assert checkpoint.lineage(configured(tmp_path, run={"resume": str(elsewhere)})) == OTHER
     checkpoint.discard(folder)
-    assert node_checkpoints.lineage(configured(tmp_path, run={"resume": str(folder)})) == "1234"
+    assert checkpoint.lineage(configured(tmp_path, run={"resume": str(folder)})) == "1234"
 
 
 def told(run_dir: Path, found: list[str], **sections: Any) -> Nodes:
