@@ -229,7 +229,7 @@ class CoordinatorProcess:
                 raise  # the error names the range
             host = "services.coordinator.host" if settings.host else "network.interface"
             raise UserError(f"{'services.coordinator.port' if settings.port else host}: {error}") from None
-        async with process.exposed(self._config, self, leads=True) as self._metrics:
+        async with process.exposed(self._config, self.status, self.figures) as self._metrics:
             await self._lead(server, ready_fd)
 
     async def _lead(self, server: Server, ready_fd: int | None) -> None:
