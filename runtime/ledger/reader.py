@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,8 +21,6 @@ from runtime.ledger import checkpoint
 from runtime.ledger.states import Mark, Phase
 from runtime.run_files import regular
 from runtime.types import Outcomes, PolicyVersion, Scores
-
-T = TypeVar("T")
 
 # ---- Payloads
 # A segment `segment-00000.bin` is a sequence of records: length (uint64) and xxh3-64 of the bytes (uint64), little-endian, then
@@ -149,44 +147,30 @@ def check_format(database: sqlite3.Connection, folder: Path) -> None:
         raise UserError(f"{folder}: the ledger is of format {found}, and this version of Sluice reads format {FORMAT} only")
 
 
-def _version(packed: int | None) -> PolicyVersion | None:
-    return None if packed is None else PolicyVersion.unpack(packed)
-
-
-def _decoded(kind: type[T], blob: bytes | None) -> T | None:
-    return None if blob is None else types.decode(kind, blob)
+_BLOBS: dict[str, Any] = {"response_tokens": list[int], "rewards": list[float], "outcomes": Outcomes, "scores": Scores}
 
 
 def group_row(row: sqlite3.Row) -> GroupRow:
     """Decode a row of `SELECT * FROM groups`. Raises LedgerDamaged."""
+    known = {name: row[name] for name in row.keys() if row[name] is not None}  # noqa: SIM118
+    plain = {name: known.get(name) for name in GroupRow.__struct_fields__}
     try:
-        return _group_row(row)
+        plain |= {name: PolicyVersion.unpack(known[name]) for name in ("oldest", "newest") if name in known}
+        plain |= {name: types.decode(kind, known[name]) for name, kind in _BLOBS.items() if name in known}
+        plain |= {
+            "group_id": row["id"],
+            "phase": Phase(row["state"]),
+            "marks": Mark(row["marks"]),
+            "handles": {
+                part: Handle(row[f"{part}_segment"], row[f"{part}_offset"], row[f"{part}_length"])
+                for part in PARTS
+                if f"{part}_segment" in known
+            },
+            "times": {name[:-3]: at for name, at in known.items() if name.endswith("_at")},
+        }
+        return GroupRow(**plain)
     except (InvalidMessage, ArithmeticError, TypeError, ValueError) as error:
         raise LedgerDamaged(f"{DATABASE}: the row of group {row['id']!r} is damaged: {error}") from error
-
-
-def _group_row(row: sqlite3.Row) -> GroupRow:
-    plain = {name: row[name] for name in GroupRow.__struct_fields__ if name in row.keys()}  # noqa: SIM118
-    handles = {
-        part: Handle(row[f"{part}_segment"], row[f"{part}_offset"], row[f"{part}_length"])
-        for part in PARTS
-        if row[f"{part}_segment"] is not None
-    }
-    times = {name[:-3]: row[name] for name in row.keys() if name.endswith("_at") and row[name] is not None}  # noqa: SIM118
-    decoded: dict[str, Any] = {
-        "group_id": row["id"],
-        "phase": Phase(row["state"]),
-        "marks": Mark(row["marks"]),
-        "oldest": _version(row["oldest"]),
-        "newest": _version(row["newest"]),
-        "response_tokens": _decoded(list[int], row["response_tokens"]),
-        "rewards": _decoded(list[float], row["rewards"]),
-        "outcomes": _decoded(Outcomes, row["outcomes"]),
-        "scores": _decoded(Scores, row["scores"]),
-        "handles": handles,
-        "times": times,
-    }
-    return GroupRow(**{**plain, **decoded})
 
 
 def groups_within(trained: Ranges) -> int:
