@@ -27,7 +27,6 @@ DType = Literal["auto", "float32", "bfloat16"]
 GroupBackend = Literal["auto", "gloo", "nccl", "hccl"]
 
 Seconds = Annotated[float, in_unit("seconds", gt=0)]
-SecondsOr0 = Annotated[float, in_unit("seconds", ge=0)]
 HoursOr0 = Annotated[float, in_unit("hours", ge=0)]
 Bytes = Annotated[int, in_unit("bytes", ge=1)]
 Tokens = Annotated[int, in_unit("tokens", ge=1)]
