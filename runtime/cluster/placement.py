@@ -305,12 +305,12 @@ class _Table:
         """Describe the free devices of the nodes, and the owners of the others."""
         if not self._accelerated:
             return f"nodes are {', '.join(nodes)}"
-        return "; ".join(self._line(node) for node in nodes)
-
-    def _line(self, node: str) -> str:
-        owners = dict.fromkeys(owner for (where, _), owner in self._owner.items() if where == node)
-        whose = f" (others are used by {', '.join(owners)})" if owners else ""
-        return f"node {node} has {len(self._free(node))} of {self._nodes[node].devices} devices free{whose}"
+        lines = []
+        for node in nodes:
+            owners = dict.fromkeys(owner for (where, _), owner in self._owner.items() if where == node)
+            whose = f" (others are used by {', '.join(owners)})" if owners else ""
+            lines.append(f"node {node} has {len(self._free(node))} of {self._nodes[node].devices} devices free{whose}")
+        return "; ".join(lines)
 
 
 def _of_blocks(block: int) -> str:
