@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from runtime.errors import ConfigError, UserError
-from runtime.run_files import regular
+from runtime.run_files import reading, regular
 
 MOST_BYTES = 1 << 20  # of a file
 MOST_VALUES = 100_000  # of it, those that aliases repeat each time
@@ -132,12 +132,10 @@ def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dic
     """Return the mapping in a YAML file. Raises ConfigError if it has none; `needed` says what an empty file lacks."""
     try:
         own = path.is_relative_to("/dev")  # a pipe of the user's shell, which is in no folder
-        with (path if own else regular(path, MOST_BYTES)).open("rb") as file:
+        with reading(path), (path if own else regular(path, MOST_BYTES)).open("rb") as file:
             raw = read_value(file.read(MOST_BYTES + 1))
     except UserError as error:  # no file, or a large one
         raise ConfigError([str(error)]) from error
-    except OSError as error:
-        raise ConfigError([f"{path}: {(error.strerror or str(error)).lower()}"]) from error
     except yaml.YAMLError as error:
         raise ConfigError([f"{path}{_yaml_fault(error)}"]) from error
     if raw is None:

@@ -87,13 +87,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
         **score_metrics(figures.scores),
         **environment_metrics(figures.generated, figures.scores),
         **staleness_metrics(figures.staleness),
-        **throughput_metrics(
-            prompt_mean=lengths.get("prompt_length/mean", 0.0),
-            response_mean=lengths.get("response_length/mean", 0.0),
-            rows=sum(len(group.response_tokens) for group in figures.generated),
-            world_size=figures.world_size,
-            timing=figures.timing,
-        ),
+        **_throughput(figures, lengths),
         **figures.trained.metrics,
         **figures.timing,  # again: the coordinator's own measurements replace the trainer's
         **figures.dynamic_sampling,
@@ -108,13 +102,13 @@ def step_metrics(figures: StepFigures) -> Metrics:
     }
 
 
-def throughput_metrics(
-    *, prompt_mean: float, response_mean: float, rows: int, world_size: int, timing: Mapping[str, float]
-) -> dict[str, float]:
+def _throughput(figures: StepFigures, lengths: Mapping[str, float]) -> dict[str, float]:
     """Compute tokens per second and accelerator: of the whole step (e2e), the update, or generation (rollout). 0 for a phase
     that took no time in the step."""
-    tokens = (response_mean + prompt_mean) * rows / world_size
+    rows, timing = sum(len(group.response_tokens) for group in figures.generated), figures.timing
+    mean = lengths.get("prompt_length/mean", 0.0) + lengths.get("response_length/mean", 0.0)
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "rollout_tps": "timing/rollout"}
+    tokens = mean * rows / figures.world_size
     return {name: tokens / timing[phase] if timing.get(phase) else 0.0 for name, phase in phases.items()}
 
 
