@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import faulthandler
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
-from runtime.process.os_process import CommandParser, ended_as_by_ctrl_c, outlive_readers
+from runtime.process.os_process import CommandParser, ended_as_by_ctrl_c
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,6 +101,56 @@ def _print_errors(*lines: str) -> None:
 
     for line in lines:
         print(shown(f"error: {line}"), file=sys.stderr)
+
+
+class _OutputStream:
+    """A standard stream of this process. Discards output without a reader; a lost terminal also gives SIGHUP."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._terminal = stream, stream.isatty()
+        self.ends = False  # whether the process ends when its reader does
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._unless_lost(lambda: self._stream.write(text), len(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._unless_lost(self._stream.flush, None)
+
+    def _unless_lost(self, work: Callable[[], T], otherwise: T) -> T:
+        try:
+            return work()
+        except OSError as error:
+            hung_up = error.errno == errno.EIO and self._terminal
+            if error.errno != errno.EPIPE and not hung_up:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            if hung_up:
+                os.kill(os.getpid(), signal.SIGHUP)
+            elif self.ends:
+                sys.exit(0)
+            return otherwise
+
+
+def outlive_readers(ends: bool = False) -> None:
+    """Let no failed write to a standard stream raise an error. Characters outside its encoding are replaced, and a lost
+    terminal ends the process in order. After the end of its reader the process goes on; with `ends`, it ends."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - None: closed at the start
+        if not isinstance(stream, _OutputStream):
+            if getattr(stream, "errors", "") in ("strict", "surrogateescape"):
+                stream.reconfigure(errors="replace")
+            stream = _OutputStream(stream)
+            setattr(sys, name, stream)
+        stream.ends = ends
 
 
 def _config(options: argparse.Namespace) -> Config:

@@ -32,7 +32,8 @@ from runtime.config.checks import semantic_faults
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError, UserError
 from runtime.models import tiny_model
 from runtime.process import keys, os_process
-from runtime.process.os_process import ending_signals, unless_failed
+from runtime.process.os_process import ending_signals
+from runtime.process.waiting import unless_failed
 from runtime.sft.warmup import cache_folder
 from runtime.status import Progress
 from runtime.telemetry import startup

@@ -18,8 +18,8 @@ from runtime.config import Config, Run
 from runtime.data.prepared import sources
 from runtime.errors import UserError
 from runtime.evaluation.results import evaluation_sets
-from runtime.ledger import checkpoint, journal
-from runtime.ledger.reader import DATABASE, LedgerReader
+from runtime.ledger import checkpoint
+from runtime.ledger.reader import DATABASE, LedgerReader, examine
 
 PROBE_BYTES = 1 << 16
 LOOKS = 5  # attempts to take the lock
@@ -170,7 +170,7 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
         checkpoint.critic_state(Path(resume))
     if resume and checkpoint.is_of(folder, Path(resume)):
         say(f"run.resume: going on from {resume}" + "; run.overwrite replaces nothing" * config.run.overwrite)
-        journal.examine(folder, Path(resume), say)
+        examine(folder, Path(resume), say)
         return resume if config.cluster.shared_folder else config.run.resume  # other nodes may lack their parts of it
     if resume and not config.run.overwrite and (folder / run_files.LEDGER).exists():  # the ledger does not know that checkpoint
         raise UserError(

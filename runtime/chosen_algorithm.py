@@ -4,29 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.interfaces import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    AdvantageEstimator,
-    AdvantageOptions,
-    Aggregation,
-    AggregationOptions,
-    CorrectionFunction,
-    CorrectionOptions,
-    KlEstimator,
-    LossOptions,
-    PolicyLoss,
-    with_keywords,
-    with_options,
-)
+from runtime.algorithms import interfaces  # the package registers the functions by name
 from runtime.algorithms.losses import AdaptiveKl, FixedKl, masked_sample
 from runtime.config import Algorithm, Config
-
-NO_CORRECTION = "none"
 
 
 @dataclass(frozen=True)
@@ -36,16 +16,16 @@ class ChosenAlgorithm:
 
     `correction` is None if the loss is taken against the policy that sampled. `masked_sample`: see the aggregation."""
 
-    advantage: AdvantageEstimator
-    advantage_options: AdvantageOptions
-    loss: PolicyLoss
-    loss_options: LossOptions
-    correction: CorrectionFunction | None
-    correction_options: CorrectionOptions
-    aggregation: Aggregation
-    aggregation_options: AggregationOptions
+    advantage: interfaces.AdvantageEstimator
+    advantage_options: interfaces.AdvantageOptions
+    loss: interfaces.PolicyLoss
+    loss_options: interfaces.LossOptions
+    correction: interfaces.CorrectionFunction | None
+    correction_options: interfaces.CorrectionOptions
+    aggregation: interfaces.Aggregation
+    aggregation_options: interfaces.AggregationOptions
     masked_sample: float
-    kl: KlEstimator
+    kl: interfaces.KlEstimator
 
     @property
     def streamable(self) -> bool:
@@ -57,38 +37,37 @@ def choose(config: Config) -> ChosenAlgorithm:
     """Look up the configured algorithm. Raises UserError for an unregistered name, a user's file that cannot be imported, or
     options that its function does not take."""
     algorithm = config.algorithm
-    aggregation_options = AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens)
-    advantage, loss = ADVANTAGES.find(algorithm.advantage), POLICY_LOSSES.find(algorithm.loss)
+    aggregation_options = interfaces.AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens)
+    advantage, loss = interfaces.ADVANTAGES.find(algorithm.advantage), interfaces.POLICY_LOSSES.find(algorithm.loss)
     streamable, given, key = advantage.streamable, algorithm.advantage_options, "algorithm.advantage_options"
     advantage = replace(
         advantage,
-        compute=with_options(advantage.compute, given, key),
-        streamable=streamable if isinstance(streamable, bool) else with_keywords(streamable, given, key),
+        compute=interfaces.with_options(advantage.compute, given, key),
+        streamable=streamable if isinstance(streamable, bool) else interfaces.with_keywords(streamable, given, key),
     )
     chooses, given, key = loss.chooses, algorithm.loss_options, "algorithm.loss_options"
     loss = replace(
         loss,
-        compute=with_options(loss.compute, given, key, chooses),
-        chooses=None if chooses is None else with_keywords(chooses, given, key),
+        compute=interfaces.with_options(loss.compute, given, key, chooses),
+        chooses=None if chooses is None else interfaces.with_keywords(chooses, given, key),
     )
     return ChosenAlgorithm(
         advantage=advantage,
-        advantage_options=AdvantageOptions(
-            group_std=algorithm.group_std,
-            gamma=algorithm.gamma,
-            gae_lambda=algorithm.gae_lambda,
-            turn_discount=algorithm.turn_discount,
+        advantage_options=interfaces.AdvantageOptions(
+            algorithm.group_std, algorithm.gamma, algorithm.gae_lambda, algorithm.turn_discount
         ),
         loss=loss,
-        loss_options=LossOptions(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip),
-        correction=None if algorithm.correction == NO_CORRECTION else CORRECTIONS.find(algorithm.correction),
-        correction_options=CorrectionOptions(
+        loss_options=interfaces.LossOptions(
+            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip
+        ),
+        correction=None if algorithm.correction == "none" else interfaces.CORRECTIONS.find(algorithm.correction),
+        correction_options=interfaces.CorrectionOptions(
             cap=algorithm.correction_cap, low=algorithm.correction_low, high=algorithm.correction_high
         ),
-        aggregation=AGGREGATIONS.find(algorithm.aggregation),
+        aggregation=interfaces.AGGREGATIONS.find(algorithm.aggregation),
         aggregation_options=aggregation_options,
         masked_sample=masked_sample(algorithm.aggregation, aggregation_options),
-        kl=KL_ESTIMATORS.find(algorithm.kl),
+        kl=interfaces.KL_ESTIMATORS.find(algorithm.kl),
     )
 
 

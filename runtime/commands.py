@@ -12,9 +12,7 @@ from runtime.status import Status
 from runtime.types import Command, LogprobRequest, PolicyVersion, StepResult, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
 
-# ---- Ports
-#
-# A role as the coordinator sees it. `services.rpc.client` implements it over gRPC; tests implement it in memory.
+# ---- A role as the coordinator sees it. `services.rpc.client` implements it over gRPC, tests in memory
 
 R = TypeVar("R")
 

@@ -1,23 +1,7 @@
-"""The exception tree::
-
-SluiceError
-├── UserError                 the user can correct it: one line, exit code 2
-│   ├── ConfigError           one line per fault, each with its YAML path
-│   └── StorageFull           no room on the device
-├── Forbidden                 the caller is not of the run, or may not call this
-├── Fenced                    another coordinator has replaced the caller
-├── InvalidMessage            a message of an unknown version, a wrong dtype or shape
-├── Cancelled                 the caller withdrew the request
-├── ServiceFault              a service failed; names service, phase and deadline
-│   ├── Unreachable           its connection is lost
-│   └── DeadlineExceeded      a task was not done in time
-│       └── Unanswered        the service did not answer the caller in time
-└── InvariantViolated         Sluice broke one of its own guarantees
-"""
+"""The exceptions of Sluice: of a mistake that the user can correct, a failed service, and a broken guarantee."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,11 +32,6 @@ class StorageFull(UserError):
     def __init__(self, path: Path | str):
         self.path = str(path)
         super().__init__(f"{path}: no space left on device; free some, then go on with run.resume=auto")
-
-
-def is_full(error: OSError) -> bool:
-    """Return True if the error reports a full device, which becomes StorageFull."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class Forbidden(SluiceError):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from runtime.errors import UserError
 
-# ---- Json file
-#
-# JSON files from other programs: models, tokenizers and checkpoints have them.
+T = TypeVar("T")
+
+# ---- JSON files from other programs: models, tokenizers and checkpoints have them
 
 
 def read_object(path: Path, where: str) -> dict[str, Any]:
@@ -74,6 +75,35 @@ def regular(path: Path, largest: int | None = LARGEST) -> Path:
     if largest is not None and found.st_size > largest:
         raise UserError(f"{path}: has {found.st_size} bytes; must have at most {largest}")
     return path
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise UserError, with `path`, for an error of the system in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+
+
+def read_json(path: Path, kind: type[T], what: str) -> T:
+    """Decode the JSON of a regular file. Raises UserError, which says that it is not `what`, or cannot be read."""
+    with reading(path):
+        data = regular(path).read_bytes()
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except NOT_DECODED as error:
+        raise UserError(f"{path}: not {what}: {error}") from error
+
+
+def sync(path: Path) -> int:
+    """Make a file, or a folder's entries, survive a power cut. Returns the current size in bytes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def make(folder: Path) -> None:

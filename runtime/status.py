@@ -23,8 +23,7 @@ class CallStats(Struct, kw_only=True):
 
 
 class Status(Struct, kw_only=True):
-    """The current status of one process. `rates` are per second over the last seconds. `metrics`: Prometheus' HOST:PORT, or
-    ""."""
+    """The status of one process. `rates` are per second over the last seconds. `metrics`: Prometheus' HOST:PORT, or ""."""
 
     role: str
     name: str

@@ -21,9 +21,7 @@ from msgspec.structs import replace
 from runtime.errors import InvalidMessage
 
 # ---- Codec
-#
 # msgpack for bulk and internal messages: numpy arrays travel as raw little-endian buffers and arrive as views.
-#
 # An array is the msgpack extension `ARRAY`: one byte that indexes `_WIRE_DTYPES`, then the buffer. There is no pickle: a
 # message can only hold the types of its Struct.
 
@@ -61,8 +59,7 @@ def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: Any) -> bytes:
-    """Return the msgpack bytes of a Struct or plain container. Raises InvalidMessage if an array is not 1-D or of another
-    dtype."""
+    """Return the msgpack bytes of a Struct or container. Raises InvalidMessage if an array is not 1-D or of another dtype."""
     return _encoder.encode(message)
 
 
@@ -97,9 +94,7 @@ def decode(type_: type[T], data: bytes | memoryview) -> T:
         raise InvalidMessage(f"not a {getattr(type_, '__name__', type_)}: {error}") from error
 
 
-# ---- Columns
-#
-# Compact columns for a group's tokens: values that seldom change, sets of tokens, and experts.
+# ---- Compact columns for a group's tokens: values that seldom change, sets of tokens, and experts
 
 
 class Runs(msgspec.Struct, frozen=True, array_like=True):
@@ -149,8 +144,7 @@ class TokenSets(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenSets | None], lengths: Sequence[int]) -> TokenSets | None:
-        """Concatenate `parts`, which have `lengths` tokens. None stands for the whole vocabulary: if all are None, so is the
-        result."""
+        """Concatenate `parts` of `lengths` tokens. None stands for the whole vocabulary; if all are None, so is the result."""
         known = [part for part in parts if part is not None]
         if not known:
             return None
@@ -469,10 +463,8 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         for name, dtype in _DTYPES.items():
             for index, (array, tokens) in enumerate(zip(columns[name], columns["tokens"], strict=True)):
                 if array.dtype != dtype or array.shape != tokens.shape:
-                    raise InvalidMessage(
-                        f"group {group_id}, sample {index}: {name} is {array.dtype} of shape {array.shape}, "
-                        f"not {dtype} of shape {tokens.shape}"
-                    )
+                    wrong = f"{name} is {array.dtype} of shape {array.shape}, not {dtype} of shape {tokens.shape}"
+                    raise InvalidMessage(f"group {group_id}, sample {index}: {wrong}")
         tokens, mask, logprobs, versions = (np.concatenate([np.zeros(0, _DTYPES[name]), *columns[name]]) for name in _DTYPES)
         kept = TokenSets.joined([sample.kept for sample in samples], [len(sample.tokens) for sample in samples])
         known = all(sample.experts is not None or not sample.loss_mask.any() for sample in samples)

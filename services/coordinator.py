@@ -35,10 +35,11 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError
 from runtime.evaluation.results import load_held_out
 from runtime.ledger.journal import LedgerWriter
-from runtime.process import disk, keys, os_process
+from runtime.process import keys, os_process, waiting
 from runtime.process.keys import Keys
-from runtime.process.os_process import ending_signals, first_error, unless_failed
+from runtime.process.os_process import ending_signals
 from runtime.process.spans import STATE, LineStates
+from runtime.process.waiting import first_error, unless_failed
 from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
@@ -228,7 +229,7 @@ class CoordinatorProcess:
                 raise  # the error names the range
             host = "services.coordinator.host" if settings.host else "network.interface"
             raise UserError(f"{'services.coordinator.port' if settings.port else host}: {error}") from None
-        async with process.exposed(self._config, self, leads=True) as self._metrics:
+        async with process.exposed(self._config, self.status, self.figures) as self._metrics:
             await self._lead(server, ready_fd)
 
     async def _lead(self, server: Server, ready_fd: int | None) -> None:
@@ -238,7 +239,7 @@ class CoordinatorProcess:
         await server.start()
         await server.set_serving(True)
         where = self._folder / run_files.ADDRESS
-        await disk.done(lambda: where.write_text(self._address), where)  # where nodes and commands find this coordinator
+        await waiting.done(lambda: where.write_text(self._address), where)  # where nodes and commands find this coordinator
         if ready_fd is not None:
             os.write(ready_fd, f"{self._address}\n".encode())
             os.close(ready_fd)
@@ -292,7 +293,7 @@ class CoordinatorProcess:
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
             summary = await self._run.execute()  # until the last step, a stop, or a fault
-        await disk.done(lambda: summary.write(self._folder), self._folder)  # after the trackers and the ledger are closed
+        await waiting.done(lambda: summary.write(self._folder), self._folder)  # after the trackers and the ledger are closed
 
     async def _evaluate(self) -> None:
         """Run the evaluation. With `gateway.serve`, only serve the gateway until the run is stopped."""

@@ -40,7 +40,7 @@ from runtime.models.limits import longest_text
 from runtime.process import keys, network
 from runtime.process.http_server import HttpServer
 from runtime.process.keys import Keys, https
-from runtime.process.os_process import done_within, now
+from runtime.process.waiting import done_within, now
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RunEpisodesRequest, Sample, SamplingParams
 from services import process
 from services.rpc import contract, security

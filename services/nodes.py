@@ -19,10 +19,10 @@ from runtime.config import Config, Rollout, loading
 from runtime.coordinator.failover import Members, known_units
 from runtime.coordinator.register import Register, UnitState
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
-from runtime.process.os_process import still_missing
+from runtime.process.waiting import still_missing
 
 log = logging.getLogger("sluice")
 
@@ -101,7 +101,7 @@ class Nodes:
 
     def _foreign(self, found: NodePaths) -> Iterator[str]:
         run = self.config.run
-        if not run.overwrite and any(part.split("/")[-2] != node_checkpoints.lineage(self.config) for part in found.parts):
+        if not run.overwrite and any(part.split("/")[-2] != checkpoint.lineage(self.config) for part in found.parts):
             place = f"{Path(run.dir) / run_files.PARTS} of node {found.node}"
             yield f"run.dir: {place} has checkpoints of another run; move it away, or set run.overwrite=true to replace them"
 
@@ -112,8 +112,8 @@ class Nodes:
 
     def _lacks(self, position: Position) -> str:
         there = {part for found in self._paths.values() for part in found.parts}
-        identity = node_checkpoints.identity(position)
-        return next((node_checkpoints.missing(part) for part in position.parts if f"{part}/{identity}" not in there), "")
+        identity = checkpoint.identity(position)
+        return next((checkpoint.missing_part(part) for part in position.parts if f"{part}/{identity}" not in there), "")
 
     async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> None:
         """Wait for the nodes, place the processes, and have the nodes start them.

@@ -20,7 +20,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvloop
 
@@ -33,15 +33,12 @@ from runtime.process import keys, os_process, spans
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
 from runtime.process.os_process import ending_signals
-from runtime.status import CallStats, Profile, Registration, State, Status, Stop
+from runtime.status import CallStats, Profile, Registration, RunFigures, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
 from services.rpc import client, contract
 from services.rpc.server import Fence, Handler, Server, StreamHandler
-
-if TYPE_CHECKING:
-    from runtime.telemetry.scraping import Scraped
 
 log = logging.getLogger("sluice")
 
@@ -217,15 +214,17 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
 
 
 @asynccontextmanager
-async def exposed(config: Config, process: Scraped, leads: bool = False) -> AsyncIterator[str]:
-    """Serve the metrics of `process` to Prometheus inside the block, if configured. Yields HOST:PORT, or "". `leads`: it is the
+async def exposed(
+    config: Config, status: Callable[[], Status], figures: Callable[[], RunFigures] | None = None
+) -> AsyncIterator[str]:
+    """Serve the metrics of a process to Prometheus inside the block, if configured. Yields HOST:PORT, or "". `figures`: of the
     coordinator. Raises UserError if the port cannot be opened."""
     if config.metrics.prometheus is None:
         yield ""
         return
     from runtime.telemetry.scraping import ScrapeServer  # takes 0.3 s to import
 
-    server = ScrapeServer(config, process, leads)
+    server = ScrapeServer(config, status, figures)
     try:
         yield await server.open()
     finally:
@@ -267,7 +266,7 @@ class ServiceProcess:
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
         os_process.heed_signals()
         try:
-            async with exposed(service.config, self) as self._metrics:
+            async with exposed(service.config, self.status) as self._metrics:
                 await self._load()
                 await self._register()  # until the coordinator has answered: from here on it may call
                 self._state = "ready"
@@ -371,9 +370,6 @@ class ServiceProcess:
     def _streams(self) -> Mapping[tuple[str, str], StreamHandler]:
         methods = [each for (owner, _), each in contract.METHODS.items() if owner == self._service.service and each.streamed]
         return {(each.service, each.name): getattr(self._service, each.handler) for each in methods}
-
-    def figures(self) -> None:
-        """Return None, as all processes except the coordinator do: see `Scraped`."""
 
     def status(self) -> Status:
         """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""

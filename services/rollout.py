@@ -13,7 +13,7 @@ from runtime.commands import Level, WeightsCommitted
 from runtime.config import Config
 from runtime.errors import Cancelled, InvalidMessage, ServiceFault, UserError
 from runtime.process import os_process
-from runtime.process.os_process import now
+from runtime.process.waiting import now
 from runtime.status import State
 from runtime.types import PolicyVersion
 from services import process

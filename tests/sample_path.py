@@ -40,7 +40,7 @@ sys.setprofile(note)
 
 
 def entered(folder: Path, overrides: list[str]) -> set[str]:
-    """The files, relative to the source's root, that were entered in the window."""
+    """The files, relative to the root, that were entered in a tenth of a second which lies whole in the window."""
     (folder / "sitecustomize.py").write_text(NOTES)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "NOTED_ROOT": f"{ROOT}{os.sep}", "NOTED_FOLDER": str(folder)}
@@ -50,7 +50,7 @@ def entered(folder: Path, overrides: list[str]) -> set[str]:
     (file,) = folder.glob("runs/metrics.jsonl")
     written = [json.loads(line) for line in file.read_text().splitlines()]
     times = [line["time"] for line in written if "actor/lr" in line]
-    start, end = sorted(times)[1] * 10, sorted(times)[-1] * 10
+    start, end = sorted(times)[1] * 10, sorted(times)[-1] * 10 - 1
     noted = [json.loads(each.read_text()) for each in folder.glob("*.json")]
     return {name[len(str(ROOT)) + 1 :] for calls in noted for name, at in calls.items() if any(start < t < end for t in at)}
 

@@ -22,8 +22,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import Generation
-from runtime.ledger.payloads import PayloadLost
-from runtime.ledger.reader import GroupRow, LedgerReader
+from runtime.ledger.reader import GroupRow, LedgerReader, PayloadLost
 from runtime.ledger.states import Phase
 from runtime.telemetry.shown import LiteralTable, literal, shown
 from runtime.types import GroupPayload, Sample

@@ -14,7 +14,7 @@ from launcher.page.page_process import PageBeside
 from launcher.view import View
 from runtime import timeouts
 from runtime.config import Config
-from runtime.process import disk
+from runtime.process import waiting
 from runtime.telemetry.startup import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
 from sluice import start
@@ -65,7 +65,7 @@ class _TrainJob(Job[Summary]):
         summary, memory = Summary.read(self.folder), self._memory
         summary = replace(summary, peak_pss_bytes=memory.pss_bytes, memory=memory.by_process)
         summary.total_seconds = time.monotonic() - self.started
-        await disk.done(lambda: summary.write(self.folder), self.folder, self.view.say)
+        await waiting.done(lambda: summary.write(self.folder), self.folder, self.view.say)
         return summary
 
     def _names(self) -> dict[int, str]:

@@ -14,9 +14,10 @@ from rich.console import Console
 from runtime import run_files
 from runtime.errors import UserError
 from runtime.ledger.reader import LedgerReader
-from runtime.process.spans import SpanFolder, TracedSpan
+from runtime.process.spans import TracedSpan
 from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import CauseTotal, ProcessSpans, StepPath
+from runtime.telemetry.record import SpanFolder
 from runtime.telemetry.shown import LiteralTable, say
 
 N = TypeVar("N", int, float)
@@ -70,9 +71,7 @@ Spans = Mapping[str, Sequence[TracedSpan]]
 
 
 def by_process(folder: Path) -> Spans:
-    files = SpanFolder(folder)
-    files.follow()
-    return files.by_process()
+    return SpanFolder(folder).by_process()
 
 
 def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans] | None = None) -> list[StepPath]:

@@ -35,7 +35,8 @@ from runtime.cluster.nodes import name_fault
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.process import network, os_process
-from runtime.process.os_process import CommandParser, done_within, ending_signals
+from runtime.process.os_process import CommandParser, ending_signals
+from runtime.process.waiting import done_within
 from services.rpc import client
 from sluice import start
 

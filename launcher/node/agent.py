@@ -25,8 +25,8 @@ from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
-from runtime.ledger import node_checkpoints
-from runtime.process import disk, keys
+from runtime.ledger import checkpoint
+from runtime.process import keys, waiting
 from runtime.process.keys import Keys
 from runtime.status import Progress
 from services.rpc import client, contract
@@ -196,7 +196,7 @@ class Agent:
         async with aclosing(client.items(channel, "coordinator", JOIN, node)) as assignments:
             async for assignment in assignments:
                 # In a thread, and again while the disk fails: the processes started below read this file.
-                await disk.done(partial(self._read, assignment), self.path, self._supervisor.say)
+                await waiting.done(partial(self._read, assignment), self.path, self._supervisor.say)
                 if assignment.run != self._assignment.run:
                     await self._forget(assignment)  # the former run's processes have ended after this
                 if reported:
@@ -234,7 +234,7 @@ class Agent:
         files = {key: Path(path) for key, path in named_paths(self.config).items()} | {"run.dir": run_dir / run_files.LOCK}
         if not self.config.cluster.shared_folder:
             del files["run.dir"]  # each node has its own
-            whole = await asyncio.to_thread(node_checkpoints.whole, run_dir, self._node.name, not self.began)
+            whole = await asyncio.to_thread(checkpoint.whole_parts, run_dir, self._node.name, not self.began)
         found = await asyncio.to_thread(lambda: {key: fingerprint(path) for key, path in files.items()})
         method = contract.METHODS["Coordinator", "ReportPaths"]
         await client.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found, parts=whole))

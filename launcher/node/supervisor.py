@@ -28,7 +28,7 @@ from runtime.cluster.placement import RestartBackoff
 from runtime.config import Logs
 from runtime.config.secret_values import resolved
 from runtime.errors import DeadlineExceeded, UserError
-from runtime.process import disk, keys, os_process, spans
+from runtime.process import keys, os_process, spans, waiting
 from runtime.process.keys import Keys
 from runtime.rollout.vllm import leftovers
 
@@ -313,7 +313,7 @@ class Supervisor:
         interpreter, the processors or the variables."""
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
-        output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
+        output = await waiting.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
         with output.writer() as out, self._beats.connected(spec.name) as given, self._orphans.spared():
             env = {**keys.inherited(), **own, **self._variables(spec, incarnation)}
             try:

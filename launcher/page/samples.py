@@ -16,8 +16,7 @@ from launcher.commands.samples import samples_of
 from runtime import run_files, types
 from runtime.config import Config, loading
 from runtime.data.tokenizer import Tokenizer
-from runtime.ledger.payloads import PayloadLost
-from runtime.ledger.reader import GroupRow, LedgerReader
+from runtime.ledger.reader import GroupRow, LedgerReader, PayloadLost
 from runtime.ledger.states import Phase
 from runtime.telemetry import summary
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample

@@ -31,9 +31,9 @@ from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process.spans import CALLS, OVERLAPPING, WEIGHT_SYNC, SpanFolder, SpanHeader, TracedSpan
+from runtime.process.spans import CALLS, OVERLAPPING, WEIGHT_SYNC, SpanHeader, TracedSpan
 from runtime.telemetry import critical_path, record
-from runtime.telemetry.record import LoggedHistory, RunRecord
+from runtime.telemetry.record import LoggedHistory, RunRecord, SpanFolder
 from runtime.telemetry.summary import Summary
 
 # ---- Lanes: each process over time, at the resolution of a screen
@@ -174,7 +174,6 @@ class RunView:
 
     def by_process(self) -> Mapping[str, Sequence[TracedSpan]]:
         with self._lock:
-            self._spans.follow()
             return self._spans.by_process()
 
     def spans(self) -> Mapping[str, Sequence[TracedSpan]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from msgspec import Struct
@@ -38,7 +38,7 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
 
 class NodePaths(Struct, kw_only=True, frozen=True):
     """The files of `node` at the configuration's paths: by key, a hash, or "" if there is none. `parts`: the node's parts of
-    checkpoints, if nodes share no folder (`ledger.node_checkpoints.whole`)."""
+    checkpoints, if nodes share no folder (`ledger.checkpoint.whole_parts`)."""
 
     node: str
     found: dict[str, str] = {}
@@ -125,8 +125,7 @@ def _code(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 class Roster:
-    """The present nodes. All must agree with the first. A node counts once it has reported its files at the configured
-    paths."""
+    """The present nodes, which agree with the first. A node counts once it has reported its files at the configured paths."""
 
     def __init__(self, config: Config):
         self._cluster = config.cluster
@@ -185,10 +184,8 @@ class Roster:
             if node.version != one.version:
                 yield f"node {node.name} has Sluice {node.version}, and {one.name} {one.version}; must be the same"
             if node.config != one.config:
-                yield (
-                    f"node {node.name} was started with another configuration (hash {node.config}) than {one.name} "
-                    f"({one.config}); must be the same file and the same overrides"
-                )
+                differ = f"another configuration (hash {node.config}) than {one.name} ({one.config})"
+                yield f"node {node.name} was started with {differ}; must be the same file and the same overrides"
 
 
 def name_fault(cluster: Cluster, name: str) -> str:
@@ -212,11 +209,7 @@ def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]
 
 
 def launches(
-    config: Config,
-    placement: Placement,
-    roster: Mapping[str, NodeRegistration],
-    incarnations: Mapping[str, int],
-    secret: bytes,
+    config: Config, placement: Placement, roster: Mapping[str, NodeRegistration], incarnations: Mapping[str, int], secret: bytes
 ) -> dict[str, list[Launch]]:
     """Return the launches of each node; a group only while all of its nodes are there.
 
@@ -225,47 +218,30 @@ def launches(
     """
     out: dict[str, list[Launch]] = {name: [] for name in roster}
     absent = {seat.instance.role for seat in placement.seats if seat.node not in roster}
-    groups: dict[str, dict[str, list[Binding]]] = {}
-    for seat in placement.seats:
-        instance = seat.instance
-        if seat.node not in roster or (instance.role in absent and is_group(config, instance.role)):
-            continue
-        if is_group(config, instance.role):
-            groups.setdefault(instance.role, {}).setdefault(seat.node, []).append(seat)
-        else:
-            incarnation = incarnations.get(instance.name, 0)
-            out[seat.node].append(
-                Launch(role=instance.role, name=instance.name, devices=list(seat.devices), incarnation=incarnation)
+    units: dict[str, dict[str, list[Binding]]] = {}  # by the name of the first process, then by node
+    for seat in sorted(placement.seats, key=lambda seat: is_group(config, seat.instance.role)):
+        role, group = seat.instance.role, is_group(config, seat.instance.role)
+        if seat.node in roster and not (group and role in absent):
+            units.setdefault(f"{role}-0" if group else seat.instance.name, {}).setdefault(seat.node, []).append(seat)
+    for unit, parts in units.items():
+        incarnation = incarnations.get(unit, 0)
+        meeting = _meeting(unit, roster[next(iter(parts))], incarnation, secret) if len(parts) > 1 else None
+        for node, (first, *more) in parts.items():
+            launch = Launch(
+                role=first.instance.role,
+                name=first.instance.name,
+                ranks=[seat.instance.rank for seat in (first, *more)] if is_group(config, first.instance.role) else [],
+                devices=[device for seat in (first, *more) for device in seat.devices],
+                incarnation=incarnation,
+                rendezvous=meeting,
             )
-    for role, parts in groups.items():
-        incarnation = incarnations.get(f"{role}-0", 0)
-        port_index = SPANNING_ROLES.index(role) + len(SPANNING_ROLES) * (incarnation % PORTS_PER_ROLE)
-        for node, launch in _group(role, parts, roster, port_index, incarnation, secret):
             out[node].append(launch)
     return out
 
 
-def _group(
-    role: str,
-    parts: Mapping[str, Sequence[Binding]],
-    roster: Mapping[str, NodeRegistration],
-    port_index: int,
-    incarnation: int,
-    secret: bytes,
-) -> Iterator[tuple[str, Launch]]:
-    """Yield the launches of one group, whose `parts` are in rank order. They meet on its first node, at port `port_index`."""
-    first = roster[next(iter(parts))]
+def _meeting(unit: str, first: NodeRegistration, incarnation: int, secret: bytes) -> Rendezvous:
+    """Return where the ranks of the group `unit` meet: on its first node."""
+    role = unit.rpartition("-")[0]
+    port = SPANNING_ROLES.index(role) + len(SPANNING_ROLES) * (incarnation % PORTS_PER_ROLE)
     key = hashlib.blake2b(f"{role}/{incarnation}".encode(), key=secret, digest_size=32).digest()
-    meeting = Rendezvous(host=first.address, port=first.ports[port_index], key=key) if len(parts) > 1 else None
-    for node, seats in parts.items():
-        yield (
-            node,
-            Launch(
-                role=role,
-                name=seats[0].instance.name,
-                ranks=[seat.instance.rank for seat in seats],
-                devices=[device for seat in seats for device in seat.devices],
-                incarnation=incarnation,
-                rendezvous=meeting,
-            ),
-        )
+    return Rendezvous(host=first.address, port=first.ports[port], key=key)

@@ -15,13 +15,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.cluster.topology import Instance, instances, is_group, local_ranks, path_of, place_in_fleet, settings_of
+from runtime.cluster import topology
+from runtime.cluster.topology import Instance, devices_each, is_group, path_of, settings_of
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
 
-# ---- Restarts
-#
-# Limits on the restarts of a process. No I/O; the caller gives the time.
+# ---- Limits on the restarts of a process; the caller gives the time
 
 
 def backoff(before: int) -> float:
@@ -99,7 +98,7 @@ def place(
         config = _without_hosts(config)
     seated = {seat.instance for seat in kept}
     roles: dict[str, list[Instance]] = {}
-    for instance in instances(config, trains):
+    for instance in topology.instances(config, trains):
         if instance not in seated:
             roles.setdefault(path_of(config, instance), []).append(instance)
     table, faults, pending = _Table(config, nodes, kept, waits), [], []
@@ -118,7 +117,7 @@ def place(
 
 def _without_hosts(config: Config) -> Config:
     """Remove colocation with roles that an evaluation does not have."""
-    there = {instance.role for instance in instances(config, trains=False)}
+    there = {instance.role for instance in topology.instances(config, trains=False)}
 
     def own(role: Hosted) -> Hosted:
         return role if role.colocate in there else replace(role, colocate="")
@@ -133,15 +132,7 @@ def _turn(config: Config, instance: Instance) -> tuple[bool, bool, bool, int]:
     settings = settings_of(config, instance)
     guest = isinstance(settings, Computing) and bool(settings.colocate)
     named = isinstance(settings, Computing) and bool(settings.devices)
-    return guest, not named, not is_group(config, instance.role), -_devices_each(config, instance)
-
-
-def _devices_each(config: Config, instance: Instance) -> int:
-    """Return the number of accelerators of one process."""
-    settings = settings_of(config, instance)
-    if isinstance(settings, Rollout):
-        return settings.tensor_parallel
-    return 1 if isinstance(settings, Computing) else 0
+    return guest, not named, not is_group(config, instance.role), -devices_each(settings)
 
 
 class _Table:
@@ -165,7 +156,8 @@ class _Table:
         wanted = len(self._seats_of[path]) + len(replicas)
         for index, instance in enumerate(replicas):
             try:
-                self._seat(path, instance, *self._room_for(path, instance, place_in_fleet(self._config, instance), wanted))
+                place = topology.place_in_fleet(self._config, instance)
+                self._seat(path, instance, *self._room_for(path, instance, place, wanted))
             except _NoRoom:
                 if not self._waits or not self._seats_of[path]:
                     raise
@@ -180,7 +172,7 @@ class _Table:
             for instance, (node, device) in zip(ranks, self._host_devices(settings.colocate, len(ranks)), strict=True):
                 self._seat(path, instance, node, () if device is None else (device,))
             return
-        block = local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
+        block = topology.local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
         ahead = list(ranks)
         for node, count in self._shares(path, settings, len(ranks), block):
             devices = list(settings.devices) or self._free(node)
@@ -221,7 +213,8 @@ class _Table:
 
     def _room_for(self, path: str, instance: Instance, index: int, wanted: int) -> tuple[str, tuple[int, ...]]:
         """Return node and devices of one replica, with index `index` of all the `wanted`. Raises _NoRoom."""
-        settings, each = settings_of(self._config, instance), _devices_each(self._config, instance)
+        settings = settings_of(self._config, instance)
+        each = devices_each(settings)
         assert isinstance(settings, Placed)
         allowed = self._allowed(settings)
         if isinstance(settings, Computing) and settings.colocate:
@@ -293,9 +286,8 @@ class _Table:
                 return node
         device, owner = next(iter(taken.items()))
         host = owner.rpartition("-")[0]
-        raise _NoRoom(
-            f".devices: {device} of node {having[-1]} is used by {owner}; must be another, or {path}.colocate has to be {host}"
-        )
+        must = f"must be another, or {path}.colocate has to be {host}"
+        raise _NoRoom(f".devices: {device} of node {having[-1]} is used by {owner}; {must}")
 
     def _host_devices(self, host: str, count: int) -> list[tuple[str, int | None]]:
         """Return the first `count` devices of the role `host`, as (node, device); device None without accelerators."""
@@ -313,12 +305,12 @@ class _Table:
         """Describe the free devices of the nodes, and the owners of the others."""
         if not self._accelerated:
             return f"nodes are {', '.join(nodes)}"
-        return "; ".join(self._line(node) for node in nodes)
-
-    def _line(self, node: str) -> str:
-        owners = dict.fromkeys(owner for (where, _), owner in self._owner.items() if where == node)
-        whose = f" (others are used by {', '.join(owners)})" if owners else ""
-        return f"node {node} has {len(self._free(node))} of {self._nodes[node].devices} devices free{whose}"
+        lines = []
+        for node in nodes:
+            owners = dict.fromkeys(owner for (where, _), owner in self._owner.items() if where == node)
+            whose = f" (others are used by {', '.join(owners)})" if owners else ""
+            lines.append(f"node {node} has {len(self._free(node))} of {self._nodes[node].devices} devices free{whose}")
+        return "; ".join(lines)
 
 
 def _of_blocks(block: int) -> str:

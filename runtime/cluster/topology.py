@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Cluster, Config, Parallel, Process, Rollout, Spread
+from runtime.config import Cluster, Computing, Config, Parallel, Process, Rollout, Spread
 
 ENVIRONMENT = "environment"  # the role whose processes play episodes
 
@@ -36,6 +36,16 @@ def _count(config: Config, role: str, settings: Process) -> int:
     """Return the number of processes of one section."""
     count: int = getattr(settings, "processes" if is_group(config, role) else "replicas")
     return count
+
+
+def devices_each(settings: Process) -> int:
+    """Return the number of accelerators of one process."""
+    return settings.tensor_parallel if isinstance(settings, Rollout) else int(isinstance(settings, Computing))
+
+
+def devices_of(config: Config, role: str, settings: Process) -> int:
+    """Return the number of accelerators of all processes of one section."""
+    return _count(config, role, settings) * devices_each(settings)
 
 
 def _has(config: Config, role: str, trains: bool) -> bool:
@@ -70,8 +80,7 @@ def fleets(config: Config) -> dict[str, Rollout]:
 
 
 def players(config: Config) -> dict[str, str]:
-    """Return, by the name of each environment process (environment-0 and on), the configuration path of its settings, such as
-    services.environment.NAME."""
+    """Return the YAML path of the settings, services.environment.NAME, by the name of each environment process."""
     each = [path for path, settings in sections(config, ENVIRONMENT).items() for _ in range(settings.replicas)]
     return {f"{ENVIRONMENT}-{index}": path for index, path in enumerate(each)}
 

@@ -16,19 +16,21 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from runtime.cluster.topology import data_leaders, fleets, processes
-from runtime.config import Algorithm, Config, Environment, RemoteServer, Rewards, Sampling, Services, Source, Training
-from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
-from runtime.config.sandbox import CODE_RULES, sandbox_faults
-from runtime.config.service_checks import (
-    colocation_faults,
-    device_faults,
-    gateway_faults,
-    moe_faults,
-    network_faults,
-    reference_faults,
-    rollout_faults,
-    weight_sync_faults,
+from runtime.config import (
+    Algorithm,
+    Config,
+    Environment,
+    RemoteServer,
+    Rewards,
+    Sampling,
+    Services,
+    Source,
+    Training,
+    model_checks,
+    service_checks,
 )
+from runtime.config.model_checks import policy_model
+from runtime.config.sandbox import CODE_RULES, sandbox_faults
 from runtime.data.handlers import MODEL, names
 from runtime.data.prepared import sources
 from runtime.errors import UserError
@@ -39,10 +41,6 @@ from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
 from runtime.types import ENVIRONMENT_COLUMN, REWARD_MODEL_COLUMN
 
-# ---- Environment checks
-#
-# Checks of the environments that play episodes, and of the servers of the user's own that a run calls.
-
 _OF_PROCESSES = (
     *("python", "env", "cpus", "placement", "replicas", "restarts"),
     *("concurrency", "per_process", "sandbox"),
@@ -51,9 +49,20 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0
 
 
 def environment_faults(config: Config) -> Iterator[str]:
-    for name, settings in config.services.environment.items():
+    """Yield a line for each fault of an environment, and for each row format that names an unknown one, or none of several."""
+    data, known = config.data, config.services.environment
+    for name, settings in known.items():
         yield from _environment(f"services.environment.{name}", name, settings)
-    yield from _named(config)
+    if known and not (data.environment or data.columns.get("environment")) and len(known) > 1:
+        own = [data.train] if isinstance(data.train, str) else data.train
+        if any(isinstance(each, str) or not (each.environment or each.columns.get("environment")) for each in own):
+            yield f"data.environment: missing; must be one of services.environment: {', '.join(known)}"
+    places = {"data": data.environment}
+    places |= {f"data.train.{at}": each.environment or "" for at, each in enumerate(data.train) if isinstance(each, Source)}
+    places |= {f"evaluation.sets.{at}": each.environment or "" for at, each in enumerate(config.evaluation.sets)}
+    for key, name in places.items():
+        if name and name not in known:
+            yield f"{key}.environment: '{name}' is not one of services.environment: {', '.join(known) or 'there is none'}"
 
 
 def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
@@ -76,21 +85,6 @@ def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
         yield f"{key}.run: '{file}' is not a file"
 
 
-def _named(config: Config) -> Iterator[str]:
-    """Yield a line for each row format that names an unknown environment, or none of several."""
-    data, known = config.data, config.services.environment
-    if known and not (data.environment or data.columns.get("environment")) and len(known) > 1:
-        own = [data.train] if isinstance(data.train, str) else data.train
-        if any(isinstance(each, str) or not (each.environment or each.columns.get("environment")) for each in own):
-            yield f"data.environment: missing; must be one of services.environment: {', '.join(known)}"
-    places = {"data": data.environment}
-    places |= {f"data.train.{at}": each.environment or "" for at, each in enumerate(data.train) if isinstance(each, Source)}
-    places |= {f"evaluation.sets.{at}": each.environment or "" for at, each in enumerate(config.evaluation.sets)}
-    for key, name in places.items():
-        if name and name not in known:
-            yield f"{key}.environment: '{name}' is not one of services.environment: {', '.join(known) or 'there is none'}"
-
-
 def address_faults(path: str, remote: RemoteServer) -> Iterator[str]:
     """Yield a line for each fault of a user's server: its address, and plain text to another machine."""
     found = _ADDRESS.fullmatch(remote.address)
@@ -102,10 +96,8 @@ def address_faults(path: str, remote: RemoteServer) -> Iterator[str]:
         if remote.ca not in ("", "system") and not Path(remote.ca).is_file():
             yield f"{path}.ca: '{remote.ca}' is not a file; must be one with certificates, or system"
     elif not remote.plaintext:
-        yield (
-            f"{path}.address: '{remote.address}' is not this machine, and what goes there is not encrypted; "
-            f"set {path}.ca, or {path}.plaintext to true if you trust the network"
-        )
+        must = f"set {path}.ca, or {path}.plaintext to true if you trust the network"
+        yield f"{path}.address: '{remote.address}' is not this machine, and what goes there is not encrypted; {must}"
     elif remote.token is not None:
         yield f"{path}.token: would be sent to '{remote.address}' as plain text; needs {path}.ca"
 
@@ -119,10 +111,7 @@ _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def semantic_faults(
-    config: Config,
-    known: Mapping[str, Sequence[str]] | None = None,
-    available_bytes: int | None = None,
-    trains: bool = True,
+    config: Config, known: Mapping[str, Sequence[str]] | None = None, available_bytes: int | None = None, trains: bool = True
 ) -> list[str]:
     """Return a line for each fault.
 
@@ -139,73 +128,61 @@ def semantic_faults(
         *_unknown_names(config, known or {}),
         *(() if serves else reward_faults(config, trains)),
         *(() if serves else evaluation_faults(config, trains)),
-        *gateway_faults(config),
         *environment_faults(config),
         *data_faults(config, trains),
-        *model_faults(config, trains),
-        *kv_faults(config, available_bytes),
+        *model_checks.model_faults(config, trains),
+        *model_checks.kv_faults(config, available_bytes),
         *_processes(config),
-        *device_faults(config, trains),
-        *network_faults(config, trains),
-        *colocation_faults(config, trains),
-        *rollout_faults(config, policy),
-        *(moe_faults(config, policy) if trains else ()),
+        *service_checks.device_faults(config, trains),
+        *service_checks.network_faults(config, trains),
+        *service_checks.colocation_faults(config, trains),
+        *service_checks.rollout_faults(config, policy),
+        *(service_checks.moe_faults(config, policy) if trains else ()),
     ]
     if not trains:
         return faults
-    of_layouts = [*megatron_faults(config, spread_models(config))]
+    of_layouts = [*model_checks.megatron_faults(config, model_checks.spread_models(config))]
     return [
         *faults,
         *_algorithm(config.algorithm, config.sampling),
         *_critic(config, known or {}),
-        *reference_faults(config),
+        *service_checks.reference_faults(config),
         *_values(config),
         *_updates(config),
         *_lora(config),
-        *weight_sync_faults(config),
+        *service_checks.weight_sync_faults(config),
         *of_layouts,
-        *(() if of_layouts else rank_faults(config, available_bytes)),
+        *(() if of_layouts else model_checks.rank_faults(config, available_bytes)),
     ]
 
 
 def alone(config: Config) -> Config:
     """Return the parts of a configuration that `sluice sft` uses, as that of a run with only a trainer."""
-    training, sft = config.training, config.sft
-    return Config(
-        run=config.run,
-        model=config.model,
-        data=config.data,
-        training=Training(
-            optimizer=config.optimizer_of("sft"),
-            max_tokens_per_microbatch=training.max_tokens_per_microbatch,
-            on_nonfinite=training.on_nonfinite,
-        ),
-        sft=sft,
-        lora=config.lora,
-        services=Services(rollout=[], trainer=config.services.trainer),
-        checkpoint=config.checkpoint,
-        deadlines=config.deadlines,
-        logs=config.logs,
-        metrics=config.metrics,
-        trackers=config.trackers,
+    training = Training(
+        optimizer=config.optimizer_of("sft"),
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        on_nonfinite=config.training.on_nonfinite,
     )
+    services = Services(rollout=[], trainer=config.services.trainer)
+    used = ("run", "model", "data", "sft", "lora", "checkpoint", "deadlines", "logs", "metrics", "trackers")
+    return Config(**{key: getattr(config, key) for key in used}, training=training, services=services)
 
 
 def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_bytes: int | None = None) -> list[str]:
     """Return a line for each fault of `sluice sft`, as `semantic_faults` does."""
     tuned = alone(config)
     short = replace(tuned, data=replace(tuned.data, max_prompt_tokens=1), sampling=Sampling(max_new_tokens=1))
-    of_layouts = [*megatron_faults(tuned, spread_models(tuned))]
+    of_layouts = [*model_checks.megatron_faults(tuned, model_checks.spread_models(tuned))]
     return [
         *_run(tuned),
         *_unknown_names(tuned, known),
         *_sft(tuned),
         *data_faults(tuned, bool(config.data.train)),
-        *(model_faults(short, True) if config.model.path else ()),
+        *(model_checks.model_faults(short, True) if config.model.path else ()),
         *_values(replace(tuned, training=config.training)),
         *_lora(tuned),
         *of_layouts,
-        *(() if of_layouts else rank_faults(tuned, available_bytes)),
+        *(() if of_layouts else model_checks.rank_faults(tuned, available_bytes)),
     ]
 
 
@@ -226,26 +203,18 @@ def _run(config: Config) -> Iterator[str]:
     if resume not in ("never", "auto") and not Path(resume).is_dir():
         yield f"run.resume: '{resume}' is not a checkpoint's folder; never and auto are allowed besides"
     for index, tracker in enumerate(config.trackers):
-        package = missing_package(tracker)
-        if package:
+        if package := missing_package(tracker):
             yield f"trackers.{index}.name: {tracker.name} needs a package: pip install '{package}'"
 
 
 def chosen_names(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield the key and name of each function that the configuration names, and the key of the functions of its kind."""
-    algorithm = config.algorithm
-    chosen = {
-        "algorithm.advantage": algorithm.advantage,
-        "algorithm.loss": algorithm.loss,
-        "algorithm.correction": algorithm.correction,
-        "algorithm.aggregation": algorithm.aggregation,
-        "algorithm.kl": algorithm.kl,
-        "data.handler": config.data.handler,
-    }
-    yield from ((key, name, key) for key, name in chosen.items())
-    own_handlers = {key.replace(".path", ".handler"): source.handler for key, source in sources(config.data)}
-    own_handlers |= {f"evaluation.sets.{index}.handler": entry.handler for index, entry in enumerate(config.evaluation.sets)}
-    yield from ((key, handler, "data.handler") for key, handler in own_handlers.items() if handler is not None)
+    for kind in ("advantage", "loss", "correction", "aggregation", "kl"):
+        yield f"algorithm.{kind}", getattr(config.algorithm, kind), f"algorithm.{kind}"
+    handlers = {"data.handler": config.data.handler}
+    handlers |= {key.replace(".path", ".handler"): source.handler for key, source in sources(config.data)}
+    handlers |= {f"evaluation.sets.{index}.handler": entry.handler for index, entry in enumerate(config.evaluation.sets)}
+    yield from ((key, handler, "data.handler") for key, handler in handlers.items() if handler is not None)
     yield from ((f"rewards.rules.{at}.name", rule.name, "rewards.rules") for at, rule in enumerate(config.rewards.rules))
 
 
@@ -267,26 +236,19 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
     if algorithm.loss in _BY_SAMPLE and algorithm.aggregation not in ("seq_mean_token_mean", "seq_mean_token_sum"):
-        yield (
-            f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean, nor seq_mean_token_sum; "
-            f"loss {algorithm.loss} is one value a sample"
-        )
+        wrong = f"'{algorithm.aggregation}' is not seq_mean_token_mean, nor seq_mean_token_sum"
+        yield f"algorithm.aggregation: {wrong}; loss {algorithm.loss} is one value a sample"
     low, high = (algorithm.loss_options.get(name, usual) for name, usual in (("low", 1.0), ("high", 5.0)))
     if algorithm.loss == "clip_cov" and all(isinstance(each, (int, float)) for each in (low, high)) and low >= high:
         yield f"algorithm.loss_options.low: {low:g} is not below high {high:g}"
     if algorithm.turn_discount != 1 and algorithm.advantage in _BY_TOKEN:
         discount = f"{algorithm.turn_discount:g}"
         yield f"algorithm.turn_discount: {discount} is not 1; advantage {algorithm.advantage} discounts by gamma, per token"
+    corrected = f"algorithm.correction: '{algorithm.correction}' with loss {algorithm.loss}"
     if algorithm.loss == "decoupled" and algorithm.correction in _WEIGHTS:
-        yield (
-            f"algorithm.correction: '{algorithm.correction}' with loss decoupled would weigh by proximal / behaviour twice; "
-            "take loss ppo, or correction none"
-        )
+        yield f"{corrected} would weigh by proximal / behaviour twice; take loss ppo, or correction none"
     if algorithm.loss in _OF_BEHAVIOUR and algorithm.correction != "none":
-        yield (
-            f"algorithm.correction: '{algorithm.correction}' with loss {algorithm.loss} would leave it ratios of 1; "
-            "take loss ppo, or correction none"
-        )
+        yield f"{corrected} would leave it ratios of 1; take loss ppo, or correction none"
     low, high = algorithm.correction_low, algorithm.correction_high
     if algorithm.correction in ("icepop", "geometric_mask") and not low <= 1 <= high:
         yield f"algorithm.correction_low: [{low:g}, {high:g}] leaves out 1, the weight where both engines agree"
@@ -338,13 +300,10 @@ def _processes(config: Config) -> Iterator[str]:
         yield "services.rollout: an empty list; at least one fleet is needed"
     for path, process in processes(config).items():
         if process.python and shutil.which(process.python) is None:
-            yield f"{path}.python: '{process.python}' is not an executable" + _how_to_install(process.python)
-
-
-def _how_to_install(python: str) -> str:
-    """Return the command of Sluice's Makefile that makes the missing interpreter; "" if there is none."""
-    made = [name for name in ("vllm", "agents") if f".venv-{name}" in Path(python).parts]
-    return f"; run make install-{made[0]}" if made else ""
+            made = [
+                f"; run make install-{name}" for name in ("vllm", "agents") if f".venv-{name}" in Path(process.python).parts
+            ]
+            yield f"{path}.python: '{process.python}' is not an executable{''.join(made)}"
 
 
 def _lora(config: Config) -> Iterator[str]:
@@ -366,15 +325,15 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
     rewards = config.rewards
     plays, judged = config.gateway is not None and rewards.environment != 0, judge_of(config) is not None
     distils = trains and config.algorithm.advantage == "none"  # no reward is looked at
+    held_out = bool(evaluation_sets(config)) or (config.warmup is not None and not config.data.train)
     if not rewards.rules and not rewards.remote and rewards.model is None and not plays and not distils:
         yield "rewards.rules: empty; at least one rule, remote or model is needed"
     elif not judged and not trains:
         yield "rewards.rules: empty; the first rule says which replies are correct"
-    elif not judged and _evaluates(config):
-        yield (
-            "rewards.rules: empty; an evaluation's accuracy is by the first rule: name one (with weight 0 it adds nothing to "
-            "the reward), or set evaluation.before and evaluation.after to false and evaluation.every to 0"
-        )
+    elif not judged and (config.evaluation.every or (held_out and (config.evaluation.before or config.evaluation.after))):
+        off = "set evaluation.before and evaluation.after to false and evaluation.every to 0"
+        named = "name one (with weight 0 it adds nothing to the reward)"
+        yield f"rewards.rules: empty; an evaluation's accuracy is by the first rule: {named}, or {off}"
     taken = Counter(rule.name.rpartition(":")[2] for rule in rewards.rules)
     if plays and taken[ENVIRONMENT_COLUMN]:
         yield f"rewards.rules: '{ENVIRONMENT_COLUMN}' is what the reward by who plays is called; give the rule another name"
@@ -407,12 +366,6 @@ def _sandbox(rewards: Rewards) -> Iterator[str]:
         yield f"{key}.timeout: {sandbox.timeout:g} is not below rewards.timeout {rewards.timeout:g}"
     if sandbox.memory > rewards.memory_bytes:
         yield f"{key}.memory: {sandbox.memory} is more than rewards.memory_bytes {rewards.memory_bytes}, which bounds it"
-
-
-def _evaluates(config: Config) -> bool:
-    evaluation = config.evaluation
-    held_out = bool(evaluation_sets(config)) or (config.warmup is not None and not config.data.train)
-    return bool(evaluation.every) or (held_out and (evaluation.before or evaluation.after))
 
 
 def data_faults(config: Config, trains: bool) -> Iterator[str]:

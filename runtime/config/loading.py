@@ -20,17 +20,13 @@ from msgspec.structs import replace
 
 from runtime import run_files
 from runtime.cluster.topology import block_size
-from runtime.config import Algorithm, Config, Parallel, Section, Services
-from runtime.config.data import Column
+from runtime.config import Algorithm, Column, Config, Parallel, Section, Services
 from runtime.config.model import TINY_PREFIX
 from runtime.config.secret_values import refused
 from runtime.config.yaml_text import at_home, dump, read_mapping, read_value, show
 from runtime.errors import ConfigError
 
-# ---- Names of trl
-#
 # Keys of TRL's GRPOConfig with other names here. By their letters another key of Sluice would be the nearest.
-
 OF_TRL = {
     "beta": "algorithm.kl_coefficient",
     "epsilon": "algorithm.clip_low and algorithm.clip_high",
@@ -70,13 +66,10 @@ _RENAMED = {
     "services.rollout.slots": "max_num_seqs",
     "services.rollout.*.slots": "max_num_seqs",
 }
-# Keys of earlier versions, by path, where `*` is a role, a fleet or a name: what to write now.
+# Keys of 0.2, by path, where `*` is a role, a fleet or a name: what to write now.
 _REMOVED = {
-    "weight_sync.staging": "there is one way now, what shadow was; leave the key out",
-    "gateway.player": "write services.environment, whose agents are called, and given their episode's URL and key",
     "metrics.names": "all trackers get the names of own (docs/metrics.md has MindSpeed-RL's beside them); leave the key out",
     "services.rollout.speculation": "replies are those of off, and no engine drafts tokens; leave the key out",
-    "weight_sync.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
     "services.*.threads": "write env: {OMP_NUM_THREADS: 'NUMBER'}",
     "services.*.jemalloc": "write env: {LD_PRELOAD: LIBRARY}, with '' for none",
     "services.*.offload_train_optimizer": "write offload: [optimizer]",
@@ -134,16 +127,7 @@ _REMOVED = {
         )
     },
 }
-# What to write instead of a value of an earlier version, by key.
-_REPLACED = {
-    "weight_sync.transport": {
-        "files": "write auto",
-        "filesystem": "write auto",
-        "delta": "write encoding: delta, and transport: auto or collective",
-    },
-    "weight_sync.in_flight": {"auto": "write keep, which it stood for"},
-    "services.environment": {"ascend": "write services.platform: ascend"},
-}
+_REPLACED = {("weight_sync.transport", "files"): "write auto"}  # what to write instead of a key's value of 0.2
 
 _ROOT = inspect.type_info(Config)
 # By key: the type of the section that the file fills, and the folder (configs/ in the source tree) with the named files.
@@ -251,9 +235,7 @@ def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
     section, _, own_key = key.partition(".")
     given = raw.get(section)
     name = given.get(own_key) if isinstance(given, dict) else None
-    if not given or not name or not isinstance(name, str):
-        return []
-    if _is_whole(given, kind):
+    if not name or not isinstance(name, str) or _is_whole(given, kind):
         return []  # a file that leaves nothing out, as a run's folder keeps it, outlives its preset
     own = name.endswith((".yaml", ".yml"))
     path = Path(name) if own else folder / f"{name}.yaml"
@@ -410,7 +392,7 @@ def mismatches(value: object, kind: inspect.Type, path: str = "", root: inspect.
         for index, (item, item_type) in enumerate(zip(value, kind.item_types)):  # noqa: B905  unequal: said above
             yield from mismatches(item, item_type, f"{path}.{index}", root)
     elif not _fits(value, kind):
-        if isinstance(value, str) and (now := _REPLACED.get(path, {}).get(value)):
+        if isinstance(value, str) and (now := _REPLACED.get((path, value))):
             yield f"{path}: {value} is no longer a value: {now}"
             return
         if isinstance(value, dict) and (gone := [(key, now) for key in value if (now := _replacement(f"{path}.{key}"))]):

@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 
 from runtime.cluster.topology import block_size, fleets, model_key, teachers, uses_reference
-from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
+from runtime.config import Config, Parallel, RewardModel, Spread, Trainer
 from runtime.config.base import computed_dtype
-from runtime.config.service_checks import token_fault
 from runtime.errors import UserError
 from runtime.models import hf_folder, limits, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for
@@ -60,6 +59,49 @@ def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterato
             if wanted is not None and found is not None:
                 exact = key == "critic.path" or bool(config.sampling.filters["keep_sets"])
                 yield from filter(None, [token_fault(key, folder, found, path, wanted, exact)])
+
+
+def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int, filtered: bool) -> str:
+    """Return why the model of `folder`, with `vocabulary` rows, cannot score samples of the policy of the folder `policy`, with
+    `wanted` rows; "" if it can.
+
+    Models of one tokenizer may have different numbers of unused rows. This is harmless, unless sets of tokens are sent
+    (`filtered`), which refer to the policy's rows.
+    """
+    own, theirs = _tokens(Path(policy)), _tokens(Path(folder))
+    if own and theirs:
+        for token, number in sorted(own.items(), key=lambda item: item[1]):
+            if theirs.get(token) != number:
+                differ = f"{token!r} is token {number} of it, and {theirs.get(token, 'none')} there"
+                return f"{key}: '{folder}' has another tokenizer than the policy: {differ}"
+    if vocabulary < wanted or (vocabulary > wanted and (filtered or not (own and theirs))):
+        return f"{key}: '{folder}' has a vocabulary of {vocabulary} tokens, the policy one of {wanted}"
+    return ""
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str
+    id: int
+
+
+class _TokenModel(msgspec.Struct, frozen=True):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+    model: _TokenModel = _TokenModel()
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of all tokens in tokenizer.json; none if the file is missing or of an unknown kind."""
+    try:
+        found = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerFile)
+    except (OSError, msgspec.DecodeError):
+        return {}
+    vocab = found.model.vocab
+    listed = vocab if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
+    return listed | {added.content: added.id for added in found.added_tokens}
 
 
 def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator[str]:
@@ -191,14 +233,10 @@ def spread_models(config: Config) -> dict[str, ModelConfig | None]:
 
 
 def policy_model(config: Config) -> ModelConfig | None:
-    return _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
-
-
-def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
-    """Return the known values of a warm-up's model before it exists."""
-    if warmup is None:
-        return None
-    shape = tiny_model.WARMED_UP[warmup.task]
+    """Return the policy's config.json; of a warm-up's model, before it exists, the known values."""
+    if config.model.path or config.warmup is None:
+        return _model_config(config.model.path) if config.model.path else None
+    shape = tiny_model.WARMED_UP[config.warmup.task]
     return {
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
@@ -243,16 +281,13 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
         else:
             if settings.parallel != Parallel():
                 yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
-            if isinstance(settings, Trainer):
-                yield from _megatrons_own(key, config, settings)
-
-
-def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]:
-    """Yield a line for each setting that engine torch lacks."""
-    if config.checkpoint.async_save:
-        yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
-    if settings.offload and settings.cpu_offload:
-        yield f"{key}.offload: {settings.offload[0]}, but with cpu_offload all is in host memory at all times; must be empty"
+            if not isinstance(settings, Trainer):
+                continue
+            if config.checkpoint.async_save:
+                yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
+            if settings.offload and settings.cpu_offload:
+                wrong = f"{settings.offload[0]}, but with cpu_offload all is in host memory at all times"
+                yield f"{key}.offload: {wrong}; must be empty"
 
 
 def _blocks(key: str, settings: Spread) -> Iterator[str]:
@@ -266,10 +301,9 @@ def _blocks(key: str, settings: Spread) -> Iterator[str]:
         yield f"{key}.processes: {processes} is not {product} x data {parallel.data}; must be {expected}, or left out"
     alike = processes // (parallel.tensor * parallel.pipeline)
     if processes % block == 0 and alike % parallel.expert:
-        yield (
-            f"{key}.parallel.expert: {parallel.expert} does not divide the ranks that hold the same part of the model, of "
-            f"which {processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
-        )
+        make = f"{processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
+        ranks = f"the ranks that hold the same part of the model, of which {make}"
+        yield f"{key}.parallel.expert: {parallel.expert} does not divide {ranks}"
     if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
 
@@ -361,8 +395,7 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
 
 
 def kv_faults(config: Config, available: int | None) -> Iterator[str]:
-    """Yield a line for each fleet that does not fit. `available`: bytes of the machine, if all runs on its CPUs; None if
-    unknown."""
+    """Yield a line for each fleet that does not fit. `available`: bytes of the machine, if all is on its CPUs."""
     if available is None:
         return
     free = available
@@ -370,10 +403,9 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
         fleet = fleets(config)[path]
         needed = fleet.replicas * each
         if needed > free:
-            yield (
-                f"{path}.max_num_seqs: {fleet.max_num_seqs} slots of {longest_text(config)} tokens in {fleet.replicas} "
-                f"replica(s) need {needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available{_HINT}"
-            )
+            slots = f"{fleet.max_num_seqs} slots of {longest_text(config)} tokens in {fleet.replicas} replica(s)"
+            there = f"{free / 2**30:.1f} GiB are available{_HINT}"
+            yield f"{path}.max_num_seqs: {slots} need {needed / 2**30:.1f} GiB of KV cache; {there}"
         free -= min(needed, free)
 
 

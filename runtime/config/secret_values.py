@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
-from runtime.config.services import Process
+from runtime.config import Process
+from runtime.config.yaml_text import changed
 from runtime.errors import UserError
 
 NOT_SHOWN = "(not shown)"
@@ -57,15 +59,7 @@ def without_secrets(config: Any) -> Any:
         hidden = _is_text(entry) and (entry.is_secret or entry.key not in _HARMLESS)
         if not _is_reference(entry.value) and (entry.within == "env" or hidden):
             entry.holder[entry.key] = NOT_SHOWN
-    return _without_passwords(shown)
-
-
-def _without_passwords(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _without_passwords(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_without_passwords(value) for value in node]
-    return _PASSWORD.sub(NOT_SHOWN, node) if isinstance(node, str) else node
+    return changed(shown, partial(_PASSWORD.sub, NOT_SHOWN))
 
 
 def references(role: Process, path: str) -> dict[str, str]:
@@ -76,8 +70,7 @@ def references(role: Process, path: str) -> dict[str, str]:
 
 
 def resolved(value: Any, environment: Mapping[str, str], path: str) -> Any:
-    """Return `value`, at `path`, as plain values, with the variables of `environment` instead of references. Raises UserError
-    if a variable is missing."""
+    """Return plain values with the variables of `environment` for references. Raises UserError, with `path`, if one lacks."""
     value = msgspec.to_builtins(value)
     if _is_reference(value):
         if (name := value["from"]) not in environment:

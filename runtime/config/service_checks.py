@@ -7,33 +7,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
-from runtime.cluster.topology import (
-    Instance,
-    fleets,
-    has_several_nodes,
-    instances,
-    place_in_fleet,
-    processes,
-    replicas,
-    sections,
-    takes_turns,
-    teachers,
-)
-from runtime.config import Cluster, Computing, Config, Moe, Placed, ReferenceScorer, Rollout, Services, Trainer
+from runtime.cluster import topology
+from runtime.cluster.topology import fleets, processes, takes_turns
+from runtime.config import Cluster, Computing, Config, Moe, Placed, Rollout, Services
 from runtime.config.base import DType, computed_dtype
 from runtime.models import hf_folder
 from runtime.process.network import is_loopback
 from runtime.rollout.vllm.arguments import LEAST_TEMPERATURE, own_faults
 from runtime.weights.plan import resolve_transport
 
-# ---- Reference checks
-#
-# Checks of the reference and teachers, which need the policy's tokens, and of the policy's experts.
+# ---- The reference and teachers, and the policy's experts
 
 
 def reference_faults(config: Config) -> Iterator[str]:
@@ -47,20 +34,15 @@ def reference_faults(config: Config) -> Iterator[str]:
         yield f"services.reference.processes: {settings.processes} is for engine megatron; engine torch takes replicas"
     if settings.engine == "megatron" and settings.replicas > 1:
         yield f"services.reference.replicas: {settings.replicas} is for engine torch; engine megatron takes processes"
-    for key, folder in teachers(config).items():
+    for key, folder in topology.teachers(config).items():
         if not coefficient:
             yield f"{key}: '{folder}' has no use without a KL term; algorithm.kl_coefficient must be above 0"
         elif mode != "service" or settings.engine == "megatron":
             needed = "reference.source service and services.reference.engine torch, which holds several models"
             yield f"{key}: '{folder}' needs {needed}"
-    yield from _nothing_to_learn(config)
-
-
-def _nothing_to_learn(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.advantage == "none" and not algorithm.kl_coefficient and not algorithm.entropy_coefficient:
+    if config.algorithm.advantage == "none" and not coefficient and not config.algorithm.entropy_coefficient:
         yield "algorithm.advantage: none leaves nothing to learn; algorithm.kl_coefficient must be above 0"
-    if algorithm.advantage == "none" and algorithm.dynamic_sampling:
+    if config.algorithm.advantage == "none" and config.algorithm.dynamic_sampling:
         yield "algorithm.dynamic_sampling: true drops groups by rewards, which advantage none does not look at; must be false"
 
 
@@ -79,51 +61,6 @@ def moe_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str
         yield from (f"moe.{name}: {value} {fault}; must be {off[name]}" for fault in wrong[:1])
 
 
-def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int, filtered: bool) -> str:
-    """Return why the model of `folder`, with `vocabulary` rows, cannot score samples of the policy of the folder `policy`, with
-    `wanted` rows; "" if it can.
-
-    Models of one tokenizer may have different numbers of unused rows. This is harmless, unless sets of tokens are sent
-    (`filtered`), which refer to the policy's rows.
-    """
-    own, theirs = _tokens(Path(policy)), _tokens(Path(folder))
-    if own and theirs:
-        for token, number in sorted(own.items(), key=lambda item: item[1]):
-            if theirs.get(token) != number:
-                there = f"{theirs[token]} there" if token in theirs else "none there"
-                return (
-                    f"{key}: '{folder}' has another tokenizer than the policy: {token!r} is token {number} of it, and {there}"
-                )
-    if vocabulary < wanted or (vocabulary > wanted and (filtered or not (own and theirs))):
-        return f"{key}: '{folder}' has a vocabulary of {vocabulary} tokens, the policy one of {wanted}"
-    return ""
-
-
-class _AddedToken(msgspec.Struct, frozen=True):
-    content: str
-    id: int
-
-
-class _TokenModel(msgspec.Struct, frozen=True):
-    vocab: dict[str, int] | list[tuple[str, float]] = {}
-
-
-class _TokenizerFile(msgspec.Struct):
-    added_tokens: list[_AddedToken] = []
-    model: _TokenModel = _TokenModel()
-
-
-def _tokens(folder: Path) -> dict[str, int]:
-    """Return the ids of all tokens in tokenizer.json; none if the file is missing or of an unknown kind."""
-    try:
-        found = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerFile)
-    except (OSError, msgspec.DecodeError):
-        return {}
-    vocab = found.model.vocab
-    listed = vocab if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
-    return listed | {added.content: added.id for added in found.added_tokens}
-
-
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
 RESERVED = 1024  # ports below belong to the system
 HCCL_PORTS = 60000, 61999  # first and last that the launcher gives to processes that share an NPU
@@ -136,9 +73,12 @@ _OF_16_BITS = [dtype for dtype in get_args(DType) if dtype not in ("auto", "floa
 def network_faults(config: Config, trains: bool) -> Iterator[str]:
     yield from cluster_faults(config.cluster)
     for path, role in processes(config).items():
-        if isinstance(role, Placed) and isinstance(role.placement, list):
-            yield from _placement(f"{path}.placement", role.placement)
-    several, standby = has_several_nodes(config.cluster), config.services.coordinator.standby
+        names = role.placement if isinstance(role, Placed) and isinstance(role.placement, list) else None
+        if names == []:
+            yield f"{path}.placement: empty; must be pack, spread, or name at least one node"
+        elif twice := _twice(names or []):
+            yield f"{path}.placement: names '{twice[0]}' twice; must name each node once"
+    several, standby = topology.has_several_nodes(config.cluster), config.services.coordinator.standby
     if standby and not several:
         yield f"services.coordinator.standby: '{standby}', but the run has one node; needs cluster.nodes or cluster.min_nodes"
     if several:
@@ -147,10 +87,8 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         if config.checkpoint.gather:
             yield "checkpoint.gather: true, but with cluster.shared_folder all is in one folder; must be false"
     elif standby:
-        yield (
-            "services.coordinator.standby: is for nodes that share a folder, and cluster.shared_folder is false; must be left "
-            "out"
-        )
+        unshared = "is for nodes that share a folder, and cluster.shared_folder is false; must be left out"
+        yield f"services.coordinator.standby: {unshared}"
     if config.network.tls is not None and config.network.security not in ("auto", "tls"):
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
@@ -163,15 +101,8 @@ def scraping_faults(config: Config) -> Iterator[str]:
     settings, network = config.metrics.prometheus, config.network
     if settings is None or settings.token is not None or network.security == "none" or is_loopback(network.interface):
         return
-    yield (
-        f"metrics.prometheus.token: missing; with network.interface '{network.interface}' it must be {{from: NAME}}, the "
-        "variable that each request has to carry, or network.security be none"
-    )
-
-
-def gateway_faults(config: Config) -> Iterator[str]:
-    if config.gateway is not None and takes_turns(config):
-        yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
+    must = "must be {from: NAME}, the variable that each request has to carry, or network.security be none"
+    yield f"metrics.prometheus.token: missing; with network.interface '{network.interface}' it {must}"
 
 
 def cluster_faults(cluster: Cluster) -> Iterator[str]:
@@ -191,27 +122,19 @@ def cluster_faults(cluster: Cluster) -> Iterator[str]:
         yield f"cluster.min_nodes: {cluster.min_nodes}, but cluster.nodes names {len(names)}; must be at most that"
 
 
-def _placement(key: str, names: list[str]) -> Iterator[str]:
-    if not names:
-        yield f"{key}: empty; must be pack, spread, or name at least one node"
-    elif twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
-        yield f"{key}: names '{twice}' twice; must name each node once"
+def _twice(named: list[Any]) -> list[str]:
+    return sorted({str(each) for index, each in enumerate(named) if each in named[:index]})
 
 
 def _reachable(config: Config) -> Iterator[str]:
     interface, coordinator = config.network.interface, config.services.coordinator
     if is_loopback(interface):
-        yield (
-            f"network.interface: '{interface}' is loopback, by which no other node is reached; on several nodes it must be a "
-            "network (10.1.0.0/16), an interface (eth0), or auto"
-        )
-    if not coordinator.host:
-        yield "services.coordinator.host: missing; on several nodes it must be the address that all reach the coordinator by"
-    elif is_loopback(coordinator.host):
-        yield (
-            f"services.coordinator.host: '{coordinator.host}' is loopback; on several nodes it must be the address that all "
-            "reach the coordinator by"
-        )
+        must = "on several nodes it must be a network (10.1.0.0/16), an interface (eth0), or auto"
+        yield f"network.interface: '{interface}' is loopback, by which no other node is reached; {must}"
+    if not coordinator.host or is_loopback(coordinator.host):
+        wrong = f"'{coordinator.host}' is loopback" if coordinator.host else "missing"
+        must = "on several nodes it must be the address that all reach the coordinator by"
+        yield f"services.coordinator.host: {wrong}; {must}"
     nodes = config.cluster.nodes
     if coordinator.standby and nodes != "auto" and coordinator.standby not in (names := [node.name for node in nodes]):
         yield f"services.coordinator.standby: '{coordinator.standby}' is no node; must be one of {', '.join(names)}"
@@ -221,7 +144,7 @@ def _reachable(config: Config) -> Iterator[str]:
 
 def _listeners(config: Config, trains: bool) -> int:
     """Return how many sockets of the run listen at a time, if all are on one machine."""
-    processes_, settings = len(instances(config, trains)), config.metrics.prometheus
+    processes_, settings = len(topology.instances(config, trains)), config.metrics.prometheus
     scraped = 0 if settings is None else processes_ + (not settings.port)
     return processes_ + (not config.services.coordinator.port) + trains * RENDEZVOUS + scraped
 
@@ -245,18 +168,15 @@ def _ports(config: Config, listening: int) -> Iterator[str]:
 
 def device_faults(config: Config, trains: bool) -> Iterator[str]:
     for path, role in processes(config).items():
-        if isinstance(role, Computing) and role.devices:
-            yield from _devices(path, role)
+        if not isinstance(role, Computing) or not role.devices:
+            continue
+        if twice := _twice(role.devices):
+            yield f"{path}.devices: names {', '.join(twice)} twice; must name each device once"
+        count, needed = len(role.devices), topology.devices_of(config, path.split(".")[1], role)
+        if count != needed:
+            yield f"{path}.devices: {count} of them, but its processes take {needed}; must be {needed}"
     if trains and not takes_turns(config):  # which has a check of its own
         yield from _shared_device(config)
-
-
-def _devices(key: str, role: Computing) -> Iterator[str]:
-    count = len(role.devices)
-    if twice := {str(device) for index, device in enumerate(role.devices) if device in role.devices[:index]}:
-        yield f"{key}.devices: names {', '.join(sorted(twice))} twice; must name each device once"
-    if count != (needed := _needed(role)):
-        yield f"{key}.devices: {count} of them, but its processes take {needed}; must be {needed}"
 
 
 def _shared_device(config: Config) -> Iterator[str]:
@@ -265,50 +185,38 @@ def _shared_device(config: Config) -> Iterator[str]:
     transport = resolve_transport(settings.transport, settings.backend, {"trainer-0": "this"})
     if settings.backend == "gloo" or transport != "collective":
         return
-    taken: dict[int, str] = {}
-    for name, devices in _publishing(config):
-        if not devices:
+    taken = dict.fromkeys(config.services.trainer.devices[:1], "trainer-0")
+    for name, fleet in topology.replicas(config).items():
+        place, size = topology.place_in_fleet(config, topology.Instance("rollout", name)), len(fleet.devices) // fleet.replicas
+        if not size:
             continue
-        device = devices[0]
+        device = fleet.devices[place * size]
         if device in taken:
             key = f"transport: {transport}" if settings.backend == "auto" else f"backend: {settings.backend}"
-            yield (
-                f"weight_sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
-                "gloo, or transport shared_memory, or other services.*.devices"
-            )
+            must = "must be backend gloo, or transport shared_memory, or other services.*.devices"
+            yield f"weight_sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; {must}"
             return
         taken[device] = name
-
-
-def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
-    """Yield the members of the sync group with their devices."""
-    yield "trainer-0", config.services.trainer.devices[:1]
-    for name, fleet in replicas(config).items():
-        place, size = place_in_fleet(config, Instance("rollout", name)), len(fleet.devices) // fleet.replicas
-        yield name, fleet.devices[place * size : (place + 1) * size]
 
 
 def hccl_beside_workers(config: Config) -> bool:
     """Return whether, on NPUs, a rollout receives weights over HCCL on the NPU of vLLM's first worker, which uses HCCL too."""
     settings = config.weight_sync
-    if takes_turns(config) or settings.backend not in ("auto", "hccl"):
+    if takes_turns(config) or settings.backend not in ("auto", "hccl") or settings.transport == "shared_memory":
         return False
     machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
-    if (
-        settings.transport == "shared_memory"
-        or resolve_transport(settings.transport, settings.backend, machines) != "collective"
-    ):
-        return False
-    return any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
+    collective = resolve_transport(settings.transport, settings.backend, machines) == "collective"
+    return collective and any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
 
 
 def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
-    running = {instance.role for instance in instances(config)}
+    if config.gateway is not None and takes_turns(config):
+        yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
+    running = {instance.role for instance in topology.instances(config)}
     for path, settings in processes(config).items():
-        if isinstance(settings, Computing) and settings.colocate:
-            fault = _host_fault(config, path, settings, running)
-            if fault:
-                yield f"{path}.{fault}"
+        colocated = isinstance(settings, Computing) and settings.colocate
+        if colocated and (fault := _host_fault(config, path, settings, running)):
+            yield f"{path}.{fault}"
     if trains and takes_turns(config):
         yield from _turns(config)
     elif trains and config.training.partial_rollouts:
@@ -326,59 +234,39 @@ def _host_fault(config: Config, path: str, settings: Computing, running: set[str
         return f"colocate: {host} is the role itself; must be one of {others}"
     if role in running and host not in running:
         return f"colocate: this run has no {host}; must be another, or left out"
-    if further := sorted({one.colocate for one in _of_role(config, host) if one.colocate}):
+    hosts = topology.sections(config, host).values()
+    if further := sorted({one.colocate for one in hosts if one.colocate}):
         return f"colocate: {host} lies on the devices of {further[0]} itself; must be a role with devices of its own"
     if settings.devices:
         return f"devices: {settings.devices}, but colocate says that they are those of {host}; must be one of both"
-    having = [device for one in _of_role(config, host) for device in one.devices]
-    needed = sum(_needed(one) for one in _of_role(config, role) if one.colocate == host)
+    having = [device for one in hosts for device in one.devices]
+    guests = [one for one in topology.sections(config, role).values() if one.colocate == host]
+    needed = sum(topology.devices_of(config, role, one) for one in guests)
     if having and needed > len(having):
         return f"colocate: needs {needed} devices, but {host} has {len(having)} (services.{host}.devices)"
     return ""
 
 
-def _of_role(config: Config, role: str) -> list[Computing]:
-    return list(sections(config, role).values())
-
-
-def _needed(settings: Computing) -> int:
-    """Return the number of devices of all its processes."""
-    if isinstance(settings, Rollout):
-        return settings.replicas * settings.tensor_parallel
-    if isinstance(settings, Trainer) or (isinstance(settings, ReferenceScorer) and settings.engine == "megatron"):
-        return settings.processes
-    count: int = settings.replicas  # type: ignore[attr-defined]  # all roles that are no group have it
-    return count
-
-
-def _partial(config: Config) -> Iterator[str]:
-    """Yield a line for each setting that conflicts with replies that continue in the next turn."""
-    if config.training.staleness == 0:
-        yield "training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1"
-    if config.weight_sync.in_flight == "drain":
-        yield "weight_sync.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute"
-    if config.gateway is not None:
-        yield "training.partial_rollouts: true does not go with a gateway, whose episodes end in the turn that they begin in"
-
-
 def _turns(config: Config) -> Iterator[str]:
     """Yield a line for each setting that conflicts with rollouts and trainer on the same devices."""
     staleness, weight_sync = config.training.staleness, config.weight_sync
-    if config.training.partial_rollouts:
-        yield from _partial(config)
+    if config.training.partial_rollouts:  # replies go on in the next turn
+        if staleness == 0:
+            yield "training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1"
+        if weight_sync.in_flight == "drain":
+            yield "weight_sync.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute"
+        if config.gateway is not None:
+            ends = "whose episodes end in the turn that they begin in"
+            yield f"training.partial_rollouts: true does not go with a gateway, {ends}"
     elif staleness > 1:
-        yield (
-            f"training.staleness: {staleness}, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1, or "
-            "training.partial_rollouts true"
-        )
+        must = "must be 0 or 1, or training.partial_rollouts true"
+        yield f"training.staleness: {staleness}, but rollouts and trainer take turns (colocate: trainer); {must}"
     for path, fleet in fleets(config).items():
         if fleet.colocate != "trainer":
             yield f"{path}.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none"
     if weight_sync.backend in ("nccl", "hccl"):
-        yield (
-            f"weight_sync.backend: {weight_sync.backend} takes one member a device, and rollouts lie on the trainer's; must be "
-            "auto or gloo"
-        )
+        wrong = "takes one member a device, and rollouts lie on the trainer's"
+        yield f"weight_sync.backend: {weight_sync.backend} {wrong}; must be auto or gloo"
 
 
 def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[str]:
@@ -418,10 +306,8 @@ def weight_sync_faults(config: Config) -> Iterator[str]:
     if settings.transport == "shared_memory" and settings.backend != "auto":
         yield f"weight_sync.backend: {settings.backend} is for a collective; transport shared_memory has none, so must be auto"
     if settings.encoding == "delta" and settings.dtype == "float32":
-        yield (
-            "weight_sync.dtype: float32 changes in nearly every element, and encoding delta would send it all; "
-            f"must be auto or {' or '.join(_OF_16_BITS)}"
-        )
+        wrong = "float32 changes in nearly every element, and encoding delta would send it all"
+        yield f"weight_sync.dtype: {wrong}; must be auto or {' or '.join(_OF_16_BITS)}"
 
 
 def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
@@ -434,13 +320,10 @@ def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
     of_deltas = weight_sync.encoding == "delta" and weight_sync.dtype == "auto"
     if computes == "float32" and (of_deltas or weight_sync.dtype not in ("auto", "float32")):
         key, value = ("encoding", "delta") if of_deltas else ("dtype", weight_sync.dtype)
-        yield (
-            f"weight_sync.{key}: {value} rounds the weights to 16 bits, and the trainer computes in float32: log-probabilities "
-            "of rollouts will be 0.02 to 0.03 nats from the trainer's in the mean, and small updates will not reach rollouts"
-        )
+        rounds = f"{value} rounds the weights to 16 bits, and the trainer computes in float32"
+        far = "log-probabilities of rollouts will be 0.02 to 0.03 nats from the trainer's in the mean"
+        yield f"weight_sync.{key}: {rounds}: {far}, and small updates will not reach rollouts"
     for path, fleet in fleets(config).items():
         if (found := computed_dtype(fleet.dtype, config.model.dtype, on_cpus)) != computes:
-            yield (
-                f"{path}.dtype: rollouts compute in {found}, and the trainer in {computes}: log-probabilities of rollouts will "
-                "be 0.03 to 0.1 nats from the trainer's in the mean"
-            )
+            far = "log-probabilities of rollouts will be 0.03 to 0.1 nats from the trainer's in the mean"
+            yield f"{path}.dtype: rollouts compute in {found}, and the trainer in {computes}: {far}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from runtime.errors import ConfigError, UserError
-from runtime.run_files import regular
+from runtime.run_files import reading, regular
 
 MOST_BYTES = 1 << 20  # of a file
 MOST_VALUES = 100_000  # of it, those that aliases repeat each time
@@ -132,12 +132,10 @@ def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dic
     """Return the mapping in a YAML file. Raises ConfigError if it has none; `needed` says what an empty file lacks."""
     try:
         own = path.is_relative_to("/dev")  # a pipe of the user's shell, which is in no folder
-        with (path if own else regular(path, MOST_BYTES)).open("rb") as file:
+        with reading(path), (path if own else regular(path, MOST_BYTES)).open("rb") as file:
             raw = read_value(file.read(MOST_BYTES + 1))
     except UserError as error:  # no file, or a large one
         raise ConfigError([str(error)]) from error
-    except OSError as error:
-        raise ConfigError([f"{path}: {(error.strerror or str(error)).lower()}"]) from error
     except yaml.YAMLError as error:
         raise ConfigError([f"{path}{_yaml_fault(error)}"]) from error
     if raw is None:
@@ -147,15 +145,19 @@ def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dic
     return raw
 
 
+def changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return `value` with each text in it changed."""
+    if isinstance(value, dict):
+        return {key: changed(each, change) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [changed(each, change) for each in value]
+    return change(value) if isinstance(value, str) else value
+
+
 def at_home(value: Any) -> Any:
     """Return `value` with the home directory of the user, or of NAME, for `~/` or `~NAME/` at the start of each text."""
-    if isinstance(value, dict):
-        return {key: at_home(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [at_home(each) for each in value]
-    if not isinstance(value, str) or not value.startswith("~") or "/" not in value:
-        return value
-    return os.path.expanduser(value)  # noqa: PTH111 - which leaves an unknown NAME as it is
+    # An unknown NAME is left as it is.
+    return changed(value, lambda text: os.path.expanduser(text) if text.startswith("~") and "/" in text else text)  # noqa: PTH111
 
 
 def _yaml_fault(error: yaml.YAMLError) -> str:

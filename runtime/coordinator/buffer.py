@@ -18,8 +18,7 @@ from runtime.coordinator.staleness import LATE, PipelineDepth, most_live
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
 from runtime.ledger.journal import Change, Ticket
-from runtime.ledger.payloads import Handle
-from runtime.ledger.reader import PARTS, GroupRow
+from runtime.ledger.reader import PARTS, GroupRow, Handle
 from runtime.ledger.states import Event, GroupState, Mark, Phase
 from runtime.rewards.scorer import unscored
 from runtime.types import GeneratedGroup, Scores

@@ -32,8 +32,8 @@ from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import SUFFIX, EvaluatedProblem, EvaluationResult, HeldOut, Transcript, judge_of, replies_to
-from runtime.process import disk
-from runtime.process.os_process import now
+from runtime.process import waiting
+from runtime.process.waiting import now
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, ScoreRequest, Scores
 
@@ -112,7 +112,7 @@ class Evaluator:
         folder = evaluation.folder_for(self._folder, step)
         shutil.rmtree(folder, ignore_errors=True)
         # In threads, as these calls block until the disk has room.
-        await asyncio.to_thread(disk.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
+        await asyncio.to_thread(waiting.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
         under_way = await asyncio.to_thread(self._begin, folder, alone, progress)
         try:
             # All problems at once; `room` limits the samples under way. The group ends with the last score.
@@ -136,7 +136,7 @@ class Evaluator:
             newest=max(each.newest for of_set in evaluated for each in of_set),
             sets=sets,
         )
-        disk.until_done(lambda: result.write(folder), folder)
+        waiting.until_done(lambda: result.write(folder), folder)
         return result
 
     def _begin(self, folder: Path, alone: bool, progress: ReportDone) -> _EvaluationRun:

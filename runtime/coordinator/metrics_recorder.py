@@ -30,7 +30,7 @@ from runtime.ledger.journal import LedgerWriter, Note
 from runtime.ledger.states import Mark
 from runtime.process import spans
 from runtime.process.keys import Keys
-from runtime.process.os_process import now
+from runtime.process.waiting import now
 from runtime.rewards.scorer import UnscoredSteps
 from runtime.status import Progress, Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyncFigures, idle_fraction, step_metrics

@@ -24,7 +24,7 @@ from runtime.data.handlers import Problem
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process import keys
 from runtime.process.keys import GATEWAY, Keys, process
-from runtime.process.os_process import done_within, now, still_missing
+from runtime.process.waiting import done_within, now, still_missing
 from runtime.rewards.scorer import combine, played
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import (

@@ -36,10 +36,10 @@ from runtime.coordinator.pools import Roles, models, wait_for
 from runtime.coordinator.register import Register, UnitChange
 from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import CheckpointSaved
-from runtime.process.os_process import first_error, now
+from runtime.process.waiting import first_error, now
 from runtime.status import Progress
 from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion
@@ -168,7 +168,7 @@ class Checkpoints:
         self._stream = stream
         self._buffer = buffer
         self._incarnation = 0
-        self._lineage = node_checkpoints.lineage(config)
+        self._lineage = checkpoint.lineage(config)
         self._history = history
         self._alarm = ""  # the newest alarm about missing room
         self.accuracy = history.accuracy

@@ -71,8 +71,8 @@ from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import Note
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process import disk
-from runtime.process.os_process import now
+from runtime.process import waiting
+from runtime.process.waiting import now
 from runtime.status import Progress, RunFigures
 from runtime.telemetry import startup
 from runtime.telemetry.metrics import SpanClock
@@ -313,7 +313,7 @@ class Attempt:
         figures, submitted = self._context.startup, self._training.first_applied
         figures.phases["first step"] = submitted - self._history.rl_began
         figures.phases[startup.TOTAL] = submitted - self._context.launched - figures.phases.get(startup.NOT_COUNTED, 0.0)
-        await disk.done(lambda: figures.write(self._context.folder), self._context.folder)
+        await waiting.done(lambda: figures.write(self._context.folder), self._context.folder)
 
     async def _evaluate_beside(self, step: int) -> None:
         assert self._evaluator is not None

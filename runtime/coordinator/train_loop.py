@@ -24,7 +24,7 @@ from runtime.coordinator.recovery import Checkpoints
 from runtime.coordinator.weight_sync import WeightSync
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter
-from runtime.process.os_process import now
+from runtime.process.waiting import now
 from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, SpanClock, WeightSyncFigures
 from runtime.types import PolicyVersion, StepResult, TrainGroup
 

@@ -62,7 +62,7 @@ from runtime.coordinator.weight_sync_protocol import (
     Tick,
 )
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
-from runtime.process.os_process import done_within
+from runtime.process.waiting import done_within
 from runtime.telemetry.metrics import WeightSyncFigures
 from runtime.types import PolicyVersion
 from runtime.weights.plan import resolve_transport

@@ -25,8 +25,7 @@ import numpy as np
 import xxhash
 from msgspec import field
 
-from runtime.config import NonNegative, Positive, RowFormat, Section
-from runtime.config.data import Column
+from runtime.config import Column, NonNegative, Positive, RowFormat, Section
 from runtime.config.loading import load_other
 from runtime.data import prepared
 from runtime.data.fields import MissingColumn, Rejected

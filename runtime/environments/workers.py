@@ -29,7 +29,7 @@ from runtime.config import Environment
 from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, UserError
 from runtime.process import os_process
-from runtime.process.os_process import done_within, now
+from runtime.process.waiting import done_within, now
 from runtime.sandbox import Box, Sandbox
 
 # ---- Output

@@ -28,7 +28,7 @@ from runtime.data.prepared import read_prompts, row_format_of
 from runtime.data.prompts import Prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
-from runtime.process import disk
+from runtime.process import waiting
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import ENVIRONMENT_COLUMN, FinishReason, GroupPayload, PolicyVersion, Sample, Scores
@@ -477,20 +477,20 @@ class Transcript:
     def __init__(self, path: Path):
         self._waiting: dict[int, bytes] = {}
         self._next = 0
-        self._file = disk.until_done(lambda: path.open("wb", buffering=0), path)
+        self._file = waiting.until_done(lambda: path.open("wb", buffering=0), path)
 
     def add(self, place: int, replies: Sequence[Generation]) -> None:
         """Write the replies to problem `place`, or keep them until the replies to earlier problems are there."""
         self._waiting[place] = b"".join(msgspec.json.encode(each) + b"\n" for each in replies)
         while (lines := self._waiting.pop(self._next, None)) is not None:
-            disk.write(self._file, lines)
+            waiting.write(self._file, lines)
             self._next += 1
 
     def close(self) -> None:
         """Write the replies that are left, even if earlier problems are missing."""
         with self._file:
             for place in sorted(self._waiting):
-                disk.write(self._file, self._waiting.pop(place))
+                waiting.write(self._file, self._waiting.pop(place))
 
 
 def read_replies(path: Path) -> Iterator[Generation]:

@@ -28,8 +28,8 @@ from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.conversation import TOO_LONG, Completion, Message, OnText, PolicyCall, Refused
 from runtime.gateway.episode import Begun, EpisodeRun, GatewayEpisode, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.process.os_process import done_within, first_error, now
 from runtime.process.spans import POLICY
+from runtime.process.waiting import done_within, first_error, now
 from runtime.types import GeneratedGroup, RunEpisodesRequest
 
 log = logging.getLogger("sluice")

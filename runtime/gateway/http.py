@@ -23,7 +23,7 @@ from runtime.gateway.dialects.fields import Events, FieldTable, NonNegative, Par
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import KEYED, Episodes
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in, log
-from runtime.process.os_process import done_within
+from runtime.process.waiting import done_within
 
 T = TypeVar("T")
 

@@ -23,8 +23,7 @@ from contextlib import aclosing, suppress
 from typing import Any, Literal, Protocol
 
 from runtime import timeouts
-from runtime.config import Environment
-from runtime.config.services import Slow
+from runtime.config import Environment, Slow
 from runtime.environments.messages import (
     PHASES,
     STOP_REASONS,
@@ -37,7 +36,7 @@ from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
 from runtime.gateway.episode import EpisodeRun, GatewayEpisode
 from runtime.gateway.episodes import Episodes
-from runtime.process.os_process import done_within, now
+from runtime.process.waiting import done_within, now
 from runtime.types import EpisodeTask
 
 log = logging.getLogger("sluice")

@@ -32,14 +32,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import run_files, types
+from runtime.config import Config
 from runtime.data.prompts import StreamState
 from runtime.errors import InvalidMessage, StorageFull, UserError
-from runtime.process import disk
 from runtime.types import PolicyVersion
 
-# ---- Position
-#
-# The coordinator's part of a checkpoint: the run's state beside the saved weights.
+# ---- The coordinator's part of a checkpoint: the run's state beside the saved weights
 
 
 class Position(Struct, kw_only=True):
@@ -57,7 +55,7 @@ class Position(Struct, kw_only=True):
     accuracy: float | None = None  # of the newest evaluation
     best_accuracy: float | None = None
     best_step: int | None = None  # the step with the best accuracy
-    files: dict[str, int] = {}  # set when the checkpoint is completed; empty in version 0.1.0
+    files: dict[str, int] = {}  # set when the checkpoint is completed
     sums: dict[str, str] = {}  # set at the same time; empty before version 0.3
     own_sum: str = ""
     run: str = ""
@@ -65,7 +63,6 @@ class Position(Struct, kw_only=True):
 
 
 POSITION = "position.msgpack"
-TRAINER = "trainer.json"  # the trainer's description of its part
 CRITIC = "critic"  # folder of the critic's state within a checkpoint
 _PARTIAL, _REPLACED, _DISCARDED = ".partial", ".replaced", ".discarded"
 _NAME = re.compile(r"step-(\d{8})")
@@ -126,7 +123,7 @@ def put_back(folder: Path) -> None:
         discard(former)
     elif former.exists():
         former.replace(folder)
-        disk.sync(folder.parent)
+        run_files.sync(folder.parent)
 
 
 def discard(folder: Path) -> None:
@@ -136,7 +133,7 @@ def discard(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     with suppress(FileNotFoundError):
         folder.replace(doomed)
-        disk.sync(doomed.parent)
+        run_files.sync(doomed.parent)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -171,10 +168,10 @@ def sync_tree(folder: Path) -> dict[str, int]:
     """Make everything under `folder` survive a power cut. Return the sizes of its files in bytes, by relative path."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.rglob("*")):
-        size = disk.sync(path)
+        size = run_files.sync(path)
         if path.is_file():
             sizes[path.relative_to(folder).as_posix()] = size
-    disk.sync(folder)
+    run_files.sync(folder)
     return sizes
 
 
@@ -228,7 +225,7 @@ def _take_name(partial: Path, folder: Path) -> None:
         discard(former)
         folder.replace(former)
     partial.replace(folder)
-    disk.sync(folder.parent)
+    run_files.sync(folder.parent)
 
 
 # ---------------------------------------------------------------------------------------------- the checkpoints of a run
@@ -246,10 +243,8 @@ def is_of(run_dir: Path, folder: Path) -> bool:
     the run's other checkpoints do not continue that branch."""
     parent, root = folder.resolve().parent, (run_dir / run_files.CHECKPOINTS).resolve()
     if parent.parent == root and parent.name.startswith(_DEAD):
-        raise UserError(
-            f"run.resume: {folder} is of a branch that the run has left; move it to {root} to go on from it there, or "
-            "choose another run.dir"
-        )
+        must = f"move it to {root} to go on from it there, or choose another run.dir"
+        raise UserError(f"run.resume: {folder} is of a branch that the run has left; {must}")
     return parent == root
 
 
@@ -266,7 +261,7 @@ def sweep(run_dir: Path) -> None:
     root = run_dir / run_files.CHECKPOINTS
     for partial in root.glob(f".*{_PARTIAL}"):
         folder = root / partial.name[1 : -len(_PARTIAL)]
-        if _NAME.fullmatch(folder.name) and _names_its_files(partial) and not fault(partial, sums=False):
+        if _NAME.fullmatch(folder.name) and not fault(partial, sums=False):
             _take_name(partial, folder)
         discard(partial)
     for former in root.glob(f".*{_REPLACED}"):
@@ -286,8 +281,8 @@ def set_aside(run_dir: Path, step: int, incarnation: int) -> list[int]:
         for each in reversed(later):
             folder = folder_for(run_dir, each)
             folder.replace(dead / folder.name)
-        disk.sync(dead)
-        disk.sync(root)
+        run_files.sync(dead)
+        run_files.sync(root)
     return later
 
 
@@ -301,9 +296,9 @@ def _write_position(folder: Path, position: Position) -> None:
     partial = folder / f".{POSITION}{_PARTIAL}"
     data = types.encode(replace(position, own_sum=_UNSUMMED.decode()))
     partial.write_bytes(data.replace(_UNSUMMED, xxhash.xxh3_128_hexdigest(data).encode()))
-    disk.sync(partial)
+    run_files.sync(partial)
     partial.replace(folder / POSITION)
-    disk.sync(folder)
+    run_files.sync(folder)
 
 
 def resolve(
@@ -342,16 +337,13 @@ def fault(folder: Path, sums: bool = True) -> str:
     """Check a checkpoint without loading it. Return the first fault, or "". `sums`: also compare the checksums of all files."""
     try:
         position = _decoded(folder)
-        if position.files or position.parts:
-            cut = next((why for name, size in position.files.items() if (why := _fault_of(folder, name, size))), "")
-            found = _sums(folder, position.sums.keys() & position.files.keys()) if sums and not cut else {}
-            return cut or next((f"{name} {_CHANGED}" for name, each in found.items() if each != position.sums[name]), "")
-        # Saved by version 0.1.0.
-        msgspec.json.decode((folder / TRAINER).read_bytes())
-        short = next((path for path in sorted(folder.rglob("*.safetensors")) if _cut_short(path)), None)
-    except (OSError, InvalidMessage, msgspec.DecodeError) as error:
+        if not position.files and not position.parts:
+            return f"{POSITION} names no files, as version 0.1 wrote it"
+        cut = next((why for name, size in position.files.items() if (why := _fault_of(folder, name, size))), "")
+        found = _sums(folder, position.sums.keys() & position.files.keys()) if sums and not cut else {}
+    except (OSError, InvalidMessage) as error:
         return str(error)
-    return "" if short is None else f"{short.relative_to(folder)} is not as long as its header says"
+    return cut or next((f"{name} {_CHANGED}" for name, each in found.items() if each != position.sums[name]), "")
 
 
 def _fault_of(folder: Path, name: str, size: int) -> str:
@@ -371,32 +363,6 @@ def _decoded(folder: Path) -> Position:
     return position
 
 
-def _names_its_files(folder: Path) -> bool:
-    """Return True if the position was written last, with all files safe: not so in versions without a list of files."""
-    try:
-        position = _decoded(folder)
-        return bool(position.files or position.parts)
-    except (OSError, InvalidMessage):
-        return False
-
-
-class _Tensor(Struct):
-    """An entry of a safetensors file's header; the metadata entry has no offsets."""
-
-    data_offsets: tuple[int, int] = (0, 0)
-
-
-def _cut_short(path: Path) -> bool:
-    """Return True if the file is shorter or longer than its header says. Raises DecodeError if the header is invalid."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = os.fstat(file.fileno()).st_size
-        if 8 + length > size:
-            return True
-        header = msgspec.json.decode(file.read(length), type=dict[str, _Tensor])
-    return 8 + length + max((tensor.data_offsets[1] for tensor in header.values()), default=0) != size
-
-
 def critic_state(folder: Path) -> Path:
     """Return the critic's part of the checkpoint `folder`. Raises UserError if a run without a critic saved it."""
     if not (folder / CRITIC).is_dir():
@@ -410,3 +376,59 @@ def read_position(folder: Path) -> Position:
         return _decoded(folder)
     except (OSError, InvalidMessage) as error:
         raise UserError(f"run.resume: {folder / POSITION}: {error}") from error
+
+
+# ---- Checkpoints of nodes that share no folder
+# Each node has a part, `RUN/parts/NODE/ROLE/checkpoints/step-00000050`, complete or absent as any checkpoint's folder. Its
+# ranks answer once the part is safe. The coordinator's folder names all parts and comes last; only this folder makes the
+# checkpoint count. A part of an unfinished checkpoint is removed at the next save, or set aside when the run goes back.
+
+
+def part_root(run_dir: Path, node: str, role: str) -> Path:
+    """Return the folder on a node whose `checkpoints` has the parts of `role`."""
+    return run_dir / run_files.PARTS / node / role
+
+
+def identity(position: Position) -> str:
+    """Return an id that no other checkpoint of any run has."""
+    return f"{position.run}/{position.version}"
+
+
+def lineage(config: Config) -> str:
+    """Return `Position.run` for the run's checkpoints: that of the checkpoint to resume, else of its own, else a new one."""
+    run_dir = Path(config.run.dir)
+    own = [folder_for(run_dir, step) for step in steps(run_dir)]
+    for folder in (Path(config.run.resume or "never"), *own):
+        with suppress(UserError):
+            if found := read_position(folder).run:
+                return found
+    return run_files.run_id(run_dir)
+
+
+def missing_part(part: str) -> str:
+    """Describe the missing part `ROLE/NODE`."""
+    role, _, node = part.partition("/")
+    return f"node {node} has no complete part of the {role}, or is not in this run"
+
+
+def whole_parts(run_dir: Path, node: str, sums: bool = True) -> list[str]:
+    """List the checkpoints whose part on this node is complete: `ROLE/NODE/RUN/VERSION`. `sums`: as of `fault`."""
+    roots = [part_root(run_dir, node, role) for role in ("trainer", "critic")]
+    folders = [(where.name, folder_for(where, step)) for where in roots for step in steps(where)]
+    found = [(role, one) for role, one in folders if not fault(one, sums)]
+    return [f"{role}/{node}/{identity(read_position(one))}" for role, one in found]
+
+
+def begin_part(parts: Path, step: int, keep: Container[int]) -> Path:
+    """Begin a part as `begin` does, and remove the parts of steps not in `keep`."""
+    sweep(parts)
+    for former in steps(parts):
+        if former not in keep:
+            discard(folder_for(parts, former))
+    return begin(folder_for(parts, step))
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """Return the sizes in bytes of a role's files, by path in its folder."""
+    found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return {name: size for name, size in found.items() if name != POSITION}

@@ -13,44 +13,30 @@ The schema and the reading side are in `runtime.ledger.reader`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
+import os
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 from msgspec import Struct, field, structs
 
 from runtime import run_files, timeouts, types
-from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull, is_full
-from runtime.ledger import checkpoint, states
-from runtime.ledger.payloads import SEGMENT_BYTES, Handle, PayloadLost, PayloadStore, segments
-from runtime.ledger.reader import (
-    DATABASE,
-    MARKS,
-    PARTS,
-    SCHEMA,
-    GroupRow,
-    LedgerDamaged,
-    LedgerReader,
-    Ranges,
-    check_format,
-    group_row,
-    groups_within,
-    missing,
-)
+from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull
+from runtime.ledger import reader, states
+from runtime.ledger.reader import PARTS, GroupRow, Handle, PayloadLost, Ranges, group_row, segment_path, segments
 from runtime.ledger.states import GroupState, Mark, Phase
-from runtime.types import GeneratedGroup, Scores
+from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
-# ---- Records
-#
-# The records of the ledger, and their columns.
+# ---- The records of the ledger, and their columns
 
 
 class Ticket(Struct, frozen=True, kw_only=True):
@@ -64,13 +50,12 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
 
 class Record(Struct, kw_only=True):
-    """A record to write. `handles`: where the ledger's thread has put the record's parts, by name."""
-
-    handles: dict[str, Handle] = field(default_factory=dict)
+    """A record to write."""
 
 
 class Change(Record, kw_only=True):
-    """A group entered `state` at `at` (seconds since the epoch), with new data. `stamp`: the time column for `at`, or ""."""
+    """A group entered `state` at `at` (seconds since the epoch), with new data. `stamp`: the time column for `at`, or "".
+    `handles`: where the ledger's thread has put the parts, by name."""
 
     group_id: int
     state: GroupState
@@ -86,6 +71,13 @@ class Change(Record, kw_only=True):
     scores: Scores | None = None
     reference: bytes | None = None
     values: bytes | None = None
+    handles: dict[str, Handle] = field(default_factory=dict)
+
+    def parts(self) -> dict[str, bytes]:
+        """Return what goes into the segment files."""
+        payload = self.generated and self.generated.payload
+        parts = {"payload": payload, "reference": self.reference, "values": self.values}
+        return {part: data for part, data in parts.items() if data is not None}
 
 
 class CheckpointSaved(Record, kw_only=True):
@@ -126,35 +118,11 @@ def unknown_columns(group_id: int, step: int) -> dict[str, Any]:
     return known | {"problem": -1, "source": "", "label": "", "seed": 0, "marks": 0}
 
 
-def parts(record: Record) -> dict[str, bytes]:
-    """Return the parts of a record that go into the segment files."""
-    if not isinstance(record, Change):
-        return {}
-    payload = None if record.generated is None else record.generated.payload
-    parts = {"payload": payload, "reference": record.reference, "values": record.values}
-    return {part: data for part, data in parts.items() if data is not None}
-
-
-def _generated_columns(generated: GeneratedGroup) -> dict[str, Any]:
-    return {
-        "oldest": generated.oldest.pack(),
-        "newest": generated.newest.pack(),
-        "prompt_tokens": generated.prompt_tokens,
-        "response_tokens": types.encode(generated.response_tokens),
-        "truncated": generated.truncated,
-        "rewards": types.encode(generated.rewards),
-        "outcomes": None if generated.outcomes is None else types.encode(generated.outcomes),
-    }
-
-
-def _scores_columns(scores: Scores) -> dict[str, Any]:
-    valid = scores.rewards[scores.valid.astype(bool)]
-    return {"reward": float(np.mean(valid)) if valid.size else None, "scores": types.encode(scores)}
-
-
-def ticket_columns(ticket: Ticket) -> dict[str, Any]:
-    columns = structs.asdict(ticket)
-    return {"id": columns.pop("group_id"), **columns}
+def _column(value: Any) -> Any:
+    """Return a value as SQLite keeps it."""
+    if isinstance(value, PolicyVersion):
+        return value.pack()
+    return value if value is None or isinstance(value, int) else types.encode(value)
 
 
 def state_columns(state: GroupState) -> dict[str, Any]:
@@ -166,7 +134,7 @@ def forgotten(phase: Phase) -> dict[str, Any]:
     names = ["taken", "place"]
     names += [f"{later}_at" for later in _TIMES[_TIMES.index(phase.value) + 1 :]]
     if phase == Phase.ADMITTED:
-        names += [*_GENERATED, *_LATER, *(f"{mark}_at" for mark in MARKS)]
+        names += [*_GENERATED, *_LATER, *(f"{mark}_at" for mark in reader.MARKS)]
         names += [f"{part}_{column}" for part in PARTS for column in ("segment", "offset", "length")]
     return dict.fromkeys(names)
 
@@ -185,43 +153,16 @@ def change_columns(change: Change) -> dict[str, Any]:
         name: value for name in ("replica", "attempt", "due", "taken", "place") if (value := getattr(change, name)) is not None
     }
     if change.generated is not None:
-        columns |= _generated_columns(change.generated)
+        columns |= {name: _column(getattr(change.generated, name)) for name in _GENERATED}
     if change.scores is not None:
-        columns |= _scores_columns(change.scores)
+        valid = change.scores.rewards[change.scores.valid.astype(bool)]
+        columns |= {"reward": float(np.mean(valid)) if valid.size else None, "scores": types.encode(change.scores)}
     for part, handle in change.handles.items():
         columns |= {f"{part}_segment": handle.segment, f"{part}_offset": handle.offset, f"{part}_length": handle.length}
     return columns
 
 
-# ---- Damage
-#
-# A ledger that lacks groups which the run's checkpoint names. The coordinator then goes on from the checkpoint alone
-# (`Attempt._restore`).
-
-ASIDE = "ledger.broken-"
-
-
-def examine(run_dir: Path, resume: Path, say: Callable[[str], None]) -> None:
-    """Check the ledger before the run goes on from its own checkpoint `resume`. An unreadable ledger is set aside; `say` gets a
-    message about that and about missing groups. Raises UserError for a ledger of another format."""
-    folder, position = run_dir / run_files.LEDGER, checkpoint.read_position(resume)
-    known, missing = groups_within(position.trained), 0
-    try:
-        if (folder / DATABASE).exists():
-            with LedgerReader(folder) as ledger:
-                ledger.check_whole()
-                missing = ledger.missing(position.trained)
-        else:
-            missing = known
-    except LedgerDamaged as error:
-        aside = next(path for n in count(1) if not (path := run_dir / f"{ASIDE}{n}").exists())
-        folder.replace(aside)
-        say(f"{error}; it is set aside as {aside.name}, and another begun")
-        missing = known
-    if missing:
-        found = f"{missing} of the {known} groups that {resume.name} has trained are missing"
-        say(f"{folder}: {found}: they are not trained again, and only their ids are known")
-
+SEGMENT_BYTES = 64 << 20  # of a payload file
 
 T = TypeVar("T")
 log = logging.getLogger("sluice")
@@ -291,7 +232,9 @@ class LedgerWriter:
 
     async def bytes_of(self, part: bytes | Handle) -> bytes:
         """Return a payload from memory or disk. Raises PayloadLost."""
-        return part if isinstance(part, bytes) else await self._call("read", lambda writer: writer.store.read(part))
+        if isinstance(part, bytes):
+            return part
+        return await self._call("read", lambda writer: reader.read_payload(writer.store.folder, part))
 
     async def trained(self, step: int) -> Ranges:
         """Return the groups that the checkpoint of `step` names as trained: the batches of all steps before it, whether their
@@ -347,7 +290,7 @@ class LedgerWriter:
     async def _write_pending(self) -> None:
         batch, self._pending = self._pending, []
         try:
-            size = sum(len(part) for record in batch for part in parts(record).values())
+            size = sum(len(part) for record in batch if isinstance(record, Change) for part in record.parts().values())
             await self._until_possible("write", lambda writer: writer.write(batch), size)
             self._written += len(batch)
             self._call_back()
@@ -385,9 +328,8 @@ class LedgerWriter:
         await asyncio.wait({work}, timeout=timeouts.DISK_SLOW)
         if work.done():
             return work.result()
-        self.waits = (
-            f"waits for the file system of {self.folder}, which has not answered for {timeouts.DISK_SLOW:g} s ({phase})"
-        )
+        silent = f"which has not answered for {timeouts.DISK_SLOW:g} s ({phase})"
+        self.waits = f"waits for the file system of {self.folder}, {silent}"
         log.warning("%s", self.waits)
         try:
             return await work
@@ -400,15 +342,83 @@ def _guarded(phase: str, folder: Path, function: Callable[[], T]) -> T:
     try:
         return function()
     except OSError as error:
-        if is_full(error):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(folder) from error
         raise ServiceFault("ledger", phase, str(error)) from error
     except sqlite3.OperationalError as error:
         if "is full" in str(error):
             raise StorageFull(folder) from error
-        raise ServiceFault("ledger", phase, f"{folder / DATABASE}: {error}") from error
+        raise ServiceFault("ledger", phase, f"{folder / reader.DATABASE}: {error}") from error
     except sqlite3.Error as error:
-        raise InvariantViolated(f"ledger: {phase}: {folder / DATABASE}: {error}") from error
+        raise InvariantViolated(f"ledger: {phase}: {folder / reader.DATABASE}: {error}") from error
+
+
+class PayloadStore:
+    """The segment files that a ledger writes: one store per folder, used from one thread. A new store starts a new segment, so
+    it never writes behind a tail that a crash may have torn.
+
+    A write is in the operating system's cache when `append` returns, so killing the process loses nothing. `sync`, the next
+    segment and `close` call fsync. A power cut may tear later records, which their checksums show.
+    """
+
+    def __init__(self, folder: Path, segment_bytes: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.segment_bytes = folder, segment_bytes
+        newest = max(segments(folder), default=-1)
+        if newest >= 0:
+            run_files.sync(segment_path(folder, newest))  # a killed store did not do this
+        self._open(newest + 1)
+
+    def append(self, data: bytes) -> Handle:
+        """Write one record. Raises OSError, leaving the store unchanged."""
+        record = reader.RECORD.pack(len(data), xxhash.xxh3_64_intdigest(data)) + data
+        if self._size and self._size + len(record) > self.segment_bytes:
+            full = self._fd
+            os.fsync(full)
+            self._open(self.segment + 1)
+            os.close(full)
+        left, end = memoryview(record), self._size
+        try:
+            while left:
+                written = os.pwrite(self._fd, left, end)
+                left, end = left[written:], end + written
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        handle = Handle(self.segment, self._size, len(data))
+        self._size = end
+        return handle
+
+    def sync(self) -> None:
+        """Make everything appended so far survive a power cut."""
+        os.fsync(self._fd)
+
+    def retain(self, needed: Collection[int], retain_bytes: int) -> list[int]:
+        """Delete the oldest segments that are not `needed`, until the rest of them fit into `retain_bytes`. Return the deleted.
+
+        The current segment stays, so that no number is used twice.
+        """
+        sizes = segments(self.folder)
+        candidates = [segment for segment in sizes if segment not in needed and segment != self.segment]
+        excess = sum(sizes[segment] for segment in candidates) - retain_bytes
+        deleted = []
+        for segment in candidates:
+            if excess <= 0:
+                break
+            segment_path(self.folder, segment).unlink()
+            excess -= sizes[segment]
+            deleted.append(segment)
+        return deleted
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+    def _open(self, segment: int) -> None:
+        self._fd = os.open(segment_path(self.folder, segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.segment, self._size = segment, 0
 
 
 _PART_OF = {Mark.REFERENCED: "reference", Mark.VALUED: "values"}
@@ -426,13 +436,13 @@ class _Writer:
             except BlockingIOError:
                 raise InUse(f"run.dir: {folder} is in use by another coordinator: {run_files.holder(lock)}") from None
             self._database = undo.enter_context(
-                closing(sqlite3.connect(folder / DATABASE, timeouts.LEDGER_LOCK, isolation_level=None))
+                closing(sqlite3.connect(folder / reader.DATABASE, timeouts.LEDGER_LOCK, isolation_level=None))
             )
             self._database.row_factory = sqlite3.Row
-            check_format(self._database, folder)
+            reader.check_format(self._database, folder)
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
-            self._database.executescript(SCHEMA)
+            self._database.executescript(reader.SCHEMA)
             self.store = undo.enter_context(closing(PayloadStore(folder, segment_bytes)))
             self._open = undo.pop_all()
 
@@ -440,19 +450,16 @@ class _Writer:
         self._open.close()
 
     def write(self, batch: list[Record]) -> None:
-        for record in batch:
-            for part, data in parts(record).items():
-                if part not in record.handles:
-                    record.handles[part] = self.store.append(data)
+        changes = [record for record in batch if isinstance(record, Change)]
+        for change in changes:
+            for part, data in change.parts().items():
+                if part not in change.handles:
+                    change.handles[part] = self.store.append(data)
         with self._transaction():
-            self._write_groups([record for record in batch if isinstance(record, Change)])
+            self._write_groups(changes)
             for record in batch:
-                match record:
-                    case CheckpointSaved():
-                        columns = {"step": record.step, "incarnation": record.incarnation, "path": record.path, "at": record.at}
-                        self._replace("checkpoints", columns)
-                    case Note():
-                        self._replace("meta", {"key": record.key, "value": record.value})
+                if not isinstance(record, Change):
+                    self._replace("meta" if isinstance(record, Note) else "checkpoints", structs.asdict(record))
 
     def note(self, key: str) -> bytes | None:
         row = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
@@ -471,7 +478,7 @@ class _Writer:
 
     def restore(self, step: int, trained: Ranges, needs: Mark, own: bool, behind: bool) -> Restored:
         changed: dict[int, dict[str, Any]] = {}
-        lost = missing(self._database, trained) if own else []
+        lost = reader.missing(self._database, trained) if own else []
         damaged = behind or bool(lost)
         for covered, row in self._not_settled(trained):
             before = GroupState(needs, row.phase, row.marks, row.step, row.why)
@@ -509,7 +516,7 @@ class _Writer:
         for part in PARTS:
             for where in ("state NOT IN ('retired', 'dropped')", f"state = 'retired' AND step >= {int(step)}"):
                 held |= {row[0] for row in self._database.execute(f"SELECT DISTINCT {part}_segment FROM groups WHERE {where}")}
-        return self.store.retain(segments(self.store.folder).keys() - held, retain_bytes)
+        return self.store.retain(held, retain_bytes)
 
     def _not_settled(self, trained: Ranges) -> list[tuple[bool, GroupRow]]:
         """Return every group that is neither dropped nor both trained and retired, each with True if it is trained."""
@@ -530,7 +537,7 @@ class _Writer:
             return False
         try:
             for part in wanted:
-                self.store.read(row.handles[part])
+                reader.read_payload(self.store.folder, row.handles[part])
         except PayloadLost:
             return False
         return True
@@ -540,10 +547,10 @@ class _Writer:
         admitted: dict[int, dict[str, Any]] = {}
         for change in changes:
             if change.ticket is not None:
-                admitted[change.group_id] = ticket_columns(change.ticket)
+                admitted[change.group_id] = structs.asdict(change.ticket)
             merged.setdefault(change.group_id, {}).update(change_columns(change))
         for group_id, columns in admitted.items():
-            self._insert("INSERT", "groups", columns | merged.pop(group_id))
+            self._insert("INSERT", "groups", {"id": columns.pop("group_id")} | columns | merged.pop(group_id))
         self._update(merged)
 
     def _update(self, columns_of: dict[int, dict[str, Any]]) -> None:

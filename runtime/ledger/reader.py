@@ -3,24 +3,73 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
-from collections.abc import Iterator, Sequence
-from itertools import chain
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+import xxhash
 from msgspec import Struct
 
-from runtime import types
-from runtime.errors import InvalidMessage, InvariantViolated, UserError
-from runtime.ledger import payloads
-from runtime.ledger.payloads import Handle
+from runtime import run_files, types
+from runtime.errors import InvalidMessage, InvariantViolated, SluiceError, UserError
+from runtime.ledger import checkpoint
 from runtime.ledger.states import Mark, Phase
 from runtime.run_files import regular
 from runtime.types import Outcomes, PolicyVersion, Scores
 
-T = TypeVar("T")
+# ---- Payloads
+# A segment `segment-00000.bin` is a sequence of records: length (uint64) and xxh3-64 of the bytes (uint64), little-endian, then
+# the bytes. A record is never changed; whole segments are deleted once none of their records is needed.
+
+RECORD = struct.Struct("<QQ")
+_SEGMENT = re.compile(r"segment-(\d{5,})\.bin")
+
+
+class PayloadLost(SluiceError):
+    """A record is missing, torn or altered: its content has to be made again."""
+
+
+class Handle(Struct, frozen=True, array_like=True):
+    """The position of a record: `offset` of its header, `length` of its bytes."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+def segment_path(folder: Path, segment: int) -> Path:
+    return folder / f"segment-{segment:05d}.bin"
+
+
+def segments(folder: Path) -> dict[int, int]:
+    """Return the segments in `folder` and their sizes in bytes, oldest first."""
+    found = ((match, path) for path in folder.iterdir() if (match := _SEGMENT.fullmatch(path.name)))
+    return dict(sorted((int(match[1]), path.stat().st_size) for match, path in found))
+
+
+def read_payload(folder: Path, handle: Handle) -> bytes:
+    """Read one record. Raises PayloadLost. Any thread or process may read while a store appends."""
+    path = segment_path(folder, handle.segment)
+    try:
+        with regular(path, None).open("rb", buffering=0) as file:
+            whole = 0 <= handle.length <= os.fstat(file.fileno()).st_size and handle.offset >= 0  # False for a damaged row
+            record = os.pread(file.fileno(), RECORD.size + handle.length, handle.offset) if whole else b""
+    except FileNotFoundError:
+        raise PayloadLost(f"{path.name} is gone") from None
+    if len(record) == RECORD.size + handle.length:
+        length, checksum = RECORD.unpack_from(record)
+        data = record[RECORD.size :]
+        if length == handle.length and xxhash.xxh3_64_intdigest(data) == checksum:
+            return data
+    raise PayloadLost(f"{path.name}: the record at {handle.offset} of {handle.length} bytes is torn")
+
+
+# ---- Groups
 
 Ranges = list[tuple[int, int]]
 """Group ids, as disjoint ranges in order, both ends included."""
@@ -98,44 +147,30 @@ def check_format(database: sqlite3.Connection, folder: Path) -> None:
         raise UserError(f"{folder}: the ledger is of format {found}, and this version of Sluice reads format {FORMAT} only")
 
 
-def _version(packed: int | None) -> PolicyVersion | None:
-    return None if packed is None else PolicyVersion.unpack(packed)
-
-
-def _decoded(kind: type[T], blob: bytes | None) -> T | None:
-    return None if blob is None else types.decode(kind, blob)
+_BLOBS: dict[str, Any] = {"response_tokens": list[int], "rewards": list[float], "outcomes": Outcomes, "scores": Scores}
 
 
 def group_row(row: sqlite3.Row) -> GroupRow:
     """Decode a row of `SELECT * FROM groups`. Raises LedgerDamaged."""
+    known = {name: row[name] for name in row.keys() if row[name] is not None}  # noqa: SIM118
+    plain = {name: known.get(name) for name in GroupRow.__struct_fields__}
     try:
-        return _group_row(row)
+        plain |= {name: PolicyVersion.unpack(known[name]) for name in ("oldest", "newest") if name in known}
+        plain |= {name: types.decode(kind, known[name]) for name, kind in _BLOBS.items() if name in known}
+        plain |= {
+            "group_id": row["id"],
+            "phase": Phase(row["state"]),
+            "marks": Mark(row["marks"]),
+            "handles": {
+                part: Handle(row[f"{part}_segment"], row[f"{part}_offset"], row[f"{part}_length"])
+                for part in PARTS
+                if f"{part}_segment" in known
+            },
+            "times": {name[:-3]: at for name, at in known.items() if name.endswith("_at")},
+        }
+        return GroupRow(**plain)
     except (InvalidMessage, ArithmeticError, TypeError, ValueError) as error:
         raise LedgerDamaged(f"{DATABASE}: the row of group {row['id']!r} is damaged: {error}") from error
-
-
-def _group_row(row: sqlite3.Row) -> GroupRow:
-    plain = {name: row[name] for name in GroupRow.__struct_fields__ if name in row.keys()}  # noqa: SIM118
-    handles = {
-        part: Handle(row[f"{part}_segment"], row[f"{part}_offset"], row[f"{part}_length"])
-        for part in PARTS
-        if row[f"{part}_segment"] is not None
-    }
-    times = {name[:-3]: row[name] for name in row.keys() if name.endswith("_at") and row[name] is not None}  # noqa: SIM118
-    decoded: dict[str, Any] = {
-        "group_id": row["id"],
-        "phase": Phase(row["state"]),
-        "marks": Mark(row["marks"]),
-        "oldest": _version(row["oldest"]),
-        "newest": _version(row["newest"]),
-        "response_tokens": _decoded(list[int], row["response_tokens"]),
-        "rewards": _decoded(list[float], row["rewards"]),
-        "outcomes": _decoded(Outcomes, row["outcomes"]),
-        "scores": _decoded(Scores, row["scores"]),
-        "handles": handles,
-        "times": times,
-    }
-    return GroupRow(**{**plain, **decoded})
 
 
 def groups_within(trained: Ranges) -> int:
@@ -282,35 +317,47 @@ class LedgerReader:
 
     def read(self, handle: Handle) -> bytes:
         """Read a payload. Raises PayloadLost if it is no longer kept."""
-        return payloads.read(self.folder, handle)
+        return read_payload(self.folder, handle)
 
     def check_final(self, groups_per_step: int | None = None) -> dict[str, int]:
         """Return the counts of a finished run. Raises InvariantViolated with group ids unless every admitted group has exactly
         one final state. With `groups_per_step`, every step must have trained that many, without a gap between steps."""
-        self._refuse(
-            "SELECT id FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id",
-            "groups that did not end in a final state",
-        )
-        self._refuse(
-            "SELECT id FROM groups WHERE (state = 'retired') != (step IS NOT NULL) OR (state = 'dropped') != (why IS NOT NULL)"
-            " OR (retired_at IS NOT NULL AND dropped_at IS NOT NULL) ORDER BY id",
-            "groups that have more than one final state, or none",
-        )
+        checks = {
+            "groups that did not end in a final state": "id FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id",
+            "groups that have more than one final state, or none": "id FROM groups WHERE (state = 'retired') != (step IS NOT"
+            " NULL) OR (state = 'dropped') != (why IS NOT NULL) OR retired_at + dropped_at IS NOT NULL ORDER BY id",
+        }
         if groups_per_step is not None:
-            self._refuse(
-                "SELECT step FROM groups WHERE state = 'retired' GROUP BY step"
-                f" HAVING count(*) != {int(groups_per_step)} OR count(DISTINCT place) != count(*) ORDER BY step",
-                f"steps that did not train on {groups_per_step} groups",
-            )
-            self._refuse(
-                "SELECT step FROM (SELECT step, lag(step, 1, -1) OVER (ORDER BY step) AS previous FROM"
-                " (SELECT DISTINCT step FROM groups WHERE state = 'retired')) WHERE step != previous + 1",
-                "steps whose predecessor trained on nothing",
-            )
+            checks |= {
+                f"steps that did not train on {groups_per_step} groups": "step FROM groups WHERE state = 'retired' GROUP BY"
+                f" step HAVING count(*) != {int(groups_per_step)} OR count(DISTINCT place) != count(*) ORDER BY step",
+                "steps whose predecessor trained on nothing": "step FROM (SELECT step, lag(step, 1, -1) OVER (ORDER BY step) AS"
+                " previous FROM (SELECT DISTINCT step FROM groups WHERE state = 'retired')) WHERE step != previous + 1",
+            }
+        for complaint, query in checks.items():
+            if found := [str(row[0]) for row in self._connection.execute(f"SELECT {query}")]:
+                more = f" and {len(found) - 20} more" if len(found) > 20 else ""
+                raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
         return self.counts()
 
-    def _refuse(self, query: str, complaint: str) -> None:
-        found = [str(row[0]) for row in self._connection.execute(query)]
-        if found:
-            more = f" and {len(found) - 20} more" if len(found) > 20 else ""
-            raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
+
+# ---- A ledger that lacks groups of the run's checkpoint, from which alone the coordinator then goes on (`Attempt._restore`)
+
+
+def examine(run_dir: Path, resume: Path, say: Callable[[str], None]) -> None:
+    """Check the ledger before the run goes on from its own checkpoint `resume`. An unreadable ledger is set aside; `say` gets a
+    message about that and about missing groups. Raises UserError for a ledger of another format."""
+    folder, position = run_dir / run_files.LEDGER, checkpoint.read_position(resume)
+    known = lost = groups_within(position.trained)
+    try:
+        if (folder / DATABASE).exists():
+            with LedgerReader(folder) as ledger:
+                ledger.check_whole()
+                lost = ledger.missing(position.trained)
+    except LedgerDamaged as error:
+        aside = next(path for n in count(1) if not (path := run_dir / f"ledger.broken-{n}").exists())
+        folder.replace(aside)
+        say(f"{error}; it is set aside as {aside.name}, and another begun")
+    if lost:
+        found = f"{lost} of the {known} groups that {resume.name} has trained are missing"
+        say(f"{folder}: {found}: they are not trained again, and only their ids are known")

@@ -31,8 +31,7 @@ _NAME = 64  # characters of a common name, RFC 5280 appendix A
 
 
 def issued(authority: bytes, party: str, address: str = "") -> Certificates:
-    """Issue a new certificate for `party`, by the CA with the key of `authority`. Includes the IP `address`, for callers from
-    outside the run."""
+    """Issue a new certificate for `party` by the CA of the key `authority`; also for `address`, to callers from elsewhere."""
     ca, ca_certificate, key = _key(authority), _authority(authority), ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(party, key, ca_certificate.subject)
@@ -85,19 +84,16 @@ def _builder(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name) -> x
 def written(pem: Certificates, folder: Path) -> Tls:
     """Write `pem` to files in `folder`, for another program. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    names = ("ca.pem", "certificate.pem", "key.pem")
-    for name, text in zip(names, msgspec.structs.astuple(pem), strict=True):
-        run_files.write_private(folder / name, text.decode())
-    return Tls(**{key: str(folder / name) for key, name in zip(("ca", "certificate", "key"), names, strict=True)})
+    files = {key: folder / f"{key}.pem" for key in Tls.__struct_fields__}
+    for path, text in zip(files.values(), msgspec.structs.astuple(pem), strict=True):
+        run_files.write_private(path, text.decode())
+    return Tls(**{key: str(path) for key, path in files.items()})
 
 
 def check(files: Tls, read: Callable[[], Certificates]) -> None:
     """Check the user's files. Raises ConfigError if a file is no certificate or key, expired, or does not match the others."""
-    faults: list[str] = []
-    for key, path in (("ca", files.ca), ("certificate", files.certificate), ("key", files.key)):
-        if not Path(path).is_file():
-            faults.append(f"network.tls.{key}: {path} is not a file")
-    if faults:
+    paths = msgspec.structs.asdict(files)
+    if faults := [f"network.tls.{key}: {path} is not a file" for key, path in paths.items() if not Path(path).is_file()]:
         raise ConfigError(faults)
     pem, where = read(), f"network.tls.certificate: {files.certificate}"
     try:

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from runtime import timeouts
 from runtime.process import network
-from runtime.process.disk import counted
+from runtime.process.os_process import counted
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -57,7 +57,8 @@ def kinds_of(party: str) -> tuple[str, ...]:
     return (first,) if first in (COORDINATOR, OPERATOR, NODE_AGENT) else (PROCESS, first.rpartition("-")[0])
 
 
-def is_one_of(party: str, kinds: Collection[str]) -> bool:
+@cache
+def is_one_of(party: str, kinds: tuple[str, ...]) -> bool:
     """Return whether `party` is of one of these kinds or roles."""
     return any(kind in kinds for kind in kinds_of(party))
 
@@ -101,7 +102,7 @@ class Keys(Struct, frozen=True, kw_only=True):
 
     def _tag(self, caller: str, called: str, other: str) -> str:
         key = self.secret
-        if not _is_process(self.name) and _is_process(other):
+        if PROCESS in kinds_of(other) and PROCESS not in kinds_of(self.name):
             key = _derived(self.secret, other)
         return hmac.digest(key, f"call {caller} {called}".encode(), "sha256").hex()
 
@@ -110,10 +111,6 @@ class Keys(Struct, frozen=True, kw_only=True):
         party = process(name, incarnation)
         made = None if self.certificates is None else _issued(self.secret, party, self.address)
         return replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
-
-
-def _is_process(party: str) -> bool:
-    return PROCESS in kinds_of(party)
 
 
 def _derived(secret: bytes, party: str) -> bytes:
@@ -157,9 +154,8 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
     if mode == "none":
         return None
     if secret is None:
-        raise Forbidden(
-            f"{party}: the run's secret is not known here: neither by {run_files.SECRET} in its folder nor by {SECRET}"
-        )
+        places = f"neither by {run_files.SECRET} in its folder nor by {SECRET}"
+        raise Forbidden(f"{party}: the run's secret is not known here: {places}")
     keys = Keys(name=party, secret=secret, address=network.interface)
     if mode == "token":
         return keys
@@ -195,8 +191,7 @@ def of_user(run: str) -> Keys | None:
 
 
 def given(network: Network, name: str) -> Keys | None:
-    """Return the keys that the agent passed to this process; None if the run needs no keys. Child processes do not inherit the
-    keys. Raises UserError."""
+    """Return the keys from the agent, which no child process inherits; None if the run needs none. Raises UserError."""
     text = os.environ.pop(GIVEN, "{}")
     if security(network) == "none":
         return None
@@ -217,8 +212,7 @@ def inherited() -> dict[str, str]:
 
 
 def begun(folder: Path) -> bytes:
-    """Return the secret of a new run: the environment's, or a new secret. Writes it to the run's folder for other nodes. Raises
-    UserError."""
+    """Return the secret of a new run, the environment's or a new one, and write it to its folder. Raises UserError."""
     secret = _of_environment() or secrets.token_bytes(BYTES)
     run_files.write_private(folder / run_files.SECRET, secret.hex())
     os.environ.pop(SECRET, None)  # the file has it now
@@ -226,8 +220,7 @@ def begun(folder: Path) -> bytes:
 
 
 def known(folder: Path) -> bytes | None:
-    """Return the secret of a run that has begun, if this user has it. Raises UserError if other users can read, or own, the
-    file."""
+    """Return the secret of a run, if this user has it. Raises UserError if other users can read, or own, the file."""
     return _of_environment() or _of_file(folder)
 
 

@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 
 import psutil
 from msgspec import Struct
@@ -46,10 +47,8 @@ def own_address(interface: str, towards: str = "", key: str = "network.interface
     for device, address in _addresses():
         if device == interface:
             return address
-    raise UserError(
-        f"{key}: '{interface}' is neither an address, nor a network, nor auto, nor one of this machine's devices; "
-        f"it has {_known()}"
-    )
+    wrong = f"'{interface}' is neither an address, nor a network, nor auto, nor one of this machine's devices"
+    raise UserError(f"{key}: {wrong}; it has {_known()}")
 
 
 def loopback() -> str:
@@ -109,7 +108,7 @@ def is_host_port(text: str) -> bool:
 
 
 def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
-    """Yield the ports to try to listen on: the unused ports of the range, or 0 for any.
+    """Yield the ports to try to listen on: 0 for any, or the unused ports of the range, then raise UserError.
 
     Begins at a random port, so that callers of an ended process hardly ever reach a new process on the same port.
     """
@@ -121,11 +120,7 @@ def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
     for port in (*range(begin, last + 1), *range(first, begin)):
         if _is_free(host, port):
             yield port
-
-
-def none_free(host: str, ports: PortRange) -> UserError:
-    first, last = ports
-    return UserError(f"network.port_range: all ports from {first} to {last} are in use on {host}")
+    raise UserError(f"network.port_range: all ports from {first} to {last} are in use on {host}")
 
 
 def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
@@ -136,8 +131,7 @@ def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or ports is None:
                 raise UserError(f"network.interface: cannot listen on {host_port(host, port)}: {error.strerror}") from error
-    assert ports is not None
-    raise none_free(host, ports)
+    raise AssertionError("`candidates` of a range ends with an error")
 
 
 def listener(host: str, port: int, backlog: int) -> socket.socket:
@@ -203,6 +197,7 @@ class Certificates(Struct, frozen=True):
         return "Certificates(...)"
 
 
+@cache
 def server_name(party: str) -> str:
     """Return the host name that shows a caller that it reached `party`: `3.rollout-0.sluice`; "": any process of the run."""
     return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))

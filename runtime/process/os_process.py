@@ -1,4 +1,4 @@
-"""A process: calls to the operating system about it, its arguments, signals and streams, its threads and asynchronous work.
+"""A process: calls to the operating system about it, its arguments and signals.
 
 The parent-death signal exists on Linux only, and is left out elsewhere.
 """
@@ -8,21 +8,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import errno
 import faulthandler
 import os
 import resource
 import shutil
 import signal
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 NODE = "SLUICE_NODE"  # variable: the name of the process's node
 INCARNATION = "SLUICE_INCARNATION"  # variable: count of earlier processes under the process's name
@@ -77,6 +74,19 @@ def say_errors(lines: Sequence[str]) -> None:
     sys.stderr.flush()
 
 
+KINDS = 256  # counted separately
+
+counts: Counter[str] = Counter()  # by kind
+
+
+def counted(what: str) -> int:
+    """Count one more of `what`. Returns the count if it is a power of ten, and so to be logged; else 0."""
+    what = what if what in counts or len(counts) < KINDS else "others"
+    counts[what] += 1
+    count = counts[what]
+    return count if str(count).strip("0") == "1" else 0
+
+
 def end_at_once(error: str, code: int = 1) -> NoReturn:
     """Exit without cleanup, because an orderly end would wait for threads and libraries that hang."""
     say_errors([error])
@@ -84,8 +94,7 @@ def end_at_once(error: str, code: int = 1) -> NoReturn:
 
 
 def stacks_on_signal(then: Callable[[], object] | None = None) -> None:
-    """Write every thread's stack to stderr on SIGUSR1, to show where a process hangs. Then the running event loop calls
-    `then`."""
+    """Write every thread's stack to stderr on SIGUSR1, to show where it hangs; then the running event loop calls `then`."""
     faulthandler.unregister(signal.SIGUSR1)
     if then is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, then)
@@ -120,39 +129,37 @@ def heed_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        _LIBC.prctl(option, value)
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends in any way. `parent`: the pid that the parent must still have."""
-    if not sys.platform.startswith("linux"):
-        return
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # the parent ended before the call took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt(on: bool) -> None:
     """Set whether orphaned descendants of this process become its children, unless a nearer process adopts them. Linux only."""
-    if sys.platform.startswith("linux"):
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
 @contextmanager
 def children_may_look() -> Iterator[None]:
     """Let children of this process read its memory inside the block, as py-spy does. Without Yama, children always may."""
-    linux = sys.platform.startswith("linux")
-    if linux:
-        _LIBC.prctl(_PR_SET_PTRACER, os.getpid())
+    _prctl(_PR_SET_PTRACER, os.getpid())
     try:
         yield
     finally:
-        if linux:
-            _LIBC.prctl(_PR_SET_PTRACER, 0)
+        _prctl(_PR_SET_PTRACER, 0)
 
 
 def close_to_others() -> None:
     """Let no other process of the user read this process's memory or initial environment, which may hold the run's secret: a
     hijacked process runs as the same user. As a consequence, no core is written, and py-spy needs root."""
-    if sys.platform.startswith("linux"):
-        _LIBC.prctl(_PR_SET_DUMPABLE, 0)
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def find_program(name: str) -> str | None:
@@ -169,12 +176,8 @@ def ended(child: int) -> bool:
 
 
 # ---- Command line
-#
 # Arguments, signals and the terminal of every command. A mistake in an argument gives one line. Ctrl-C, SIGTERM, SIGHUP and
-# a lost terminal end a command in the same way. A failed write to a standard stream ends no command.
-
-
-Result = TypeVar("Result")
+# a lost terminal end a command in the same way.
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -202,141 +205,3 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class _OutputStream:
-    """A standard stream of this process. Discards output without a reader; a lost terminal also gives SIGHUP."""
-
-    def __init__(self, stream: Any):
-        self._stream, self._terminal = stream, stream.isatty()
-        self.ends = False  # whether the process ends when its reader does
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._unless_lost(lambda: self._stream.write(text), len(text))
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        self._unless_lost(self._stream.flush, None)
-
-    def _unless_lost(self, work: Callable[[], Result], otherwise: Result) -> Result:
-        try:
-            return work()
-        except OSError as error:
-            hung_up = error.errno == errno.EIO and self._terminal
-            if error.errno != errno.EPIPE and not hung_up:
-                raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-            if hung_up:
-                os.kill(os.getpid(), signal.SIGHUP)
-            elif self.ends:
-                sys.exit(0)
-            return otherwise
-
-
-def outlive_readers(ends: bool = False) -> None:
-    """Let no failed write to a standard stream raise an error. Characters outside its encoding are replaced, and a lost
-    terminal ends the process in order. After the end of its reader the process goes on; with `ends`, it ends."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - None: closed at the start
-        if not isinstance(stream, _OutputStream):
-            if getattr(stream, "errors", "") in ("strict", "surrogateescape"):
-                stream.reconfigure(errors="replace")
-            stream = _OutputStream(stream)
-            setattr(sys, name, stream)
-        stream.ends = ends
-
-
-# ---- Asynchronous work
-#
-# Helpers for asyncio: the first error of a task group, the loop's clock, waits that lose no cancellation, threads.
-
-
-T = TypeVar("T")
-
-
-def now() -> float:
-    """Return the seconds of the running loop's clock: time.monotonic to the millisecond; in a simulation a virtual clock."""
-    return asyncio.get_running_loop().time()
-
-
-def first_error(error: BaseException) -> BaseException:
-    """Return the first exception in an exception group, at any depth, or the exception itself."""
-    while nested := getattr(error, "exceptions", ()):
-        error = nested[0]
-    return error
-
-
-async def done_within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
-    """Run `work` for at most `seconds`, then cancel it. Returns whether it ended in time; raises its exceptions. Before Python
-    3.12, asyncio.wait_for loses a cancellation that comes together with the end of the work: the canceller waits forever."""
-    working = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait({working}, timeout=max(0.0, seconds))
-        if done:
-            working.result()
-        return bool(done)
-    finally:
-        working.cancel()
-
-
-async def unless_failed(beside: Collection[asyncio.Future[None]], work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result. If a future of `beside` fails first, cancel `work`, then raise that failure."""
-    task = asyncio.create_task(work)
-    going: set[asyncio.Future[Any]] = set(beside)
-    try:
-        while not task.done():
-            done, _ = await asyncio.wait({*going, task}, return_when=asyncio.FIRST_COMPLETED)
-            for each in going & done:
-                each.result()
-            going -= done
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Event, deadline: float) -> Sequence[T]:
-    """Wait until `missing()` is empty, or until `deadline` on the loop's clock. Returns the last `missing()`. The caller sets
-    `changed` whenever `missing()` may have changed."""
-    while found := missing():
-        changed.clear()
-        if not await done_within(changed.wait(), deadline - now()):
-            break
-    return found
-
-
-def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a new thread. A cancellation of the task that awaits the future does not end the work."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-    threading.Thread(target=_complete, args=(future, work), name=name, daemon=True).start()
-    return future
-
-
-def _complete(future: Future[T], work: Callable[[], T]) -> None:
-    try:
-        result = work()
-    except BaseException as error:  # noqa: BLE001 - the caller gets it through the future
-        drop_frames(error)
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-    del future, work  # the error's traceback holds this frame
-
-
-def drop_frames(error: BaseException | None) -> None:
-    """Empty the frames that `error` and its causes passed through.
-
-    Their locals hold stores and process groups. Without this, the sockets of these stay open as long as the error lives.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__

@@ -56,13 +56,9 @@ def _load_npu() -> bool:
     return bool(_accelerator("npu").is_available())
 
 
-def _has_npu() -> bool:
-    return importlib.util.find_spec("torch_npu") is not None and _load_npu()
-
-
 def device_kind() -> DeviceKind:
     """Return the preferred kind of device of this machine."""
-    if _has_npu():
+    if importlib.util.find_spec("torch_npu") is not None and _load_npu():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 

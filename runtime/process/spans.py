@@ -33,10 +33,9 @@ from msgspec import Struct
 from runtime import run_files, timeouts, types
 from runtime.config import Config, Deadlines
 from runtime.process import os_process
-from runtime.process.os_process import unless_failed
+from runtime.process.waiting import unless_failed
 
 # ---- Progress
-#
 # The process sends a heartbeat with its current phase to its node's agent once a second. It shows that the process makes
 # progress:
 #
@@ -205,7 +204,7 @@ logger = logging.getLogger("sluice")
 SUFFIX = ".jsonl"
 JOINED = 0.002  # seconds: equal spans with at most this gap become one span, as a batch's decode steps do
 _WAITING = 1 << 16  # spans that may wait for the thread
-_HEADER = 512  # bytes of a file's first line
+HEADER = 512  # bytes of a file's first line
 
 
 class TracedSpan(NamedTuple):
@@ -231,7 +230,7 @@ TOOL = "tool"  # from a reply with tool calls to the episode's next policy call;
 
 
 class SpanHeader(Struct):
-    """The first line of a file, `_HEADER` bytes. Written anew when spans were dropped."""
+    """The first line of a file, `HEADER` bytes. Written anew when spans were dropped."""
 
     process: str
     rank: int
@@ -269,7 +268,7 @@ class SpanLog:
         try:
             path.parent.mkdir(exist_ok=True)
             earlier = sum(file.stat().st_size for file in path.parent.glob(f"{process}.{rank}.*{SUFFIX}"))
-            self._room = config.logs.span_bytes - earlier - _HEADER
+            self._room = config.logs.span_bytes - earlier - HEADER
             self._file = path.open("wb", buffering=0)
         except OSError as error:  # the run goes on without these spans
             logger.warning("no spans of %s: %s", header.process, error)
@@ -322,11 +321,7 @@ class SpanLog:
     def _write(self, line: bytes) -> bool:
         """Write the line whole or not at all. Returns whether it was written."""
         assert self._file is not None
-        if len(line) > self._room:
-            return False
-        if not self._headed:
-            self._write_header()
-        if not self._headed:
+        if len(line) > self._room or not (self._headed or self._write_header()):
             return False
         at = self._file.tell()
         try:
@@ -340,12 +335,14 @@ class SpanLog:
             self._file.truncate()
         return False
 
-    def _write_header(self) -> None:
+    def _write_header(self) -> bool:
+        """Write the first line, or write it anew. Returns whether it is there."""
         assert self._file is not None
         with suppress(OSError):
-            written = msgspec.json.encode(self._header).ljust(_HEADER - 1) + b"\n"
-            self._headed = os.pwrite(self._file.fileno(), written, 0) == _HEADER or self._headed
+            written = msgspec.json.encode(self._header).ljust(HEADER - 1) + b"\n"
+            self._headed = os.pwrite(self._file.fileno(), written, 0) == HEADER or self._headed
             self._file.seek(0, os.SEEK_END)
+        return self._headed
 
 
 def joined(spans: Iterable[TracedSpan]) -> list[TracedSpan]:
@@ -384,70 +381,3 @@ class LineStates:
         """End the states of all lines."""
         for line in self._now:
             self.enter(line, "")
-
-
-# ---- Reading
-
-
-_decode = msgspec.json.Decoder(tuple[str, float, float, str, int, int, str]).decode
-
-
-def _decoded(written: bytes) -> TracedSpan:
-    """Decode a span, with interned texts: few texts occur in many spans."""
-    name, start, end, line, group, step, detail = _decode(written)
-    line = WEIGHT_SYNC if line == "publication" else line  # as 0.2 wrote it
-    return TracedSpan(sys.intern(name), start, end, sys.intern(line), group, step, sys.intern(detail))
-
-
-class SpanFile(Struct):
-    """One file: its writer, and its spans so far. `at`: bytes read."""
-
-    path: Path
-    header: SpanHeader
-    spans: list[TracedSpan] = []
-    at: int = _HEADER
-
-    def follow(self) -> list[TracedSpan]:
-        """Read the new spans, append them to `spans`, and return them. An incomplete last line is read later. A line torn by a
-        kill is left out."""
-        with run_files.regular(self.path).open("rb") as file:
-            self.header = msgspec.json.decode(file.read(_HEADER), type=SpanHeader)
-            file.seek(self.at)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self.at += len(whole) + len(newline)
-        new: list[TracedSpan] = []
-        for line in whole.splitlines():
-            with suppress(*run_files.NOT_DECODED):
-                new.append(_decoded(line))
-        self.spans += new
-        return new
-
-
-class SpanFolder:
-    """The spans of a run written so far."""
-
-    def __init__(self, run: Path):
-        self._folder = run / run_files.SPANS
-        self.files: dict[str, SpanFile] = {}
-
-    def follow(self) -> None:
-        """Read the new spans. Forgets removed files: another run may have replaced the folder."""
-        paths = sorted(self._folder.glob(f"*{SUFFIX}"))
-        self.files = {path.name: self.files[path.name] for path in paths if path.name in self.files}
-        for path in paths:
-            if path.name not in self.files:
-                try:
-                    with run_files.regular(path).open("rb") as file:
-                        header = msgspec.json.decode(file.read(_HEADER), type=SpanHeader)
-                except run_files.NOT_DECODED:
-                    continue  # the header is not complete yet
-                self.files[path.name] = SpanFile(path, header)
-            self.files[path.name].follow()
-
-    def by_process(self) -> dict[str, list[TracedSpan]]:
-        """Return the spans by process name, over all starts; of a group of ranks the spans of rank 0."""
-        found: dict[str, list[TracedSpan]] = {}
-        for file in self.files.values():
-            if file.header.rank == 0:
-                found.setdefault(file.header.process, []).extend(file.spans)
-        return found

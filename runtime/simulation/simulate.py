@@ -28,7 +28,7 @@ from runtime.errors import UserError
 from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.reader import LedgerReader
-from runtime.process.os_process import first_error
+from runtime.process.waiting import first_error
 from runtime.simulation.calibration import Observed, observe
 from runtime.simulation.cluster import ROLES, Observer, SimulatedCluster
 from runtime.simulation.engine import CommandDeadlines, Costs, Fixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from runtime.process.os_process import done_within
+from runtime.process.waiting import done_within
 from runtime.types import PolicyVersion
 
 

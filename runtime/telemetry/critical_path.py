@@ -60,8 +60,7 @@ class PathPart(NamedTuple):
 
 
 class StepPath(Struct):
-    """A step that trained on `groups`. `parts`: from commit to commit, without gaps. `inside`: of each, its process's
-    phases."""
+    """A step that trained on `groups`. `parts`: from commit to commit, without gaps. `inside`: their processes' phases."""
 
     step: int
     start: float

@@ -19,37 +19,17 @@ import numpy as np
 from runtime.process import spans as spans_file
 from runtime.types import SCORERS, GeneratedGroup, Scores, StepResult
 
-# Sluice 0.1 logged scores under `grpo/` for every algorithm, and the rest under MindSpeed-RL's names. `ours` reads such points.
-
 Value = TypeVar("Value")
 
-SCORE = ("mean", "max", "min")
-SCORE_ERRORS, _ERRORS = "score/errors/", "grpo/errors/"  # prefixes of a reason
+SCORE_ERRORS = "score/errors/"  # prefix of a reason
 
 _RENAMED = {"publication": "weight_sync", "tune": "sft"}  # prefixes of 0.2, by which runs of 0.2 are read
-_OURS = {
-    **{f"grpo/score/{part}": f"score/{part}" for part in SCORE},
-    "grpo/masked": "score/masked",
-    "grpo/length_penalty": "score/length_penalty",
-    **{f"critic/advantages/{part}": f"advantages/{part}" for part in SCORE},
-    "vllm_tps": "rollout_tps",
-    "timing/resharding_to_infer": "timing/weight_sync",
-    "timing/resharding_to_train": "timing/onload",
-    "grad_norm": "actor/grad_norm",
-}
-_SCORE_PREFIXES = ("critic/score/", "dapo/score/")  # copies of grpo/score
 
 
 def ours(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the metrics under our names, from either kind of names."""
-    named: dict[str, Value] = {}
-    for name, value in metrics.items():
-        if name.startswith(_ERRORS):
-            named[SCORE_ERRORS + name.removeprefix(_ERRORS)] = value
-        elif not name.startswith(_SCORE_PREFIXES):
-            prefix, slash, rest = name.partition("/")
-            named[_OURS.get(name, _RENAMED.get(prefix, prefix) + slash + rest)] = value
-    return named
+    """Return the metrics that 0.2 may have logged under the names of today."""
+    parts = [(*name.partition("/"), value) for name, value in metrics.items()]
+    return {_RENAMED.get(prefix, prefix) + slash + rest: value for prefix, slash, rest, value in parts}
 
 
 Histogram = dict[int, int]  # counts by value
@@ -107,13 +87,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
         **score_metrics(figures.scores),
         **environment_metrics(figures.generated, figures.scores),
         **staleness_metrics(figures.staleness),
-        **throughput_metrics(
-            prompt_mean=lengths.get("prompt_length/mean", 0.0),
-            response_mean=lengths.get("response_length/mean", 0.0),
-            rows=sum(len(group.response_tokens) for group in figures.generated),
-            world_size=figures.world_size,
-            timing=figures.timing,
-        ),
+        **_throughput(figures, lengths),
         **figures.trained.metrics,
         **figures.timing,  # again: the coordinator's own measurements replace the trainer's
         **figures.dynamic_sampling,
@@ -128,13 +102,13 @@ def step_metrics(figures: StepFigures) -> Metrics:
     }
 
 
-def throughput_metrics(
-    *, prompt_mean: float, response_mean: float, rows: int, world_size: int, timing: Mapping[str, float]
-) -> dict[str, float]:
+def _throughput(figures: StepFigures, lengths: Mapping[str, float]) -> dict[str, float]:
     """Compute tokens per second and accelerator: of the whole step (e2e), the update, or generation (rollout). 0 for a phase
     that took no time in the step."""
-    tokens = (response_mean + prompt_mean) * rows / world_size
+    rows, timing = sum(len(group.response_tokens) for group in figures.generated), figures.timing
+    mean = lengths.get("prompt_length/mean", 0.0) + lengths.get("response_length/mean", 0.0)
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "rollout_tps": "timing/rollout"}
+    tokens = mean * rows / figures.world_size
     return {name: tokens / timing[phase] if timing.get(phase) else 0.0 for name, phase in phases.items()}
 
 
@@ -241,22 +215,6 @@ def union(spans: Sequence[Span]) -> list[Span]:
     return merged
 
 
-def intersection(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """Return the points in both sides. Either side may overlap itself."""
-    left, right = union(left), union(right)
-    common: list[Span] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            common.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
 def covered(spans: Sequence[Span]) -> float:
     """Return the seconds in which at least one span runs."""
     return sum(end - start for start, end in union(spans))
@@ -290,21 +248,18 @@ class SpanClock:
 
     def close_step(self) -> dict[str, float]:
         """End the step now. Returns its `timing/all`, `timing/PHASE` and `timing/non_overlap_PHASE` in seconds."""
-        now = self._clock()
-        step = [(self._step_start, now)]
-        spans = {phase: list(ended) for phase, ended in self._ended.items()}
+        begin, now = self._step_start, self._clock()
+        inside = {phase: [(max(start, begin), min(end, now)) for start, end in ended] for phase, ended in self._ended.items()}
         for phase, start in self._running.values():
-            spans.setdefault(phase, []).append((start, now))
-        inside = {phase: intersection(found, step) for phase, found in spans.items()}
-        timing = {"timing/all": now - self._step_start}
+            inside.setdefault(phase, []).append((max(start, begin), now))
+        timing = {"timing/all": now - begin}
         for phase, found in inside.items():
             timing[f"timing/{phase}"] = covered(found)
-            for start, end in found:
+            for start, end in union(found):
                 spans_file.log.add(phase, start, end, phase)
         update = inside.get(UPDATE, [])
         for phase in NON_OVERLAP_PHASES:
             if phase in inside:
-                timing[f"timing/non_overlap_{phase}"] = covered(inside[phase]) - covered(intersection(inside[phase], update))
-        self._step_start = now
-        self._ended = {}
+                timing[f"timing/non_overlap_{phase}"] = covered(inside[phase] + update) - covered(update)
+        self._step_start, self._ended = now, {}
         return timing

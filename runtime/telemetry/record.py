@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from runtime.config.yaml_text import read_texts, write_texts
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
+from runtime.process.spans import HEADER, SUFFIX, WEIGHT_SYNC, SpanHeader, TracedSpan
 from runtime.telemetry import metrics, startup
 
 # ---- The logged points that count, if a run returned to a checkpoint and repeated steps
@@ -145,12 +148,9 @@ def read(folder: Path, points: PointFile | None = None) -> RunRecord:
 
 
 def _text(path: Path) -> str:
-    try:
+    with run_files.reading(path), suppress(FileNotFoundError):
         return run_files.regular(path).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    return ""
 
 
 @lru_cache(maxsize=4)  # a page that follows a run reads the same text repeatedly
@@ -187,16 +187,13 @@ class PointFile:
     def follow(self) -> None:
         """Read the new points. Raises UserError with the number of a line that is no point."""
         path = self._path
-        try:
-            with run_files.regular(path).open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._read:  # another run has replaced this one
-                    self._read, self.points = 0, []
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
+        if not path.exists():
             return
-        except OSError as error:
-            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+        with run_files.reading(path), run_files.regular(path).open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._read:  # another run has replaced this one
+                self._read, self.points = 0, []
+            file.seek(self._read)
+            data = file.read()
         *lines, rest = data.split(b"\n")
         for line in lines:
             number = len(self.points) + 1
@@ -236,14 +233,68 @@ def _fault(point: Point) -> str:
 
 
 def _ended(path: Path, points: list[Point]) -> Ended | None:
-    try:
-        written, text = path.stat().st_mtime, run_files.regular(path).read_bytes()
-        ended = msgspec.json.decode(text, type=Ended)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except run_files.NOT_DECODED as error:
-        raise UserError(f"{path}: not a summary: {error}") from error
+    written, ended = path.stat().st_mtime, run_files.read_json(path, Ended, "a summary")
     newest = points[-1].get("time") if points else None
     return ended if not isinstance(newest, float) or newest <= written + CLOCKS else None
+
+
+# ---- The spans of its processes
+
+
+_decode_span = msgspec.json.Decoder(tuple[str, float, float, str, int, int, str]).decode
+
+
+def _span(written: bytes) -> TracedSpan:
+    """Decode a span, with interned texts: few texts occur in many spans."""
+    name, start, end, line, group, step, detail = _decode_span(written)
+    line = WEIGHT_SYNC if line == "publication" else line  # as 0.2 wrote it
+    return TracedSpan(sys.intern(name), start, end, sys.intern(line), group, step, sys.intern(detail))
+
+
+class SpanFile:
+    """One file: its writer, once it has been read, and its spans so far."""
+
+    header: SpanHeader
+
+    def __init__(self, path: Path):
+        self.path, self._read = path, HEADER  # bytes
+        self.spans: list[TracedSpan] = []
+
+    def follow(self) -> None:
+        """Read the new spans. An incomplete last line is read later. A line torn by a kill is left out."""
+        with run_files.regular(self.path).open("rb") as file:
+            self.header = msgspec.json.decode(file.read(HEADER), type=SpanHeader)
+            file.seek(self._read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._read += len(whole) + len(newline)
+        for line in whole.splitlines():
+            with suppress(*run_files.NOT_DECODED):
+                self.spans.append(_span(line))
+
+
+class SpanFolder:
+    """The spans of a run written so far."""
+
+    def __init__(self, run: Path):
+        self._folder = run / run_files.SPANS
+        self.files: dict[str, SpanFile] = {}
+
+    def follow(self) -> None:
+        """Read the new spans. Forgets removed files: another run may have replaced the folder."""
+        former, self.files = self.files, {}
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            file = former.get(path.name) or SpanFile(path)
+            with suppress(*run_files.NOT_DECODED):  # the header is not complete yet
+                file.follow()
+                self.files[path.name] = file
+
+    def by_process(self) -> dict[str, list[TracedSpan]]:
+        """Read the new spans. Return all by process name, over all starts; of a group of ranks the spans of rank 0."""
+        self.follow()
+        found: dict[str, list[TracedSpan]] = {}
+        for file in self.files.values():
+            if file.header.rank == 0:
+                found.setdefault(file.header.process, []).extend(file.spans)
+        return found

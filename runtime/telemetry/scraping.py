@@ -13,11 +13,11 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from aiohttp import web
 from prometheus_client import ProcessCollector, generate_latest
@@ -127,22 +127,14 @@ BACKLOG = 16  # connections that wait for the event loop
 CONNECTIONS = 64  # at once
 
 
-class Scraped(Protocol):
-    """The parts of a process that a scrape uses, on the process's event loop."""
-
-    def status(self) -> Status: ...
-
-    def figures(self) -> RunFigures | None:
-        """Return the run's figures at the coordinator; None elsewhere."""
-
-
 class ScrapeServer:
-    def __init__(self, config: Config, process: Scraped, leads: bool = False):
-        """Prepare the server. `leads`: `process` is the coordinator. Raises UserError if the token's variable is missing."""
+    def __init__(self, config: Config, status: Callable[[], Status], figures: Callable[[], RunFigures] | None = None):
+        """Prepare the server. `status` and, at the coordinator, `figures` give what a scrape shows, on the event loop. Raises
+        UserError if the token's variable is missing."""
         settings = config.metrics.prometheus
         assert settings is not None
         self._config, self._settings = config, settings
-        self._process, self._leads = process, leads
+        self._status, self._figures = status, figures
         token = None if settings.token is None else resolved(settings.token, os.environ, "metrics.prometheus.token")
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._thread = ThreadPoolExecutor(1, "metrics")
@@ -152,7 +144,7 @@ class ScrapeServer:
         """Listen, and return HOST:PORT. Raises UserError if the port, or every port of the range, is in use."""
         made = web.Application(middlewares=[bounded, self._guard])
         made.router.add_get("/metrics", self._metrics)
-        if self._leads:
+        if self._figures is not None:
             made.router.add_get("/sd", self._discovery)
         listener = self._listener()
         self._server = HttpServer(made, CONNECTIONS, timeouts.SERVER_GRACE)
@@ -167,7 +159,7 @@ class ScrapeServer:
 
     def _listener(self) -> socket.socket:
         host, ports = self._config.network.interface, self._config.network.port_range
-        port = self._settings.port if self._leads else 0
+        port = 0 if self._figures is None else self._settings.port
         if not port:
             return network.listen(host, ports, BACKLOG)
         try:
@@ -185,7 +177,7 @@ class ScrapeServer:
         return await handler(request)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        values = (self._config.run.name, self._process.status(), spans.log.dropped, self._process.figures())
+        values = (self._config.run.name, self._status(), spans.log.dropped, self._figures and self._figures())
         writing = asyncio.get_running_loop().run_in_executor(self._thread, partial(text, *values))
         done, _late = await asyncio.wait({writing}, timeout=timeouts.SCRAPE)
         if not done:
@@ -194,6 +186,5 @@ class ScrapeServer:
         return web.Response(body=writing.result(), headers={"Content-Type": f"{CONTENT_TYPE}; charset=utf-8"})
 
     async def _discovery(self, _: web.Request) -> web.Response:
-        figures = self._process.figures()
-        assert figures is not None
-        return web.json_response(targets(self._config.run.name, [self._process.status(), *figures.processes]))
+        assert self._figures is not None
+        return web.json_response(targets(self._config.run.name, [self._status(), *self._figures().processes]))

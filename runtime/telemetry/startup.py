@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -27,19 +27,13 @@ class Memory(Struct, frozen=True):
 
 
 def of(pids: Iterable[int]) -> Memory:
-    """Sum the memory of these processes. Processes that have ended or deny access count 0."""
+    """Sum the memory of these processes. Processes that have ended or deny access, as a fork of a closed one, count 0."""
     total = Memory()
     for pid in pids:
-        try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # PermissionError: a fork of a closed process
-            continue
-        total += Memory(_figure(rollup, "Rss:"), _figure(rollup, "Pss:"))
+        with suppress(psutil.Error):
+            found = psutil.Process(pid).memory_full_info()
+            total += Memory(found.rss, getattr(found, "pss", 0))
     return total
-
-
-def _figure(rollup: str, name: str) -> int:
-    return next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith(name)), 0)
 
 
 class PeakMemory:

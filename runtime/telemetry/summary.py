@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 
 from runtime import run_files, types
-from runtime.errors import UserError
 from runtime.process import spans
 from runtime.telemetry import startup
 from runtime.telemetry.metrics import SCORE_ERRORS
@@ -59,26 +57,26 @@ class TrainedTokenLog:
         if self._broken or not len(tokens.group):
             return
         body = types.encode(tokens)
-        with spans.at(spans.DISK, str(self._path)):
-            self._write(tokens.step, body)
-
-    def _write(self, step: int, body: bytes) -> None:
+        record = _HEAD.pack(tokens.step, len(body)) + body
         try:
-            self._path.parent.mkdir(exist_ok=True)
-            if self._path.exists() and self._path.stat().st_size + len(body) > MOST_BYTES // 2:
-                self._path.replace(self._path.with_suffix(OLDER))
-            record = _HEAD.pack(step, len(body)) + body
-            with self._path.open("ab", buffering=0) as file:
-                at = file.tell()
-                if self._new and (whole := _whole(self._path)) < at:  # a kill tore the last record
-                    file.truncate(at := whole)
-                self._new = False
-                if file.write(record) < len(record):
-                    file.truncate(at)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with spans.at(spans.DISK, str(self._path)):
+                self._write(record)
         except OSError as error:
             self._broken = True
             log.warning("%s: no more log-probabilities of trained tokens are kept: %s", self._path, error)
+
+    def _write(self, record: bytes) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        if self._path.exists() and self._path.stat().st_size + len(record) > MOST_BYTES // 2:
+            self._path.replace(self._path.with_suffix(OLDER))
+        with self._path.open("ab", buffering=0) as file:
+            at = file.tell()
+            if self._new and (whole := _whole(self._path)) < at:  # a kill tore the last record
+                file.truncate(at := whole)
+            self._new = False
+            if file.write(record) < len(record):
+                file.truncate(at)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _whole(path: Path) -> int:
@@ -152,13 +150,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, run_dir: str | Path) -> Summary:
         """Read the summary in the folder `run_dir`. Raises UserError if the summary is missing or damaged."""
-        path = Path(run_dir) / run_files.SUMMARY
-        try:
-            return msgspec.json.decode(run_files.regular(path).read_bytes(), type=cls)
-        except OSError as error:
-            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-        except run_files.NOT_DECODED as error:
-            raise UserError(f"{path}: not a summary: {error}") from error
+        return run_files.read_json(Path(run_dir) / run_files.SUMMARY, cls, "a summary")
 
 
 def _add(sums: dict[T, float], name: T, value: float) -> None:
@@ -244,18 +236,16 @@ def render(summary: Summary) -> LiteralTable:
     table.add_row("steps", f"{summary.steps} in {summary.rl_seconds:.1f} s; {summary.total_seconds:.1f} s in all")
     table.add_row("throughput", f"{summary.samples_per_second:,.0f} samples/s, {summary.tokens_per_second:,.0f} tokens/s")
     counts = ", ".join(f"{value}: {count:,}" for value, count in summary.staleness_histogram.items())
-    table.add_row(
-        "staleness", f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}  (samples by value  {counts or '–'})"
-    )
+    ages = f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}  (samples by value  {counts or '–'})"
+    table.add_row("staleness", ages)
     table.add_row("log p gap", _mismatch(summary))
     table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
     table.add_row("groups", _groups(summary) or "–")
     if summary.masked:
         why = ", ".join(f"{count:,} {reason}" for reason, count in summary.score_errors.items())
         of = f" of {sum(summary.staleness_histogram.values()):,} samples, left out of the loss"
-        where = "; the first of each exception is in logs/reward-*.log" * any(
-            "exception:" in each for each in summary.score_errors
-        )
+        raised = any("exception:" in each for each in summary.score_errors)
+        where = "; the first of each exception is in logs/reward-*.log" * raised
         table.add_row("not scored", f"{summary.masked:,}{of}" + f" ({why}{where})" * bool(why))
     table.add_row("time by phase", _phases(summary.timing))
     if startup.TOTAL in summary.startup:
@@ -269,10 +259,8 @@ def _mismatch(summary: Summary) -> str:
     if not found.get("tokens"):
         return "rollouts and trainer were not compared"
     far = f"{found['over_0.1']:.2%} over 0.1" if found["over_0.1"] else "none over 0.1"
-    return (
-        f"mean {found['abs_logprob']:.1e}, max {found['max']:.1e} nats, {far}  "
-        f"({found['tokens']:,.0f} tokens in {found['steps']:,.0f} of {summary.steps:,} steps)"
-    )
+    compared = f"{found['tokens']:,.0f} tokens in {found['steps']:,.0f} of {summary.steps:,} steps"
+    return f"mean {found['abs_logprob']:.1e}, max {found['max']:.1e} nats, {far}  ({compared})"
 
 
 def alarm(summary: Summary) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import mmap
 import os
 import queue
 import re
@@ -31,7 +32,7 @@ from runtime import run_files, timeouts
 from runtime.config import Config, Tracker
 from runtime.config.secret_values import without_secrets
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
-from runtime.process import disk
+from runtime.process import waiting
 from runtime.telemetry.metrics import Histogram, Metrics
 
 # ---- TensorBoard's event files, without TensorBoard: its writers load torch or TensorFlow, which the coordinator avoids
@@ -121,7 +122,6 @@ _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 _MLFLOW_PARAMS = 100  # maximum in a request
 _MLFLOW_VALUE = 500  # maximum characters of a parameter's value
 _QUEUE_POINTS = 256
-_BLOCK_BYTES = 1 << 16
 
 
 def missing_package(tracker: Tracker) -> str | None:
@@ -147,7 +147,7 @@ class JsonLines(Backend):
         self._file = _open_after_last_line(path)
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        disk.write(self._file, msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n")
+        waiting.write(self._file, msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -156,15 +156,10 @@ class JsonLines(Backend):
 def _open_after_last_line(path: Path) -> FileIO:
     """Open for appending, without the torn line that a killed process may have left."""
     file = path.open("a+b", buffering=0)
-    size = end = file.seek(0, os.SEEK_END)
-    newline = -1
-    while end and newline < 0:
-        start = max(0, end - _BLOCK_BYTES)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        end = start + newline + 1
-    if end < size:
-        file.truncate(end)
+    if file.seek(0, os.SEEK_END):
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            whole = content.rfind(b"\n") + 1
+        file.truncate(whole)
     return file
 
 

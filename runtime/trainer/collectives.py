@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _all_gather_json(own: Any, info: RankInfo) -> list[Any]:
 def exchange(folder: Path, needed: Callable[[str], bool], info: RankInfo) -> Iterator[Path]:
     """Copy into `folder` the files that ranks of its node need and only other nodes have. The folder's name differs from node
     to node. Yield the files that this rank has written. Collective; it ends when all files are copied."""
-    own = node_checkpoints.files(folder)
+    own = checkpoint.files_of(folder)
     of_ranks = _all_gather_json([str(folder), own], info)
     sizes: dict[str, int] = {name: size for _, files in of_ranks for name, size in files.items()}
     wanted = _all_gather_json([name for name in sizes if name not in own and needed(name)], info)

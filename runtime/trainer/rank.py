@@ -34,13 +34,13 @@ from runtime.commands import (
 )
 from runtime.config import Config, Spread, Trainer
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.models import limits
 from runtime.models.adapters import base_of
 from runtime.models.hf_folder import read_raw
 from runtime.process import os_process, platform
-from runtime.process.os_process import in_thread
+from runtime.process.waiting import in_thread
 from runtime.trainer.backend import TrainedRole
 from runtime.trainer.collectives import RankInfo, _all_gather_json, exchange
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
@@ -384,21 +384,21 @@ class NodePart:
         self._role, self._info, self._gathers = role, info, config.checkpoint.gather
         self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first of this node's ranks
         run_dir, node = Path(config.run.dir), os.environ.get(os_process.NODE, "")
-        self._root, self._name = node_checkpoints.root(run_dir, node, role), f"{role}/{node}"
-        self._whole = partial(node_checkpoints.whole, run_dir, node, sums=False)  # the agent has compared the checksums
+        self._root, self._name = checkpoint.part_root(run_dir, node, role), f"{role}/{node}"
+        self._whole = partial(checkpoint.whole_parts, run_dir, node, sums=False)  # the agent has compared the checksums
 
     def begin(self, command: Save) -> Path:
         """Create the folder that this node's ranks write to, and return it."""
         step = types.decode(Position, command.place).version.step
         if self._leads:
-            node_checkpoints.begin(self._root, step, command.keep)
+            checkpoint.begin_part(self._root, step, command.keep)
         self._info.largest([0])  # no rank writes before all folders exist
         return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
 
     def complete(self, folder: Path, command: Save) -> list[str]:
         """Complete the checkpoint after all ranks have written into `folder`. Return the parts that this rank reports as safe:
         at most one."""
-        if not self._leads or not node_checkpoints.files(folder):
+        if not self._leads or not checkpoint.files_of(folder):
             return []
         position = types.decode(Position, command.place)
         checkpoint.complete(folder, checkpoint.folder_for(self._root, position.version.step), position)
@@ -412,13 +412,13 @@ class NodePart:
         if self._leads:
             checkpoint.sweep(self._root)
             checkpoint.set_aside(self._root, position.version.step, command.incarnation)
-        has = self._leads and f"{self._name}/{node_checkpoints.identity(position)}" in self._whole()
+        has = self._leads and f"{self._name}/{checkpoint.identity(position)}" in self._whole()
         if self._leads and not has and self._name not in position.parts:
             checkpoint.discard(folder)  # useless, and it would be in the way
         of_ranks = _all_gather_json([self._name, has], self._info)
         for part in position.parts:
             if part.startswith(f"{self._role}/") and [part, True] not in of_ranks:
-                raise UserError(f"run.resume: {command.folder}: {node_checkpoints.missing(part)}")
+                raise UserError(f"run.resume: {command.folder}: {checkpoint.missing_part(part)}")
         got = list(exchange(folder, lambda name: not name.endswith(".distcp"), self._info))
         got += exchange(folder, engine.backend.needed(folder).__contains__, self._info)
         engine.load(str(folder))

@@ -35,8 +35,8 @@ from runtime.commands import (
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process import platform, spans
-from runtime.process.os_process import in_thread
 from runtime.process.spans import WEIGHT_SYNC
+from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.gloo_mesh import reason
 from runtime.weights.group import BucketReceipt, BucketTags, Transfer, WeightGroup, allocate, tensors_of, wait_until

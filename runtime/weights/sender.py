@@ -31,8 +31,8 @@ from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.process import spans
 from runtime.process.network import AUTO, PortRange, listen, own_address
-from runtime.process.os_process import in_thread
 from runtime.process.spans import WEIGHT_SYNC
+from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights import collective, shared_memory
 from runtime.weights.delta import DeltaLink

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -21,9 +22,9 @@ from runtime import timeouts
 from runtime.config import RemoteServer
 from runtime.config.secret_values import resolved
 from runtime.errors import Forbidden
-from runtime.process.disk import counted
 from runtime.process.keys import COORDINATOR, OPERATOR, Keys, is_one_of
 from runtime.process.network import Certificates, server_name
+from runtime.process.os_process import counted
 from services.rpc import contract
 
 # ---- Refusals
@@ -129,12 +130,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
 
     def __init__(self, keys: Keys):
         self._keys = keys
+        self._caller = lru_cache(STRANGERS)(keys.caller)  # a party shows one token at each of its calls
         self._strangers = 0  # calls without a key that have not been read yet
 
     async def intercept_service(self, go_on: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         allowed = callers_of(call.method)
         token = next((str(value) for key, value in call.invocation_metadata if key == HEADER), "")
-        caller = self._keys.caller(token.removeprefix(SCHEME))
+        caller = self._caller(token.removeprefix(SCHEME))
         if caller and (allowed == ANY_CALLER or is_one_of(caller, allowed)):
             _CALLER.set(caller)
             _CERTIFIED.set(self._keys.certificates is not None)

@@ -105,8 +105,6 @@ class Server:
         for candidate in (port,) if port else network.candidates(host, port_range):
             with suppress(RuntimeError):  # taken since it was checked
                 return network.host_port(host, self._listen(network.host_port(host, candidate)))
-        if port_range is not None and not port:
-            raise network.none_free(host, port_range)
         address = network.host_port(host, port)
         raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
 

@@ -33,7 +33,7 @@ from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process.os_process import first_error
+from runtime.process.waiting import first_error
 from runtime.status import Loss, Progress, Status
 from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.summary import Summary

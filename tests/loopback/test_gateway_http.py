@@ -28,7 +28,7 @@ from runtime.gateway.dialects import chat
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.process import disk, network
+from runtime.process import network, os_process
 from runtime.process.http_server import HttpServer
 from runtime.types import EpisodeTask, GroupPayload, RunEpisodesRequest, Sample, SamplingParams
 from services.gateway import own
@@ -110,7 +110,7 @@ def run(test: Callable[[Served], Awaitable[None]], **backend: Any) -> None:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """On the loop that gateways run on."""
-    disk.counts.clear()
+    os_process.counts.clear()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     yield
     asyncio.set_event_loop_policy(None)

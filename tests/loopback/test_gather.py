@@ -21,7 +21,7 @@ from runtime.config import Config, Lora, Trainer, WeightSyncConfig
 from runtime.errors import UserError
 from runtime.models.adapters import merged
 from runtime.models.hf_folder import WeightFiles
-from runtime.process.os_process import in_thread
+from runtime.process.waiting import in_thread
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer.megatron import facade
 from runtime.trainer.rank import TrainRank

@@ -33,7 +33,7 @@ from runtime.coordinator.failover import KnownUnit, Members
 from runtime.coordinator.register import Register, UnitState
 from runtime.data.prompts import StreamState
 from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, UserError
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.process import keys, os_process
 from runtime.process.keys import Keys
@@ -547,7 +547,7 @@ class Engine:
         return {f"t/__{self.rank}_0.distcp", "t/__0_1.distcp"}
 
     def load(self, folder: str) -> None:
-        self.seen = {name: (Path(folder) / name).read_bytes() for name in node_checkpoints.files(Path(folder))}
+        self.seen = {name: (Path(folder) / name).read_bytes() for name in checkpoint.files_of(Path(folder))}
 
 
 def made(rank: int, folder: Path) -> tuple[NodePart, RankInfo]:
@@ -567,7 +567,7 @@ def save(part: NodePart, rank: int, step: int, keep: tuple[int, ...] = ()) -> li
     partial = part.begin(command)
     (partial / "t").mkdir()
     if rank == 0:
-        (partial / checkpoint.TRAINER).write_text(f'{{"step": {step}}}')
+        (partial / "trainer.json").write_text(f'{{"step": {step}}}')
         (partial / "t" / "__0_1.distcp").write_bytes(b"")
         (partial / "t" / "__0_2.distcp").write_bytes(b"nobody reads it")
     (partial / "t" / f"__{rank}_0.distcp").write_bytes(LARGE + bytes([rank]))
@@ -579,22 +579,22 @@ def gives_and_takes(rank: int, folder: Path) -> None:
     assert save(part, rank, 2) == [BOTH[rank]]
     assert save(part, rank, 4, (2,)) == [BOTH[rank]]  # of which no checkpoint comes
     engine: Any = Engine(rank)
-    own = checkpoint.folder_for(node_checkpoints.root(folder / "run", NODES[rank], "trainer"), 2)
-    before = node_checkpoints.files(own)
+    own = checkpoint.folder_for(checkpoint.part_root(folder / "run", NODES[rank], "trainer"), 2)
+    before = checkpoint.files_of(own)
     assert part.load(Restore("/r/step-2", types.encode(place(2, parts=BOTH)), 7), engine) == PolicyVersion(0, 2)
-    expected = {checkpoint.TRAINER: b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
+    expected = {"trainer.json": b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
     assert engine.seen == expected | ({"t/__0_2.distcp": b"nobody reads it"} if rank == 0 else {})
-    assert node_checkpoints.files(own) == before, "what was read is kept"
+    assert checkpoint.files_of(own) == before, "what was read is kept"
     assert (own.parent / "dead-7" / "step-00000004").is_dir()
     # Gathered: all of it is on the node of the first rank.
     assert [path.name for path in exchange(own, lambda _: rank == 0, info)] == (["__1_0.distcp"] if rank == 0 else [])
-    assert len(node_checkpoints.files(own)) == (5 if rank == 0 else 1)
+    assert len(checkpoint.files_of(own)) == (5 if rank == 0 else 1)
 
 
 def refuses(rank: int, folder: Path) -> None:
     part, _ = made(rank, folder)
     save(part, rank, 2)
-    own = checkpoint.folder_for(node_checkpoints.root(folder / "run", NODES[rank], "trainer"), 2)
+    own = checkpoint.folder_for(checkpoint.part_root(folder / "run", NODES[rank], "trainer"), 2)
     engine: Any = Engine(rank)
 
     def lacks(node: str, named: list[str], **values: Any) -> None:

@@ -327,16 +327,13 @@ class Told:
     """A process that counts how often it is asked."""
 
     def __init__(self, role: str = "rollout") -> None:
-        self.role, self.asked, self.leads = role, 0, False
-        self.address = ""
+        self.role, self.asked, self.address = role, 0, ""
 
     def status(self) -> Status:
         self.asked += 1
         return Status(role=self.role, name=self.role, state="ready", metrics=self.address)
 
-    def figures(self) -> RunFigures | None:
-        if not self.leads:
-            return None
+    def figures(self) -> RunFigures:
         other = Registration(role="reward", name="reward-0", address="", pid=1, host="", metrics="127.0.0.1:9")
         counts: dict[str, dict[str, int]] = {"rollouts": {}, "lost": {}, "restarts": {}}
         return RunFigures(progress=Progress(), processes=[other], staleness=2, folder="/", **counts)
@@ -344,8 +341,8 @@ class Told:
 
 def serving(config: Config, told: Told, test: Callable[[Get], Awaitable[None]], leads: bool = False) -> None:
     async def within() -> None:
-        told.leads = leads
-        async with exposed(config, told, leads) as told.address, aiohttp.ClientSession() as http:
+        scraped = exposed(config, told.status, told.figures if leads else None)
+        async with scraped as told.address, aiohttp.ClientSession() as http:
 
             async def get(path: str, **headers: str) -> tuple[int, str]:
                 async with http.get(f"http://{told.address}{path}", headers=headers) as answer:
@@ -426,7 +423,7 @@ def test_the_event_loop_goes_on_while_the_text_is_made(monkeypatch: pytest.Monke
 
 def test_a_port_that_is_taken_is_one_line_with_its_key() -> None:
     async def within(config: Config, leads: bool) -> str:
-        async with exposed(config, Told(), leads) as address:
+        async with exposed(config, Told().status, Told().figures if leads else None) as address:
             return address
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

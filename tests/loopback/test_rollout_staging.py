@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Priority, ReceiveWeights, SetLevel
 from runtime.errors import Cancelled, InvalidMessage, SluiceError
-from runtime.process.os_process import in_thread
+from runtime.process.waiting import in_thread
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
 from runtime.weights.group import WeightGroup

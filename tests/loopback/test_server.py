@@ -20,7 +20,7 @@ import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from runtime import errors, timeouts
-from runtime.process import disk
+from runtime.process import os_process
 from runtime.status import Progress
 from services import health_check
 from services.rpc import contract, security, server
@@ -229,7 +229,7 @@ CALM = 11  # the code of a GOAWAY: ENHANCE_YOUR_CALM
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    disk.counts.clear()
+    os_process.counts.clear()
 
 
 async def refused(rpc: Any) -> str:
@@ -295,7 +295,7 @@ async def test_what_is_no_message_is_refused_and_is_a_line_of_the_log(
 
 
 def test_refusals_are_told_at_powers_of_ten_for_each_host(caplog: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "KINDS", 2)
+    monkeypatch.setattr(os_process, "KINDS", 2)
     for port in range(1000):
         security.log_refusal(f"ipv4:10.0.0.1:{port}", "why")
         security.log_refusal(f"ipv6:%5B::1%5D:{port}", "why")

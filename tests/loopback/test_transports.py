@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.errors import ServiceFault, UserError
-from runtime.process.os_process import in_thread
+from runtime.process.waiting import in_thread
 from runtime.weights import shared_memory
 from runtime.weights.group import (
     AuthenticatedStore,

@@ -19,7 +19,7 @@ import torch
 from runtime.commands import CommitWeights, ReceiveWeights, WeightsSent
 from runtime.config import Config, Run
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
-from runtime.process.os_process import in_thread
+from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.group import BucketTags, WeightGroup
 from runtime.weights.plan import Manifest, plan_buckets, roots

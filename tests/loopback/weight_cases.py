@@ -20,7 +20,7 @@ from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT
 from runtime.errors import Cancelled, ServiceFault
 from runtime.process import platform
-from runtime.process.os_process import in_thread
+from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec

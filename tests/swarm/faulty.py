@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from runtime import run_files, timeouts
 from runtime.config import Config
 from runtime.errors import StorageFull
-from runtime.ledger import checkpoint, journal
+from runtime.ledger import checkpoint, reader
 from runtime.simulation.cluster import SimulatedCluster
 from runtime.simulation.engine import CommandDeadlines, Costs
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop
@@ -60,7 +60,7 @@ class FaultySimulation(Simulation):
                     shutil.rmtree(folder)
                 elif self._faults.damage:
                     DAMAGES[self._faults.damage](folder / run_files.LEDGER)
-                    journal.examine(folder, Path(resume), self.said.append)
+                    reader.examine(folder, Path(resume), self.said.append)
                     self.witness.damaged, self._faults.damage = True, ""
             except BaseException:
                 self.close(loop)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 from tests.system.chaos import check_ledger
 from tests.system.cluster import NAMES, Cluster, cluster
 from tests.system.runs import one_line, steps, write_config
@@ -60,7 +60,7 @@ def own(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Pat
 
 
 def part(run: Cluster, name: str, step: int) -> Path:
-    return checkpoint.folder_for(node_checkpoints.root(run.place(name, run.own[0]), name, "trainer"), step)
+    return checkpoint.folder_for(checkpoint.part_root(run.place(name, run.own[0]), name, "trainer"), step)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -84,11 +84,11 @@ def test_all_are_killed_and_it_goes_on_from_the_newest_step_that_is_whole_on_eve
             run.node(name).kill()
     *_, older, newest = checkpoint.steps(run.folder)
     assert [path.name for path in checkpoint.folder_for(run.folder, older).iterdir()] == [checkpoint.POSITION]
-    assert (part(run, SECOND, older) / checkpoint.TRAINER).exists()
+    assert (part(run, SECOND, older) / "trainer.json").exists()
     if "megatron" in engine[0]:
         written = [sorted(path.name for path in part(run, name, older).rglob("*.distcp")) for name in (SECOND, THIRD)]
         assert written == [["__0_0.distcp"], ["__1_0.distcp"]]
-    (torn := part(run, SECOND, newest) / checkpoint.TRAINER).write_bytes(b"{")
+    (torn := part(run, SECOND, newest) / "trainer.json").write_bytes(b"{")
 
     with cluster(
         made, *engine, f"training.steps={newest + 2}", "run.resume=auto", "checkpoint.gather=true", folder=own[0], own=own

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import xxhash
 from msgspec.structs import replace
-from safetensors.numpy import save_file
 
 from launcher import run_folder
 from launcher.node.local_node import check_secret, on_this_machine
@@ -29,7 +27,7 @@ from runtime.config.checks import semantic_faults
 from runtime.coordinator.register import Register
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
-from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.reader import DATABASE
 from runtime.types import PolicyVersion
@@ -37,6 +35,8 @@ from services.nodes import Nodes
 
 STREAM = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open")  # what Python says of itself before it does them
+
+TRAINER = "trainer.json"
 
 Work = Callable[[Path], Any]
 
@@ -46,7 +46,7 @@ def save(run: Path, step: int, word: str, keep: int) -> None:
     folder = checkpoint.folder_for(run, step)
     partial = checkpoint.begin(folder)
     (partial / "model").mkdir()
-    for name in ("model/__0_0.distcp", "model/__1_0.distcp", checkpoint.TRAINER):
+    for name in ("model/__0_0.distcp", "model/__1_0.distcp", TRAINER):
         (partial / name).write_text(f'"{word}"')
     checkpoint.complete(partial, folder, Position(version=PolicyVersion(0, step), stream=STREAM, trained=[]))
     checkpoint.prune(run, keep, {step})
@@ -202,7 +202,7 @@ def test_the_model_is_there_until_another_is(run: Path) -> None:
 
 
 def test_what_is_half_deleted_under_its_own_name_is_not_whole(run: Path) -> None:
-    """As version 0.1.0 left it, and whoever removes files by hand."""
+    """As whoever removes files by hand leaves it."""
     save(run, 40, "old", keep=9)
     save(run, 50, "old", keep=9)
     newest = checkpoint.folder_for(run, 50)
@@ -217,7 +217,7 @@ def test_one_of_which_a_bit_has_changed_is_left_out_and_said_whoever_took_the_ch
     """A position without checksums, as earlier versions wrote it, is taken as it is."""
     save(tmp_path, 40, "old", keep=9)
     newest, partial = checkpoint.folder_for(tmp_path, 50), checkpoint.begin(checkpoint.folder_for(tmp_path, 50))
-    names = ("model/__0_0.distcp", "model/__1_0.distcp", checkpoint.TRAINER, "critic/rng.safetensors")
+    names = ("model/__0_0.distcp", "model/__1_0.distcp", TRAINER, "critic/rng.safetensors")
     for name in names:
         (partial / name).parent.mkdir(exist_ok=True)
         (partial / name).write_text(name)
@@ -263,27 +263,20 @@ def test_one_of_which_a_bit_has_changed_is_left_out_and_said_whoever_took_the_ch
 
 
 # ----------------------------------------------------------------------------------------------------- the newest that is whole
-POSITION = Position(version=PolicyVersion(0, 9), stream=STREAM, trained=[])
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
     for step in (10, 20):
-        folder = checkpoint.folder_for(tmp_path, step)
-        (folder / "model").mkdir(parents=True)
-        (folder / checkpoint.TRAINER).write_text('{"format": 1}')
-        save_file({"a": np.ones(8, np.float32)}, folder / "model" / "model.safetensors", {"format": "pt"})
-        (folder / checkpoint.POSITION).write_bytes(types.encode(POSITION))
+        save(tmp_path, step, "word", keep=9)
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("name", "left", "fault"),
     [
-        ("model/model.safetensors", -1, "model/model.safetensors is not as long as its header says"),
-        ("model/model.safetensors", 20, "model/model.safetensors is not as long as its header says"),
-        ("model/model.safetensors", 0, "model/model.safetensors is not as long as its header says"),
-        (checkpoint.TRAINER, 5, "Input data was truncated"),
+        ("model/__0_0.distcp", -1, "model/__0_0.distcp has 5 bytes instead of 6"),
+        (TRAINER, 0, "trainer.json has 0 bytes instead of 6"),
         (checkpoint.POSITION, 5, "truncated"),
     ],
 )
@@ -301,7 +294,7 @@ def test_one_that_is_not_whole_is_left_out_and_said(two: Path, name: str, left: 
 
 def test_a_run_without_a_whole_one_is_not_begun_anew(two: Path) -> None:
     for step in (10, 20):
-        (checkpoint.folder_for(two, step) / checkpoint.TRAINER).unlink()
+        (checkpoint.folder_for(two, step) / TRAINER).unlink()
     with pytest.raises(UserError, match=r"^run.resume: no checkpoint of .* is whole; step-00000020: .*No such file"):
         checkpoint.resolve("auto", two)
 
@@ -319,7 +312,7 @@ def write(place: Path, made: Position, content: str = "{}") -> Path:
     folder = checkpoint.folder_for(place, made.version.step)
     partial = checkpoint.begin(folder)
     if not made.parts:
-        (partial / checkpoint.TRAINER).write_text(content)
+        (partial / TRAINER).write_text(content)
     checkpoint.complete(partial, folder, made)
     return folder
 
@@ -330,22 +323,22 @@ def configured(run_dir: Path, **sections: Any) -> Config:
 
 
 def test_parts_of_steps_that_do_not_count_go_at_the_next_save(tmp_path: Path) -> None:
-    place = node_checkpoints.root(tmp_path, "b", "trainer")
+    place = checkpoint.part_root(tmp_path, "b", "trainer")
     for step in (2, 4, 6):
         write(place, position(step))
-    partial = node_checkpoints.begin(place, 8, keep=(4,))
+    partial = checkpoint.begin_part(place, 8, keep=(4,))
     assert checkpoint.steps(place) == [4]
     assert partial == checkpoint.partial_of(checkpoint.folder_for(place, 8))
     assert list(partial.iterdir()) == []
 
 
 def test_a_node_tells_of_the_parts_that_are_whole(tmp_path: Path) -> None:
-    write(node_checkpoints.root(tmp_path, "b", "trainer"), position(2))
-    torn = write(node_checkpoints.root(tmp_path, "b", "trainer"), position(4))
-    (torn / checkpoint.TRAINER).write_text("")
-    write(node_checkpoints.root(tmp_path, "b", "critic"), position(2))
-    write(node_checkpoints.root(tmp_path, "another", "trainer"), position(2))
-    assert node_checkpoints.whole(tmp_path, "b") == ["trainer/b/5f/0.2", "critic/b/5f/0.2"]
+    write(checkpoint.part_root(tmp_path, "b", "trainer"), position(2))
+    torn = write(checkpoint.part_root(tmp_path, "b", "trainer"), position(4))
+    (torn / TRAINER).write_text("")
+    write(checkpoint.part_root(tmp_path, "b", "critic"), position(2))
+    write(checkpoint.part_root(tmp_path, "another", "trainer"), position(2))
+    assert checkpoint.whole_parts(tmp_path, "b") == ["trainer/b/5f/0.2", "critic/b/5f/0.2"]
 
 
 def test_a_coordinators_folder_without_files_is_whole_and_taken_up_as_it_names_parts(tmp_path: Path) -> None:
@@ -360,13 +353,13 @@ def test_a_coordinators_folder_without_files_is_whole_and_taken_up_as_it_names_p
 
 def test_checkpoints_go_by_the_run_that_began_them_through_all_its_starts(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(b"\x12\x34")
-    assert node_checkpoints.lineage(configured(tmp_path)) == "1234"
+    assert checkpoint.lineage(configured(tmp_path)) == "1234"
     folder = write(tmp_path, position(2, parts=["trainer/b"]))
-    assert node_checkpoints.lineage(configured(tmp_path)) == OWN
+    assert checkpoint.lineage(configured(tmp_path)) == OWN
     elsewhere = write(tmp_path / "elsewhere", position(2, run=OTHER))
-    assert node_checkpoints.lineage(configured(tmp_path, run={"resume": str(elsewhere)})) == OTHER
+    assert checkpoint.lineage(configured(tmp_path, run={"resume": str(elsewhere)})) == OTHER
     checkpoint.discard(folder)
-    assert node_checkpoints.lineage(configured(tmp_path, run={"resume": str(folder)})) == "1234"
+    assert checkpoint.lineage(configured(tmp_path, run={"resume": str(folder)})) == "1234"
 
 
 def told(run_dir: Path, found: list[str], **sections: Any) -> Nodes:

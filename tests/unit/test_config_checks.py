@@ -184,16 +184,9 @@ def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: py
     assert checked(sound, **critic, services={"trainer": python, "critic": python}) == []
 
 
-REPLACED = """
-transport: filesystem => weight_sync.transport: filesystem is no longer a value: write auto
-transport: delta => weight_sync.transport: delta is no longer a value: write encoding: delta, and transport: auto or collective
-in_flight: auto => weight_sync.in_flight: auto is no longer a value: write keep, which it stood for
-"""
-
-
-@pytest.mark.parametrize(("given", "told"), cases(REPLACED))
-def test_a_value_that_was_removed_says_what_to_write_now(given: dict[str, Any], told: str) -> None:
-    assert type_faults({"run": {"name": "x"}, "weight_sync": given}) == [told]
+def test_a_value_that_was_removed_says_what_to_write_now() -> None:
+    told = "weight_sync.transport: files is no longer a value: write auto"
+    assert type_faults({"run": {"name": "x"}, "weight_sync": {"transport": "files"}}) == [told]
 
 
 @pytest.mark.parametrize(("path", "now"), [*_REMOVED.items(), *((old, f"write {new}") for old, new in _RENAMED.items())])

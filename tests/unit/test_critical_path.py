@@ -19,19 +19,7 @@ from runtime.environments import messages
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
 from runtime.process import spans
-from runtime.process.spans import (
-    CALLS,
-    EPISODES,
-    POLICY,
-    STATE,
-    TOOL,
-    WEIGHT_SYNC,
-    LineStates,
-    SpanFolder,
-    SpanLog,
-    TracedSpan,
-    joined,
-)
+from runtime.process.spans import CALLS, EPISODES, POLICY, STATE, TOOL, WEIGHT_SYNC, LineStates, SpanLog, TracedSpan, joined
 from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import (
     COORDINATOR,
@@ -44,6 +32,7 @@ from runtime.telemetry.critical_path import (
     paths,
     totals,
 )
+from runtime.telemetry.record import SpanFolder
 
 LIFE = ("admitted", "generating", "generated", "scored", "ready", "consumed", "retired")
 

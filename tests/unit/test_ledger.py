@@ -27,10 +27,18 @@ from runtime import timeouts
 from runtime.coordinator.buffer import Buffer, restored
 from runtime.coordinator.failover import reopened
 from runtime.errors import InvariantViolated, UserError
-from runtime.ledger import journal, payloads
-from runtime.ledger.journal import CheckpointSaved, LedgerWriter, Note
-from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segment_path
-from runtime.ledger.reader import DATABASE, GroupRow, LedgerReader
+from runtime.ledger import journal
+from runtime.ledger.journal import CheckpointSaved, LedgerWriter, Note, PayloadStore
+from runtime.ledger.reader import (
+    DATABASE,
+    GroupRow,
+    Handle,
+    LedgerReader,
+    PayloadLost,
+    read_payload,
+    segment_path,
+    segments,
+)
 from runtime.ledger.states import Mark, Phase
 from runtime.types import Outcomes
 from tests.unit.test_buffer import KeptChanges, generated, ids, scores, ticket
@@ -90,7 +98,7 @@ def test_records_come_back_across_segments_and_restarts(tmp_path: Path, store: P
     again = PayloadStore(tmp_path, segment_bytes=256)
     assert again.append(b"later").segment == 4, "nothing is written behind a tail that may be torn"
     for handle, data in written.items():
-        assert again.read(handle) == data
+        assert read_payload(again.folder, handle) == data
     again.close()
 
 
@@ -100,32 +108,32 @@ def test_any_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, da
     store = PayloadStore(folder, 1 << 20)
     before, handle = store.append(b"before"), store.append(data)
     store.close()
-    path = payloads.segment_path(folder, handle.segment)
+    path = segment_path(folder, handle.segment)
     content = bytearray(path.read_bytes())
     content[handle.offset + where % (16 + len(data))] ^= 1 << bit
     path.write_bytes(content)
     with pytest.raises(PayloadLost, match=r"segment-00000\.bin"):
-        payloads.read(folder, handle)
-    assert payloads.read(folder, before) == b"before"
+        read_payload(folder, handle)
+    assert read_payload(folder, before) == b"before"
 
 
 def test_a_torn_or_missing_record_is_lost(tmp_path: Path, store: PayloadStore) -> None:
     handle = store.append(b"x" * 50)
-    os.truncate(payloads.segment_path(tmp_path, 0), 40)
+    os.truncate(segment_path(tmp_path, 0), 40)
     for lost, why in ((handle, "torn"), (Handle(0, 4096, 8), "torn"), (Handle(9, 0, 8), "gone")):
         with pytest.raises(PayloadLost, match=why):
-            store.read(lost)
+            read_payload(store.folder, lost)
 
 
 def test_retention_deletes_the_oldest_retired_segments_only_and_no_number_is_used_twice(store: PayloadStore) -> None:
     handles = [store.append(bytes([i]) * 200) for i in range(5)]  # one to a segment, 216 bytes each
-    assert store.retain([1, 2, 3, 4], retain_bytes=2 * 216) == [1], "4 is current and does not count"
-    assert store.retain([1, 2, 3, 4], retain_bytes=2 * 216) == []
-    assert store.retain([2, 3, 4], retain_bytes=0) == [2, 3]
-    assert store.read(handles[0]) == b"\0" * 200
+    assert store.retain({0}, retain_bytes=2 * 216) == [1], "4 is current and does not count"
+    assert store.retain({0}, retain_bytes=2 * 216) == []
+    assert store.retain({0}, retain_bytes=0) == [2, 3]
+    assert read_payload(store.folder, handles[0]) == b"\0" * 200
     with pytest.raises(PayloadLost):
-        store.read(handles[1])
-    store.retain([0, 4], 0)
+        read_payload(store.folder, handles[1])
+    store.retain((), 0)
     again = PayloadStore(store.folder, 10)
     assert again.segment == 5
     again.close()
@@ -231,7 +239,7 @@ class Scarce:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int):
         self.room, self._write = room, os.pwrite
-        monkeypatch.setattr("runtime.ledger.payloads.os.pwrite", self)
+        monkeypatch.setattr("runtime.ledger.journal.os.pwrite", self)
 
     def __call__(self, fd: int, data: bytes, offset: int) -> int:
         allowed = min(len(data), self.room)
@@ -258,10 +266,10 @@ def test_run_flushes_by_itself_and_waits_for_room(tmp_path: Path, monkeypatch: p
         make_ready(buffer, 0)
         await flushed.wait()
         assert counts(tmp_path)["ready"] == 1
-        before, disk = payloads.segments(tmp_path), Scarce(monkeypatch, 10)
+        before, disk = segments(tmp_path), Scarce(monkeypatch, 10)
         make_ready(buffer, 1)
         await until_waits(ledger, "no space left on device")
-        assert payloads.segments(tmp_path) == before, "nothing half written stays behind"
+        assert segments(tmp_path) == before, "nothing half written stays behind"
         make_ready(buffer, 2)
         assert counts(tmp_path)["ready"] == 1
         disk.room = 1 << 20
@@ -615,7 +623,7 @@ class Recorder:
             if durable:
                 self._is_synced(folder / WAL)
 
-        monkeypatch.setattr("runtime.ledger.payloads.os.fsync", seen)
+        monkeypatch.setattr("runtime.ledger.journal.os.fsync", seen)
         monkeypatch.setattr(journal._Writer, "_transaction", journal.contextmanager(followed))
 
     async def flushed(self, ledger: LedgerWriter) -> None:

@@ -30,9 +30,9 @@ from runtime import run_files, timeouts, types
 from runtime.cluster.nodes import Launch
 from runtime.config import Config, Deadlines
 from runtime.errors import ServiceFault
-from runtime.process import disk, os_process, platform, spans
-from runtime.process.os_process import done_within
+from runtime.process import os_process, platform, spans, waiting
 from runtime.process.spans import Heartbeat, Work
+from runtime.process.waiting import done_within
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Memory, PeakMemory
 from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
@@ -410,20 +410,20 @@ def failing(*errors: int) -> Callable[[], str]:
 
 def waited(work: Callable[[], str]) -> tuple[str, list[str]]:
     said: list[str] = []
-    return asyncio.run(disk.done(work, Path("/run/a"), said.append)), said
+    return asyncio.run(waiting.done(work, Path("/run/a"), said.append)), said
 
 
 @pytest.mark.parametrize("passing", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE])
 def test_what_passes_is_waited_for_and_told_once(passing: int) -> None:
     assert waited(failing(passing, passing)) == ("written", ["waits until there is room for /run/a: no"])
-    assert disk.until_done(failing(passing, passing), Path("/run/a")) == "written"
+    assert waiting.until_done(failing(passing, passing), Path("/run/a")) == "written"
 
 
 def test_what_does_not_pass_is_a_fault() -> None:
     with pytest.raises(ServiceFault, match="/run/a"):
         waited(failing(errno.ENOSPC, errno.EACCES))
     with pytest.raises(ServiceFault, match="/run/a"):
-        disk.until_done(failing(errno.EACCES), Path("/run/a"))
+        waiting.until_done(failing(errno.EACCES), Path("/run/a"))
 
 
 # ---- What others may look at

@@ -25,7 +25,6 @@ from runtime.telemetry.metrics import (
     StepFigures,
     WeightSyncFigures,
     covered,
-    intersection,
     ours,
     step_metrics,
     union,
@@ -101,13 +100,10 @@ def test_throughput_follows_from_the_sizes_that_are_logged() -> None:
     assert found["e2e_tps"] == pytest.approx((30 + 2) * 2 * 1.5 / 4 / 0.5, rel=1e-12)
 
 
-def test_points_of_the_first_version_are_read_under_the_names_of_today() -> None:
+def test_points_of_0_2_are_read_under_the_names_of_today() -> None:
     found = step_metrics(figures())
-    scores = {f"score/{part}": found[f"score/{part}"] for part in ("mean", "max", "min")}
-    former = {f"{prefix}/{name}": value for prefix in ("grpo", "critic") for name, value in scores.items()}
-    former |= {"vllm_tps": found["rollout_tps"], "grad_norm": 0.3, "actor/grad_norm": 0.3, "grpo/errors/timeout": 2.0}
-    assert ours(former) == {**scores, "rollout_tps": found["rollout_tps"], "actor/grad_norm": 0.3, "score/errors/timeout": 2.0}
-    assert ours(found) == found
+    former = {name.replace("weight_sync/", "publication/"): value for name, value in found.items()}
+    assert ours(former) == ours(found) == found != former
 
 
 def test_samples_are_episodes_and_lengths_are_of_their_branches() -> None:
@@ -159,13 +155,12 @@ def cells(found: Sequence[tuple[float, float]]) -> set[int]:
     return {cell for start, end in found for cell in range(int(start), int(end))}
 
 
-@given(spans, spans)
-def test_spans_against_sets_of_cells(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
+@given(spans)
+def test_spans_against_sets_of_cells(left: list[tuple[int, int]]) -> None:
     merged = union(left)
     assert cells(merged) == cells(left)
     assert all(merged[i][1] < merged[i + 1][0] for i in range(len(merged) - 1))
     assert covered(left) == len(cells(left))
-    assert cells(intersection(left, right)) == cells(left) & cells(right)
 
 
 def test_the_clock_accounts_phases_once_and_splits_them_at_steps() -> None:

@@ -55,7 +55,7 @@ async def journal(folder: Path, trained: bool = False) -> None:
 
 def save(folder: Path) -> None:
     partial = checkpoint.begin(folder)
-    (partial / checkpoint.TRAINER).write_text("{}")
+    (partial / "trainer.json").write_text("{}")
     checkpoint.complete(partial, folder, Position(version=PolicyVersion(0, 10), stream=STREAM, trained=[]))
 
 
