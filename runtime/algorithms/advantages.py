@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class GroupSums:
     """The rewards of B episodes by group. An episode that is not valid counts nowhere, whatever its reward.
 
-    rewards [B], groups int64 [B] from 0, valid bool [B] or None for all.
-    """
+    rewards [B], groups int64 [B] from 0, valid bool [B] or None for all."""
 
     def __init__(self, rewards: Tensor, groups: Tensor, valid: Tensor | None):
         self.weight = rewards.new_ones(rewards.shape) if valid is None else valid.to(rewards.dtype)
@@ -58,8 +57,7 @@ def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] =
     """Return `(x - mean) / sqrt(var + 1e-8)` with moments of the masked values, variance unbiased; 0 outside the mask. [B, T].
 
     `batch_sum` adds up a tensor over the parts of the batch. Mean and squares take a sum each, as the square of a sum
-    loses digits where the mean is large.
-    """
+    loses digits where the mean is large."""
     count = batch_sum(mask.sum())
     mean = batch_sum((values * mask).sum()) / count.clamp(min=1)
     centred = (values - mean) * mask
@@ -75,8 +73,7 @@ def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] =
 def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None) -> Tensor:
     """Return `1[t = last] R - penalty_t` (Ziegler et al., arXiv:1909.08593): rewards [B] -> [B, T].
 
-    A row without a masked token has no last one: all its rewards are 0.
-    """
+    A row without a masked token has no last one: all its rewards are 0."""
     last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask > 0)
     out = last * rewards[:, None]
     return out if penalties is None else out - penalties * mask
@@ -102,8 +99,7 @@ def token_gae(
     the next masked token. The actions are the policy's own tokens. What an environment wrote between two of them belongs to the
     transition from one state to the next: it has no δ, and neither γ nor λ discounts for it. (Search-R1, arXiv:2503.09516,
     section 3.1, leaves such tokens out of PPO's loss for the same reason; verl's `compute_gae_advantage_return` steps over them
-    the same way.)
-    """
+    the same way.)"""
     order = _trained_first(mask)
     reward, value = ((tensor * mask).gather(1, order) for tensor in (rewards, values))
     following = value.new_zeros(value.shape)
@@ -147,8 +143,7 @@ def group_norm(
 
     `scale` is "group", "batch" (the standard deviation of all valid rewards) or "none" (Dr. GRPO, arXiv:2503.20783,
     section 3.2). Only valid samples count; the others get 0. Equal rewards give exactly 0; a group of one has mean 0 and
-    deviation 1. Raises ValueError for another scale.
-    """
+    deviation 1. Raises ValueError for another scale."""
     within = GroupSums(rewards, groups, valid)
     deviation = within.deviation()
     if scale == "none":
@@ -168,8 +163,7 @@ def group_norm(
 def rloo(rewards: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return `r_i - mean of the others in the group`, [B] (RLOO, arXiv:2402.14740, section 3).
 
-    Only valid samples count; the others get 0. A group of one keeps its reward.
-    """
+    Only valid samples count; the others get 0. A group of one keeps its reward."""
     within = GroupSums(rewards, groups, valid)
     # r - (S - r) / (n - 1) = n / (n - 1) · (r - S / n)
     return within.deviation() * (within.size / (within.size - 1).clamp(min=1)).clamp(min=1)
@@ -179,8 +173,7 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor, valid: Tensor | None =
     """Return `r_i - Σ_j l_j r_j / Σ_j l_j` over the group, [B] (OPO, arXiv:2505.23585, section 3). The baseline has the least
     variance if the squared gradient of a sample is proportional to the length of the sample.
 
-    lengths [B], in trained tokens. Only valid samples count; the others get 0. A group of one keeps its reward.
-    """
+    lengths [B], in trained tokens. Only valid samples count; the others get 0. A group of one keeps its reward."""
     within = GroupSums(rewards, groups, valid)
     weight = lengths * within.weight
     baseline = (within.sums(weight * within.rewards) / within.sums(weight).clamp(min=1))[groups]
@@ -206,8 +199,7 @@ def rloo_turns(values: Tensor, groups: Tensor, episodes: Tensor) -> Tensor:
 def with_turns(advantages: Tensor, normalised: Tensor, inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
     """Return `A_t + Σ_{u >= turn of t} d^(u - turn of t) r_u`, [B, T], from advantages [B] and the turns' `normalised` rewards
     [K]. A turn is a run of trained tokens along a row; r_u is the sum of the rewards at the tokens of turn u; d is
-    `turn_discount`. Return [B, 1] if no turn was rewarded.
-    """
+    `turn_discount`. Return [B, 1] if no turn was rewarded."""
     if inputs.turns is None or not len(inputs.turns.rows):
         return advantages[:, None]
     trained = inputs.mask > 0
@@ -322,8 +314,7 @@ def less_divergence(advantages: Tensor, divergence: Tensor, mask: Tensor, coeffi
     `E_π[Σ_t D_t ∇ log π(y_t)]` is the gradient of the reverse KL, `Σ_t KL(π || teacher)` at the states that π reaches. No
     token answers for later tokens: the discount is 0. Thinking Machines Lab, "On-Policy Distillation" (2025), where A = 0 and
     β = 1; Qwen3 (arXiv:2505.09388, section 4.5); GKD (arXiv:2306.13649, section 3), which takes D over the whole
-    vocabulary, and mixes it with a reward in the same way (section 3.1).
-    """
+    vocabulary, and mixes it with a reward in the same way (section 3.1)."""
     return (advantages - coefficient * divergence) * mask
 
 
@@ -335,8 +326,7 @@ def has_signal(rewards: Iterable[float], valid: Iterable[bool]) -> bool:
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """Return 0 up to `max_length - buffer` tokens, falling to -1 at `max_length`, and -1 beyond (DAPO, equation 13).
 
-    lengths float [B] -> [B]; `buffer` is at least 1.
-    """
+    lengths float [B] -> [B]; `buffer` is at least 1."""
     return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 

@@ -2,8 +2,7 @@
 
 A row is a reply, or a branch of an episode; the branches of an episode follow one another. `mask` is 1.0 on trained response
 tokens; rows may be ragged, have gaps (what an environment wrote), or be fully masked. Values outside the mask are finite and
-meaningless.
-"""
+meaningless."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class AdvantageInputs:
     rows. `token_rewards` has the reward at the last trained token of each of its rows, since each branch is a trajectory of its
     own that ends with what the episode earned; penalties and rewards of turns at their own tokens. Both are 0 in rows that are
     not valid. `batch_sum` adds up a tensor over all parts of the batch. Every part must call it equally often, with equal
-    shapes; only an estimator that is not streamable may call it.
-    """
+    shapes; only an estimator that is not streamable may call it."""
 
     rewards: Tensor  # [B], of the row's episode
     groups: Tensor  # int64 [B], ids from 0 to the number of groups - 1
@@ -103,8 +101,7 @@ class AdvantageEstimator:
     """`compute` gives [B, T], or [B, 1] where all tokens of a row share one advantage.
 
     `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group. It may
-    depend on the options. `needs_values`: it takes a critic's values.
-    """
+    depend on the options. `needs_values`: it takes a critic's values."""
 
     compute: Callable[[AdvantageInputs, AdvantageOptions], Tensor]
     streamable: Streamable
@@ -117,14 +114,12 @@ class AdvantageEstimator:
 @dataclass(frozen=True)
 class LossInputs:
     """All [B, T] but `advantages`, which may be [B, 1]. `mask` is 1.0 on trained tokens, 0.0 elsewhere, where values are finite
-    and meaningless. Rows are whole: a row is never split over calls, but an episode's rows
-    may be in several.
+    and meaningless. Rows are whole: a row is never split over calls, but an episode's rows may be in several.
 
     `behaviour_logp` is the policy that sampled, as the engine that sampled computed it; `proximal_logp` the policy at the
     start of the step (detached). `old_logp` is the one that ratios are taken against: the proximal policy where
     `algorithm.correction` accounts for the gap between both, else the behaviour policy. `chosen`, 1 or 0, is what a loss that
-    chooses among the tokens of the step has chosen; None for other losses.
-    """
+    chooses among the tokens of the step has chosen; None for other losses."""
 
     logp: Tensor
     old_logp: Tensor
@@ -175,8 +170,7 @@ class AggregationOptions:
     """`norm` is the constant length that `dr_grpo` divides by, in tokens.
 
     `episode_tokens` and `counts` are set if an episode has several rows. Of each row, `episode_tokens` is the number of trained
-    tokens of its episode; `counts` is 1 in the first row of an episode that has a trained token, else 0.
-    """
+    tokens of its episode; `counts` is 1 in the first row of an episode that has a trained token, else 0."""
 
     norm: float = 1.0
     episode_tokens: Tensor | None = None  # [B, 1]
@@ -246,8 +240,7 @@ def advantage(
 
     `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group; True,
     False, or a function of the options, which takes those of `algorithm.advantage_options` by keyword.
-    `needs_values`: it takes a critic's values, so that the run has to have one.
-    """
+    `needs_values`: it takes a critic's values, so that the run has to have one."""
 
     def add(compute: AdvantageFunction) -> AdvantageFunction:
         ADVANTAGES.register(name)(AdvantageEstimator(compute, streamable, needs_values))
@@ -264,8 +257,7 @@ def policy_loss(
     `zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass. `chooses`: a
     function of (StepTokens, BatchSum), and of `algorithm.loss_options` by keyword, that says for the whole step which tokens
     are trained, as `LossInputs.chosen`; the step then waits for its whole batch. `by_start`: that needs
-    `StepTokens.start` too, which takes a forward pass of its own.
-    """
+    `StepTokens.start` too, which takes a forward pass of its own."""
 
     def add(compute: LossFunction) -> LossFunction:
         POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage, chooses, by_start))
@@ -311,8 +303,7 @@ def with_options(
 
     The signature of `compute` decides what is allowed: the parameters behind the first two that may be given by name, and
     their annotations where these are types of YAML. `helper` is a function of the same entry, whose keyword-only parameters
-    are allowed too (`with_keywords`). Raises UserError, naming the option, the value and what is allowed.
-    """
+    are allowed too (`with_keywords`). Raises UserError, naming the option, the value and what is allowed."""
     helped = _keywords(helper) if helper is not None else {}
     parameters = list(inspect.signature(compute).parameters.values())
     first = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]

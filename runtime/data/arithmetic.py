@@ -1,8 +1,7 @@
 """Addition problems in GSM8K's format, small enough that a model of a million parameters learns them in minutes.
 
 A line is `{"question": "34+48=", "answer": "12 8 #### 82"}`: the answer reasons aloud (the sum of the units, then of the
-tens with the carry) and ends, as in GSM8K, in `#### N`.
-"""
+tens with the carry) and ends, as in GSM8K, in `#### N`."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def split(
     """Return all ordered pairs of operands in [min_operand, max_operand], shuffled, as (training, held-out) problems.
 
     `a+b` and `b+a` fall on the same side, so no held-out problem is a training problem turned round. If `held_out` cuts such
-    a pair in two, the left-over problem is in neither list. Raises ConfigError if nothing is left to train on.
-    """
+    a pair in two, the left-over problem is in neither list. Raises ConfigError if nothing is left to train on."""
     pairs = [(a, b) for a in range(min_operand, max_operand + 1) for b in range(a, max_operand + 1)]
     rng = random.Random(seed)
     rng.shuffle(pairs)
@@ -119,8 +117,7 @@ def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedPr
     """Return sums and differences of two numbers in [2, `largest`], in all FORMS, shuffled, as (training, held-out) problems.
 
     A difference is not negative. Two numbers are held out in both orders and in all forms: no problem is known from another.
-    At least `held_out` problems are held out. `largest`: 20 at most, the last of WORDS.
-    """
+    At least `held_out` problems are held out. `largest`: 20 at most, the last of WORDS."""
     pairs = [(a, b) for a in range(2, largest + 1) for b in range(2, a + 1)]
     shuffle = random.Random(seed).shuffle
     shuffle(pairs)

@@ -144,8 +144,7 @@ def label_text(value: Any) -> str:
 def difficulty(row: Row, column: str) -> float:
     """Return the difficulty of a row's problem, above 0: a number, or the number in a text ("Level 3").
 
-    Raises Rejected for 0, which files write for unknown, and MissingColumn for a missing column.
-    """
+    Raises Rejected for 0, which files write for unknown, and MissingColumn for a missing column."""
     if column not in row:
         raise MissingColumn("difficulty", column)
     value = row[column]

@@ -2,8 +2,7 @@
 
 A handler is `handler(fields) -> (messages, label)`, registered with the columns of its format. It raises `Rejected` for an
 unusable row (dropped and counted by reason) and `MissingColumn` for a missing column (an error: the configuration names the
-wrong column).
-"""
+wrong column)."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ class SlotTemplate:
 def slot_template(name: str, path: str, special_tokens: Mapping[str, str], section: str = "data.") -> SlotTemplate:
     """Return the template `name` of the file `path`, if it is there, else of Sluice's own file.
 
-    `section` is the prefix of keys in errors. Raises UserError for an unknown name and an unusable file.
-    """
+    `section` is the prefix of keys in errors. Raises UserError for an unknown name and an unusable file."""
     found = _known(path, section)
     if name not in found:
         raise UserError(f"{section}prompt_type: '{name}' is not one of {', '.join([MODEL, *sorted(found)])}")
@@ -306,8 +304,7 @@ def load_problems(
 ) -> ProblemSet:
     """Read the file or folder `path` with the handler `row_format.handler`. `key` is the configuration key of the path.
 
-    Raises UserError for an unknown handler, an unusable file, a missing column, and a file without a usable row.
-    """
+    Raises UserError for an unknown handler, an unusable file, a missing column, and a file without a usable row."""
     reader = RowReader(row_format, difficulty_key)
     problems: list[Problem] = []
     dropped: Counter[str] = Counter()

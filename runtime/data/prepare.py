@@ -2,8 +2,7 @@
 
 One thread reads and checks rows in order; `workers` threads render and encode chunks of rows. Encoding takes most of the
 time, and the library encodes outside the interpreter's lock. Chunks are joined in the order of their rows, so that the output
-has the same bytes for any number of workers.
-"""
+has the same bytes for any number of workers."""
 
 from __future__ import annotations
 
@@ -198,8 +197,7 @@ def overlap(train: Iterable[Problem], held_out: Iterable[Problem]) -> list[Probl
 def keep_apart(train: Sequence[Problem], held_out: Sequence[Problem], key: str, allowed: bool) -> None:
     """Check that no problem to train on is in the evaluation set of the configuration key `key`.
 
-    Raises UserError with the number of shared problems; if `allowed`, log the number instead.
-    """
+    Raises UserError with the number of shared problems; if `allowed`, log the number instead."""
     shared = overlap(train, held_out)
     if not shared:
         return

@@ -11,8 +11,7 @@
 | difficulty | double | if one was asked for |
 
 and the additional columns asked for. The file's metadata have hashes of the tokenizer and the template, so that a file is
-refused if another tokenizer or template would make other prompts.
-"""
+refused if another tokenizer or template would make other prompts."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ def read_prompts(
 ) -> Prompts:
     """Return the prompts of one file or folder, prepared or not. `key` is the configuration key of the path.
 
-    Raises UserError for unusable files.
-    """
+    Raises UserError for unusable files."""
     if is_prepared(Path(path)):
         of, column = row_format.environment, row_format.columns.get("environment", "")
         names = [*row_format.additional_keys, *([column] if column else [])]
@@ -175,8 +173,7 @@ def read(
     """Return the prompts of a prepared file, which is mapped into memory. `additional_keys` are columns carried over.
 
     Prompts over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, with the
-    configuration key `key`, if tokenizer or template differ from the file's, or no prompt is left.
-    """
+    configuration key `key`, if tokenizer or template differ from the file's, or no prompt is left."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

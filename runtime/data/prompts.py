@@ -1,8 +1,7 @@
 """The prompt stream: the order of problems. Every position can be computed directly, so a run resumes exactly.
 
 A *position* counts fresh prompts; `runtime.data.prompts` says which problem stands there. An *ordinal* counts groups:
-it grows with every draw, a prompt given back included, is never reused, and keys the group's random stream.
-"""
+it grows with every draw, a prompt given back included, is never reused, and keys the group's random stream."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class Order:
     ):
         """Order the problems; with `difficulties` (float64 [problems]) the first `passes` passes go from easy to hard.
 
-        0 `passes` are all passes. Problems of equal difficulty keep the order that they would have otherwise.
-        """
+        0 `passes` are all passes. Problems of equal difficulty keep the order that they would have otherwise."""
         self._weights = [Fraction(str(share.weight)) for share in shares]
         self._sizes = [share.problems for share in shares]
         self._starts = np.cumsum([0, *self._sizes])[:-1].tolist()
@@ -79,8 +77,7 @@ def turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     """Return the source of the prompt at `position`, and how many prompts of this source came before.
 
     The first source has floor(p · w / sum of the weights) of the first p prompts; the other sources share the rest by the same
-    rule. Each count grows by 0 or 1 from one p to the next, so every position belongs to exactly one source.
-    """
+    rule. Each count grows by 0 or 1 from one p to the next, so every position belongs to exactly one source."""
     left, rest = position, sum(weights, Fraction(0))
     for source, weight in enumerate(weights[:-1]):
         before = left * weight // rest

@@ -1,8 +1,7 @@
 """Rows of a json, jsonl, Parquet or Arrow file, one object at a time, each with its position.
 
 The first bytes decide: Parquet and Arrow files begin with a mark of their own, `[` is a JSON array (read whole), anything
-else is JSON lines (streamed). JSON may be compressed by gzip or zstd.
-"""
+else is JSON lines (streamed). JSON may be compressed by gzip or zstd."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def rows(path: Path, key: str, parquet: bool, most: int) -> Iterator[tuple[int, 
     """Yield (position, row), positions from 1. At most `most` bytes of rows are converted to Python at once.
 
     Raises UserError, with the configuration key `key`, for a torn file, a value that Python does not have, and a row of more
-    than `most` bytes.
-    """
+    than `most` bytes."""
     position = 0
     with _open_table(path, key, parquet) as source:
         for batch in _parquet(source) if parquet else _arrow(source):
@@ -109,8 +107,7 @@ def _bytes(column: pa.Array) -> int:
 def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
     """Return a function that restores a value which pyarrow converts inexactly; None if no conversion is inexact.
 
-    Python's floats have 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs.
-    """
+    Python's floats have 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs."""
     if pa.types.is_float16(kind) or pa.types.is_float32(kind):
         width = np.float16 if pa.types.is_float16(kind) else np.float32
         return lambda value: None if value is None else float(str(width(value)))
@@ -166,8 +163,7 @@ def data_files(path: str, key: str) -> DataFiles:
     """Return the files of `path`; of several splits those of the training split.
 
     A folder was written by `save_to_disk`, or holds data files of one kind, directly or in its folder `data`.
-    Raises UserError, with the configuration key `key`.
-    """
+    Raises UserError, with the configuration key `key`."""
     root = Path(path)
     if not root.is_dir():
         if not root.is_file():
@@ -239,8 +235,7 @@ _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
     """Yield (position, row), positions from 1: the line of a jsonl file, the index in other files.
 
-    Raises UserError, with the configuration key `key`, for a file that is missing, empty or malformed.
-    """
+    Raises UserError, with the configuration key `key`, for a file that is missing, empty or malformed."""
     if not path.is_file():
         raise UserError(f"{key}: {path} is not a file")
     count = 0

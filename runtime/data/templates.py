@@ -1,8 +1,7 @@
 """Chat templates: jinja2 in a sandbox, with the settings, filters and globals that Hugging Face templates expect.
 
 The environment is the one documented for `apply_chat_template`: blocks trimmed, `tojson` without HTML escapes,
-`raise_exception`, `strftime_now`, loop controls, and the `generation` tag, which has no effect on the text.
-"""
+`raise_exception`, `strftime_now`, loop controls, and the `generation` tag, which has no effect on the text."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ class Tokenizer:
         """Read `folder`. The jinja file `chat_template` replaces the folder's template; `prompt_type` replaces both.
 
         `key` names the folder in errors, `section` is the prefix of other keys. Raises UserError without a tokenizer.json.
-        The template is read at its first use: a service that only decodes needs none.
-        """
+        The template is read at its first use: a service that only decodes needs none."""
         self.folder = Path(folder)
         self._key, self._section = key, section
         self.prompt_type, self._prompt_type_path = prompt_type, prompt_type_path
@@ -164,8 +163,7 @@ class Tokenizer:
         """Return the tokens of each rendered conversation, int32 [P]; the library spreads the texts over its threads.
 
         Raises UserError. A regular expression of the folder may backtrack 10 million times in one match, which takes a second.
-        Then the Rust library panics, and a panic is no Exception.
-        """
+        Then the Rust library panics, and a panic is no Exception."""
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:

@@ -1,8 +1,7 @@
 """The results of an evaluation: the figures of each data set, as JSON and as metrics.
 
 `RUN/evaluations/step-00000050/` holds SET.jsonl, with every reply, and `results.json`,
-which is written last: an evaluation without it was cut short.
-"""
+which is written last: an evaluation without it was cut short."""
 
 from __future__ import annotations
 
@@ -190,8 +189,7 @@ class Lengths(Struct, kw_only=True):
 
 class SetResult(Struct, kw_only=True):
     """The figures of one data set. A reply has no verdict if a rule failed: it counts in `errors` and in the lengths alone.
-    pass@k and maj@k are means over the problems with at least k verdicts; `left_out` counts the other problems.
-    """
+    pass@k and maj@k are means over the problems with at least k verdicts; `left_out` counts the other problems."""
 
     name: str
     path: str
@@ -363,8 +361,7 @@ def load_held_out(config: Config, tokenizer: Tokenizer, train: Sequence[Problem]
     """Return the problems of every set.
 
     Raises UserError for an unusable file, a file without a usable prompt, and, unless `data.allow_overlap`, a file that shares
-    problems with those to `train` on, asked or not.
-    """
+    problems with those to `train` on, asked or not."""
     return [HeldOut(found, _prompts(found, config.data, tokenizer, train)) for found in evaluation_sets(config)]
 
 

@@ -2,8 +2,7 @@
 
 A label has the tests in one of two forms. LiveCodeBench: a JSON list of {"input", "output", "testtype"}, with type `stdin` or
 `functional`; or LiveCodeBench's packed form of such a list (base64 of zlib of a pickled text). verl's form of PRIME: a JSON
-object {"inputs", "outputs", "fn_name"}.
-"""
+object {"inputs", "outputs", "fn_name"}."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ def _same_word(word: str, expected: str) -> bool:
 async def verdicts(text: str, label: str, context: RuleContext) -> list[bool]:
     """Return whether each test passes. A test that did not run before a limit does not pass.
 
-    Raises ValueError for a label without tests, ServiceFault if the sandbox cannot be started.
-    """
+    Raises ValueError for a label without tests, ServiceFault if the sandbox cannot be started."""
     program, tests = last_program(text), read_tests(label, context.extra)
     if program is None:
         return [False] * len(tests.inputs)

@@ -2,8 +2,7 @@
 
 Each slot of the pool is an asyncio task that owns one worker. It takes a few jobs and sends them as one frame; each job is
 settled when its verdict arrives. A worker that exceeds a limit or dies is killed with its process group and replaced. The job
-that it worked on gets the error; the jobs behind it return to the front of the queue.
-"""
+that it worked on gets the error; the jobs behind it return to the front of the queue."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def encoded(task: Task) -> bytes:
 class WorkerProcess(asyncio.SubprocessProtocol):
     """One process. `jobs`: the jobs of its batch without a verdict, in order.
 
-    The clock of a task starts when the verdict before it arrives, so no task is charged for earlier tasks of its batch.
-    """
+    The clock of a task starts when the verdict before it arrives, so no task is charged for earlier tasks of its batch."""
 
     def __init__(self, limits: Limits, employer: KillablePool):
         self._loop = asyncio.get_running_loop()
@@ -317,8 +315,7 @@ class KillablePool:
     async def submit(self, task: Task) -> asyncio.Future[Verdict]:
         """Return the future of the task's verdict; cancel it if it is no longer needed. Wait while the queue is full.
 
-        This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed.
-        """
+        This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed."""
         self._check()
         self.start()
         message = encoded(task)

@@ -1,7 +1,6 @@
 """Rewards from a process of the user: the requests to it, and the conversion of its answers to scores.
 
-The process implements the service RemoteReward of proto/remote_reward.proto. `services.reward` contains the client.
-"""
+The process implements the service RemoteReward of proto/remote_reward.proto. `services.reward` contains the client."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
 `FILE.py:polite` names the rule in the configuration. The decorator `rule` adds a screen, an answer or another name.
 
 A rule is a pure function of the reply's text, the problem's label and the context; it may be `async`. It runs in a worker
-process that is killed at its limits, unless its `screen` decides the case in the service. See docs/guides/rewards.md.
-"""
+process that is killed at its limits, unless its `screen` decides the case in the service. See docs/guides/rewards.md."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ Ours = Callable[..., Any]
 def _adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> tuple[Ours, bool]:
     """Return the function as (text, label, context), and whether it is a rule over groups: (texts, label, context).
 
-    A coroutine function stays a coroutine function. Raises TypeError if it requires an argument that rules do not get.
-    """
+    A coroutine function stays a coroutine function. Raises TypeError if it requires an argument that rules do not get."""
     if "solution_str" in parameters:
         if others := [name for name in _required(parameters) if name not in VERL]:
             raise TypeError(f"takes {', '.join(others)}; verl's reward functions do not get it; allowed: {', '.join(VERL)}")
@@ -208,8 +206,7 @@ def rule(name: Any, screen: Screen | None = None, answer: Answer | None = None) 
 
     The function returns a bool, which earns the configuration's `correct` or `wrong`, or a number, which is the value. If it
     raises, the sample is masked out. `screen`: tried first, in the service, with the same arguments; None leaves the case to a
-    worker. `answer`: returns the final answer in a reply's text for maj@k, or None; equal answers should give equal text.
-    """
+    worker. `answer`: returns the final answer in a reply's text for maj@k, or None; equal answers should give equal text."""
     return _registered(name, screen, answer)
 
 

@@ -2,8 +2,7 @@
 
 SANDBOX is `rewards.sandbox` as JSON. Frames on standard input and output are a little-endian uint32 length and msgpack: a batch
 of tasks is read, and each verdict is written at once. An empty frame means that the worker is ready. The kernel enforces the
-limits: SIGPROF ends the process when a task has used its CPU time; memory beyond the limit is refused, as a MemoryError.
-"""
+limits: SIGPROF ends the process when a task has used its CPU time; memory beyond the limit is refused, as a MemoryError."""
 
 from __future__ import annotations
 

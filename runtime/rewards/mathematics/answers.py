@@ -1,7 +1,6 @@
 r"""Decide whether an answer is right: `equal(prediction, truth)`. Give obviously equal answers one text: `canonical(answer)`.
 
-docs/guides/rewards.md says which answers are equal.
-"""
+docs/guides/rewards.md says which answers are equal."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def equal(prediction: str, truth: str) -> bool:
 def screen(prediction: str, truth: str) -> bool | None:
     """Decide without parsing: equal texts, equal numbers, different whole numbers or fractions. Return None for the rest.
 
-    Takes linear time.
-    """
+    Takes linear time."""
     if prediction == truth:
         return bool(truth.strip())
     if not prediction or prediction.isspace():

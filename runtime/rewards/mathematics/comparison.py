@@ -1,8 +1,7 @@
 """Decide whether two answers are the same: lists, sets, tuples, intervals, equations, inequalities, matrices, ratios, words,
 and at last two expressions: constants exactly, functions at several points.
 
-A verdict is None if it is undecided here: sets of real numbers in other notation, arithmetic of matrices.
-"""
+A verdict is None if it is undecided here: sets of real numbers in other notation, arithmetic of matrices."""
 
 from __future__ import annotations
 

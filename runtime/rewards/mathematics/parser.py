@@ -1,7 +1,6 @@
 """Parse an answer: text to tokens, and tokens to an expression tree, by recursive descent.
 
-Time is linear in the length; depth is bounded. Words (`\\text{ cm}`, `Wednesday`) are separated from variables (`RC`, `xy`).
-"""
+Time is linear in the length; depth is bounded. Words (`\\text{ cm}`, `Wednesday`) are separated from variables (`RC`, `xy`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 r"""Unify the LaTeX of people and models: `\left( \dfrac12 , \, 3\right)` and `(\frac12,3)` become the same text.
 
-Also find the mathematics in an answer with prose: "The largest $n$ is 34."
-Every function takes linear time.
-"""
+Also find the mathematics in an answer with prose: "The largest $n$ is 34." Every function takes linear time."""
 
 from __future__ import annotations
 
