@@ -23,7 +23,7 @@ from runtime.algorithms.interfaces import (
     with_keywords,
     with_options,
 )
-from runtime.algorithms.losses import AdaptiveKl, FixedKl, masked_sample
+from runtime.algorithms.losses import KlControl, masked_sample
 from runtime.config import Algorithm, Config
 
 NO_CORRECTION = "none"
@@ -112,9 +112,7 @@ def streams(config: Config) -> bool:
     return choose(config).streamable and updates_per_step(config) == 1
 
 
-def kl_control(algorithm: Algorithm, reached: float | None = None) -> FixedKl | AdaptiveKl:
+def kl_control(algorithm: Algorithm, reached: float | None = None) -> KlControl:
     """Return the control of β, from the configured value or, if it adapts, from the value `reached` before a resume."""
-    if not algorithm.kl_target:
-        return FixedKl(algorithm.kl_coefficient)
-    start = algorithm.kl_coefficient if reached is None else reached
-    return AdaptiveKl(start, algorithm.kl_target, algorithm.kl_horizon)
+    start = algorithm.kl_coefficient if reached is None or not algorithm.kl_target else reached
+    return KlControl(start, algorithm.kl_target, algorithm.kl_horizon)

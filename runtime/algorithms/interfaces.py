@@ -48,10 +48,6 @@ class TurnRewards:
 class AdvantageInputs:
     """One part of a step's batch: a whole number of groups, each with all rows of its episodes.
 
-    `rewards` [B]; `groups` int64 [B], from 0; `valid` bool [B]: a row that is not valid has no reward, and its advantage is 0;
-    `mask`, `token_rewards` and, for an estimator that needs them, the critic's `values` [B, T]. `leads` bool [B]: whether a row
-    is its episode's first; None: each is an episode.
-
     `rewards` is an episode's reward less its KL penalties where `algorithm.kl_placement` is "reward", as a sum over all of its
     rows. `token_rewards` has the reward at the last trained token of each of its rows, since each branch is a trajectory of its
     own that ends with what the episode earned; penalties and rewards of turns at their own tokens. Both are 0 in rows that are
@@ -98,10 +94,7 @@ Streamable = bool | Callable[..., bool]
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """`compute` gives [B, T], or [B, 1] where all tokens of a row share one advantage.
-
-    `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group. It may
-    depend on the options. `needs_values`: it takes a critic's values."""
+    """`compute` gives [B, T] or [B, 1]; the rest is as in `advantage`."""
 
     compute: Callable[[AdvantageInputs, AdvantageOptions], Tensor]
     streamable: Streamable
@@ -201,9 +194,7 @@ Choice = Callable[..., "Tensor"]  # of StepTokens, BatchSum, and options by keyw
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """`zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass. `chooses`:
-    what `LossInputs.chosen` comes of, once a step; the step then needs its whole batch first. `by_start`: from
-    `StepTokens.start` too, which takes a forward pass of its own."""
+    """A function with its properties, as in `policy_loss`."""
 
     compute: Callable[[LossInputs, LossOptions], LossOutputs]
     zero_without_advantage: bool
@@ -324,23 +315,21 @@ def with_options(
     for option, one in known.items():
         if one.default is one.empty and option not in options:
             raise UserError(f"{key}.{option}: is missing, and {name} needs it")
-    given = {
-        option: _of_type(value, _annotation(compute, known.get(option)), f"{key}.{option}")
-        for option, value in options.items()
-        if option in known or option not in helped
-    }
-    return partial(compute, **given) if given else compute
+    own_options = {option: value for option, value in options.items() if option in known or option not in helped}
+    return _bound(compute, known, own_options, key)
 
 
 def with_keywords(helper: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
     """Return `helper` with those of the `options` at `key` that it takes as keyword-only arguments."""
     own = _keywords(helper)
-    given = {
-        option: _of_type(value, _annotation(helper, own[option]), f"{key}.{option}")
-        for option, value in options.items()
-        if option in own
-    }
-    return partial(helper, **given) if given else helper
+    return _bound(helper, own, {option: value for option, value in options.items() if option in own}, key)
+
+
+def _bound(
+    function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], key: str
+) -> Callable[..., Any]:
+    typed = {name: _of_type(each, _annotation(function, parameters.get(name)), f"{key}.{name}") for name, each in given.items()}
+    return partial(function, **typed) if typed else function
 
 
 def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

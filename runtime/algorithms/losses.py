@@ -430,26 +430,18 @@ LARGEST_ERROR = 0.2
 
 
 @dataclass(frozen=True)
-class FixedKl:
-    """β stays."""
+class KlControl:
+    """β, which stays, or with a `target` adapts: `β ← β (1 + clip(kl / target - 1, ±0.2) · n / horizon)` (Ziegler et al.,
+    arXiv:1909.08593, section 2.2). `horizon`: in samples."""
 
     coefficient: float
+    target: float = 0.0
+    horizon: float = 1.0
 
-    def after(self, kl: float, samples: float) -> FixedKl:
-        return self
-
-
-@dataclass(frozen=True)
-class AdaptiveKl:
-    """`β ← β (1 + clip(kl / target - 1, ±0.2) · n / horizon)` (Ziegler et al., arXiv:1909.08593, section 2.2).
-
-    `kl` is the step's mean estimate per token, n its number of samples, `horizon` in samples."""
-
-    coefficient: float
-    target: float
-    horizon: float
-
-    def after(self, kl: float, samples: float) -> AdaptiveKl:
+    def after(self, kl: float, samples: float) -> KlControl:
+        """Return the control after a step of `samples` samples. `kl` is the step's mean estimate per token."""
+        if not self.target:
+            return self
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         return replace(self, coefficient=self.coefficient * (1 + error * samples / self.horizon))
 
