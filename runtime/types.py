@@ -12,7 +12,7 @@ import sys
 import typing
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -431,6 +431,12 @@ class TurnReward(msgspec.Struct, frozen=True, array_like=True):
     row: int
     token: int  # index in the row's reply
     value: float
+
+
+class TextDecoder(Protocol):
+    """The method that is needed of a tokenizer to read replies."""
+
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]: ...
 
 
 class GroupPayload(msgspec.Struct, kw_only=True):

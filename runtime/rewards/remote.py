@@ -15,8 +15,8 @@ import msgspec
 
 from runtime import config, types
 from runtime.rewards.rules import RuleOutcome
-from runtime.rewards.scorer import ReplyDecoder, column, read_replies
-from runtime.types import GroupPayload, ScoreRequest, Scores
+from runtime.rewards.scorer import column, read_replies
+from runtime.types import GroupPayload, ScoreRequest, Scores, TextDecoder
 
 # ---- Remote messages
 # The messages of proto/remote_reward.proto, the protocol that a process of the user serves.
@@ -80,7 +80,7 @@ class RemotePort(Protocol):
 class RemoteScorer:
     """Scores groups by one entry of `rewards.remote`."""
 
-    def __init__(self, settings: config.RemoteReward, tokenizer: ReplyDecoder, port: RemotePort, fail: bool):
+    def __init__(self, settings: config.RemoteReward, tokenizer: TextDecoder, port: RemotePort, fail: bool):
         """Create the scorer. `fail`: a reply without a value raises ServiceFault; otherwise it is masked."""
         self._settings = settings
         self._tokenizer = tokenizer

@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Container, Sequence
-from typing import Protocol
 
 import numpy as np
 from msgspec import Struct, structs
@@ -17,7 +16,7 @@ from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import NO_NUMBER, GroupContext, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task
-from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest, Scores
+from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest, Scores, TextDecoder
 
 # ---- Combination
 # Combine the scores of one group from several scorers: rules, remote rewards, a reward model, and players. Pure.
@@ -84,13 +83,6 @@ _HEAD = 8  # last tokens of a prompt in which the mark that opens a thought may 
 _OPENED = re.compile(r"<think>\s*\Z")
 
 
-class ReplyDecoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        """Return the texts without special tokens."""
-
-
 class ReadReply(Struct, frozen=True):
     """`text`: the model's last turn, with a `<think>` at the end of its prompt; "" without a turn. `conversation`: all text
     behind the group's prompt, by the model and its environment; "" if that is just `text`."""
@@ -104,7 +96,7 @@ class ReadReply(Struct, frozen=True):
         return self.conversation or self.text
 
 
-def read_replies(payload: GroupPayload, tokenizer: ReplyDecoder) -> list[ReadReply]:
+def read_replies(payload: GroupPayload, tokenizer: TextDecoder) -> list[ReadReply]:
     """Return the reply of each episode."""
     rows = payload.last_rows
     spans = [last_turn(row) for row in rows]
@@ -179,7 +171,7 @@ class _Reply(Struct):
 class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
-    def __init__(self, settings: config.Rewards, tokenizer: ReplyDecoder, variables: Container[str] = ()):
+    def __init__(self, settings: config.Rewards, tokenizer: TextDecoder, variables: Container[str] = ()):
         """Find the rules. `variables`: as in `KillablePool`. Raises UserError if no rule is configured, or a rule is unknown or
         named twice."""
         if not settings.rules:
