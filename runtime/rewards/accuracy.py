@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import islice
 
 from runtime.rewards.extraction import BOX, closing_statement, final_answer, label_number, last_box, last_boxed, number
 from runtime.rewards.mathematics.answers import canonical, equal
@@ -88,12 +89,7 @@ def think_prefix(text: str, label: str, context: RuleContext) -> bool:
 @_rule("step")
 def step(text: str, label: str, context: RuleContext) -> float:
     """Return min(1, markers / 3). Markers: numbered and bulleted lines, "Step 1:", "First,", "Second,", "Next,", "Finally,"."""
-    markers = 0
-    for _ in _MARKER.finditer(text):
-        markers += 1
-        if markers == _MARKERS_WANTED:
-            break
-    return markers / _MARKERS_WANTED
+    return len(list(islice(_MARKER.finditer(text), _MARKERS_WANTED))) / _MARKERS_WANTED
 
 
 @_rule("format_answer")
