@@ -28,8 +28,19 @@ from runtime.config import NonNegative, Positive, RowFormat, Section
 from runtime.config.data import Column
 from runtime.config.loading import load_other
 from runtime.data import prepared
-from runtime.data.fields import MissingColumn, Rejected
-from runtime.data.handlers import HANDLERS, MODEL, Problem, RowReader, SourceRow, names, no_column, report, source_rows
+from runtime.data.handlers import (
+    HANDLERS,
+    MODEL,
+    MissingColumn,
+    Problem,
+    Rejected,
+    RowReader,
+    SourceRow,
+    names,
+    no_column,
+    report,
+    source_rows,
+)
 from runtime.data.prepared import COLUMNS, DIFFICULTY
 from runtime.data.reading import count_rows, data_files
 from runtime.data.tokenizer import Tokenizer

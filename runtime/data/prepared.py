@@ -27,8 +27,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime.config import Data, RowFormat, RowFormatChoice, Source
-from runtime.data.fields import Rejected, difficulty, extra
-from runtime.data.handlers import Problem, data_key, environment_of, load_problems, role_key
+from runtime.data.handlers import Problem, Rejected, data_key, difficulty, environment_of, extra, load_problems, role_key
 from runtime.data.prompts import Prompts, Share, tokenise
 from runtime.data.reading import PARQUET
 from runtime.data.tokenizer import Tokenizer

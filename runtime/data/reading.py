@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from runtime.data.fields import Row
 from runtime.errors import UserError
+
+Row = dict[str, Any]
 
 # ---- Tables
 #

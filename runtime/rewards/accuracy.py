@@ -7,9 +7,8 @@ from collections.abc import Callable
 from itertools import islice
 
 from runtime.rewards.extraction import BOX, closing_statement, final_answer, label_number, last_box, last_boxed, number
-from runtime.rewards.mathematics.answers import canonical, equal
+from runtime.rewards.mathematics.answers import canonical, equal, last_value
 from runtime.rewards.mathematics.answers import screen as screen_answer
-from runtime.rewards.mathematics.tidy import last_value
 from runtime.rewards.rules import Answer, Evaluate, RuleContext, Value, rule, up_to
 
 # ---- Format

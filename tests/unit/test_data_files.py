@@ -20,8 +20,7 @@ import pytest
 from runtime import config
 from runtime.coordinator.pools import request_for
 from runtime.data import reading
-from runtime.data.fields import Rejected, label_text
-from runtime.data.handlers import HANDLERS, Problem, ProblemSet, load_problems
+from runtime.data.handlers import HANDLERS, Problem, ProblemSet, Rejected, label_text, load_problems
 from runtime.data.prepare import keep_apart, overlap
 from runtime.data.prepared import check_environments, row_format_of
 from runtime.data.prompts import tokenise
