@@ -16,6 +16,7 @@ refused if another tokenizer or template would make other prompts."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain, pairwise
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 
 from runtime.config import Data, RowFormat, RowFormatChoice, Source
 from runtime.data.handlers import Problem, Rejected, data_key, difficulty, environment_of, extra, load_problems, role_key
-from runtime.data.prompts import Prompts, Share, tokenise
+from runtime.data.prompts import Prompts, Share, not_empty, tokenise
 from runtime.data.reading import PARQUET
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
@@ -69,15 +70,11 @@ def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
             prompts.problems = [replace(problem, reference=source.reference) for problem in prompts.problems]
     if len(read) == 1:
         return read[0]
-    dropped: dict[str, int] = {}
-    for prompts in read:
-        for reason, count in prompts.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
     return Prompts(
         problems=[problem for prompts in read for problem in prompts.problems],
         tokens=[ids for prompts in read for ids in prompts.tokens],
         rows=sum(prompts.rows for prompts in read),
-        dropped=dropped,
+        dropped=dict(sum((Counter(prompts.dropped) for prompts in read), Counter())),
         shares=[Share(len(prompts.problems), source.weight) for prompts, (_, source) in zip(read, found, strict=True)],
     )
 
@@ -205,10 +202,7 @@ def read(
         messages = [{"role": "user", "content": row["problem"]}]
         problems.append(Problem(row["id"], messages, row["label"], row["source"], level, carried))
         tokens.append(ids)
-    prompts = Prompts(problems=problems, tokens=tokens, rows=info.rows, dropped=dropped)
-    if not problems:
-        raise UserError(f"{key}: no prompt is left of {prompts.report()}; see data.max_prompt_tokens")
-    return prompts
+    return not_empty(Prompts(problems=problems, tokens=tokens, rows=info.rows, dropped=dropped), key)
 
 
 def _info(text: bytes, path: Path, key: str) -> Info:

@@ -1,6 +1,6 @@
 """The prompt stream: the order of problems. Every position can be computed directly, so a run resumes exactly.
 
-A *position* counts fresh prompts; `runtime.data.prompts` says which problem stands there. An *ordinal* counts groups:
+A *position* counts fresh prompts; `PromptStream.index` says which problem stands there. An *ordinal* counts groups:
 it grows with every draw, a prompt given back included, is never reused, and keys the group's random stream."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -16,14 +17,10 @@ import numpy as np
 import xxhash
 
 from runtime.config import Curriculum
-from runtime.data.handlers import Problem, ProblemSet, report
+from runtime.data.handlers import Problem, ProblemSet
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 
-# ---- Order
-#
-# The problem at each position of the prompt stream, by pure functions of the settings.
-#
 # Several sources are mixed by weight without chance: after any number of prompts each source has had its share, to within
 # one for every source before it. Within a source a pass is a permutation of its problems, drawn anew for each pass.
 
@@ -35,42 +32,6 @@ class Share(msgspec.Struct, frozen=True):
 
     problems: int
     weight: float = 1.0
-
-
-class Order:
-    """The order of the problems of several sources, which stand one after the other in one list."""
-
-    def __init__(
-        self, shares: Sequence[Share], seed: int, shuffle: bool, difficulties: np.ndarray | None = None, passes: int = 0
-    ):
-        """Order the problems; with `difficulties` (float64 [problems]) the first `passes` passes go from easy to hard.
-
-        0 `passes` are all passes. Problems of equal difficulty keep the order that they would have otherwise."""
-        self._weights = [Fraction(str(share.weight)) for share in shares]
-        self._sizes = [share.problems for share in shares]
-        self._starts = np.cumsum([0, *self._sizes])[:-1].tolist()
-        self._seed, self._shuffle = seed, shuffle
-        self._difficulties, self._passes = difficulties, passes
-        self._pass = lru_cache(maxsize=2 * len(shares))(self._permutation)
-
-    def index(self, position: int) -> int:
-        """Return the index of the problem at `position`, from 0."""
-        source, place = turn(position, self._weights)
-        epoch, place = divmod(place, self._sizes[source])
-        return self._starts[source] + int(self._pass(source, epoch)[place])
-
-    def _permutation(self, source: int, epoch: int) -> np.ndarray:
-        size = self._sizes[source]
-        order = np.arange(size)
-        if self._shuffle:
-            # numpy keeps the raw words of a bit generator the same in every release, but not `Generator.permutation` (NEP 19).
-            key = (SHUFFLE, epoch, source) if source else (SHUFFLE, epoch)
-            words = np.random.Philox(np.random.SeedSequence(self._seed, spawn_key=key)).random_raw(size)
-            order = np.argsort(words, kind="stable")
-        if self._difficulties is not None and (self._passes == 0 or epoch < self._passes):
-            start = self._starts[source]
-            order = order[np.argsort(self._difficulties[start : start + size][order], kind="stable")]
-        return order
 
 
 def turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
@@ -96,17 +57,11 @@ def group_seed(run_seed: int, ordinal: int) -> int:
     return int(np.random.SeedSequence(run_seed, spawn_key=(_SAMPLING, ordinal)).generate_state(1, np.uint64)[0]) >> 1
 
 
-class Prompts(msgspec.Struct, kw_only=True):
+class Prompts(ProblemSet, kw_only=True):
     """Problems with their prompts' tokens, ready for admission."""
 
-    problems: list[Problem]
     tokens: list[np.ndarray]  # int32 [P] each, read-only
-    rows: int
-    dropped: dict[str, int]
-    shares: list[Share] = []  # of several sources, whose problems stand one after the other
-
-    def report(self) -> str:
-        return report(self.rows, len(self.problems), self.dropped)
+    shares: list[Share] = msgspec.field(default_factory=list)  # of several sources, whose problems stand one after the other
 
 
 def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, key: str = "data.train") -> Prompts:
@@ -123,8 +78,12 @@ def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, ke
     dropped = dict(found.dropped)
     if len(problems) < len(found.problems):
         dropped[f"prompt over {max_prompt_tokens} tokens"] = len(found.problems) - len(problems)
-    prompts = Prompts(problems=problems, tokens=tokens, rows=found.rows, dropped=dropped)
-    if not problems:
+    return not_empty(Prompts(problems=problems, tokens=tokens, rows=found.rows, dropped=dropped), key)
+
+
+def not_empty(prompts: Prompts, key: str) -> Prompts:
+    """Return `prompts`. Raises UserError if none is left; `key` is the configuration key of their file."""
+    if not prompts.problems:
         raise UserError(f"{key}: no prompt is left of {prompts.report()}; see data.max_prompt_tokens")
     return prompts
 
@@ -162,7 +121,8 @@ class PromptStream:
         shares: Sequence[Share] = (),
         curriculum: Curriculum | None = None,
     ):
-        """Take the `shares` of several sources; without shares all problems are of one source."""
+        """Take the `shares` of several sources; without shares all problems are of one source. With a curriculum the first so
+        many passes, or all, go from easy to hard; equally difficult problems keep the order that they would have otherwise."""
         if not problems:
             raise ValueError("a stream needs at least one problem")
         self.problems = problems
@@ -173,18 +133,29 @@ class PromptStream:
         self._position = 0
         self._ordinal = 0
         self._returned: deque[int] = deque()
-        difficulties = None if curriculum is None else np.array([problem.difficulty for problem in problems])
-        self._order = Order(
-            self.shares or [Share(len(problems))], seed, shuffle, difficulties, 0 if curriculum is None else curriculum.passes
-        )
+        sizes = [share.problems for share in shares] or [len(problems)]
+        self._places = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]  # of each source
+        self._weights = [Fraction(str(share.weight)) for share in shares] or [Fraction(1)]
+        self._difficulties = np.array([problem.difficulty for problem in problems])
+        self._pass = lru_cache(maxsize=2 * len(sizes))(self._permutation)
 
     def index(self, position: int) -> int:
         """Return the index of the problem at a fresh `position`: a pure function of the constructor's arguments."""
-        return self._order.index(position)
+        source, place = turn(position, self._weights)
+        epoch, place = divmod(place, len(self._places[source]))
+        return int(self._pass(source, epoch)[place])
 
-    def at(self, position: int) -> Problem:
-        """Return the problem at a fresh `position`."""
-        return self.problems[self.index(position)]
+    def _permutation(self, source: int, epoch: int) -> np.ndarray:
+        """Return the indices of a source's problems in the order of a pass."""
+        order = np.array(self._places[source])
+        if self.shuffle:
+            # numpy keeps the raw words of a bit generator the same in every release, but not `Generator.permutation` (NEP 19).
+            key = (SHUFFLE, epoch, source) if source else (SHUFFLE, epoch)
+            words = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)).random_raw(len(order))
+            order = order[np.argsort(words, kind="stable")]
+        if self.curriculum is not None and (self.curriculum.passes == 0 or epoch < self.curriculum.passes):
+            order = order[np.argsort(self._difficulties[order], kind="stable")]
+        return order
 
     def draw(self) -> Draw:
         """Return the next group: of a returned prompt if there is one, else of the next fresh prompt."""
