@@ -431,7 +431,12 @@ class RowReader:
     def __init__(self, row_format: config.RowFormat, difficulty_key: str):
         """Find the handler. Raises UserError for an unknown one."""
         self._handler = HANDLERS.find(row_format.handler)
-        self._columns = columns_of(row_format, self._handler)
+        named = {str(role): column for role, column in row_format.columns.items()}
+        chosen = {
+            role: named.get(role, getattr(self._handler.columns, role)) for role in ("prompt", "query", "label", "system")
+        }
+        # The handler's own query and system columns may be missing.
+        self._columns = FieldColumns(**chosen, optional=tuple({"query", "system"} - named.keys()))
         self._system_prompt = row_format.system_prompt
         self._additional = row_format.additional_keys
         self._difficulty_key = difficulty_key
@@ -457,31 +462,15 @@ def environment_of(row: Row, environment: str, key: str) -> str:
     return str(row[key])
 
 
-def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
-    """Return the columns of `row_format`, else the handler's own. The handler's query and system columns may be missing."""
-    named = {str(role): column for role, column in row_format.columns.items()}
-    chosen = {role: named.get(role, getattr(of.columns, role)) for role in ("prompt", "query", "label", "system")}
-    optional = tuple(role for role in ("query", "system") if role not in named)
-    return FieldColumns(**chosen, optional=optional)
+def column_key(key: str, role: str) -> str:
+    """Return the key that names the column of `role`, for the file at the configuration key `key`."""
+    if role == "difficulty":
+        return "data.curriculum.key"
+    section = key.rpartition(".")[0] if key.count(".") > 1 else "data"
+    return f"{section}.additional_keys" if role == "additional" else f"{section}.columns.{role}"
 
 
-def data_key(role: str) -> str:
-    """Return the key of section `data` that names the column of `role`."""
-    return "data.curriculum.key" if role == "difficulty" else f"data.{role_key(role)}"
-
-
-def role_key(role: str) -> str:
-    """Return the key of a row format that names the column of `role`."""
-    return "additional_keys" if role == "additional" else f"columns.{role}"
-
-
-def load_problems(
-    path: str,
-    row_format: config.RowFormat,
-    key: str = "data.train",
-    difficulty_key: str = "",
-    column_key: Callable[[str], str] = data_key,
-) -> ProblemSet:
+def load_problems(path: str, row_format: config.RowFormat, key: str = "data.train", difficulty_key: str = "") -> ProblemSet:
     """Read the file or folder `path` with the handler `row_format.handler`. `key` is the configuration key of the path.
 
     Raises UserError for an unknown handler, an unusable file, a missing column, and a file without a usable row."""
@@ -494,7 +483,7 @@ def load_problems(
         except Rejected as reason:
             dropped[str(reason)] += 1
         except MissingColumn as missing:
-            raise no_column(column_key(missing.role), missing.column, found) from None
+            raise no_column(column_key(key, missing.role), missing.column, found) from None
     rows = len(problems) + sum(dropped.values())
     if not problems:
         raise UserError(f"{key}: {path}: no row is left of {report(rows, 0, dropped)}")

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import string
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,19 +111,18 @@ class PrepareSettings(Section, frozen=True):
     log_interval: Positive = 1000  # rows
 
     @property
-    def inputs(self) -> list[str]:
-        return [self.input] if isinstance(self.input, str) else self.input
+    def inputs(self) -> list[tuple[str, str]]:
+        """The paths, each with the key that names it."""
+        if isinstance(self.input, str):
+            return [(self.input, "input")]
+        return [(path, f"input.{index}") for index, path in enumerate(self.input)]
 
     @property
     def row_format(self) -> RowFormat:
         keys = self.map_keys
-        named: dict[Column, str | None] = {
-            "prompt": keys.prompt,
-            "query": keys.query,
-            "label": keys.response,
-            "system": keys.system,
-        }
-        columns = {role: column for role, column in named.items() if column is not None}
+        roles: tuple[Column, ...] = ("prompt", "query", "label", "system")
+        named = zip(roles, (keys.prompt, keys.query, keys.response, keys.system), strict=True)
+        columns = {role: column for role, column in named if column is not None}
         return RowFormat(handler=self.handler, columns=columns, system_prompt=self.system_prompt)
 
     @property
@@ -154,9 +151,9 @@ def column_key(role: str) -> str:
 def _faults(settings: PrepareSettings) -> Iterator[str]:
     if not settings.inputs:
         yield "input: empty; name at least one file or folder"
-    for index, path in enumerate(settings.inputs):
+    for path, key in settings.inputs:
         try:
-            data_files(path, "input" if isinstance(settings.input, str) else f"input.{index}")
+            data_files(path, key)
         except UserError as error:
             yield str(error)
     if not Path(settings.tokenizer_name_or_path, "tokenizer.json").is_file():
@@ -312,18 +309,17 @@ class PreparedData(msgspec.Struct, kw_only=True):
         return lines
 
 
-class _Item(msgspec.Struct, frozen=True):
-    problem: Problem
-    extra: tuple[Any, ...]  # values of the additional columns
+_Item = tuple[Problem, tuple[Any, ...]]  # with the values of the additional columns
 
 
-class _Encoded(msgspec.Struct, frozen=True):
+class _Encoded(NamedTuple):
     kept: list[tuple[_Item, str, np.ndarray]]  # with rendered text and its tokens
     long: list[tuple[str, str]]  # source and reason of each prompt that is too long
 
 
 def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: None) -> PreparedData:
-    """Make the file of `settings`. Raises UserError for unusable rows, columns, tokenizers or disks."""
+    """Make the file of `settings`. The library is not to use threads of its own (TOKENIZERS_PARALLELISM). Raises UserError for
+    unusable rows, columns, tokenizers or disks."""
     began = time.monotonic()
     tokenizer = Tokenizer(
         settings.tokenizer_name_or_path,
@@ -334,8 +330,8 @@ def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: 
     )
     _ = tokenizer.template  # before the threads need it
     work = _Work(settings, tokenizer)
-    total = sum(count_rows(file, key) for path, key in work.inputs() for file in data_files(path, key).files)
-    with _one_thread_each_call(), ThreadPoolExecutor(settings.workers, "prepare") as pool:
+    total = sum(count_rows(file, key) for path, key in settings.inputs for file in data_files(path, key).files)
+    with ThreadPoolExecutor(settings.workers, "prepare") as pool:
         under_way: deque[Future[_Encoded]] = deque()
         for chunk in work.chunks(lambda done: progress(done, total)):
             under_way.append(pool.submit(work.encode, chunk))
@@ -361,17 +357,11 @@ class _Work:
         self._tables: list[pa.Table] = []
         self._lengths: list[int] = []
 
-    def inputs(self) -> list[tuple[str, str]]:
-        """Return each path with the key that names it."""
-        if isinstance(self._settings.input, str):
-            return [(self._settings.input, "input")]
-        return [(path, f"input.{index}") for index, path in enumerate(self._settings.input)]
-
     def chunks(self, report_done: Callable[[int], None]) -> Iterator[list[_Item]]:
         """Yield chunks of usable rows, in order. `report_done` is called every `log_interval` rows."""
         chunk: list[_Item] = []
         done = 0
-        for path, key in self.inputs():
+        for path, key in self._settings.inputs:
             for found in source_rows(path, key):
                 item = self._item(found)
                 if item is not None:
@@ -403,18 +393,18 @@ class _Work:
         for name in self._additional:
             if name not in found.row:
                 raise no_column("dataset_additional_keys", name, found)
-        return _Item(problem, tuple(found.row[name] for name in self._additional))
+        return problem, tuple(found.row[name] for name in self._additional)
 
     def encode(self, chunk: list[_Item]) -> _Encoded:
         """Render and encode a chunk. Runs in a worker thread, and shares no mutable state."""
-        texts = [self._tokenizer.template.render(item.problem.messages) for item in chunk]
+        texts = [self._tokenizer.template.render(problem.messages) for problem, _ in chunk]
         most, window = self._settings.max_prompt_length, self._settings.seq_length
         encoded = _Encoded([], [])
         for item, text, ids in zip(chunk, texts, self._tokenizer.encode_texts(texts), strict=True):
             if most and len(ids) > most:
-                encoded.long.append((item.problem.source, f"prompt over {most} tokens"))
+                encoded.long.append((item[0].source, f"prompt over {most} tokens"))
             elif window and len(ids) >= window:
-                encoded.long.append((item.problem.source, f"no room for a reply in {window} tokens"))
+                encoded.long.append((item[0].source, f"no room for a reply in {window} tokens"))
             else:
                 encoded.kept.append((item, text, ids))
         return encoded
@@ -425,10 +415,10 @@ class _Work:
 
         for source, reason in encoded.long:
             self._drop(source, reason)
-        self._kept.update(item.problem.source for item, _, _ in encoded.kept)
+        problems = [problem for (problem, _), _, _ in encoded.kept]
+        self._kept.update(problem.source for problem in problems)
         lengths = [len(ids) for _, _, ids in encoded.kept]
         self._lengths += lengths
-        problems = [item.problem for item, _, _ in encoded.kept]
         values = np.concatenate([np.empty(0, np.int32), *(ids for _, _, ids in encoded.kept)])
         offsets = np.cumsum([0, *lengths], dtype=np.int32)
         columns: dict[str, Any] = {
@@ -442,7 +432,7 @@ class _Work:
         if self._settings.difficulty_key:
             columns[prepared.DIFFICULTY] = pa.array([problem.difficulty for problem in problems], pa.float64())
         for index, name in enumerate(self._additional):
-            columns[name] = _array(name, [item.extra[index] for item, _, _ in encoded.kept])
+            columns[name] = _array(name, [extra[index] for (_, extra), _, _ in encoded.kept])
         self._tables.append(pa.table(columns))
 
     def finish(self, began: float) -> PreparedData:
@@ -500,18 +490,3 @@ def _array(name: str, values: list[Any]) -> pa.Array:
         return pa.array(values)
     except pa.ArrowException as error:
         raise UserError(f"dataset_additional_keys: '{name}' holds values of several types: {error}") from error
-
-
-@contextmanager
-def _one_thread_each_call() -> Iterator[None]:
-    """Keep the library from spreading each call over all cores: `workers` is the number of threads."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
