@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 # ---- Prompt types
-#
 # Named templates: the text around system text, problem and replies, as data in a JSON file.
 #
 # The file is a list of objects in the format of LLaMA-Factory and MindSpeed-RL. A part's `slots` are strings with
@@ -48,9 +47,6 @@ class PromptPart(msgspec.Struct, frozen=True):
     slots: list[Slot]
 
 
-_TEXT = PromptPart(["{{content}}"])
-
-
 class PromptType(msgspec.Struct, frozen=True):
     """One object of the file. A missing part is the text alone, with the end-of-sequence token behind a reply."""
 
@@ -64,62 +60,62 @@ class PromptType(msgspec.Struct, frozen=True):
     stop_words: list[str] = []  # tokens that end a reply, beside the model's own
     efficient_eos: bool = False  # no end-of-sequence token after a reply
 
-    @property
-    def system_in_user(self) -> bool:
-        """Llama 2 takes the system text into the first message: by the name, as in the other programs that read this format."""
-        return self.name.startswith("llama2")
-
 
 class SlotTemplate:
     """A prompt type with the model's special tokens; renders what `ChatTemplate` renders."""
 
     def __init__(self, prompt_type: PromptType, special_tokens: Mapping[str, str], origin: str):
         """Take `origin` as the template's name in errors. Raises UserError if a part has no `{{content}}`."""
+        text: list[Slot] = ["{{content}}"]
         eos: list[Slot] = [] if prompt_type.efficient_eos else [["eos_token"]]
+        missing: dict[str, list[Slot]] = {
+            "user": text,
+            "assistant": [*text, *eos],
+            "system": text,
+            "separator": [],
+            "prefix": [],
+        }
+        parts = {name: getattr(prompt_type, f"format_{name}") for name in missing}
+        self._slots: dict[str, list[Slot]] = {name: part.slots if part else missing[name] for name, part in parts.items()}
         self.origin = origin
         self._special_tokens = dict(special_tokens)
-        self._user = (prompt_type.format_user or _TEXT).slots
-        self._assistant = prompt_type.format_assistant.slots if prompt_type.format_assistant else [*_TEXT.slots, *eos]
-        self._system = (prompt_type.format_system or _TEXT).slots
-        self._separator = prompt_type.format_separator.slots if prompt_type.format_separator else []
-        self._prefix = prompt_type.format_prefix.slots if prompt_type.format_prefix else []
         self._default_system = "".join(prompt_type.default_system)
-        self._system_in_user = prompt_type.system_in_user
+        # Llama 2 takes the system text into the first message: by the name, as in the other programs that read this format.
+        self._system_in_user = prompt_type.name.startswith("llama2")
         self.stop_words = tuple(prompt_type.stop_words)
-        for part, slots in (("user", self._user), ("assistant", self._assistant), ("system", self._system)):
-            if not any(isinstance(slot, str) and "{{content}}" in slot for slot in slots):
+        for part in ("user", "assistant", "system"):
+            if not any(isinstance(slot, str) and "{{content}}" in slot for slot in self._slots[part]):
                 raise UserError(f"{origin}: format_{part} has no {{{{content}}}}")
 
     @property
     def identity(self) -> str:
         """A hash, equal for templates that render every conversation alike."""
-        parts = (self._user, self._assistant, self._system, self._separator, self._prefix)
         rest = (self._default_system, self._system_in_user, self._special_tokens)
-        return xxhash.xxh3_64_hexdigest(msgspec.json.encode((parts, rest), order="sorted"))
+        return xxhash.xxh3_64_hexdigest(msgspec.json.encode((list(self._slots.values()), rest), order="sorted"))
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the conversation as text, ready for a reply if it ends with the user. Raises UserError for other roles."""
         system, turns = self._default_system, list(messages)
         if turns and turns[0]["role"] == "system":
             system = turns.pop(0)["content"] or system
-        before = self._fill(self._system, system) if system else ""
-        text = self._fill(self._prefix) + ("" if self._system_in_user else before)
+        before = self._fill("system", system) if system else ""
+        text = self._fill("prefix") + ("" if self._system_in_user else before)
         for index, turn in enumerate(turns):
             role, content = turn["role"], turn["content"]
             if role == "user":
                 if index:
-                    text += self._fill(self._separator)
+                    text += self._fill("separator")
                 elif self._system_in_user:
                     content = before + content
-                text += self._fill(self._user, content, index // 2)
+                text += self._fill("user", content, index // 2)
             elif role == "assistant":
-                text += self._fill(self._assistant, content)
+                text += self._fill("assistant", content)
             else:
                 raise UserError(f"{self.origin}: cannot render a message of role {role!r} here")
         return text
 
-    def _fill(self, slots: Sequence[Slot], content: str = "", turn: int = 0) -> str:
-        return "".join(self._slot(slot, content, turn) for slot in slots)
+    def _fill(self, part: str, content: str = "", turn: int = 0) -> str:
+        return "".join(self._slot(slot, content, turn) for slot in self._slots[part])
 
     def _slot(self, slot: Slot, content: str, turn: int) -> str:
         if isinstance(slot, str):
