@@ -101,21 +101,18 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     The clock of a task starts when the verdict before it arrives, so no task is charged for earlier tasks of its batch."""
 
-    def __init__(self, limits: Limits, employer: KillablePool):
+    def __init__(self, employer: KillablePool):
         self._loop = asyncio.get_running_loop()
-        self._limits = limits
         self._employer = employer
         self._transport: asyncio.SubprocessTransport
         self._received = bytearray()
-        self._imported: asyncio.Future[None] = self._loop.create_future()  # fails if the process ends before
-        self._done: asyncio.Future[None] = self._loop.create_future()  # the batch is answered, or the process has ended
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._watch: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()  # set when output arrives, or the process has ended
+        self._ended = asyncio.Event()
+        self._watch: asyncio.TimerHandle
         self._begun = 0.0  # when the current task began
         self._suspect = False  # the current task's time had run out at the first look
         self._overdue = False  # the process was killed for that
-        self._spent = False  # the process was killed between two tasks
-        self._ignored = False  # the process was killed; ignore what it still writes
+        self._lost = False  # the process takes no further task
         self._offered = self._shared = False  # the jobs behind the current task were offered; others may do them
         self.jobs: deque[WorkerTask] = deque()
 
@@ -123,104 +120,105 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def pid(self) -> int:
         return self._transport.get_pid()
 
-    @classmethod
-    async def start(
-        cls, rules: Sequence[str], limits: Limits, employer: KillablePool, variables: Container[str] = ()
-    ) -> WorkerProcess:
-        """Start a process with this process's module paths and the `variables` of its environment. Raises OSError if the system
-        cannot start one."""
-        _, worker = await asyncio.get_running_loop().subprocess_exec(
-            lambda: cls(limits, employer),
-            *start.command("runtime.rewards.worker", str(os.getpid())),
-            *(repr(limits.cpu_seconds), str(limits.memory_bytes), msgspec.json.encode(limits.sandbox).decode(), *rules),
+    async def start(self) -> WorkerProcess:
+        """Start the process, with this process's module paths. Raises OSError if the system cannot start one."""
+        limits = self._employer.limits
+        await self._loop.subprocess_exec(
+            lambda: self,
+            *start.command("runtime.rewards.worker", str(os.getpid()), repr(limits.cpu_seconds), str(limits.memory_bytes)),
+            *(msgspec.json.encode(limits.sandbox).decode(), *self._employer.rules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=None,
-            env=worker_environment(variables),
+            env=worker_environment(self._employer.variables),
             start_new_session=True,  # a process group of its own, to kill as a whole; Ctrl-C does not reach it
         )
-        return worker
+        return self
 
     async def ready(self) -> None:
-        """Wait until the rules are imported. Raises ServiceFault after timeouts.REWARD_WORKER_START."""
+        """Wait for the first message: the rules are imported. Raises ServiceFault after timeouts.REWARD_WORKER_START."""
+        seconds, what = timeouts.REWARD_WORKER_START, "start a worker"
         try:
-            await asyncio.wait_for(self._imported, timeouts.REWARD_WORKER_START)
+            if await asyncio.wait_for(self._message(), seconds) is None:
+                raise ServiceFault("reward", what, "the worker ended early; see the service's log")
         except TimeoutError as error:
-            raise ServiceFault(
-                "reward", "start a worker", "the rules are not imported", timeouts.REWARD_WORKER_START
-            ) from error
+            raise ServiceFault("reward", what, "the rules are not imported", seconds) from error
 
     async def work(self, jobs: Sequence[WorkerTask]) -> bool:
         """Send `jobs`, and wait until each has its verdict. Return False if the worker is lost: its current task has failed
         then, and `self.jobs` are the tasks that it did not begin."""
         self.jobs.extend(jobs)
-        if self._ended.done():
+        if self._ended.is_set():
             return False
-        self._done = self._loop.create_future()
+        self._received.clear()
         self._offered = self._shared = False
         self._start_clock()
         self._check_clock()
         requests = cast("asyncio.WriteTransport", self._transport.get_pipe_transport(0))
         requests.write(frame(msgspec.msgpack.encode([msgspec.Raw(job.task) for job in jobs])))
-        await self._done
-        if not self._ended.done():
-            return True
-        if self.jobs and not self._spent:
-            overdue = self._overdue or self._transport.get_returncode() == -signal.SIGPROF
-            reason = "timeout" if overdue else "crash"
-            self._employer.settle(self.jobs.popleft(), Verdict(RuleOutcome(error=reason), self._loop.time() - self._begun))
-        if self._shared:
+        try:
+            while self.jobs and await self._verdict():  # waits for the verdict of the current task
+                pass
+        finally:
+            self._watch.cancel()
+        if self._lost and self._shared:
             self.jobs.clear()
-        return False
+        return not self._lost
 
     async def kill(self) -> None:
         """Kill the process group, and return when the process is reaped. Raises asyncio.TimeoutError if it is not."""
-        if not self._ended.done():
+        if not self._ended.is_set():
             self._kill_group()
-        await asyncio.wait_for(asyncio.shield(self._ended), timeouts.REWARD_WORKER_REAP)
+        await asyncio.wait_for(self._ended.wait(), timeouts.REWARD_WORKER_REAP)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.SubprocessTransport", transport)  # uvloop's class is not a subclass
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self._received += data
-        start = 0
-        while len(self._received) >= start + LENGTH.size:
-            (size,) = LENGTH.unpack_from(self._received, start)
-            end = start + LENGTH.size + size
-            if len(self._received) < end:
-                break
-            self._message(bytes(self._received[start + LENGTH.size : end]))
-            start = end
-        del self._received[:start]
+        self._news.set()
 
     def process_exited(self) -> None:
         self._kill_group()  # also kills child processes, which hold the pipe open
-        self._loop.call_later(timeouts.REWARD_LAST_OUTPUT, self._on_end)
+        self._loop.call_later(timeouts.REWARD_LAST_OUTPUT, self.connection_lost)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._on_end()
+    def connection_lost(self, error: Exception | None = None) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._news.set()
+            self._transport.close()
 
-    def _message(self, message: bytes) -> None:
-        if not message:
-            if not self._imported.done():
-                self._imported.set_result(None)
-            return
-        if self._ignored or not self.jobs:
-            return
+    async def _message(self) -> bytes | None:
+        """Return the next message of the process; None once it has ended."""
+        while True:
+            if len(self._received) >= LENGTH.size:
+                end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+                if len(self._received) >= end:
+                    message = bytes(self._received[LENGTH.size : end])
+                    del self._received[:end]
+                    return message
+            if self._ended.is_set():
+                return None
+            self._news.clear()
+            await self._news.wait()
+
+    async def _verdict(self) -> bool:
+        """Settle the current task by its verdict, or as failed. Return False if the worker takes no further task."""
+        message = await self._message()
         try:
-            verdict = _decode(message)
+            verdict = None if message is None else _decode(message)
         except msgspec.DecodeError:  # a rule writes to the pipe: trust no further output
-            self._ignored = True
-            self._kill_group()
-            return
+            verdict = None
+        if verdict is None:
+            await self.kill()
+            overdue = self._overdue or self._transport.get_returncode() == -signal.SIGPROF
+            failed = RuleOutcome(error="timeout" if overdue else "crash")
+            verdict = Verdict(failed, self._loop.time() - self._begun)
+            self._lost = True
+        self._lost = self._lost or verdict.outcome.error == "memory"  # do not trust the process with another task
         self._employer.settle(self.jobs.popleft(), verdict)
         self._start_clock()
-        if verdict.outcome.error == "memory":  # do not trust the process with another task
-            self._spent = self._ignored = True
-            self._kill_group()
-        elif not self.jobs:
-            self._finish_batch()
+        return not self._lost
 
     def _start_clock(self) -> None:
         """Start the clock of a task."""
@@ -230,9 +228,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def _check_clock(self) -> None:
         """Watch a slow task: offer its batch to other workers; at the second look beyond the limit, kill this worker."""
         taken = self._loop.time() - self._begun
-        left = self._limits.seconds - taken
-        patient = taken < timeouts.REWARD_TASK_PATIENCE
-        if not patient and not self._offered:
+        left = self._employer.limits.seconds - taken
+        patience = timeouts.REWARD_TASK_PATIENCE - taken
+        if patience <= 0 and not self._offered:
             self._offered = True
             self._shared = self._employer.take_back(list(self.jobs)[1:])
         if left <= 0 and self._suspect:
@@ -240,36 +238,12 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self._kill_group()
             return
         self._suspect = left <= 0
-        wait = (
-            timeouts.REWARD_SECOND_LOOK
-            if self._suspect
-            else min(left, timeouts.REWARD_TASK_PATIENCE - taken)
-            if patient
-            else left
-        )
+        wait = timeouts.REWARD_SECOND_LOOK if self._suspect else min(left, patience) if patience > 0 else left
         self._watch = self._loop.call_later(wait, self._check_clock)
-
-    def _finish_batch(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        if not self._done.done():
-            self._done.set_result(None)
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
-
-    def _on_end(self) -> None:
-        if self._ended.done():
-            return
-        self._ended.set_result(None)
-        self._finish_batch()
-        if not self._imported.done():
-            self._imported.set_exception(
-                ServiceFault("reward", "start a worker", "the worker ended early; see the service's log")
-            )
-            self._imported.exception()  # marks it as seen if `ready` does not wait
-        self._transport.close()
 
 
 CAPACITY = 1024  # waiting jobs; beyond this, `submit` waits
@@ -289,10 +263,10 @@ class KillablePool:
         self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0, variables: Container[str] = ()
     ):
         self.lost = 0  # workers that were killed at a limit or died
-        self._rules = tuple(rules)
+        self.rules = tuple(rules)
         self._workers = workers
-        self._limits = limits
-        self._variables = variables
+        self.limits = limits
+        self.variables = variables
         self._cache: OrderedDict[bytes, bool | float] = OrderedDict()  # values by the digest of a task; the oldest first
         self._cache_entries = cache_entries
         self._pace = FIRST_PACE  # moving average of a task's seconds
@@ -404,34 +378,32 @@ class KillablePool:
             raise self._ended
 
     async def _slot(self) -> None:
-        """Employ one worker after another, forever."""
+        """Employ one worker after another, forever. If one does not start, report it to the next jobs, then try again."""
         while True:
-            fault = await self._run_worker()
-            if fault is not None:  # report it to the next jobs, then try again
+            try:
+                await self._run_worker()
+            except ServiceFault as fault:
                 for job in await self._take():
                     self._forget(job)
                     job.fail(fault)
 
-    async def _run_worker(self) -> ServiceFault | None:
-        """Run one worker until it is lost. Return the fault if it did not start."""
+    async def _run_worker(self) -> None:
+        """Run one worker until it is lost. Raises ServiceFault if it does not start."""
         try:
             worker = await self._start_worker()
         except OSError as error:
-            return ServiceFault("reward", "start a worker", str(error))
+            raise ServiceFault("reward", "start a worker", str(error)) from error
         try:
             await worker.ready()  # the rules are imported, or REWARD_WORKER_START has passed
             while await self._run_batch(worker):  # waits for jobs, then for the verdicts of one batch
                 pass
-        except ServiceFault as fault:
-            return fault
         finally:  # also if the slot is cancelled: no process may stay
             await worker.kill()
             self._alive.discard(worker)
-        return None
 
     async def _start_worker(self) -> WorkerProcess:
         """Start a process. Even if this task is cancelled, the process joins `_alive`, so that `close` reaps it."""
-        starting = asyncio.ensure_future(WorkerProcess.start(self._rules, self._limits, self, self._variables))
+        starting = asyncio.ensure_future(WorkerProcess(self).start())
         try:
             return await asyncio.shield(starting)
         finally:
@@ -443,11 +415,10 @@ class KillablePool:
         began = time.monotonic()
         done = await worker.work(jobs)
         _trace(worker, jobs, began)
-        if done:
-            return True
-        self.lost += 1
-        self._requeue(worker.jobs)
-        return False
+        if not done:
+            self.lost += 1
+            self._requeue(worker.jobs)
+        return done
 
     def _requeue(self, jobs: Sequence[WorkerTask]) -> None:
         for job in reversed(jobs):
