@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 # ---- Covariance
-#
 # Losses that treat some tokens differently. The tokens are chosen once a step, among the trained tokens of all ranks, so that
 # neither micro-batches nor the number of ranks matters. (The authors choose in each micro-batch.)
 #
@@ -134,7 +133,6 @@ def m2po(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 
 # ---- Variants
-#
 # Policy losses of other papers, by what replaces PPO's clip.
 
 SMALLEST = 1e-8  # of the probability of all other tokens, whose logarithm is taken

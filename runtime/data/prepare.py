@@ -40,7 +40,7 @@ from runtime.data.handlers import (
     source_rows,
 )
 from runtime.data.prepared import COLUMNS, DIFFICULTY
-from runtime.data.reading import count_rows, data_files
+from runtime.data.reading import data_files
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
 from runtime.registry import OWN
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 
 # ---- Prepare settings
-#
 # The keys of the file for `sluice data prepare`, with defaults and checks. Names are MindSpeed-RL's where it has such a key.
 
 SUFFIX = ".parquet"
@@ -183,7 +182,6 @@ def _names(settings: PrepareSettings) -> Iterator[str]:
 
 
 # ---- Overlap
-#
 # Problems that two sets have in common. Whitespace is ignored, because copies of a data set differ in it.
 
 log = logging.getLogger("sluice")
@@ -218,7 +216,6 @@ def keep_apart(train: Sequence[Problem], held_out: Sequence[Problem], key: str, 
 
 
 # ---- Lookups
-#
 # Values of keys, which only a tool knows: problems that take two turns.
 #
 # A line is `{"question": "What is ab7?", "answer": "402"}`. The assistant calls the tool `lookup` with the key, and repeats
@@ -277,7 +274,7 @@ def lookups(held_out: int, seed: int) -> tuple[list[LookupProblem], list[LookupP
 CHUNK_ROWS = 256
 AHEAD = 2  # chunks under way for each worker
 
-Progress = Callable[[int, int], None]  # rows done, rows in all
+Progress = Callable[[int], None]  # rows done
 
 
 class Count(msgspec.Struct, frozen=True, kw_only=True):
@@ -317,7 +314,7 @@ class _Encoded(NamedTuple):
     long: list[tuple[str, str]]  # source and reason of each prompt that is too long
 
 
-def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: None) -> PreparedData:
+def prepare(settings: PrepareSettings, progress: Progress = lambda done: None) -> PreparedData:
     """Make the file of `settings`. The library is not to use threads of its own (TOKENIZERS_PARALLELISM). Raises UserError for
     unusable rows, columns, tokenizers or disks."""
     began = time.monotonic()
@@ -330,10 +327,9 @@ def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: 
     )
     _ = tokenizer.template  # before the threads need it
     work = _Work(settings, tokenizer)
-    total = sum(count_rows(file, key) for path, key in settings.inputs for file in data_files(path, key).files)
     with ThreadPoolExecutor(settings.workers, "prepare") as pool:
         under_way: deque[Future[_Encoded]] = deque()
-        for chunk in work.chunks(lambda done: progress(done, total)):
+        for chunk in work.chunks(progress):
             under_way.append(pool.submit(work.encode, chunk))
             if len(under_way) >= AHEAD * settings.workers:
                 work.collect(under_way.popleft().result())
@@ -357,7 +353,7 @@ class _Work:
         self._tables: list[pa.Table] = []
         self._lengths: list[int] = []
 
-    def chunks(self, report_done: Callable[[int], None]) -> Iterator[list[_Item]]:
+    def chunks(self, report_done: Progress) -> Iterator[list[_Item]]:
         """Yield chunks of usable rows, in order. `report_done` is called every `log_interval` rows."""
         chunk: list[_Item] = []
         done = 0

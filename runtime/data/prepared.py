@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 
 # ---- Source settings
-#
 # The files of a configuration, and their row formats, before any file is opened.
 
 

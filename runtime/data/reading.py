@@ -24,7 +24,6 @@ from runtime.errors import UserError
 Row = dict[str, Any]
 
 # ---- Tables
-#
 # Rows of Parquet and Arrow files, which are mapped into memory.
 
 _BATCH_ROWS = 1024
@@ -45,12 +44,6 @@ def rows(path: Path, key: str, parquet: bool, most: int) -> Iterator[tuple[int, 
                 for row in part.to_pylist():
                     position += 1
                     yield position, (row | {name: make(row[name]) for name, make in exact.items()} if exact else row)
-
-
-def count(path: Path, key: str, parquet: bool) -> int:
-    """Return the number of rows. Raises UserError as `rows` does."""
-    with _open_table(path, key, parquet) as source:
-        return pq.ParquetFile(source).metadata.num_rows if parquet else sum(batch.num_rows for batch in _arrow(source))
 
 
 @contextmanager
@@ -127,7 +120,6 @@ def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
 
 
 # ---- Files
-#
 # The files of a path: one file, or a folder of data files, such as a data set of Hugging Face on this machine.
 
 T = TypeVar("T")
@@ -227,7 +219,6 @@ PARQUET = b"PAR1"
 _ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream in a file
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _HEAD_BYTES = 64
-_BLOCK_BYTES = 1 << 20
 _ROW_BYTES = 1 << 26  # at most: a few compressed bytes can stand for gigabytes
 _ARRAY_BYTES = 1 << 30
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -247,17 +238,6 @@ def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
         count += 1
     if not count:
         raise UserError(f"{key}: {path} has no rows")
-
-
-def count_rows(path: Path, key: str) -> int:
-    """Return the approximate number of rows: blank lines count. Raises UserError for a torn file, as `read_rows` does."""
-    with _opened(path, key) as file:
-        head = _head(file)
-        if _is_table(head):
-            return count(path, key, head.startswith(PARQUET))
-        if _is_array(head):
-            return len(_decoded(file, path, key, list[msgspec.Raw]))
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK_BYTES), b""))
 
 
 def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:

@@ -26,7 +26,6 @@ from jinja2.visitor import NodeTransformer
 from runtime.errors import UserError
 
 # ---- Template sandbox
-#
 # The sandbox of chat templates. No code of a template runs, and the work of a rendering is counted, because nothing
 # interrupts Python.
 #
