@@ -27,20 +27,20 @@ Row = dict[str, Any]
 # Rows of Parquet and Arrow files, which are mapped into memory.
 
 _BATCH_ROWS = 1024
+_ROW_BYTES = 1 << 26  # at most: a few compressed bytes can stand for gigabytes
 
 
-def rows(path: Path, key: str, parquet: bool, most: int) -> Iterator[tuple[int, Any]]:
-    """Yield (position, row), positions from 1. At most `most` bytes of rows are converted to Python at once.
+def _table_rows(path: Path, key: str, parquet: bool) -> Iterator[tuple[int, Any]]:
+    """Yield (position, row), positions from 1. At most _ROW_BYTES of rows are converted to Python at once.
 
-    Raises UserError, with the configuration key `key`, for a torn file, a value that Python does not have, and a row of more
-    than `most` bytes."""
+    Raises UserError for a torn file, a value that Python does not have, and a row of more than _ROW_BYTES."""
     position = 0
     with _open_table(path, key, parquet) as source:
         for batch in _parquet(source) if parquet else _arrow(source):
             exact = {field.name: make for field in batch.schema if (make := _exactly(field.type))}
-            for part in _parts(batch, most):
+            for part in _parts(batch):
                 if part is None:
-                    raise UserError(f"{key}: {path}:{position + 1}: a row of more than {most} bytes")
+                    raise UserError(f"{key}: {path}:{position + 1}: a row of more than {_ROW_BYTES} bytes")
                 for row in part.to_pylist():
                     position += 1
                     yield position, (row | {name: make(row[name]) for name, make in exact.items()} if exact else row)
@@ -77,16 +77,16 @@ def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
     return map(file.get_batch, range(file.num_record_batches))
 
 
-def _parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch | None]:
-    """Yield the batch in parts of at most `most` bytes each; None for a larger row."""
-    if sum(map(_bytes, batch.columns)) <= most:
+def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | None]:
+    """Yield the batch in parts of at most _ROW_BYTES each; None for a larger row."""
+    if sum(map(_bytes, batch.columns)) <= _ROW_BYTES:
         yield batch
     elif batch.num_rows == 1:
         yield None
     else:
         half = batch.num_rows // 2
-        yield from _parts(batch.slice(0, half), most)
-        yield from _parts(batch.slice(half), most)
+        yield from _parts(batch.slice(0, half))
+        yield from _parts(batch.slice(half))
 
 
 def _bytes(column: pa.Array) -> int:
@@ -216,10 +216,9 @@ def _decode_file(file: Path, kind: type[T], key: str) -> T:
 
 
 PARQUET = b"PAR1"
-_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream in a file
+_TABLES = (PARQUET, b"ARROW1", b"\xff\xff\xff\xff")  # the last two: an Arrow file, and a stream in a file
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _HEAD_BYTES = 64
-_ROW_BYTES = 1 << 26  # at most: a few compressed bytes can stand for gigabytes
 _ARRAY_BYTES = 1 << 30
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -230,23 +229,22 @@ def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
     Raises UserError, with the configuration key `key`, for a file that is missing, empty or malformed."""
     if not path.is_file():
         raise UserError(f"{key}: {path} is not a file")
-    count = 0
+    position = 0
     for position, row in _rows(path, key):
         if not isinstance(row, dict):
             raise UserError(f"{key}: {path}:{position}: a row is a JSON object, not {type(row).__name__}")
         yield position, row
-        count += 1
-    if not count:
+    if not position:
         raise UserError(f"{key}: {path} has no rows")
 
 
 def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
     with _opened(path, key) as file:
-        head = _head(file)
-        if _is_table(head):
-            yield from rows(path, key, head.startswith(PARQUET), _ROW_BYTES)
-        elif _is_array(head):
-            yield from enumerate(_decoded(file, path, key, list[Any]), 1)
+        head = file.peek(_HEAD_BYTES)
+        if head.startswith(_TABLES):
+            yield from _table_rows(path, key, head.startswith(PARQUET))
+        elif head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            yield from enumerate(_array(file, path, key), 1)
         else:
             yield from _lines(file, path, key)
 
@@ -261,26 +259,12 @@ def _opened(path: Path, key: str) -> Iterator[io.BufferedReader]:
             if not kind:
                 yield file
                 return
-            import pyarrow as pa
-
             with io.BufferedReader(pa.CompressedInputStream(file, kind)) as unpacked:
-                if _is_table(_head(unpacked)):
+                if unpacked.peek(_HEAD_BYTES).startswith(_TABLES):
                     raise UserError(f"{key}: {path}: a compressed table, which is not mapped into memory; unpack it")
                 yield unpacked
     except (OSError, NotImplementedError) as error:  # pyarrow without that library
         raise UserError(f"{key}: {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _head(file: io.BufferedReader) -> bytes:
-    return file.peek(_HEAD_BYTES)
-
-
-def _is_table(head: bytes) -> bool:
-    return head.startswith((PARQUET, *_ARROW))
-
-
-def _is_array(head: bytes) -> bool:
-    return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _lines(file: io.BufferedReader, path: Path, key: str) -> Iterator[tuple[int, Any]]:
@@ -297,11 +281,11 @@ def _lines(file: io.BufferedReader, path: Path, key: str) -> Iterator[tuple[int,
             raise UserError(f"{key}: {path}:{number}: not a line of JSON: {error}") from error
 
 
-def _decoded(file: io.BufferedReader, path: Path, key: str, kind: type[list[T]]) -> list[T]:
+def _array(file: io.BufferedReader, path: Path, key: str) -> list[Any]:
     data = file.read(_ARRAY_BYTES + 1)
     if len(data) > _ARRAY_BYTES:
         raise UserError(f"{key}: {path}: a JSON array of more than {_ARRAY_BYTES} bytes; write a row a line (jsonl)")
     try:
-        return msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=kind)
+        return msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=list[Any])
     except _NO_JSON as error:
         raise UserError(f"{key}: {path}: not a JSON array: {error}") from error
