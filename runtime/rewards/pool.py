@@ -246,8 +246,6 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
 
-CAPACITY = 1024  # waiting jobs; beyond this, `submit` waits
-CAPACITY_BYTES = 64 << 20  # bytes of their texts; a single longer job is allowed
 BATCH = 64  # jobs in one frame at most
 BATCH_BYTES = 4 << 20  # bytes of their texts; a single longer job is allowed
 BATCH_SECONDS = 0.02  # intended time of a batch: long beside the pipe's latency, short for the jobs behind it
@@ -272,9 +270,7 @@ class KillablePool:
         self._pace = FIRST_PACE  # moving average of a task's seconds
         self._jobs: dict[bytes, WorkerTask] = {}  # waiting and running jobs, by key
         self._waiting: deque[WorkerTask] = deque()
-        self._waiting_bytes = 0
         self._work = asyncio.Event()  # set when jobs wait
-        self._room = asyncio.Event()  # set when the queue is not full, or the pool has ended
         self._slots: list[asyncio.Task[None]] = []
         self._alive: set[WorkerProcess] = set()  # processes that are not reaped
         self._ended: Exception | None = None  # why the pool takes no more tasks
@@ -286,11 +282,12 @@ class KillablePool:
             for slot in self._slots:
                 slot.add_done_callback(self._slot_ended)
 
-    async def submit(self, task: Task) -> asyncio.Future[Verdict]:
-        """Return the future of the task's verdict; cancel it if it is no longer needed. Wait while the queue is full.
+    def submit(self, task: Task) -> asyncio.Future[Verdict]:
+        """Return the future of the task's verdict; cancel it if it is no longer needed. Callers bound how many wait.
 
         This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed."""
-        self._check()
+        if self._ended is not None:
+            raise self._ended
         self.start()
         message = encoded(task)
         key = hashlib.blake2b(message, digest_size=16).digest()  # cryptographic, because a model writes the text
@@ -300,23 +297,18 @@ class KillablePool:
             self._cache.move_to_end(key)
             future.set_result(Verdict(RuleOutcome(value)))
             return future
-        while self._full():
-            self._room.clear()
-            await self._room.wait()
-            self._check()
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = WorkerTask(message, key, task.rule)
-            self._enqueue(job)
+            self._waiting.append(job)
+            self._work.set()
         job.waiters.append(future)
         return future
 
     async def run(self, tasks: Sequence[Task]) -> list[RuleOutcome]:
         """Return the outcomes of `tasks` in their order. Raises the errors of `submit`."""
-        futures: list[asyncio.Future[Verdict]] = []
+        futures = [self.submit(task) for task in tasks]
         try:
-            for task in tasks:
-                futures.append(await self.submit(task))  # noqa: PERF401 - if one fails, the futures before it are withdrawn
             return [verdict.outcome for verdict in await asyncio.gather(*futures)]
         finally:
             withdraw(futures)
@@ -350,14 +342,6 @@ class KillablePool:
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
-    def _full(self) -> bool:
-        return len(self._waiting) >= CAPACITY or self._waiting_bytes >= CAPACITY_BYTES
-
-    def _enqueue(self, job: WorkerTask, *, first: bool = False) -> None:
-        (self._waiting.appendleft if first else self._waiting.append)(job)
-        self._waiting_bytes += len(job.task)
-        self._work.set()
-
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
         """End the pool if a slot fails, e.g. if a worker cannot be killed. Otherwise only `close` ends a slot."""
         error = None if slot.cancelled() else slot.exception()
@@ -366,16 +350,10 @@ class KillablePool:
 
     def _end(self, why: Exception) -> None:
         self._ended = self._ended or why
-        self._room.set()
         self._waiting.clear()
-        self._waiting_bytes = 0
         for job in self._jobs.values():
             job.fail(self._ended)
         self._jobs.clear()
-
-    def _check(self) -> None:
-        if self._ended is not None:
-            raise self._ended
 
     async def _slot(self) -> None:
         """Employ one worker after another, forever. If one does not start, report it to the next jobs, then try again."""
@@ -420,34 +398,27 @@ class KillablePool:
             self._requeue(worker.jobs)
         return done
 
-    def _requeue(self, jobs: Sequence[WorkerTask]) -> None:
-        for job in reversed(jobs):
-            self._enqueue(job, first=True)
+    def _requeue(self, jobs: Iterable[WorkerTask]) -> None:
+        self._waiting.extendleft(reversed([*jobs]))
+        self._work.set()
 
     async def _take(self) -> list[WorkerTask]:
         """Wait for jobs, and take one worker's share of them."""
-        while True:
-            self._check()
+        taken: list[WorkerTask] = []
+        while not taken:
             while not self._waiting:
                 self._work.clear()
                 await self._work.wait()
             share = min(BATCH, int(BATCH_SECONDS / self._pace), -(-len(self._waiting) // self._workers))
-            taken: list[WorkerTask] = []
-            size = 0
-            while self._waiting and len(taken) < max(share, 1):
-                job = self._waiting[0]
-                if taken and size + len(job.task) > BATCH_BYTES:
-                    break
-                self._waiting.popleft()
-                self._waiting_bytes -= len(job.task)
+            room = BATCH_BYTES
+            while self._waiting and len(taken) < max(share, 1) and (not taken or len(self._waiting[0].task) <= room):
+                job = self._waiting.popleft()
                 if job.unwanted:
                     self._forget(job)
                 else:
                     taken.append(job)
-                    size += len(job.task)
-            self._room.set()
-            if taken:
-                return taken
+                    room -= len(job.task)
+        return taken
 
 
 def _trace(worker: WorkerProcess, jobs: Sequence[WorkerTask], began: float) -> None:
