@@ -22,11 +22,10 @@ from typing import cast
 import msgspec
 
 from runtime import timeouts
-from runtime.config.sandbox import Sandbox
 from runtime.errors import Cancelled, ServiceFault
 from runtime.process import os_process, spans
 from runtime.rewards.rules import RuleOutcome
-from runtime.rewards.worker import LENGTH, Task, Verdict, frame
+from runtime.rewards.worker import LENGTH, Limits, Task, Verdict, frame
 from sluice import start
 
 _decode = msgspec.msgpack.Decoder(Verdict).decode
@@ -49,16 +48,6 @@ def withdraw(futures: Iterable[asyncio.Future[Verdict]]) -> None:
     for future in futures:
         if not future.cancel() and not future.cancelled():
             future.exception()
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Limits of one task: `seconds` by the clock, `cpu_seconds` of its worker. `memory_bytes`: that a worker may allocate in
-    all. `sandbox`: of the programs that the worker runs."""
-
-    seconds: float
-    cpu_seconds: float
-    memory_bytes: int
-    sandbox: Sandbox = Sandbox()
 
 
 class WorkerTask(msgspec.Struct, eq=False):
@@ -122,11 +111,10 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     async def start(self) -> WorkerProcess:
         """Start the process, with this process's module paths. Raises OSError if the system cannot start one."""
-        limits = self._employer.limits
+        limits = msgspec.json.encode(self._employer.limits).decode()
         await self._loop.subprocess_exec(
             lambda: self,
-            *start.command("runtime.rewards.worker", str(os.getpid()), repr(limits.cpu_seconds), str(limits.memory_bytes)),
-            *(msgspec.json.encode(limits.sandbox).decode(), *self._employer.rules),
+            *start.command("runtime.rewards.worker", str(os.getpid()), limits, *self._employer.rules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=None,
