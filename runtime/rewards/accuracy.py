@@ -165,7 +165,6 @@ def last_number(text: str, label: str, context: RuleContext) -> bool:
 # ---------------------------------------------------------------------------------------------------- mathematics
 
 Compare = Callable[[str, str], "bool | None"]  # compares an answer with a label; None: undecided
-Judge = Callable[[str, str, Compare], "Value | None"]
 
 
 def math_answer(text: str) -> str | None:
@@ -177,63 +176,50 @@ def math_answer(text: str) -> str | None:
 def boxed_answer(text: str) -> str | None:
     """Return the last box, else a closing statement, else the reply's last formula or number, or None."""
     box = last_box(text)
-    if box is not None:
-        return box
-    return closing_statement(text) or last_value(text[-TAIL_CHARACTERS:])
+    return closing_statement(text) or last_value(text[-TAIL_CHARACTERS:]) if box is None else box
 
 
-def _register(name: str, judge: Judge, extract: Answer = last_box) -> Evaluate:
-    """Register the rule `name`: `judge` with the full comparison. Its screen is `judge` with a comparison without algebra.
-    `extract` finds the answer that a reply votes for."""
-
-    def screened(text: str, label: str, context: RuleContext) -> Value | None:
-        return judge(text, label, screen_answer) if len(text) <= INLINE_CHARACTERS else None
-
-    def evaluate(text: str, label: str, context: RuleContext) -> Value:
-        value = judge(text, label, equal)
-        assert value is not None, "the full comparison always decides"
-        return value
-
-    return rule(name, screen=screened, answer=vote(extract))(evaluate)
+def filled_box(text: str) -> str | None:
+    """Return the last box; None if it is empty or not closed."""
+    box = last_box(text)
+    return box if box and not box.isspace() else None
 
 
-def _by(name: str, extract: Answer) -> Evaluate:
-    """Register the rule `name`: whether the answer that `extract` finds is the label."""
+def strictly_filled_box(text: str) -> str | None:
+    """Return `filled_box` of a reply with the form of `strict_format`; else None."""
+    return filled_box(text) if strictly_formatted(text) else None
 
-    def judge(text: str, label: str, compare: Compare) -> bool | None:
+
+def _register(
+    name: str, extract: Answer, right: Value = True, wrong: Value = False, missing: Value = False, vote_by: Answer | None = None
+) -> Evaluate:
+    """Register the rule `name`: whether the answer that `extract` finds is mathematically the label. `missing`: the value if it
+    finds none. The screen compares without algebra. A reply votes for the answer of `vote_by`, else of `extract`."""
+
+    def judged(text: str, label: str, compare: Compare) -> Value | None:
         answer = extract(text)
-        return False if answer is None else compare(answer, label)
-
-    return _register(name, judge, extract)
-
-
-math = _by("math", math_answer)
-boxed = _by("boxed", boxed_answer)
-expr = _by("expr", lambda text: text)
-
-
-# ---- only the last box: the values of MindSpeed-RL and R1-Zero
-# An empty or unclosed last box is not an answer.
-
-
-def _graded(right: Value, wrong: Value, missing: Value) -> Judge:
-    """Return a judge of the last box that gives one of three values."""
-
-    def judge(text: str, label: str, compare: Compare) -> Value | None:
-        box = last_box(text)
-        if not box or box.isspace():
+        if answer is None:
             return missing
-        verdict = compare(box, label)
+        verdict = compare(answer, label)
         return None if verdict is None else right if verdict else wrong
 
-    return judge
+    def screened(text: str, label: str, context: RuleContext) -> Value | None:
+        return judged(text, label, screen_answer) if len(text) <= INLINE_CHARACTERS else None
+
+    def evaluate(text: str, label: str, context: RuleContext) -> Value:
+        return judged(text, label, equal)  # type: ignore[return-value]  # the full comparison always decides
+
+    return rule(name, screen=screened, answer=vote(vote_by or extract))(evaluate)
 
 
-_last_box_is_right = _graded(right=True, wrong=False, missing=False)
-acc = _register("acc", _graded(1.0, -0.5, missing=-1.0))
-base_acc = _register("base_acc", lambda text, *given: strictly_formatted(text) and _last_box_is_right(text, *given))
-math_17k_acc = _register("math_17k_acc", _last_box_is_right)
-r1_zero_acc = _register("r1_zero_acc", _graded(1.0, -1.0, missing=-1.0))
+math = _register("math", math_answer)
+boxed = _register("boxed", boxed_answer)
+expr = _register("expr", str)
+# Only the last box: the values of MindSpeed-RL and R1-Zero.
+acc = _register("acc", filled_box, 1.0, -0.5, -1.0)
+base_acc = _register("base_acc", strictly_filled_box, vote_by=filled_box)
+math_17k_acc = _register("math_17k_acc", filled_box)
+r1_zero_acc = _register("r1_zero_acc", filled_box, 1.0, -1.0, -1.0)
 
 
 # ---- DAPO's rule (arXiv:2503.14476): the last line `Answer: …`, as normalized text
