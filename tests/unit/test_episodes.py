@@ -441,7 +441,7 @@ def test_a_remote_reward_is_told_both() -> None:
             return [RemoteResult(value=float(len(item.conversation))) for item in items]
 
     judge = Judge()
-    scorer = RemoteScorer(config.RemoteReward(name="judge", address="localhost:1"), Bytes(), judge, fail=False)
+    scorer = RemoteScorer(config.RemoteReward(name="judge", address="localhost:1"), Bytes(), judge.score, fail=False)
     scores = asyncio.run(scorer.score(request_of(EPISODES)))
     assert [(item.text, item.conversation) for item in judge.items] == READ
     assert [(item.tokens, item.finish_reason) for item in judge.items] == [
