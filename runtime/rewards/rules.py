@@ -34,21 +34,6 @@ LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")
 Ours = Callable[..., Any]
 
 
-def _adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> tuple[Ours, bool]:
-    """Return the function as (text, label, context), and whether it is a rule over groups: (texts, label, context).
-
-    A coroutine function stays a coroutine function. Raises TypeError if it requires an argument that rules do not get."""
-    if "solution_str" in parameters:
-        if others := [name for name in _required(parameters) if name not in VERL]:
-            raise TypeError(f"takes {', '.join(others)}; verl's reward functions do not get it; allowed: {', '.join(VERL)}")
-        return _called(function, lambda *given: _chosen(parameters, _verl_arguments(*given)), _verl_score), False
-    if "completions" in parameters:
-        if "completion_ids" in _required(parameters):
-            raise TypeError("takes completion_ids, but rules get no token ids; take completions")
-        return _called(function, lambda *given: _trl_arguments(parameters, *given), _trl_scores), True
-    return function, False
-
-
 def _called(function: Callable[..., Any], arguments: Callable[..., dict[str, Any]], result: Callable[[Any], Any]) -> Ours:
     if inspect.iscoroutinefunction(function):
 
@@ -171,17 +156,24 @@ def _rule_of(
         signature = inspect.signature(function)
     except ValueError:  # some C functions have no signature
         return RewardRule(name, function, screen, answer, grouped)
-    try:
-        evaluate, of_groups = _adapted(function, signature.parameters)
-    except TypeError as error:
-        raise TypeError(f"rule {name!r} {error}") from None
-    try:
-        if evaluate is function:
+    parameters, evaluate, fault = signature.parameters, function, ""
+    if "solution_str" in parameters:
+        if others := [each for each in _required(parameters) if each not in VERL]:
+            fault = f"{', '.join(others)}; verl's reward functions do not get it; allowed: {', '.join(VERL)}"
+        evaluate = _called(function, lambda *given: _chosen(parameters, _verl_arguments(*given)), _verl_score)
+    elif "completions" in parameters:
+        if "completion_ids" in _required(parameters):
+            fault = "completion_ids, but rules get no token ids; take completions"
+        evaluate, grouped = _called(function, lambda *given: _trl_arguments(parameters, *given), _trl_scores), True
+    else:
+        try:
             signature.bind("", "", None)
-    except TypeError:
-        called = f"({'texts' if grouped else 'text'}, label, context), or as verl or TRL calls it"
-        raise TypeError(f"rule {name!r} takes {signature}; it is called with {called}") from None
-    return RewardRule(name, evaluate, screen, answer, grouped or of_groups)
+        except TypeError:
+            called = f"({'texts' if grouped else 'text'}, label, context), or as verl or TRL calls it"
+            fault = f"{signature}; it is called with {called}"
+    if fault:
+        raise TypeError(f"rule {name!r} takes {fault}")
+    return RewardRule(name, evaluate, screen, answer, grouped)
 
 
 class RuleRegistry(Registry[RewardRule]):
