@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.rewards import accuracy, code  # noqa: F401 - importing them registers the built-in rules
+from runtime.rewards import code  # noqa: F401 - importing it registers the rules that run programs
 from runtime.rewards.rules import RULES, RewardRule
 
 

@@ -24,8 +24,8 @@ from runtime.gateway.rendering import TemplateRenderer
 from runtime.models import tiny_model
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
-from runtime.rewards.accuracy import answer_part
 from runtime.rewards.remote import RemoteItem, RemoteResult, RemoteScorer
+from runtime.rewards.rules import answer_part
 from runtime.rewards.scorer import last_turn, played, read_replies
 from runtime.scoring.reward_model import ModelScorer, Texts
 from runtime.types import (
