@@ -218,7 +218,9 @@ class Fields:
         """Return the prompt as messages, the system text first. A text has the query in a line of its own below."""
         prompt, query = _chat_if_any(self.value("prompt")), self.value("query")
         if isinstance(prompt, list):
-            messages = _chat(prompt)
+            messages = _turns(prompt)
+            if messages[-1]["role"] != "user":
+                raise Rejected("chat that does not end with the user")
         elif prompt is None or isinstance(prompt, str):
             parts = [prompt or "", query if isinstance(query, str) else ""]
             messages = [{"role": "user", "content": "\n".join(part for part in parts if part)}]
@@ -229,7 +231,10 @@ class Fields:
         return self._with_system(messages)
 
     def _with_system(self, messages: Messages) -> Messages:
-        system = self._system()
+        system = self.value("system")
+        if system is not None and not isinstance(system, str):
+            raise Rejected("system text that is not text")
+        system = system or self._system_prompt
         return messages if not system or messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
 
     def chat(self) -> Messages:
@@ -242,12 +247,6 @@ class Fields:
     def label(self) -> str:
         """Return the label as text, without the point of a whole float: contest files write 142 as 142.0."""
         return label_text(self.value("label"))
-
-    def _system(self) -> str:
-        value = self.value("system")
-        if value is not None and not isinstance(value, str):
-            raise Rejected("system text that is not text")
-        return value or self._system_prompt
 
 
 def extra(row: Row, names: Sequence[str]) -> dict[str, Any]:
@@ -300,18 +299,6 @@ def difficulty(row: Row, column: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)) or not isfinite(value) or value <= 0:
         raise Rejected("unknown difficulty")
     return float(value)
-
-
-def question(messages: Messages) -> str:
-    """Return the problem itself: what the user says last."""
-    return next(message["content"] for message in reversed(messages) if message["role"] == "user")
-
-
-def _chat(turns: list[Any]) -> Messages:
-    messages = _turns(turns)
-    if messages[-1]["role"] != "user":
-        raise Rejected("chat that does not end with the user")
-    return messages
 
 
 def _chat_if_any(prompt: Any) -> Any:
@@ -385,8 +372,10 @@ class Problem(msgspec.Struct, frozen=True):
 
     @property
     def question(self) -> str:
-        """The question; the whole row of a task without a conversation."""
-        return question(self.messages) if self.messages else msgspec.json.encode(self.extra).decode()
+        """What the user says last; the whole row of a task without a conversation."""
+        if not self.messages:
+            return msgspec.json.encode(self.extra).decode()
+        return next(message["content"] for message in reversed(self.messages) if message["role"] == "user")
 
 
 class ProblemSet(msgspec.Struct, kw_only=True):

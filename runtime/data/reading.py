@@ -129,6 +129,7 @@ _PACKED = (".gz", ".zst")  # suffixes behind .json and .jsonl
 _SAVED = "state.json"  # written by `Dataset.save_to_disk` beside its Arrow files
 _SPLITS = "dataset_dict.json"  # and `DatasetDict.save_to_disk` above the splits' folders
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", _SAVED, _SPLITS)
+# The split in a file's name, as in "train-00000-of-00002.parquet".
 _SPLIT = re.compile(r"(?:^|[-_.])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_.]|$)")
 TRAIN = ("train", "training")
 
@@ -174,7 +175,7 @@ def data_files(path: str, key: str) -> DataFiles:
     kinds = sorted({unpacked(file).suffix for file in found})
     if len(kinds) > 1:
         raise UserError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one of them")
-    splits = [_split(file) for file in found]
+    splits = [named.group(1) if (named := _SPLIT.search(file.stem)) else "" for file in found]
     if not any(splits) or {*splits} <= {*TRAIN}:
         return DataFiles(source, found)
     if not all(splits):
@@ -193,12 +194,6 @@ def _in_folder(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(file for file in folder.iterdir() if unpacked(file).suffix in SUFFIXES and file.name not in _NOT_DATA)
-
-
-def _split(file: Path) -> str:
-    """Return the split in a file's name ("train-00000-of-00002.parquet"), or ""."""
-    found = _SPLIT.search(file.stem)
-    return found.group(1) if found else ""
 
 
 def _train(splits: list[str], root: Path, key: str) -> str:
