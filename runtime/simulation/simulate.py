@@ -36,6 +36,7 @@ from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.summary import Summary
 from runtime.telemetry.trackers import Trackers
+from runtime.types import TextDecoder
 
 WALL = 1.7e9  # seconds since the epoch
 
@@ -62,14 +63,11 @@ class _Metrics(Trackers):
         self._points.append((step, metrics))
 
 
-class _Numbers:
+class _Numbers(TextDecoder):
     """A tokenizer whose texts are token numbers."""
 
-    def decode(self, ids: np.ndarray, skip_special: bool = True) -> str:
-        return " ".join(map(str, ids.tolist()))
-
-    def decode_batch(self, batch: Sequence[np.ndarray], skip_special: bool = True) -> list[str]:
-        return [self.decode(ids) for ids in batch]
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
+        return [" ".join(map(str, ids)) for ids in batch]
 
 
 def prompts(name: str, count: int, tokens: int) -> Prompts:

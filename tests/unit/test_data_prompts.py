@@ -356,7 +356,7 @@ def test_marks_that_are_special_tokens_stay_and_tokens_without_a_row_are_refused
     tokenizer.save(str(folder / "tokenizer.json"))
     ours = Tokenizer(str(folder))
     ids = ours.encode_texts(["<s><think>a</think>b<pad><|im_end|>"])[0]
-    assert ours.decode(ids) == ours.decode_batch([ids])[0] == "<think>a</think>b"
+    assert ours.decode(ids) == ours.texts.decode_batch([ids])[0] == "<think>a</think>b"
     assert ours.decode(ids, skip_special=False) == "<s><think>a</think>b<pad><|im_end|>"
     config = Config(run=Run(name="a"), model=Model(path=str(folder)))
     for rows in (263, 264, 1024):
@@ -385,7 +385,7 @@ def test_decode_batch_leaves_special_and_unknown_ids_out(folder: Path) -> None:
     assert tokenizer.vocab_size == 260
     text = tokenizer.encode_chats([USER])[0]
     body = np.concatenate([text, np.array([258, 9999], np.int32)])
-    assert tokenizer.decode_batch([body, []]) == [tokenizer.decode(text), ""]
+    assert tokenizer.texts.decode_batch([body, []]) == [tokenizer.decode(text), ""]
 
 
 def test_mistakes_are_user_errors(folder: Path, tmp_path: Path) -> None:
