@@ -23,7 +23,8 @@ from runtime.config import Computing, Config, Rollout
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.pools import Load, Roles, RolloutPool, load_of
 from runtime.coordinator.register import Member, member_of
-from runtime.data.prompts import Prompts, group_seed
+from runtime.data.prepared import Prompts
+from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, UserError
 from runtime.evaluation.results import HeldOut
 from runtime.ledger.journal import LedgerWriter, Note

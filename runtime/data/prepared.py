@@ -27,8 +27,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime.config import Data, RowFormat, RowFormatChoice, Source
-from runtime.data.handlers import Problem, Rejected, difficulty, environment_of, extra, load_problems
-from runtime.data.prompts import Prompts, Share, not_empty, tokenise
+from runtime.data.handlers import Problem, ProblemSet, Rejected, difficulty, environment_of, extra, load_problems
+from runtime.data.prompts import Share
 from runtime.data.reading import PARQUET
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
@@ -53,6 +53,37 @@ def row_format_of(choice: RowFormatChoice, data: Data) -> RowFormat:
     names = RowFormat.__struct_fields__
     own = {name: getattr(choice, name) for name in names} | {"columns": data.columns | choice.columns}
     return RowFormat(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
+
+
+class Prompts(ProblemSet, kw_only=True):
+    """Problems with their prompts' tokens, ready for admission."""
+
+    tokens: list[np.ndarray]  # int32 [P] each, read-only
+    shares: list[Share] = msgspec.field(default_factory=list)  # of several sources, whose problems stand one after the other
+
+
+def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, key: str = "data.train") -> Prompts:
+    """Render and encode every prompt once. Longer prompts are dropped and counted. Raises UserError if none is left."""
+    problems: list[Problem] = []
+    tokens: list[np.ndarray] = []
+    encoded = iter(tokenizer.encode_chats([each.messages for each in found.problems if each.messages]))
+    for problem in found.problems:
+        ids = next(encoded) if problem.messages else np.zeros(0, np.int32)
+        if len(ids) <= max_prompt_tokens:
+            ids.setflags(write=False)
+            problems.append(problem)
+            tokens.append(ids)
+    dropped = dict(found.dropped)
+    if len(problems) < len(found.problems):
+        dropped[f"prompt over {max_prompt_tokens} tokens"] = len(found.problems) - len(problems)
+    return not_empty(Prompts(problems=problems, tokens=tokens, rows=found.rows, dropped=dropped), key)
+
+
+def not_empty(prompts: Prompts, key: str) -> Prompts:
+    """Return `prompts`. Raises UserError if none is left; `key` is the configuration key of their file."""
+    if not prompts.problems:
+        raise UserError(f"{key}: no prompt is left of {prompts.report()}; see data.max_prompt_tokens")
+    return prompts
 
 
 def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:

@@ -17,8 +17,7 @@ import numpy as np
 import xxhash
 
 from runtime.config import Curriculum
-from runtime.data.handlers import Problem, ProblemSet
-from runtime.data.tokenizer import Tokenizer
+from runtime.data.handlers import Problem
 from runtime.errors import UserError
 
 # Several sources are mixed by weight without chance: after any number of prompts each source has had its share, to within
@@ -55,37 +54,6 @@ _SAMPLING = SHUFFLE + 1  # first word of the spawn key
 def group_seed(run_seed: int, ordinal: int) -> int:
     """Return the sampling seed of the group `ordinal`, in [0, 2^63)."""
     return int(np.random.SeedSequence(run_seed, spawn_key=(_SAMPLING, ordinal)).generate_state(1, np.uint64)[0]) >> 1
-
-
-class Prompts(ProblemSet, kw_only=True):
-    """Problems with their prompts' tokens, ready for admission."""
-
-    tokens: list[np.ndarray]  # int32 [P] each, read-only
-    shares: list[Share] = msgspec.field(default_factory=list)  # of several sources, whose problems stand one after the other
-
-
-def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, key: str = "data.train") -> Prompts:
-    """Render and encode every prompt once. Longer prompts are dropped and counted. Raises UserError if none is left."""
-    problems: list[Problem] = []
-    tokens: list[np.ndarray] = []
-    encoded = iter(tokenizer.encode_chats([each.messages for each in found.problems if each.messages]))
-    for problem in found.problems:
-        ids = next(encoded) if problem.messages else np.zeros(0, np.int32)
-        if len(ids) <= max_prompt_tokens:
-            ids.setflags(write=False)
-            problems.append(problem)
-            tokens.append(ids)
-    dropped = dict(found.dropped)
-    if len(problems) < len(found.problems):
-        dropped[f"prompt over {max_prompt_tokens} tokens"] = len(found.problems) - len(problems)
-    return not_empty(Prompts(problems=problems, tokens=tokens, rows=found.rows, dropped=dropped), key)
-
-
-def not_empty(prompts: Prompts, key: str) -> Prompts:
-    """Return `prompts`. Raises UserError if none is left; `key` is the configuration key of their file."""
-    if not prompts.problems:
-        raise UserError(f"{key}: no prompt is left of {prompts.report()}; see data.max_prompt_tokens")
-    return prompts
 
 
 class Draw(msgspec.Struct, frozen=True):

@@ -22,8 +22,7 @@ from runtime.algorithms.evaluation import clustered_standard_error, maj_at_k, pa
 from runtime.config import Config, EvaluationSet, RowFormat, Rule
 from runtime.data.handlers import Problem
 from runtime.data.prepare import keep_apart
-from runtime.data.prepared import read_prompts, row_format_of
-from runtime.data.prompts import Prompts
+from runtime.data.prepared import Prompts, read_prompts, row_format_of
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.telemetry.metrics import Metrics

@@ -23,7 +23,7 @@ from runtime.config import Config, Rollout, StopConditions
 from runtime.coordinator.metrics_recorder import RunContext
 from runtime.coordinator.run import TrainingRun
 from runtime.data.handlers import Problem
-from runtime.data.prompts import Prompts
+from runtime.data.prepared import Prompts
 from runtime.errors import UserError
 from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger.journal import LedgerWriter

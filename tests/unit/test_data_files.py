@@ -22,8 +22,7 @@ from runtime.coordinator.pools import request_for
 from runtime.data import reading
 from runtime.data.handlers import HANDLERS, Problem, ProblemSet, Rejected, label_text, load_problems
 from runtime.data.prepare import keep_apart, overlap
-from runtime.data.prepared import check_environments, row_format_of
-from runtime.data.prompts import tokenise
+from runtime.data.prepared import check_environments, row_format_of, tokenise
 from runtime.data.reading import data_files, read_rows
 from runtime.errors import UserError
 from runtime.types import RunEpisodesRequest, SamplingParams

@@ -20,7 +20,8 @@ from runtime import types
 from runtime.config import Config, Curriculum, Model, Run
 from runtime.data import templates
 from runtime.data.handlers import MODEL, Problem, ProblemSet, names, slot_template
-from runtime.data.prompts import PromptStream, Share, StreamState, group_seed, tokenise, turn
+from runtime.data.prepared import tokenise
+from runtime.data.prompts import PromptStream, Share, StreamState, group_seed, turn
 from runtime.data.templates import ChatTemplate, _environment
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
