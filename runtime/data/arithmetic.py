@@ -133,10 +133,7 @@ def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedPr
 
 TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {
-        "name": "lookup",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    },
+    "function": {"name": "lookup", "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}},
 }
 TRAINED = 2048  # problems besides the held-out ones
 KEYS = 26**2 * (26 + 10)  # that there are

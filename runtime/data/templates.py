@@ -241,10 +241,7 @@ class ChatTemplate:
         return xxhash.xxh3_64_hexdigest(json.dumps([self.source, self._variables, *more], sort_keys=True).encode())
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
         """Return the conversation as text, special tokens included, up to where the reply begins (`add_generation_prompt`).
 
@@ -255,11 +252,7 @@ class ChatTemplate:
         self._environment.begin()
         try:
             text = self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._variables
             )
         except Exception as error:  # a template may divide by zero, or recurse without end
             raise UserError(f"{self.origin}: the chat template cannot render the messages: {_line(error)}") from error
