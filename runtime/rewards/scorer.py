@@ -28,22 +28,15 @@ def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutco
     for index, outcome in enumerate(outcomes):
         if outcome.error and blamed:
             raise ServiceFault(blamed, f"score by {name}", f"{outcome.error} on sample {index} of group {group_id}")
-    return _columns(group_id, [(name, weight, outcomes)])
-
-
-def _columns(group_id: int, scored: Sequence[tuple[str, float, Sequence[RuleOutcome]]]) -> Scores:
-    """Return the summed scores of several scorers, each with its name and weight."""
-    size = len(scored[0][2])
-    total, valid = np.zeros(size), np.ones(size, np.uint8)
-    rules: dict[str, np.ndarray] = {}
-    for name, weight, outcomes in scored:
-        values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
-        valid[[bool(outcome.error) for outcome in outcomes]] = 0
-        total += weight * values
-        rules[name] = values.astype(np.float32)
-    errors = Counter(outcome.error for _, _, outcomes in scored for outcome in outcomes if outcome.error)
-    rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
-    return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=rules, errors=dict(errors))
+    values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
+    valid = np.array([not outcome.error for outcome in outcomes], np.uint8)
+    return Scores(
+        group_id=group_id,
+        rewards=np.where(valid == 1, weight * values, 0.0).astype(np.float32),
+        valid=valid,
+        rules={name: values.astype(np.float32)},
+        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
+    )
 
 
 NO_REWARD = f"{ENVIRONMENT_COLUMN}:no reward"
@@ -61,15 +54,12 @@ def combine(parts: Sequence[Scores]) -> Scores:
         return parts[0]
     valid = np.minimum.reduce([part.valid for part in parts])
     total = np.sum([part.rewards for part in parts], axis=0, dtype=np.float64)
-    errors: Counter[str] = Counter()
-    for part in parts:
-        errors.update(part.errors)
     return structs.replace(
         parts[0],
         rewards=np.where(valid == 1, total, 0.0).astype(np.float32),
         valid=valid,
         rules={name: values for part in parts for name, values in part.rules.items()},
-        errors=dict(errors),
+        errors=dict(sum((Counter(part.errors) for part in parts), Counter())),
     )
 
 
@@ -239,7 +229,7 @@ class RewardScorer:
         return outcomes
 
     def _sum(self, group_id: int, outcomes: list[list[RuleOutcome]]) -> Scores:
-        scored = []
+        parts = []
         for (entry, rule), found in zip(self._rules, outcomes, strict=True):
             for index, outcome in enumerate(found):
                 if outcome.error.startswith(NO_NUMBER):
@@ -247,8 +237,8 @@ class RewardScorer:
                     raise UserError(f"rewards.rules: rule {rule.name} gave a value of type {given}; must be a bool or a number")
                 if outcome.error and self._fail:
                     raise ServiceFault("reward", f"rule {rule.name}", f"{outcome.error} on sample {index} of group {group_id}")
-            scored.append((rule.name, entry.weight, [_valued(outcome, entry) for outcome in found]))
-        return _columns(group_id, scored)
+            parts.append(column(group_id, rule.name, entry.weight, [_valued(outcome, entry) for outcome in found]))
+        return combine(parts)
 
 
 def _context(request: ScoreRequest, reply: ReadReply) -> RuleContext:
