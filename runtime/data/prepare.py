@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -220,12 +220,12 @@ AHEAD = 2  # chunks under way for each worker
 Progress = Callable[[int], None]  # rows done
 
 
-class Count(msgspec.Struct, frozen=True, kw_only=True):
+class Count(msgspec.Struct):
     """The counts of the rows of one source."""
 
-    rows: int
-    kept: int
-    dropped: dict[str, int]
+    rows: int = 0
+    kept: int = 0
+    dropped: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class PreparedData(msgspec.Struct, kw_only=True):
@@ -241,12 +241,11 @@ class PreparedData(msgspec.Struct, kw_only=True):
 
     def report(self) -> list[str]:
         """Return lines for the terminal."""
-        lines = [f"{source}: {report(found.rows, found.kept, found.dropped)}" for source, found in self.sources.items()]
-        mean = self.tokens / self.prompts
-        speed = self.rows / self.seconds
-        lines.append(f"{self.path}: {self.prompts} prompts of {mean:.0f} tokens on average, {self.longest} at most")
-        lines.append(f"{self.rows} rows in {self.seconds:.1f} s: {speed:.0f} rows/s")
-        return lines
+        return [
+            *(f"{name}: {report(each.rows, each.kept, _by_count(each.dropped))}" for name, each in self.sources.items()),
+            f"{self.path}: {self.prompts} prompts of {self.tokens / self.prompts:.0f} tokens on average, {self.longest} at most",
+            f"{self.rows} rows in {self.seconds:.1f} s: {self.rows / self.seconds:.0f} rows/s",
+        ]
 
 
 _Item = tuple[Problem, tuple[Any, ...]]  # with the values of the additional columns
@@ -290,9 +289,7 @@ class _Work:
         self._tokenizer = tokenizer
         self._reader = RowReader(settings.row_format, settings.difficulty_key)
         self._known: set[int] = set()
-        self._rows: Counter[str] = Counter()
-        self._dropped: dict[str, Counter[str]] = {}
-        self._kept: Counter[str] = Counter()
+        self._sources: defaultdict[str, Count] = defaultdict(Count)
         self._tables: list[pa.Table] = []
         self._lengths: list[int] = []
 
@@ -317,14 +314,15 @@ class _Work:
             report_done(done)
 
     def _item(self, found: SourceRow) -> _Item | None:
-        self._rows[found.source] += 1
+        count = self._sources[found.source]
+        count.rows += 1
         try:
             problem = self._reader.problem(found)
             known = problem_key(problem.question)
             if known in self._known:
                 raise Rejected("duplicate problem")
         except Rejected as reason:
-            self._drop(found.source, str(reason))
+            count.dropped[str(reason)] += 1
             return None
         except MissingColumn as missing:
             raise no_column(column_key(missing.role), missing.column, found) from None
@@ -353,9 +351,10 @@ class _Work:
         import pyarrow as pa
 
         for source, reason in encoded.long:
-            self._drop(source, reason)
+            self._sources[source].dropped[reason] += 1
         problems = [problem for (problem, _), _, _ in encoded.kept]
-        self._kept.update(problem.source for problem in problems)
+        for problem in problems:
+            self._sources[problem.source].kept += 1
         lengths = [len(ids) for _, _, ids in encoded.kept]
         self._lengths += lengths
         values = np.concatenate([np.empty(0, np.int32), *(ids for _, _, ids in encoded.kept)])
@@ -378,8 +377,8 @@ class _Work:
         """Write the file. Raises UserError if no prompt is left, or the file cannot be written."""
         import pyarrow as pa
 
-        dropped = _by_count(sum(self._dropped.values(), Counter[str]()))
-        rows = self._rows.total()
+        dropped = _by_count(sum((each.dropped for each in self._sources.values()), Counter()))
+        rows = sum(each.rows for each in self._sources.values())
         if not self._lengths:
             raise UserError(f"input: no prompt is left of {report(rows, 0, dropped)}")
         try:
@@ -402,19 +401,13 @@ class _Work:
             raise UserError(f"output_prefix: {output}: {(error.strerror or str(error)).lower()}") from error
         return PreparedData(
             path=str(output),
-            sources={
-                source: Count(rows=count, kept=self._kept[source], dropped=_by_count(self._dropped.get(source, {})))
-                for source, count in self._rows.items()
-            },
+            sources=self._sources,
             prompts=len(self._lengths),
             rows=rows,
             tokens=sum(self._lengths),
             longest=max(self._lengths),
             seconds=time.monotonic() - began,
         )
-
-    def _drop(self, source: str, reason: str) -> None:
-        self._dropped.setdefault(source, Counter())[reason] += 1
 
 
 def _by_count(dropped: Mapping[str, int]) -> dict[str, int]:
