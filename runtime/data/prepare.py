@@ -241,9 +241,10 @@ class PreparedData(msgspec.Struct, kw_only=True):
 
     def report(self) -> list[str]:
         """Return lines for the terminal."""
+        mean = self.tokens / self.prompts
         return [
             *(f"{name}: {report(each.rows, each.kept, _by_count(each.dropped))}" for name, each in self.sources.items()),
-            f"{self.path}: {self.prompts} prompts of {self.tokens / self.prompts:.0f} tokens on average, {self.longest} at most",
+            f"{self.path}: {self.prompts} prompts of {mean:.0f} tokens on average, {self.longest} at most",
             f"{self.rows} rows in {self.seconds:.1f} s: {self.rows / self.seconds:.0f} rows/s",
         ]
 
