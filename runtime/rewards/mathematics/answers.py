@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from runtime.rewards.extraction import SCALES, label_number, last_boxed, last_match, number, uniform
-from runtime.rewards.mathematics.comparison import Verdict, same
+from runtime.rewards.mathematics.comparison import same
 from runtime.rewards.mathematics.parser import NOT_PROSE, parse
 from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key, limited
 
@@ -240,8 +240,13 @@ def equal(prediction: str, truth: str) -> bool:
     answer, label = _readable(prediction), _readable_label(truth)
     if answer is None or label is None:
         return False
-    with limited():
-        verdict = _same_text(answer, label)
+    try:
+        predicted, expected = _tree(answer), _label_tree(label)
+    except Unreadable:  # one of them is no answer
+        return False
+    if predicted is not None and expected is not None:
+        with limited():
+            verdict = same(predicted, expected)
     return algebraically_equal(answer, label) if verdict is None else verdict
 
 
@@ -347,16 +352,6 @@ def _tree(text: str) -> ExpressionNode | None:
 
 
 _label_tree = lru_cache(maxsize=1024)(_tree)
-
-
-def _same_text(answer: str, label: str) -> Verdict:
-    """Compare two tidied answers by their parsed expressions. Return False if one is no answer, None if this cannot decide, for
-    example because one cannot be parsed: then the caller asks math-verify."""
-    try:
-        predicted, expected = _tree(answer), _label_tree(label)
-    except Unreadable:
-        return False
-    return None if predicted is None or expected is None else same(predicted, expected)
 
 
 # ---------------------------------------------------------------------------------------------------- math-verify

@@ -431,7 +431,10 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         unknown = (node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
         return None if any(unknown) else False
     if ("percent" in kinds[0]) != ("percent" in kinds[1]):
-        return _equal_with_percent(prediction, truth, "percent" in kinds[0])
+        # The sign may be a unit (25 for 25%) or a hundredth (0.25).
+        with_sign, without = (prediction, truth) if "percent" in kinds[0] else (truth, prediction)
+        hundredth = ExpressionNode("multiply", (without, number(100)))
+        return _equal(prediction, truth) or _equal(with_sign, hundredth)
     return _equal(prediction, truth)
 
 
@@ -440,12 +443,6 @@ _SCALAR = words("number decimal symbol add multiply divide negate power percent 
 
 def _is_infinite(node: ExpressionNode) -> bool:
     return node == INFINITY or (node.head == "negate" and node.args[0] == INFINITY)
-
-
-def _equal_with_percent(prediction: ExpressionNode, truth: ExpressionNode, predicted: bool) -> Verdict:
-    """Compare if one side has a percent sign. The sign may be a unit (25 for 25%) or a hundredth (0.25)."""
-    hundredth = ExpressionNode("multiply", (truth if predicted else prediction, number(100)))
-    return _equal(prediction, truth) or (_equal(prediction, hundredth) if predicted else _equal(hundredth, truth))
 
 
 def _equal(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
