@@ -191,7 +191,7 @@ class PlainLoop:
     # ------------------------------------------------------------------------------------------ training
 
     def _answers(self, replies: Sequence[Sequence[int]]) -> list[str | None]:
-        found = [self._answer.search(text) for text in self._tokenizer.decode_batch(replies)]
+        found = [self._answer.search(text) for text in self._tokenizer.texts.decode_batch(replies)]
         return [match and match.group(1) for match in found]
 
     def _score(self, replies: Sequence[Sequence[int]], labels: Sequence[str]) -> list[float]:

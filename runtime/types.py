@@ -427,6 +427,19 @@ class TurnReward(msgspec.Struct, frozen=True, array_like=True):
     value: float
 
 
+class TextDecoder(msgspec.Struct):
+    """Decodes replies. `library`: a tokenizers.Tokenizer. `hidden_ids`: special tokens that are no text, int64."""
+
+    library: Any = None
+    hidden_ids: np.ndarray = np.zeros(0, np.int64)
+
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
+        """Return the text of each of the `batch`, without unknown ids. `skip_special`: without `hidden_ids` too."""
+        arrays = [np.asarray(ids, np.int64) for ids in batch]
+        lists = [(ids[~np.isin(ids, self.hidden_ids)] if skip_special else ids).tolist() for ids in arrays]
+        return self.library.decode_batch(lists, skip_special_tokens=False)  # type: ignore[no-any-return]
+
+
 class GroupPayload(msgspec.Struct, kw_only=True):
     """The bulk of a group. Reward, reference and trainer decode it; the coordinator does not. T is the sum of R.
 

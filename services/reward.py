@@ -31,7 +31,7 @@ RECONNECT = (
 
 
 class RemoteRewardClient:
-    """Implements `runtime.rewards.remote.RemotePort`. Made on the event loop."""
+    """Asks the process of one entry of `rewards.remote`. Made on the event loop."""
 
     def __init__(self, settings: config.RemoteReward, key: str = "rewards.remote"):
         """Open the channel. Raises UserError if the token is not in the environment. `key`: of the settings."""
@@ -93,7 +93,7 @@ class RewardService(process.Service):
     def load(self) -> None:
         self._tokenizer = Tokenizer(self.config.model.path)
         if self.config.rewards.rules:
-            self._rules = RewardScorer(self.config.rewards, self._tokenizer, self.config.services.reward.env)
+            self._rules = RewardScorer(self.config.rewards, self._tokenizer.texts, self.config.services.reward.env)
             self._scorers.append(self._rules)
 
     async def start(self) -> None:
@@ -102,7 +102,7 @@ class RewardService(process.Service):
         for index, settings in enumerate(self.config.rewards.remote):
             client = RemoteRewardClient(settings, f"rewards.remote.{index}")
             self._clients.append(client)
-            self._scorers.append(RemoteScorer(settings, self._tokenizer, client, fail))
+            self._scorers.append(RemoteScorer(settings, self._tokenizer.texts, client.score, fail))
         await asyncio.gather(*(client.check() for client in self._clients))
         if self._rules is not None:
             await self._rules.check()

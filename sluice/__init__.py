@@ -29,8 +29,7 @@ if TYPE_CHECKING:
         policy_loss,
     )
     from runtime.config import Config
-    from runtime.data.fields import FieldColumns, Fields, Rejected
-    from runtime.data.handlers import handler
+    from runtime.data.handlers import FieldColumns, Fields, Rejected, handler
     from runtime.errors import UserError
     from runtime.rewards.rules import GroupContext, RuleContext, group_rule, rule, up_to
     from runtime.telemetry.summary import Summary
@@ -42,8 +41,7 @@ _MODULES = {
         *("CorrectionOutputs", "LossInputs", "LossOptions", "LossOutputs", "advantage", "policy_loss"),
     ),
     "runtime.config": ("Config",),
-    "runtime.data.fields": ("FieldColumns", "Fields", "Rejected"),
-    "runtime.data.handlers": ("handler",),
+    "runtime.data.handlers": ("FieldColumns", "Fields", "Rejected", "handler"),
     "runtime.errors": ("UserError",),
     "runtime.rewards.rules": ("GroupContext", "RuleContext", "group_rule", "rule", "up_to"),
     "runtime.telemetry.summary": ("Summary",),

@@ -12,8 +12,7 @@ from launcher.commands.evaluate import Evaluating, own_folder
 from launcher.node.local_node import LocalNode
 from launcher.view import View
 from runtime.config import Config, Evaluation, Source
-from runtime.data.fields import extra
-from runtime.data.handlers import source_rows
+from runtime.data.handlers import extra, source_rows
 from runtime.data.prepared import row_format_of, sources
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation

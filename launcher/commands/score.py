@@ -173,7 +173,7 @@ async def _score(
     held = 0
     try:
         for case in cases:
-            window.append((case, await _judged(case, rules, pool)))  # waits while the pool's queue is full
+            window.append((case, _judged(case, rules, pool)))
             held += case.size
             if case.number % TURN == 0:
                 await asyncio.sleep(0)  # lets the pool's tasks run
@@ -189,7 +189,7 @@ async def _score(
     return tally
 
 
-async def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillablePool) -> asyncio.Future[Verdict]:
+def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillablePool) -> asyncio.Future[Verdict]:
     """Return the verdict's future: done if the verifier's screen decides, else done later by the pool."""
     known: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
     task, case.task = case.task, None  # the pool keeps the text as long as needed
@@ -203,7 +203,7 @@ async def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillableP
         if not outcome.unresolved:
             known.set_result(Verdict(outcome, time.perf_counter() - start))
             return known
-    return await pool.submit(task)
+    return pool.submit(task)
 
 
 async def _write(window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]], sink: IO[str], tally: ScoreCounts) -> None:

@@ -1,8 +1,7 @@
 """Pure functions of the algorithms. Importing the package registers every module of this folder.
 
 To add an advantage, loss, KL estimator or aggregation, decorate one function. No module imports torch at run time (tensors
-bring their own methods), so that the names can be checked where torch is not loaded.
-"""
+bring their own methods), so that the names can be checked where torch is not loaded."""
 
 import importlib
 import pkgutil

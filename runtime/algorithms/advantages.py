@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from runtime.algorithms.interfaces import AdvantageInputs, AdvantageOptions, NonNegative, advantage, own_part
 
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 class GroupSums:
     """The rewards of B episodes by group. An episode that is not valid counts nowhere, whatever its reward.
 
-    rewards [B], groups int64 [B] from 0, valid bool [B] or None for all.
-    """
+    rewards [B], groups int64 [B] from 0, valid bool [B] or None for all."""
 
     def __init__(self, rewards: Tensor, groups: Tensor, valid: Tensor | None):
         self.weight = rewards.new_ones(rewards.shape) if valid is None else valid.to(rewards.dtype)
@@ -58,8 +58,7 @@ def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] =
     """Return `(x - mean) / sqrt(var + 1e-8)` with moments of the masked values, variance unbiased; 0 outside the mask. [B, T].
 
     `batch_sum` adds up a tensor over the parts of the batch. Mean and squares take a sum each, as the square of a sum
-    loses digits where the mean is large.
-    """
+    loses digits where the mean is large."""
     count = batch_sum(mask.sum())
     mean = batch_sum((values * mask).sum()) / count.clamp(min=1)
     centred = (values - mean) * mask
@@ -75,8 +74,7 @@ def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] =
 def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None) -> Tensor:
     """Return `1[t = last] R - penalty_t` (Ziegler et al., arXiv:1909.08593): rewards [B] -> [B, T].
 
-    A row without a masked token has no last one: all its rewards are 0.
-    """
+    A row without a masked token has no last one: all its rewards are 0."""
     last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask > 0)
     out = last * rewards[:, None]
     return out if penalties is None else out - penalties * mask
@@ -88,22 +86,14 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return _restore(_accumulate((rewards * mask).gather(1, order), mask, gamma), order) * mask
 
 
-def token_gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    *,
-    gamma: float,
-    lam: float,
-) -> tuple[Tensor, Tensor]:
+def token_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return advantages and returns (GAE, arXiv:1506.02438, equation 16).
 
     `δ_t = r_t + γ V_{t+1} - V_t`, V after the last masked token being 0; `A_t = δ_t + γλ A_{t+1}`; returns `A + V`; t + 1 is
     the next masked token. The actions are the policy's own tokens. What an environment wrote between two of them belongs to the
     transition from one state to the next: it has no δ, and neither γ nor λ discounts for it. (Search-R1, arXiv:2503.09516,
     section 3.1, leaves such tokens out of PPO's loss for the same reason; verl's `compute_gae_advantage_return` steps over them
-    the same way.)
-    """
+    the same way.)"""
     order = _trained_first(mask)
     reward, value = ((tensor * mask).gather(1, order) for tensor in (rewards, values))
     following = value.new_zeros(value.shape)
@@ -147,8 +137,7 @@ def group_norm(
 
     `scale` is "group", "batch" (the standard deviation of all valid rewards) or "none" (Dr. GRPO, arXiv:2503.20783,
     section 3.2). Only valid samples count; the others get 0. Equal rewards give exactly 0; a group of one has mean 0 and
-    deviation 1. Raises ValueError for another scale.
-    """
+    deviation 1. Raises ValueError for another scale."""
     within = GroupSums(rewards, groups, valid)
     deviation = within.deviation()
     if scale == "none":
@@ -168,8 +157,7 @@ def group_norm(
 def rloo(rewards: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return `r_i - mean of the others in the group`, [B] (RLOO, arXiv:2402.14740, section 3).
 
-    Only valid samples count; the others get 0. A group of one keeps its reward.
-    """
+    Only valid samples count; the others get 0. A group of one keeps its reward."""
     within = GroupSums(rewards, groups, valid)
     # r - (S - r) / (n - 1) = n / (n - 1) · (r - S / n)
     return within.deviation() * (within.size / (within.size - 1).clamp(min=1)).clamp(min=1)
@@ -179,8 +167,7 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor, valid: Tensor | None =
     """Return `r_i - Σ_j l_j r_j / Σ_j l_j` over the group, [B] (OPO, arXiv:2505.23585, section 3). The baseline has the least
     variance if the squared gradient of a sample is proportional to the length of the sample.
 
-    lengths [B], in trained tokens. Only valid samples count; the others get 0. A group of one keeps its reward.
-    """
+    lengths [B], in trained tokens. Only valid samples count; the others get 0. A group of one keeps its reward."""
     within = GroupSums(rewards, groups, valid)
     weight = lengths * within.weight
     baseline = (within.sums(weight * within.rewards) / within.sums(weight).clamp(min=1))[groups]
@@ -203,31 +190,37 @@ def rloo_turns(values: Tensor, groups: Tensor, episodes: Tensor) -> Tensor:
     return (deviation - (of_group.sum - own.sum) / others.clamp(min=1)).where(others > 0, values)
 
 
-def with_turns(advantages: Tensor, normalised: Tensor, inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """Return `A_t + Σ_{u >= turn of t} d^(u - turn of t) r_u`, [B, T], from advantages [B] and the turns' `normalised` rewards
-    [K]. A turn is a run of trained tokens along a row; r_u is the sum of the rewards at the tokens of turn u; d is
-    `turn_discount`. Return [B, 1] if no turn was rewarded.
-    """
-    if inputs.turns is None or not len(inputs.turns.rows):
+def centred(rewards: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return `GroupSums.deviation`, [B]."""
+    return GroupSums(rewards, groups, valid).deviation()
+
+
+def with_turns(
+    inputs: AdvantageInputs,
+    options: AdvantageOptions,
+    of_episodes: Callable[..., Tensor],
+    of_turns: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda values, groups, episodes: centred(values, groups),
+) -> Tensor:
+    """Return `A_t + Σ_{u >= turn of t} d^(u - turn of t) r_u`, [B, T]; [B, 1] if no turn was rewarded. A turn is a run of
+    trained tokens along a row; r_u is the sum of the rewards at the tokens of turn u; d is `turn_discount`.
+
+    `of_episodes` gives A of (rewards, groups, valid) of the episodes; `of_turns` gives the rewards of turns, [K], normalised,
+    of their (values, groups, episodes)."""
+    episodes = of_episodes(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)))
+    advantages, turns = inputs.of_rows(episodes), inputs.turns
+    at = inputs.groups.new_zeros(0) if turns is None else turns.rows
+    values = inputs.rewards[:0] if turns is None else turns.values
+    normalised = of_turns(values, inputs.groups[at], inputs.episodes[at])  # also without turns: it may sum over the batch
+    if turns is None or not len(at):
         return advantages[:, None]
     trained = inputs.mask > 0
     begins = trained.clone()
     begins[:, 1:] &= ~trained[:, :-1]
     turn = begins.cumsum(1) - 1  # of each trained token
-    rows, tokens = inputs.turns.rows, inputs.turns.tokens
-    earned = advantages.new_zeros(len(turn), int(turn.max()) + 1).index_put(
-        (rows, turn[rows, tokens]), normalised, accumulate=True
-    )
+    earned = advantages.new_zeros(len(turn), int(turn.max()) + 1)
+    earned = earned.index_put((at, turn[at, turns.tokens]), normalised, accumulate=True)
     to_go = _accumulate(earned, earned.new_ones(earned.shape), options.turn_discount)
     return (advantages[:, None] + to_go.gather(1, turn.clamp(min=0))) * inputs.mask
-
-
-def _turns(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rewards of turns [K], with the group and the episode of each."""
-    if inputs.turns is None:
-        return inputs.rewards[:0], inputs.groups[:0], inputs.groups[:0]
-    rows = inputs.turns.rows
-    return inputs.turns.values, inputs.groups[rows], inputs.episodes[rows]
 
 
 @advantage("group_norm", streamable=lambda options: options.group_std != "batch")
@@ -235,28 +228,22 @@ def group_norm_advantage(
     inputs: AdvantageInputs, options: AdvantageOptions, *, ddof: Literal[0, 1] = 1, eps: NonNegative = 1e-6
 ) -> Tensor:
     """Return `group_norm`; rewards of turns are normalised likewise, over all rewards of turns of the group or batch."""
-    settings: Any = {"eps": eps, "ddof": ddof, "scale": options.group_std, "batch_sum": inputs.batch_sum}
-    episodes = group_norm(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)), **settings)
-    turns, groups, _ = _turns(inputs)
-    return with_turns(inputs.of_rows(episodes), group_norm(turns, groups, **settings), inputs, options)
+    norm = partial(group_norm, eps=eps, ddof=ddof, scale=options.group_std, batch_sum=inputs.batch_sum)
+    return with_turns(inputs, options, norm, lambda values, groups, episodes: norm(values, groups))
 
 
 @advantage("rloo", streamable=True)
 def rloo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
     """Return `rloo`, with `rloo_turns` for rewards of turns."""
-    values, groups, episodes = _turns(inputs)
-    own = rloo(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)))
-    return with_turns(inputs.of_rows(own), rloo_turns(values, groups, episodes), inputs, options)
+    return with_turns(inputs, options, rloo, rloo_turns)
 
 
 @advantage("opo", streamable=True)
 def opo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
     """Return `opo`; rewards of turns are `r - mean` over all rewards of turns of the group."""
-    rewards, groups, valid = map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid))
-    lengths = rewards.new_zeros(len(rewards)).index_add(0, inputs.episodes, inputs.mask.sum(1))
-    turns, of_turns, _ = _turns(inputs)
-    own = inputs.of_rows(opo(rewards, groups, lengths, valid))
-    return with_turns(own, GroupSums(turns, of_turns, None).deviation(), inputs, options)
+    tokens = inputs.mask.sum(1)
+    lengths = tokens.new_zeros(len(inputs.of_episodes(tokens))).index_add(0, inputs.episodes, tokens)
+    return with_turns(inputs, options, lambda rewards, groups, valid: opo(rewards, groups, lengths, valid))
 
 
 @advantage("gpg", streamable=False)
@@ -266,10 +253,7 @@ def gpg_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
     turns are `α (r - mean)` over all rewards of turns of the group."""
     within = GroupSums(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)))
     counted, unequal = (inputs.batch_sum(each.sum()) for each in (within.weight, within.weight * ~within.equal()))
-    scale = counted / unequal.clamp(min=1)
-    turns, groups, _ = _turns(inputs)
-    own = inputs.of_rows(scale * within.deviation())
-    return with_turns(own, scale * GroupSums(turns, groups, None).deviation(), inputs, options)
+    return counted / unequal.clamp(min=1) * with_turns(inputs, options, centred)
 
 
 @advantage("reinforce_plus_plus", streamable=False)
@@ -284,9 +268,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, options: AdvantageOptions) -> T
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
     """Return `r_i - mean_g`, [B, T], whitened over the batch: an episode counts once for each trained token. Rewards of turns
     are `r - mean` over all rewards of turns of the group, before the whitening."""
-    episodes = GroupSums(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid))).deviation()
-    turns, groups, _ = _turns(inputs)
-    advantages = with_turns(inputs.of_rows(episodes), GroupSums(turns, groups, None).deviation(), inputs, options)
+    advantages = with_turns(inputs, options, centred)
     return whiten(advantages.expand_as(inputs.mask), inputs.mask, inputs.batch_sum)
 
 
@@ -322,8 +304,7 @@ def less_divergence(advantages: Tensor, divergence: Tensor, mask: Tensor, coeffi
     `E_π[Σ_t D_t ∇ log π(y_t)]` is the gradient of the reverse KL, `Σ_t KL(π || teacher)` at the states that π reaches. No
     token answers for later tokens: the discount is 0. Thinking Machines Lab, "On-Policy Distillation" (2025), where A = 0 and
     β = 1; Qwen3 (arXiv:2505.09388, section 4.5); GKD (arXiv:2306.13649, section 3), which takes D over the whole
-    vocabulary, and mixes it with a reward in the same way (section 3.1).
-    """
+    vocabulary, and mixes it with a reward in the same way (section 3.1)."""
     return (advantages - coefficient * divergence) * mask
 
 
@@ -335,8 +316,7 @@ def has_signal(rewards: Iterable[float], valid: Iterable[bool]) -> bool:
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """Return 0 up to `max_length - buffer` tokens, falling to -1 at `max_length`, and -1 beyond (DAPO, equation 13).
 
-    lengths float [B] -> [B]; `buffer` is at least 1.
-    """
+    lengths float [B] -> [B]; `buffer` is at least 1."""
     return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 

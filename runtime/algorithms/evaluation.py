@@ -10,8 +10,7 @@ from collections.abc import Sequence
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return `1 - C(n - c, k) / C(n, k)`: the chance that k of the n samples, c of them correct, hold a correct one.
 
-    Unbiased (Chen et al., arXiv:2107.03374, equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
-    """
+    Unbiased (Chen et al., arXiv:2107.03374, equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
     if not (1 <= k <= samples and 0 <= correct <= samples):
         raise ValueError(f"pass@{k} of {correct} correct among {samples}: needs 1 <= k <= n and 0 <= c <= n")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
@@ -23,8 +22,7 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
     Each sample votes for its final answer; a sample without an answer (None) does not vote. Without any vote the result is
     False (Wang et al., arXiv:2203.11171, section 2: argmax over a of the count of a_i = a). A tie goes to the answer that
     reached the count first. Equal answers count as equally correct: the verdict of the first stands.
-    Raises ValueError unless 1 <= k <= n, for n answers and n verdicts.
-    """
+    Raises ValueError unless 1 <= k <= n, for n answers and n verdicts."""
     if not 1 <= k <= len(answers) == len(correct):
         raise ValueError(f"maj@{k} of {len(answers)} answers and {len(correct)} verdicts: needs 1 <= k <= n of both")
     votes: Counter[str] = Counter()
@@ -48,8 +46,7 @@ def clustered_standard_error(means: Sequence[float]) -> float | None:
     `sqrt(sum over i of (p_i - p)^2 / (N - 1)) / sqrt(N)`.
 
     With equally many samples to a problem this is the cluster-robust error of the mean over all samples (Miller, "Adding Error
-    Bars to Evals", arXiv:2411.00640, on clustered questions) times sqrt(N / (N - 1)), the correction for few clusters.
-    """
+    Bars to Evals", arXiv:2411.00640, on clustered questions) times sqrt(N / (N - 1)), the correction for few clusters."""
     count = len(means)
     if count < 2:
         return None

@@ -2,21 +2,14 @@
 
 A row is a reply, or a branch of an episode; the branches of an episode follow one another. `mask` is 1.0 on trained response
 tokens; rows may be ragged, have gaps (what an environment wrote), or be fully masked. Values outside the mask are finite and
-meaningless.
-"""
+meaningless."""
 
 from __future__ import annotations
 
-import inspect
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from runtime.errors import UserError
@@ -49,16 +42,11 @@ class TurnRewards:
 class AdvantageInputs:
     """One part of a step's batch: a whole number of groups, each with all rows of its episodes.
 
-    `rewards` [B]; `groups` int64 [B], from 0; `valid` bool [B]: a row that is not valid has no reward, and its advantage is 0;
-    `mask`, `token_rewards` and, for an estimator that needs them, the critic's `values` [B, T]. `leads` bool [B]: whether a row
-    is its episode's first; None: each is an episode.
-
     `rewards` is an episode's reward less its KL penalties where `algorithm.kl_placement` is "reward", as a sum over all of its
     rows. `token_rewards` has the reward at the last trained token of each of its rows, since each branch is a trajectory of its
     own that ends with what the episode earned; penalties and rewards of turns at their own tokens. Both are 0 in rows that are
     not valid. `batch_sum` adds up a tensor over all parts of the batch. Every part must call it equally often, with equal
-    shapes; only an estimator that is not streamable may call it.
-    """
+    shapes; only an estimator that is not streamable may call it."""
 
     rewards: Tensor  # [B], of the row's episode
     groups: Tensor  # int64 [B], ids from 0 to the number of groups - 1
@@ -100,11 +88,7 @@ Streamable = bool | Callable[..., bool]
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """`compute` gives [B, T], or [B, 1] where all tokens of a row share one advantage.
-
-    `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group. It may
-    depend on the options. `needs_values`: it takes a critic's values.
-    """
+    """`compute` gives [B, T] or [B, 1]; the rest is as in `advantage`."""
 
     compute: Callable[[AdvantageInputs, AdvantageOptions], Tensor]
     streamable: Streamable
@@ -117,14 +101,12 @@ class AdvantageEstimator:
 @dataclass(frozen=True)
 class LossInputs:
     """All [B, T] but `advantages`, which may be [B, 1]. `mask` is 1.0 on trained tokens, 0.0 elsewhere, where values are finite
-    and meaningless. Rows are whole: a row is never split over calls, but an episode's rows
-    may be in several.
+    and meaningless. Rows are whole: a row is never split over calls, but an episode's rows may be in several.
 
     `behaviour_logp` is the policy that sampled, as the engine that sampled computed it; `proximal_logp` the policy at the
     start of the step (detached). `old_logp` is the one that ratios are taken against: the proximal policy where
     `algorithm.correction` accounts for the gap between both, else the behaviour policy. `chosen`, 1 or 0, is what a loss that
-    chooses among the tokens of the step has chosen; None for other losses.
-    """
+    chooses among the tokens of the step has chosen; None for other losses."""
 
     logp: Tensor
     old_logp: Tensor
@@ -175,8 +157,7 @@ class AggregationOptions:
     """`norm` is the constant length that `dr_grpo` divides by, in tokens.
 
     `episode_tokens` and `counts` are set if an episode has several rows. Of each row, `episode_tokens` is the number of trained
-    tokens of its episode; `counts` is 1 in the first row of an episode that has a trained token, else 0.
-    """
+    tokens of its episode; `counts` is 1 in the first row of an episode that has a trained token, else 0."""
 
     norm: float = 1.0
     episode_tokens: Tensor | None = None  # [B, 1]
@@ -207,9 +188,7 @@ Choice = Callable[..., "Tensor"]  # of StepTokens, BatchSum, and options by keyw
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """`zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass. `chooses`:
-    what `LossInputs.chosen` comes of, once a step; the step then needs its whole batch first. `by_start`: from
-    `StepTokens.start` too, which takes a forward pass of its own."""
+    """A function with its properties, as in `policy_loss`."""
 
     compute: Callable[[LossInputs, LossOptions], LossOutputs]
     zero_without_advantage: bool
@@ -246,8 +225,7 @@ def advantage(
 
     `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group; True,
     False, or a function of the options, which takes those of `algorithm.advantage_options` by keyword.
-    `needs_values`: it takes a critic's values, so that the run has to have one.
-    """
+    `needs_values`: it takes a critic's values, so that the run has to have one."""
 
     def add(compute: AdvantageFunction) -> AdvantageFunction:
         ADVANTAGES.register(name)(AdvantageEstimator(compute, streamable, needs_values))
@@ -264,8 +242,7 @@ def policy_loss(
     `zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass. `chooses`: a
     function of (StepTokens, BatchSum), and of `algorithm.loss_options` by keyword, that says for the whole step which tokens
     are trained, as `LossInputs.chosen`; the step then waits for its whole batch. `by_start`: that needs
-    `StepTokens.start` too, which takes a forward pass of its own.
-    """
+    `StepTokens.start` too, which takes a forward pass of its own."""
 
     def add(compute: LossFunction) -> LossFunction:
         POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage, chooses, by_start))
@@ -302,80 +279,3 @@ def require_shape(value: Any, allowed: Sequence[Sequence[int]], what: str, meani
     if shape is None or tuple(shape) not in map(tuple, allowed):
         is_now = type(value).__name__ if shape is None else f"of shape {list(shape)}"
         raise UserError(f"{what} is {is_now}; allowed: {' or '.join(str(list(each)) for each in allowed)}, {meaning}")
-
-
-def with_options(
-    compute: Callable[..., Any], options: Mapping[str, Any], key: str, helper: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """Return `compute` with the `options` that the configuration gives it at `key`, as keyword arguments.
-
-    The signature of `compute` decides what is allowed: the parameters behind the first two that may be given by name, and
-    their annotations where these are types of YAML. `helper` is a function of the same entry, whose keyword-only parameters
-    are allowed too (`with_keywords`). Raises UserError, naming the option, the value and what is allowed.
-    """
-    helped = _keywords(helper) if helper is not None else {}
-    parameters = list(inspect.signature(compute).parameters.values())
-    first = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
-    own = [one for one in parameters if one not in first]
-    taken = {one.name for one in first if one.kind is one.POSITIONAL_OR_KEYWORD}
-    known = {one.name: one for one in own if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-    name = getattr(compute, "__name__", "the function")
-    if len(first) < 2 and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
-        raise UserError(
-            f"{key.removesuffix('_options')}: {name} takes {len(first)} arguments, and gets two: inputs and options"
-        )
-    for option, value in options.items():
-        if option in taken:
-            raise UserError(f"{key}.{option}: {value!r}: {name} takes it as an argument already")
-        if option not in known | helped and not any(one.kind is one.VAR_KEYWORD for one in own):
-            allowed = f"allowed: {', '.join(known | helped)}" if known or helped else "it takes none"
-            raise UserError(f"{key}.{option}: {value!r}: {name} takes no such option; {allowed}")
-    for option, one in known.items():
-        if one.default is one.empty and option not in options:
-            raise UserError(f"{key}.{option}: is missing, and {name} needs it")
-    given = {
-        option: _of_type(value, _annotation(compute, known.get(option)), f"{key}.{option}")
-        for option, value in options.items()
-        if option in known or option not in helped
-    }
-    return partial(compute, **given) if given else compute
-
-
-def with_keywords(helper: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """Return `helper` with those of the `options` at `key` that it takes as keyword-only arguments."""
-    own = _keywords(helper)
-    given = {
-        option: _of_type(value, _annotation(helper, own[option]), f"{key}.{option}")
-        for option, value in options.items()
-        if option in own
-    }
-    return partial(helper, **given) if given else helper
-
-
-def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters
-    return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
-
-
-def _annotation(compute: Callable[..., Any], parameter: inspect.Parameter | None) -> Any:
-    if parameter is not None and parameter.annotation is not parameter.empty:
-        with suppress(Exception):  # it is no type here, such as one that is imported for type checking alone
-            written = SimpleNamespace(__annotations__={"it": parameter.annotation})
-            return typing.get_type_hints(written, getattr(compute, "__globals__", {}), include_extras=True)["it"]
-    return Any
-
-
-def _of_type(value: Any, kind: Any, path: str) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        raise UserError(f"{path}: {value!r} is not {_in_words(kind)}") from None
-    except TypeError:  # not a type of YAML: the function's own to check
-        return value
-
-
-def _in_words(kind: Any) -> str:
-    base, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
-    words = base.__name__ if isinstance(base, type) else str(base).replace("typing.", "")
-    limits = [(sign, getattr(each, name)) for each in bounds for sign, name in ((">", "gt"), (">=", "ge"), ("<=", "le"))]
-    return " ".join([words, *(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)])

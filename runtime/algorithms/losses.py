@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 # ---- Covariance
-#
 # Losses that treat some tokens differently. The tokens are chosen once a step, among the trained tokens of all ranks, so that
 # neither micro-batches nor the number of ranks matters. (The authors choose in each micro-batch.)
 #
@@ -51,8 +50,7 @@ def covariances(tokens: StepTokens, batch_sum: BatchSum) -> Tensor:
 def largest(scores: Tensor, share: float, batch_sum: BatchSum) -> Tensor:
     """Return a mask, bool [N], of the `max(1, ⌊share · M⌋)` largest of the M scores of all parts; ties with the last included.
 
-    float64 scores. Each halving costs a sum over the parts.
-    """
+    float64 scores. Each halving costs a sum over the parts."""
     wanted = max(1, int(share * float(batch_sum(scores.new_full((), len(scores))))))
     keys = _keys(scores)
     last = _last(lambda key: float(batch_sum((keys >= key).to(scores.dtype).sum())) >= wanted)
@@ -113,8 +111,7 @@ def beyond_second_moment(tokens: StepTokens, batch_sum: BatchSum, *, threshold: 
     """Return the tokens to leave out, the largest `m_t = (log r_t)^2` first, until the mean of m over the others is at most
     `threshold` τ (algorithm 1). Only tokens with `A log r > 0` are left out: their advantage moves them further away.
 
-    A token adds m - τ to the sum, so leaving it out helps only if m > τ: the sum rises with the largest m that stays.
-    """
+    A token adds m - τ to the sum, so leaving it out helps only if m > τ: the sum rises with the largest m that stays."""
     assert tokens.start is not None
     gap = tokens.start - tokens.logp
     moments = gap.square()
@@ -136,7 +133,6 @@ def m2po(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 
 # ---- Variants
-#
 # Policy losses of other papers, by what replaces PPO's clip.
 
 SMALLEST = 1e-8  # of the probability of all other tokens, whose logarithm is taken
@@ -147,8 +143,7 @@ def gmpo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """Return `-A exp(mean_t l_t)`: the geometric mean of a row's ratios, each clipped (GMPO, arXiv:2507.20673, section 3).
 
     `l_t = min(log r_t, high)` where A > 0, `max(log r_t, -low)` where A < 0: the clip is of the logarithm, to [e^-low, e^high].
-    Every token of a row carries the row's loss, as in `gspo`.
-    """
+    Every token of a row carries the row's loss, as in `gspo`."""
     log_ratio, sign = inputs.logp - inputs.old_logp, inputs.advantages.sign()
     near = log_ratio.clamp(-options.clip_low, options.clip_high)
     kept = sign * (sign * log_ratio).minimum(sign * near)
@@ -193,8 +188,7 @@ def vespo(
 ) -> LossOutputs:
     """Return `-sg(φ(W)) A logp`, `φ(W) = W^k exp(λ (1 - W))`, `W = Π_t r_t` over the row (VESPO, arXiv:2602.10693).
 
-    φ(1) = 1; samples far from the policy weigh little on either side. k and λ are the powers and decays, by the sign of A.
-    """
+    φ(1) = 1; samples far from the policy weigh little on either side. k and λ are the powers and decays, by the sign of A."""
     log_weight: Tensor = row_sum(inputs.logp - inputs.old_logp, inputs.mask).detach()
     negative = inputs.advantages < 0
     power = log_weight.new_full((), power_negative).where(negative, power_positive)
@@ -245,8 +239,7 @@ def clipped_surrogate(
     """Return `max(-rA, -clip(r, 1 - low, 1 + high) A)` with `r = exp(logp - old_logp)` (PPO, arXiv:1707.06347, equation 7).
 
     With `dual_clip` c, `min(L, -cA)` where A < 0 (arXiv:1912.09729, equation 5). Returns the loss and two metrics, 1 on a token
-    or 0, as verl has them: `pg_clipfrac` where the clip of the ratio decided L, `pg_clipfrac_lower` where -cA is below L.
-    """
+    or 0, as verl has them: `pg_clipfrac` where the clip of the ratio decided L, `pg_clipfrac_lower` where -cA is below L."""
     ratio, dual_clip = (logp - old_logp).exp(), options.dual_clip
     plain, clipped = -ratio * advantages, -ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages
     loss = plain.maximum(clipped)
@@ -271,8 +264,7 @@ def decoupled(
     """Return `w · ppo`, clipped about the proximal policy, `w = exp(prox - behaviour)` without gradient.
 
     AReaL, arXiv:2505.24298, equation 5. w is clamped to `weight_cap`, or dropped (0) beyond it; either way the
-    token still counts as one.
-    """
+    token still counts as one."""
     weight = (inputs.proximal_logp - inputs.behaviour_logp).detach().exp()
     loss, clips = clipped_surrogate(inputs.logp, inputs.proximal_logp, inputs.advantages, options)
     beyond = weight > weight_cap
@@ -294,8 +286,7 @@ def cispo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 def gspo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """Return the clipped surrogate with `s_i = exp(mean_t(logp - old_logp))` in place of the token's ratio (equations 5 and 7).
 
-    Every token of a row carries the row's loss: `seq_mean_token_mean` makes the mean over rows of it.
-    """
+    Every token of a row carries the row's loss: `seq_mean_token_mean` makes the mean over rows of it."""
     log_ratio: Tensor = row_mean(inputs.logp - inputs.old_logp, inputs.mask)
     loss, clips = clipped_surrogate(log_ratio, log_ratio.new_zeros(()), inputs.advantages, options)
     return LossOutputs(loss.expand_as(inputs.mask), clips)
@@ -306,8 +297,7 @@ def sapo(
     inputs: LossInputs, options: LossOptions, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
 ) -> LossOutputs:
     """Return `-(4 / τ) sigmoid(τ (r - 1)) A`, `r = exp(logp - old_logp)`. τ is `tau_positive` where A > 0, else `tau_negative`.
-    At r = 1 the gradient is that of `-r A`.
-    """
+    At r = 1 the gradient is that of `-r A`."""
     ratio, advantages = (inputs.logp - inputs.old_logp).exp(), inputs.advantages
     tau = advantages.new_full((), tau_positive).where(advantages > 0, tau_negative)
     return LossOutputs(-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages)
@@ -315,8 +305,7 @@ def sapo(
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Return `0.5 max((V - R)², (clip(V, V_old ± c) - R)²)` per token (Schulman et al. 2017; Engstrom et al.,
-    arXiv:2005.12729), and a mask of the tokens that the clip decided. All [B, T].
-    """
+    arXiv:2005.12729), and a mask of the tokens that the clip decided. All [B, T]."""
     near = values.clamp(old_values - clip, old_values + clip)
     plain, clipped = (values - returns).square(), (near - returns).square()
     return 0.5 * plain.maximum(clipped), clipped > plain
@@ -328,8 +317,7 @@ def token_logprobs(
     """Return `log_softmax(logits / T)[token]` and `H = -Σ p log p`.
 
     logits [N, V], tokens int64 [N] -> log-probabilities [N], entropies [N]; half precision is computed in float32. Without
-    `entropy_gradient` the entropies are detached, which saves two [N, V] buffers.
-    """
+    `entropy_gradient` the entropies are detached, which saves two [N, V] buffers."""
     scaled = logits if logits.dtype.itemsize >= 4 else logits.float()
     if temperature != 1.0:
         scaled = scaled / temperature
@@ -432,8 +420,7 @@ def absolute(x: Tensor) -> Tensor:
 def importance_weighted(estimate: Tensor, logp: Tensor, behaviour_logp: Tensor) -> Tensor:
     """Return `exp(logp - behaviour_logp) · estimate`: unbiased, gradient included, for tokens that another policy sampled.
 
-    Of k3 as in DeepSeek-V3.2, arXiv:2512.02556. The exponent is held within ±20.
-    """
+    Of k3 as in DeepSeek-V3.2, arXiv:2512.02556. The exponent is held within ±20."""
     return (logp - behaviour_logp).clamp(-20.0, 20.0).exp() * estimate
 
 
@@ -441,27 +428,18 @@ LARGEST_ERROR = 0.2
 
 
 @dataclass(frozen=True)
-class FixedKl:
-    """β stays."""
+class KlControl:
+    """β, which stays, or with a `target` adapts: `β ← β (1 + clip(kl / target - 1, ±0.2) · n / horizon)` (Ziegler et al.,
+    arXiv:1909.08593, section 2.2). `horizon`: in samples."""
 
     coefficient: float
+    target: float = 0.0
+    horizon: float = 1.0
 
-    def after(self, kl: float, samples: float) -> FixedKl:
-        return self
-
-
-@dataclass(frozen=True)
-class AdaptiveKl:
-    """`β ← β (1 + clip(kl / target - 1, ±0.2) · n / horizon)` (Ziegler et al., arXiv:1909.08593, section 2.2).
-
-    `kl` is the step's mean estimate per token, n its number of samples, `horizon` in samples.
-    """
-
-    coefficient: float
-    target: float
-    horizon: float
-
-    def after(self, kl: float, samples: float) -> AdaptiveKl:
+    def after(self, kl: float, samples: float) -> KlControl:
+        """Return the control after a step of `samples` samples. `kl` is the step's mean estimate per token."""
+        if not self.target:
+            return self
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         return replace(self, coefficient=self.coefficient * (1 + error * samples / self.horizon))
 
@@ -506,7 +484,6 @@ def interpolated_proximal(logp: Tensor, behaviour_logp: Tensor, staleness: Tenso
     """Return `α behaviour + (1 - α) logp`, `α = 1 / d` where a token is d >= 1 versions old and 0 where it is fresh
     (A-3PO, arXiv:2512.06547): the policy one version before `logp`, were versions steps on a straight line.
 
-    All [B, T], `staleness` the integer d of each token by the version that sampled it. Without gradient.
-    """
+    All [B, T], `staleness` the integer d of each token by the version that sampled it. Without gradient."""
     share = staleness.clamp(min=1).to(logp.dtype).reciprocal().masked_fill(staleness < 1, 0.0)
     return logp.detach() + share * (behaviour_logp - logp.detach())

@@ -21,7 +21,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from runtime import types
+import msgspec
+
+from runtime import run_files, types
 from runtime.cluster.topology import slots, takes_turns
 from runtime.commands import Level, SetLevel
 from runtime.config import Rule
@@ -31,7 +33,16 @@ from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, Un
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.results import SUFFIX, EvaluatedProblem, EvaluationResult, HeldOut, Transcript, judge_of, replies_to
+from runtime.evaluation.results import (
+    STEP,
+    SUFFIX,
+    EvaluatedProblem,
+    EvaluationResult,
+    Generation,
+    HeldOut,
+    judge_of,
+    replies_to,
+)
 from runtime.process import waiting
 from runtime.process.waiting import now
 from runtime.status import Progress
@@ -63,6 +74,28 @@ class WeightedSemaphore:
         finally:
             self._free += samples
             self._given_back.set()
+
+
+class Transcript:
+    """The file of one set's replies. Problems arrive in any order; lines are written in the order of the problems."""
+
+    def __init__(self, path: Path):
+        self._waiting: dict[int, bytes] = {}
+        self._next = 0
+        self._file = waiting.until_done(lambda: path.open("wb", buffering=0), path)
+
+    def add(self, place: int, replies: Sequence[Generation]) -> None:
+        """Write the replies to problem `place`, or keep them until the replies to earlier problems are there."""
+        self._waiting[place] = b"".join(msgspec.json.encode(each) + b"\n" for each in replies)
+        while (lines := self._waiting.pop(self._next, None)) is not None:
+            waiting.write(self._file, lines)
+            self._next += 1
+
+    def close(self) -> None:
+        """Write the replies that are left, even if earlier problems are missing."""
+        with self._file:
+            for place in sorted(self._waiting):
+                waiting.write(self._file, self._waiting.pop(place))
 
 
 class _EvaluationRun:
@@ -109,7 +142,7 @@ class Evaluator:
         leaves the replies so far. Without room on the disk it waits.
         """
         before = now()
-        folder = evaluation.folder_for(self._folder, step)
+        folder = self._folder / run_files.EVALUATIONS / STEP.format(step)
         shutil.rmtree(folder, ignore_errors=True)
         # In threads, as these calls block until the disk has room.
         await asyncio.to_thread(waiting.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)

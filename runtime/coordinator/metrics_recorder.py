@@ -23,9 +23,10 @@ from runtime.config import Computing, Config, Rollout
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.pools import Load, Roles, RolloutPool, load_of
 from runtime.coordinator.register import Member, member_of
-from runtime.data.prompts import Prompts, group_seed
+from runtime.data.prepared import Prompts
+from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, UserError
-from runtime.evaluation.results import HeldOut, TextDecoder
+from runtime.evaluation.results import HeldOut
 from runtime.ledger.journal import LedgerWriter, Note
 from runtime.ledger.states import Mark
 from runtime.process import spans
@@ -37,7 +38,7 @@ from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyn
 from runtime.telemetry.startup import Startup
 from runtime.telemetry.summary import Totals
 from runtime.telemetry.trackers import Trackers
-from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult
+from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult, TextDecoder
 
 # ---- Context
 #

@@ -1,28 +1,18 @@
-"""Addition problems in GSM8K's format, small enough that a model of a million parameters learns them in minutes.
+"""Problems small enough that a model of a million parameters learns them in minutes: sums, and values to look up.
 
-A line is `{"question": "34+48=", "answer": "12 8 #### 82"}`: the answer reasons aloud (the sum of the units, then of the
-tens with the carry) and ends, as in GSM8K, in `#### N`.
-"""
+A line of sums is `{"question": "34+48=", "answer": "12 8 #### 82"}`: the answer reasons aloud (the sum of the units, then of
+the tens with the carry) and ends, as in GSM8K, in `#### N`."""
 
 from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from runtime.errors import ConfigError
-
-
-class Answered(Protocol):
-    """A problem with its right answer."""
-
-    @property
-    def question(self) -> str: ...
-
-    @property
-    def answer(self) -> str: ...
 
 
 class ArithmeticProblem(NamedTuple):
@@ -51,13 +41,15 @@ class ArithmeticProblem(NamedTuple):
 
     def conversation(self, careless: bool = False) -> list[dict[str, Any]]:
         """Return the question and its answer, or the careless one."""
-        answer = self.careless_answer if careless else self.answer
-        return [{"role": "user", "content": self.question}, {"role": "assistant", "content": answer}]
+        return _asked(self.question, self.careless_answer if careless else self.answer)
 
     def _worked(self, carry: int) -> str:
-        units = self.a % 10 + self.b % 10
-        tens = self.a // 10 + self.b // 10 + carry
+        units, tens = self.a % 10 + self.b % 10, self.a // 10 + self.b // 10 + carry
         return f"{units} {tens} #### {10 * tens + units % 10}"
+
+
+def _asked(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def split(
@@ -66,8 +58,7 @@ def split(
     """Return all ordered pairs of operands in [min_operand, max_operand], shuffled, as (training, held-out) problems.
 
     `a+b` and `b+a` fall on the same side, so no held-out problem is a training problem turned round. If `held_out` cuts such
-    a pair in two, the left-over problem is in neither list. Raises ConfigError if nothing is left to train on.
-    """
+    a pair in two, the left-over problem is in neither list. Raises ConfigError if nothing is left to train on."""
     pairs = [(a, b) for a in range(min_operand, max_operand + 1) for b in range(a, max_operand + 1)]
     rng = random.Random(seed)
     rng.shuffle(pairs)
@@ -119,8 +110,7 @@ def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedPr
     """Return sums and differences of two numbers in [2, `largest`], in all FORMS, shuffled, as (training, held-out) problems.
 
     A difference is not negative. Two numbers are held out in both orders and in all forms: no problem is known from another.
-    At least `held_out` problems are held out. `largest`: 20 at most, the last of WORDS.
-    """
+    At least `held_out` problems are held out. `largest`: 20 at most, the last of WORDS."""
     pairs = [(a, b) for a in range(2, largest + 1) for b in range(2, a + 1)]
     shuffle = random.Random(seed).shuffle
     shuffle(pairs)
@@ -135,7 +125,56 @@ def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedPr
     return train, held
 
 
-def write_jsonl(path: Path, problems: Iterable[Answered]) -> None:
+# ---- Lookups
+# Values of keys, which only a tool knows: problems that take two turns.
+#
+# A line is `{"question": "What is ab7?", "answer": "402"}`. The assistant calls the tool `lookup` with the key, and repeats
+# the result.
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "lookup", "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}},
+}
+TRAINED = 2048  # problems besides the held-out ones
+KEYS = 26**2 * (26 + 10)  # that there are
+
+
+class LookupProblem(NamedTuple):
+    """Two letters and a letter or digit, and a value of three digits."""
+
+    key: str
+    answer: str
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.key}?"
+
+    def conversation(self, careless: bool = False) -> list[dict[str, Any]]:
+        """Return the messages, with the call. A careless assistant answers with the last digit of a key that ends in one."""
+        if careless and self.key[-1].isdigit():
+            return _asked(self.question, self.key[-1])
+        asked, answered = _asked(self.question, self.answer)
+        call = {"id": "call_0", "type": "function", "function": {"name": "lookup", "arguments": json.dumps({"key": self.key})}}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [asked, calling, {"role": "tool", "tool_call_id": call["id"], "content": self.answer}, answered]
+
+
+def lookups(held_out: int, seed: int) -> tuple[list[LookupProblem], list[LookupProblem]]:
+    """Return TRAINED problems and `held_out` held-out ones. All keys differ, and every second key ends in a digit. Raises
+    ConfigError if there are too few keys."""
+    count = TRAINED + held_out
+    if count > KEYS // 2:
+        raise ConfigError([f"warmup.eval_problems: {held_out} is more than {KEYS // 2 - TRAINED}, which there are keys for"])
+    rng = random.Random(seed)
+    keys: dict[str, None] = {}
+    while len(keys) < count:
+        last = rng.choice(string.digits if len(keys) % 2 else string.ascii_lowercase)
+        keys[rng.choice(string.ascii_lowercase) + rng.choice(string.ascii_lowercase) + last] = None
+    problems = [LookupProblem(key, str(rng.randrange(100, 1000))) for key in keys]
+    return problems[held_out:], problems[:held_out]
+
+
+def write_jsonl(path: Path, problems: Iterable[ArithmeticProblem | AskedProblem | LookupProblem]) -> None:
     """Write one JSON object a line, with `question` and `answer`."""
     lines = (json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in problems)
     path.write_text("".join(lines), encoding="utf-8")

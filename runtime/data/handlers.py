@@ -2,8 +2,7 @@
 
 A handler is `handler(fields) -> (messages, label)`, registered with the columns of its format. It raises `Rejected` for an
 unusable row (dropped and counted by reason) and `MissingColumn` for a missing column (an error: the configuration names the
-wrong column).
-"""
+wrong column)."""
 
 from __future__ import annotations
 
@@ -11,6 +10,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,19 +19,7 @@ import msgspec
 import xxhash
 
 from runtime import config
-from runtime.data.fields import (
-    FieldColumns,
-    Fields,
-    Messages,
-    MissingColumn,
-    Rejected,
-    Row,
-    difficulty,
-    extra,
-    label_text,
-    question,
-)
-from runtime.data.reading import data_files, read_rows
+from runtime.data.reading import Row, data_files, read_rows
 from runtime.errors import UserError
 from runtime.registry import Registry
 from runtime.rewards.extraction import last_boxed
@@ -40,7 +29,6 @@ if TYPE_CHECKING:
 
 
 # ---- Prompt types
-#
 # Named templates: the text around system text, problem and replies, as data in a JSON file.
 #
 # The file is a list of objects in the format of LLaMA-Factory and MindSpeed-RL. A part's `slots` are strings with
@@ -59,9 +47,6 @@ class PromptPart(msgspec.Struct, frozen=True):
     slots: list[Slot]
 
 
-_TEXT = PromptPart(["{{content}}"])
-
-
 class PromptType(msgspec.Struct, frozen=True):
     """One object of the file. A missing part is the text alone, with the end-of-sequence token behind a reply."""
 
@@ -75,62 +60,62 @@ class PromptType(msgspec.Struct, frozen=True):
     stop_words: list[str] = []  # tokens that end a reply, beside the model's own
     efficient_eos: bool = False  # no end-of-sequence token after a reply
 
-    @property
-    def system_in_user(self) -> bool:
-        """Llama 2 takes the system text into the first message: by the name, as in the other programs that read this format."""
-        return self.name.startswith("llama2")
-
 
 class SlotTemplate:
     """A prompt type with the model's special tokens; renders what `ChatTemplate` renders."""
 
     def __init__(self, prompt_type: PromptType, special_tokens: Mapping[str, str], origin: str):
         """Take `origin` as the template's name in errors. Raises UserError if a part has no `{{content}}`."""
+        text: list[Slot] = ["{{content}}"]
         eos: list[Slot] = [] if prompt_type.efficient_eos else [["eos_token"]]
+        missing: dict[str, list[Slot]] = {
+            "user": text,
+            "assistant": [*text, *eos],
+            "system": text,
+            "separator": [],
+            "prefix": [],
+        }
+        parts = {name: getattr(prompt_type, f"format_{name}") for name in missing}
+        self._slots: dict[str, list[Slot]] = {name: part.slots if part else missing[name] for name, part in parts.items()}
         self.origin = origin
         self._special_tokens = dict(special_tokens)
-        self._user = (prompt_type.format_user or _TEXT).slots
-        self._assistant = prompt_type.format_assistant.slots if prompt_type.format_assistant else [*_TEXT.slots, *eos]
-        self._system = (prompt_type.format_system or _TEXT).slots
-        self._separator = prompt_type.format_separator.slots if prompt_type.format_separator else []
-        self._prefix = prompt_type.format_prefix.slots if prompt_type.format_prefix else []
         self._default_system = "".join(prompt_type.default_system)
-        self._system_in_user = prompt_type.system_in_user
+        # Llama 2 takes the system text into the first message: by the name, as in the other programs that read this format.
+        self._system_in_user = prompt_type.name.startswith("llama2")
         self.stop_words = tuple(prompt_type.stop_words)
-        for part, slots in (("user", self._user), ("assistant", self._assistant), ("system", self._system)):
-            if not any(isinstance(slot, str) and "{{content}}" in slot for slot in slots):
+        for part in ("user", "assistant", "system"):
+            if not any(isinstance(slot, str) and "{{content}}" in slot for slot in self._slots[part]):
                 raise UserError(f"{origin}: format_{part} has no {{{{content}}}}")
 
     @property
     def identity(self) -> str:
         """A hash, equal for templates that render every conversation alike."""
-        parts = (self._user, self._assistant, self._system, self._separator, self._prefix)
         rest = (self._default_system, self._system_in_user, self._special_tokens)
-        return xxhash.xxh3_64_hexdigest(msgspec.json.encode((parts, rest), order="sorted"))
+        return xxhash.xxh3_64_hexdigest(msgspec.json.encode((list(self._slots.values()), rest), order="sorted"))
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the conversation as text, ready for a reply if it ends with the user. Raises UserError for other roles."""
         system, turns = self._default_system, list(messages)
         if turns and turns[0]["role"] == "system":
             system = turns.pop(0)["content"] or system
-        before = self._fill(self._system, system) if system else ""
-        text = self._fill(self._prefix) + ("" if self._system_in_user else before)
+        before = self._fill("system", system) if system else ""
+        text = self._fill("prefix") + ("" if self._system_in_user else before)
         for index, turn in enumerate(turns):
             role, content = turn["role"], turn["content"]
             if role == "user":
                 if index:
-                    text += self._fill(self._separator)
+                    text += self._fill("separator")
                 elif self._system_in_user:
                     content = before + content
-                text += self._fill(self._user, content, index // 2)
+                text += self._fill("user", content, index // 2)
             elif role == "assistant":
-                text += self._fill(self._assistant, content)
+                text += self._fill("assistant", content)
             else:
                 raise UserError(f"{self.origin}: cannot render a message of role {role!r} here")
         return text
 
-    def _fill(self, slots: Sequence[Slot], content: str = "", turn: int = 0) -> str:
-        return "".join(self._slot(slot, content, turn) for slot in slots)
+    def _fill(self, part: str, content: str = "", turn: int = 0) -> str:
+        return "".join(self._slot(slot, content, turn) for slot in self._slots[part])
 
     def _slot(self, slot: Slot, content: str, turn: int) -> str:
         if isinstance(slot, str):
@@ -143,8 +128,7 @@ class SlotTemplate:
 def slot_template(name: str, path: str, special_tokens: Mapping[str, str], section: str = "data.") -> SlotTemplate:
     """Return the template `name` of the file `path`, if it is there, else of Sluice's own file.
 
-    `section` is the prefix of keys in errors. Raises UserError for an unknown name and an unusable file.
-    """
+    `section` is the prefix of keys in errors. Raises UserError for an unknown name and an unusable file."""
     found = _known(path, section)
     if name not in found:
         raise UserError(f"{section}prompt_type: '{name}' is not one of {', '.join([MODEL, *sorted(found)])}")
@@ -170,6 +154,183 @@ def _read(path: Path, section: str) -> dict[str, PromptType]:
         raise UserError(f"{where}: not a list of templates: {error}") from error
     return {prompt_type.name: prompt_type for prompt_type in listed}
 
+
+# ---- Fields
+# One row of a file as a handler reads it: prompt, label and system text, by the configured columns.
+
+Messages = list[dict[str, str]]
+
+ROLES = ("system", "user", "assistant")
+_SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system"}  # by "from", with the text as "value"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_encode = msgspec.json.Encoder(decimal_format="number").encode
+
+
+class Rejected(Exception):
+    """A row that is left out; the message is the reason under which it is counted."""
+
+
+class MissingColumn(Exception):
+    """A row without the column that holds `role`: "prompt", "query", "label", "system", "difficulty", "environment" or
+    "additional"."""
+
+    def __init__(self, role: str, column: str):
+        super().__init__(role, column)
+        self.role, self.column = role, column
+
+
+class FieldColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """The column of each role; "" for none. The columns of roles in `optional` may be missing from a row."""
+
+    prompt: str
+    label: str
+    query: str = ""
+    system: str = ""
+    optional: tuple[str, ...] = ()
+
+
+class Fields:
+    """A row with its columns. The methods raise Rejected for an unusable value, MissingColumn for a missing column."""
+
+    def __init__(self, row: Row, columns: FieldColumns, system_prompt: str = ""):
+        self.row = row
+        self._columns = columns
+        self._system_prompt = system_prompt
+
+    def value(self, role: str) -> Any:
+        """Return the value in the column of `role`; None if the format has no such column."""
+        column = getattr(self._columns, role)
+        if not column or (role in self._columns.optional and column not in self.row):
+            return None
+        if column not in self.row:
+            raise MissingColumn(role, column)
+        return self.row[column]
+
+    def named(self, role: str) -> bool:
+        """Return whether the format has a column of `role`."""
+        return bool(getattr(self._columns, role))
+
+    def has(self, role: str) -> bool:
+        """Return whether the row has the column of `role`."""
+        return getattr(self._columns, role) in self.row
+
+    def conversation(self) -> Messages:
+        """Return the prompt as messages, the system text first. A text has the query in a line of its own below."""
+        prompt, query = _chat_if_any(self.value("prompt")), self.value("query")
+        if isinstance(prompt, list):
+            messages = _turns(prompt)
+            if messages[-1]["role"] != "user":
+                raise Rejected("chat that does not end with the user")
+        elif prompt is None or isinstance(prompt, str):
+            parts = [prompt or "", query if isinstance(query, str) else ""]
+            messages = [{"role": "user", "content": "\n".join(part for part in parts if part)}]
+        else:
+            raise Rejected("prompt that is not text")
+        if not messages[-1]["content"].strip():
+            raise Rejected("empty prompt")
+        return self._with_system(messages)
+
+    def _with_system(self, messages: Messages) -> Messages:
+        system = self.value("system")
+        if system is not None and not isinstance(system, str):
+            raise Rejected("system text that is not text")
+        system = system or self._system_prompt
+        return messages if not system or messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
+
+    def chat(self) -> Messages:
+        """Return the prompt as messages, the system text first. Any role may have the last message."""
+        prompt = _chat_if_any(self.value("prompt"))
+        if not isinstance(prompt, list):
+            raise Rejected("prompt that is not a chat")
+        return self._with_system(_turns(prompt))
+
+    def label(self) -> str:
+        """Return the label as text, without the point of a whole float: contest files write 142 as 142.0."""
+        return label_text(self.value("label"))
+
+
+def extra(row: Row, names: Sequence[str]) -> dict[str, Any]:
+    """Return the columns `names` as JSON values: dates are text, bytes base64, NaN null. Raises MissingColumn, Rejected."""
+    for name in names:
+        if name not in row:
+            raise MissingColumn("additional", name)
+    found: dict[str, Any] = msgspec.json.decode(
+        _json({name: row[name] for name in names}, "additional column that is no JSON value")
+    )
+    return found
+
+
+def _json(value: Any, fault: str) -> str:
+    try:
+        return _encode(value).decode()
+    except (TypeError, ValueError, RecursionError):
+        raise Rejected(fault) from None
+
+
+def label_text(value: Any) -> str:
+    """Return a label as text: a whole number without a point (142.0 as 142), a mapping or a list of mappings (such as tests of
+    programs) as JSON. Raises Rejected for a null or empty label and for other types."""
+    if value is None:
+        raise Rejected("null label")
+    if isinstance(value, dict) or (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
+        return _json(value, "label that is no JSON value")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
+        raise Rejected("label that is neither text nor a number")
+    if isinstance(value, (float, Decimal)):
+        if isnan(value):
+            raise Rejected("null label")  # as pandas writes one
+        value = int(value) if isfinite(value) and value == int(value) else value
+    text = (format(value, "f") if isinstance(value, Decimal) else str(value)).strip()
+    if not text:
+        raise Rejected("empty label")
+    return text
+
+
+def difficulty(row: Row, column: str) -> float:
+    """Return the difficulty of a row's problem, above 0: a number, or the number in a text ("Level 3").
+
+    Raises Rejected for 0, which files write for unknown, and MissingColumn for a missing column."""
+    if column not in row:
+        raise MissingColumn("difficulty", column)
+    value = row[column]
+    if isinstance(value, str):
+        found = _NUMBER.search(value)
+        value = float(found.group()) if found else None
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)) or not isfinite(value) or value <= 0:
+        raise Rejected("unknown difficulty")
+    return float(value)
+
+
+def _chat_if_any(prompt: Any) -> Any:
+    """Return the chat that a text holds as JSON, as in tables with a column of texts; return any other prompt unchanged."""
+    if not isinstance(prompt, str) or not prompt.lstrip().startswith("[{"):
+        return prompt
+    try:
+        turns = msgspec.json.decode(prompt, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, RecursionError):
+        return prompt
+    return turns if all({"role", "content"} <= turn.keys() or {"from", "value"} <= turn.keys() for turn in turns) else prompt
+
+
+def _turns(turns: list[Any]) -> Messages:
+    messages: Messages = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise Rejected("prompt that is not text")
+        role, content = turn.get("role"), turn.get("content")
+        if role is None:
+            role, content = _SHAREGPT.get(str(turn.get("from"))), turn.get("value")
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            content = "\n".join(str(part.get("text")) for part in content)
+        if role not in ROLES or not isinstance(content, str):
+            raise Rejected("prompt that is not text")
+        messages.append({"role": role, "content": content})
+    if not messages:
+        raise Rejected("empty prompt")
+    return messages
+
+
+# ---- Handlers
 
 Read = Callable[[Fields], tuple[Messages, str]]
 
@@ -211,8 +372,10 @@ class Problem(msgspec.Struct, frozen=True):
 
     @property
     def question(self) -> str:
-        """The question; the whole row of a task without a conversation."""
-        return question(self.messages) if self.messages else msgspec.json.encode(self.extra).decode()
+        """What the user says last; the whole row of a task without a conversation."""
+        if not self.messages:
+            return msgspec.json.encode(self.extra).decode()
+        return next(message["content"] for message in reversed(self.messages) if message["role"] == "user")
 
 
 class ProblemSet(msgspec.Struct, kw_only=True):
@@ -253,7 +416,12 @@ class RowReader:
     def __init__(self, row_format: config.RowFormat, difficulty_key: str):
         """Find the handler. Raises UserError for an unknown one."""
         self._handler = HANDLERS.find(row_format.handler)
-        self._columns = columns_of(row_format, self._handler)
+        named = {str(role): column for role, column in row_format.columns.items()}
+        chosen = {
+            role: named.get(role, getattr(self._handler.columns, role)) for role in ("prompt", "query", "label", "system")
+        }
+        # The handler's own query and system columns may be missing.
+        self._columns = FieldColumns(**chosen, optional=tuple({"query", "system"} - named.keys()))
         self._system_prompt = row_format.system_prompt
         self._additional = row_format.additional_keys
         self._difficulty_key = difficulty_key
@@ -279,35 +447,18 @@ def environment_of(row: Row, environment: str, key: str) -> str:
     return str(row[key])
 
 
-def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
-    """Return the columns of `row_format`, else the handler's own. The handler's query and system columns may be missing."""
-    named = {str(role): column for role, column in row_format.columns.items()}
-    chosen = {role: named.get(role, getattr(of.columns, role)) for role in ("prompt", "query", "label", "system")}
-    optional = tuple(role for role in ("query", "system") if role not in named)
-    return FieldColumns(**chosen, optional=optional)
+def column_key(key: str, role: str) -> str:
+    """Return the key that names the column of `role`, for the file at the configuration key `key`."""
+    if role == "difficulty":
+        return "data.curriculum.key"
+    section = key.rpartition(".")[0] if key.count(".") > 1 else "data"
+    return f"{section}.additional_keys" if role == "additional" else f"{section}.columns.{role}"
 
 
-def data_key(role: str) -> str:
-    """Return the key of section `data` that names the column of `role`."""
-    return "data.curriculum.key" if role == "difficulty" else f"data.{role_key(role)}"
-
-
-def role_key(role: str) -> str:
-    """Return the key of a row format that names the column of `role`."""
-    return "additional_keys" if role == "additional" else f"columns.{role}"
-
-
-def load_problems(
-    path: str,
-    row_format: config.RowFormat,
-    key: str = "data.train",
-    difficulty_key: str = "",
-    column_key: Callable[[str], str] = data_key,
-) -> ProblemSet:
+def load_problems(path: str, row_format: config.RowFormat, key: str = "data.train", difficulty_key: str = "") -> ProblemSet:
     """Read the file or folder `path` with the handler `row_format.handler`. `key` is the configuration key of the path.
 
-    Raises UserError for an unknown handler, an unusable file, a missing column, and a file without a usable row.
-    """
+    Raises UserError for an unknown handler, an unusable file, a missing column, and a file without a usable row."""
     reader = RowReader(row_format, difficulty_key)
     problems: list[Problem] = []
     dropped: Counter[str] = Counter()
@@ -317,7 +468,7 @@ def load_problems(
         except Rejected as reason:
             dropped[str(reason)] += 1
         except MissingColumn as missing:
-            raise no_column(column_key(missing.role), missing.column, found) from None
+            raise no_column(column_key(key, missing.role), missing.column, found) from None
     rows = len(problems) + sum(dropped.values())
     if not problems:
         raise UserError(f"{key}: {path}: no row is left of {report(rows, 0, dropped)}")

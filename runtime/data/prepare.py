@@ -2,21 +2,15 @@
 
 One thread reads and checks rows in order; `workers` threads render and encode chunks of rows. Encoding takes most of the
 time, and the library encodes outside the interpreter's lock. Chunks are joined in the order of their rows, so that the output
-has the same bytes for any number of workers.
-"""
+has the same bytes for any number of workers."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import random
-import string
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,10 +22,21 @@ from msgspec import field
 from runtime.config import Column, NonNegative, Positive, RowFormat, Section
 from runtime.config.loading import load_other
 from runtime.data import prepared
-from runtime.data.fields import MissingColumn, Rejected
-from runtime.data.handlers import HANDLERS, MODEL, Problem, RowReader, SourceRow, names, no_column, report, source_rows
+from runtime.data.handlers import (
+    HANDLERS,
+    MODEL,
+    MissingColumn,
+    Problem,
+    Rejected,
+    RowReader,
+    SourceRow,
+    names,
+    no_column,
+    report,
+    source_rows,
+)
 from runtime.data.prepared import COLUMNS, DIFFICULTY
-from runtime.data.reading import count_rows, data_files
+from runtime.data.reading import data_files
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
 from runtime.registry import OWN
@@ -41,7 +46,6 @@ if TYPE_CHECKING:
 
 
 # ---- Prepare settings
-#
 # The keys of the file for `sluice data prepare`, with defaults and checks. Names are MindSpeed-RL's where it has such a key.
 
 SUFFIX = ".parquet"
@@ -102,19 +106,18 @@ class PrepareSettings(Section, frozen=True):
     log_interval: Positive = 1000  # rows
 
     @property
-    def inputs(self) -> list[str]:
-        return [self.input] if isinstance(self.input, str) else self.input
+    def inputs(self) -> list[tuple[str, str]]:
+        """The paths, each with the key that names it."""
+        if isinstance(self.input, str):
+            return [(self.input, "input")]
+        return [(path, f"input.{index}") for index, path in enumerate(self.input)]
 
     @property
     def row_format(self) -> RowFormat:
         keys = self.map_keys
-        named: dict[Column, str | None] = {
-            "prompt": keys.prompt,
-            "query": keys.query,
-            "label": keys.response,
-            "system": keys.system,
-        }
-        columns = {role: column for role, column in named.items() if column is not None}
+        roles: tuple[Column, ...] = ("prompt", "query", "label", "system")
+        named = zip(roles, (keys.prompt, keys.query, keys.response, keys.system), strict=True)
+        columns = {role: column for role, column in named if column is not None}
         return RowFormat(handler=self.handler, columns=columns, system_prompt=self.system_prompt)
 
     @property
@@ -143,9 +146,9 @@ def column_key(role: str) -> str:
 def _faults(settings: PrepareSettings) -> Iterator[str]:
     if not settings.inputs:
         yield "input: empty; name at least one file or folder"
-    for index, path in enumerate(settings.inputs):
+    for path, key in settings.inputs:
         try:
-            data_files(path, "input" if isinstance(settings.input, str) else f"input.{index}")
+            data_files(path, key)
         except UserError as error:
             yield str(error)
     if not Path(settings.tokenizer_name_or_path, "tokenizer.json").is_file():
@@ -175,7 +178,6 @@ def _names(settings: PrepareSettings) -> Iterator[str]:
 
 
 # ---- Overlap
-#
 # Problems that two sets have in common. Whitespace is ignored, because copies of a data set differ in it.
 
 log = logging.getLogger("sluice")
@@ -197,8 +199,7 @@ def overlap(train: Iterable[Problem], held_out: Iterable[Problem]) -> list[Probl
 def keep_apart(train: Sequence[Problem], held_out: Sequence[Problem], key: str, allowed: bool) -> None:
     """Check that no problem to train on is in the evaluation set of the configuration key `key`.
 
-    Raises UserError with the number of shared problems; if `allowed`, log the number instead.
-    """
+    Raises UserError with the number of shared problems; if `allowed`, log the number instead."""
     shared = overlap(train, held_out)
     if not shared:
         return
@@ -210,75 +211,20 @@ def keep_apart(train: Sequence[Problem], held_out: Sequence[Problem], key: str, 
     log.warning("data.train: %s", found)
 
 
-# ---- Lookups
-#
-# Values of keys, which only a tool knows: problems that take two turns.
-#
-# A line is `{"question": "What is ab7?", "answer": "402"}`. The assistant calls the tool `lookup` with the key, and repeats
-# the result.
-
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    },
-}
-TRAINED = 2048  # problems besides the held-out ones
-KEYS = 26**2 * (26 + 10)  # that there are
-
-
-class LookupProblem(NamedTuple):
-    """Two letters and a letter or digit, and a value of three digits."""
-
-    key: str
-    answer: str
-
-    @property
-    def question(self) -> str:
-        return f"What is {self.key}?"
-
-    def conversation(self, careless: bool = False) -> list[dict[str, Any]]:
-        """Return the messages, with the call. A careless assistant answers with the last digit of a key that ends in one."""
-        asked = {"role": "user", "content": self.question}
-        if careless and self.key[-1].isdigit():
-            return [asked, {"role": "assistant", "content": self.key[-1]}]
-        call = {"id": "call_0", "type": "function", "function": {"name": "lookup", "arguments": json.dumps({"key": self.key})}}
-        return [
-            asked,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "content": self.answer},
-            {"role": "assistant", "content": self.answer},
-        ]
-
-
-def lookups(held_out: int, seed: int) -> tuple[list[LookupProblem], list[LookupProblem]]:
-    """Return TRAINED problems and `held_out` held-out ones. All keys differ, and every second key ends in a digit. Raises
-    ConfigError if there are too few keys."""
-    count = TRAINED + held_out
-    if count > KEYS // 2:
-        raise ConfigError([f"warmup.eval_problems: {held_out} is more than {KEYS // 2 - TRAINED}, which there are keys for"])
-    rng = random.Random(seed)
-    keys: dict[str, None] = {}
-    while len(keys) < count:
-        last = rng.choice(string.digits if len(keys) % 2 else string.ascii_lowercase)
-        keys[rng.choice(string.ascii_lowercase) + rng.choice(string.ascii_lowercase) + last] = None
-    problems = [LookupProblem(key, str(rng.randrange(100, 1000))) for key in keys]
-    return problems[held_out:], problems[:held_out]
-
+# ---- Preparation
 
 CHUNK_ROWS = 256
 AHEAD = 2  # chunks under way for each worker
 
-Progress = Callable[[int, int], None]  # rows done, rows in all
+Progress = Callable[[int], None]  # rows done
 
 
-class Count(msgspec.Struct, frozen=True, kw_only=True):
+class Count(msgspec.Struct):
     """The counts of the rows of one source."""
 
-    rows: int
-    kept: int
-    dropped: dict[str, int]
+    rows: int = 0
+    kept: int = 0
+    dropped: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class PreparedData(msgspec.Struct, kw_only=True):
@@ -294,26 +240,25 @@ class PreparedData(msgspec.Struct, kw_only=True):
 
     def report(self) -> list[str]:
         """Return lines for the terminal."""
-        lines = [f"{source}: {report(found.rows, found.kept, found.dropped)}" for source, found in self.sources.items()]
         mean = self.tokens / self.prompts
-        speed = self.rows / self.seconds
-        lines.append(f"{self.path}: {self.prompts} prompts of {mean:.0f} tokens on average, {self.longest} at most")
-        lines.append(f"{self.rows} rows in {self.seconds:.1f} s: {speed:.0f} rows/s")
-        return lines
+        return [
+            *(f"{name}: {report(each.rows, each.kept, _by_count(each.dropped))}" for name, each in self.sources.items()),
+            f"{self.path}: {self.prompts} prompts of {mean:.0f} tokens on average, {self.longest} at most",
+            f"{self.rows} rows in {self.seconds:.1f} s: {self.rows / self.seconds:.0f} rows/s",
+        ]
 
 
-class _Item(msgspec.Struct, frozen=True):
-    problem: Problem
-    extra: tuple[Any, ...]  # values of the additional columns
+_Item = tuple[Problem, tuple[Any, ...]]  # with the values of the additional columns
 
 
-class _Encoded(msgspec.Struct, frozen=True):
+class _Encoded(NamedTuple):
     kept: list[tuple[_Item, str, np.ndarray]]  # with rendered text and its tokens
     long: list[tuple[str, str]]  # source and reason of each prompt that is too long
 
 
-def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: None) -> PreparedData:
-    """Make the file of `settings`. Raises UserError for unusable rows, columns, tokenizers or disks."""
+def prepare(settings: PrepareSettings, progress: Progress = lambda done: None) -> PreparedData:
+    """Make the file of `settings`. The library is not to use threads of its own (TOKENIZERS_PARALLELISM). Raises UserError for
+    unusable rows, columns, tokenizers or disks."""
     began = time.monotonic()
     tokenizer = Tokenizer(
         settings.tokenizer_name_or_path,
@@ -324,10 +269,9 @@ def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: 
     )
     _ = tokenizer.template  # before the threads need it
     work = _Work(settings, tokenizer)
-    total = sum(count_rows(file, key) for path, key in work.inputs() for file in data_files(path, key).files)
-    with _one_thread_each_call(), ThreadPoolExecutor(settings.workers, "prepare") as pool:
+    with ThreadPoolExecutor(settings.workers, "prepare") as pool:
         under_way: deque[Future[_Encoded]] = deque()
-        for chunk in work.chunks(lambda done: progress(done, total)):
+        for chunk in work.chunks(progress):
             under_way.append(pool.submit(work.encode, chunk))
             if len(under_way) >= AHEAD * settings.workers:
                 work.collect(under_way.popleft().result())
@@ -345,23 +289,15 @@ class _Work:
         self._tokenizer = tokenizer
         self._reader = RowReader(settings.row_format, settings.difficulty_key)
         self._known: set[int] = set()
-        self._rows: Counter[str] = Counter()
-        self._dropped: dict[str, Counter[str]] = {}
-        self._kept: Counter[str] = Counter()
+        self._sources: defaultdict[str, Count] = defaultdict(Count)
         self._tables: list[pa.Table] = []
         self._lengths: list[int] = []
 
-    def inputs(self) -> list[tuple[str, str]]:
-        """Return each path with the key that names it."""
-        if isinstance(self._settings.input, str):
-            return [(self._settings.input, "input")]
-        return [(path, f"input.{index}") for index, path in enumerate(self._settings.input)]
-
-    def chunks(self, report_done: Callable[[int], None]) -> Iterator[list[_Item]]:
+    def chunks(self, report_done: Progress) -> Iterator[list[_Item]]:
         """Yield chunks of usable rows, in order. `report_done` is called every `log_interval` rows."""
         chunk: list[_Item] = []
         done = 0
-        for path, key in self.inputs():
+        for path, key in self._settings.inputs:
             for found in source_rows(path, key):
                 item = self._item(found)
                 if item is not None:
@@ -378,14 +314,15 @@ class _Work:
             report_done(done)
 
     def _item(self, found: SourceRow) -> _Item | None:
-        self._rows[found.source] += 1
+        count = self._sources[found.source]
+        count.rows += 1
         try:
             problem = self._reader.problem(found)
             known = problem_key(problem.question)
             if known in self._known:
                 raise Rejected("duplicate problem")
         except Rejected as reason:
-            self._drop(found.source, str(reason))
+            count.dropped[str(reason)] += 1
             return None
         except MissingColumn as missing:
             raise no_column(column_key(missing.role), missing.column, found) from None
@@ -393,18 +330,18 @@ class _Work:
         for name in self._additional:
             if name not in found.row:
                 raise no_column("dataset_additional_keys", name, found)
-        return _Item(problem, tuple(found.row[name] for name in self._additional))
+        return problem, tuple(found.row[name] for name in self._additional)
 
     def encode(self, chunk: list[_Item]) -> _Encoded:
         """Render and encode a chunk. Runs in a worker thread, and shares no mutable state."""
-        texts = [self._tokenizer.template.render(item.problem.messages) for item in chunk]
+        texts = [self._tokenizer.template.render(problem.messages) for problem, _ in chunk]
         most, window = self._settings.max_prompt_length, self._settings.seq_length
         encoded = _Encoded([], [])
         for item, text, ids in zip(chunk, texts, self._tokenizer.encode_texts(texts), strict=True):
             if most and len(ids) > most:
-                encoded.long.append((item.problem.source, f"prompt over {most} tokens"))
+                encoded.long.append((item[0].source, f"prompt over {most} tokens"))
             elif window and len(ids) >= window:
-                encoded.long.append((item.problem.source, f"no room for a reply in {window} tokens"))
+                encoded.long.append((item[0].source, f"no room for a reply in {window} tokens"))
             else:
                 encoded.kept.append((item, text, ids))
         return encoded
@@ -414,11 +351,12 @@ class _Work:
         import pyarrow as pa
 
         for source, reason in encoded.long:
-            self._drop(source, reason)
-        self._kept.update(item.problem.source for item, _, _ in encoded.kept)
+            self._sources[source].dropped[reason] += 1
+        problems = [problem for (problem, _), _, _ in encoded.kept]
+        for problem in problems:
+            self._sources[problem.source].kept += 1
         lengths = [len(ids) for _, _, ids in encoded.kept]
         self._lengths += lengths
-        problems = [item.problem for item, _, _ in encoded.kept]
         values = np.concatenate([np.empty(0, np.int32), *(ids for _, _, ids in encoded.kept)])
         offsets = np.cumsum([0, *lengths], dtype=np.int32)
         columns: dict[str, Any] = {
@@ -432,15 +370,15 @@ class _Work:
         if self._settings.difficulty_key:
             columns[prepared.DIFFICULTY] = pa.array([problem.difficulty for problem in problems], pa.float64())
         for index, name in enumerate(self._additional):
-            columns[name] = _array(name, [item.extra[index] for item, _, _ in encoded.kept])
+            columns[name] = _array(name, [extra[index] for (_, extra), _, _ in encoded.kept])
         self._tables.append(pa.table(columns))
 
     def finish(self, began: float) -> PreparedData:
         """Write the file. Raises UserError if no prompt is left, or the file cannot be written."""
         import pyarrow as pa
 
-        dropped = _by_count(sum(self._dropped.values(), Counter[str]()))
-        rows = self._rows.total()
+        dropped = _by_count(sum((each.dropped for each in self._sources.values()), Counter()))
+        rows = sum(each.rows for each in self._sources.values())
         if not self._lengths:
             raise UserError(f"input: no prompt is left of {report(rows, 0, dropped)}")
         try:
@@ -463,19 +401,13 @@ class _Work:
             raise UserError(f"output_prefix: {output}: {(error.strerror or str(error)).lower()}") from error
         return PreparedData(
             path=str(output),
-            sources={
-                source: Count(rows=count, kept=self._kept[source], dropped=_by_count(self._dropped.get(source, {})))
-                for source, count in self._rows.items()
-            },
+            sources=self._sources,
             prompts=len(self._lengths),
             rows=rows,
             tokens=sum(self._lengths),
             longest=max(self._lengths),
             seconds=time.monotonic() - began,
         )
-
-    def _drop(self, source: str, reason: str) -> None:
-        self._dropped.setdefault(source, Counter())[reason] += 1
 
 
 def _by_count(dropped: Mapping[str, int]) -> dict[str, int]:
@@ -490,18 +422,3 @@ def _array(name: str, values: list[Any]) -> pa.Array:
         return pa.array(values)
     except pa.ArrowException as error:
         raise UserError(f"dataset_additional_keys: '{name}' holds values of several types: {error}") from error
-
-
-@contextmanager
-def _one_thread_each_call() -> Iterator[None]:
-    """Keep the library from spreading each call over all cores: `workers` is the number of threads."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

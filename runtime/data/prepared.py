@@ -11,14 +11,13 @@
 | difficulty | double | if one was asked for |
 
 and the additional columns asked for. The file's metadata have hashes of the tokenizer and the template, so that a file is
-refused if another tokenizer or template would make other prompts.
-"""
+refused if another tokenizer or template would make other prompts."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,9 +27,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime.config import Data, RowFormat, RowFormatChoice, Source
-from runtime.data.fields import Rejected, difficulty, extra
-from runtime.data.handlers import Problem, data_key, environment_of, load_problems, role_key
-from runtime.data.prompts import Prompts, Share, tokenise
+from runtime.data.handlers import Problem, ProblemSet, Rejected, difficulty, environment_of, extra, load_problems
+from runtime.data.prompts import Share
 from runtime.data.reading import PARQUET
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 
 
 # ---- Source settings
-#
 # The files of a configuration, and their row formats, before any file is opened.
 
 
@@ -58,6 +55,37 @@ def row_format_of(choice: RowFormatChoice, data: Data) -> RowFormat:
     return RowFormat(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
 
 
+class Prompts(ProblemSet, kw_only=True):
+    """Problems with their prompts' tokens, ready for admission."""
+
+    tokens: list[np.ndarray]  # int32 [P] each, read-only
+    shares: list[Share] = msgspec.field(default_factory=list)  # of several sources, whose problems stand one after the other
+
+
+def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, key: str = "data.train") -> Prompts:
+    """Render and encode every prompt once. Longer prompts are dropped and counted. Raises UserError if none is left."""
+    problems: list[Problem] = []
+    tokens: list[np.ndarray] = []
+    encoded = iter(tokenizer.encode_chats([each.messages for each in found.problems if each.messages]))
+    for problem in found.problems:
+        ids = next(encoded) if problem.messages else np.zeros(0, np.int32)
+        if len(ids) <= max_prompt_tokens:
+            ids.setflags(write=False)
+            problems.append(problem)
+            tokens.append(ids)
+    dropped = dict(found.dropped)
+    if len(problems) < len(found.problems):
+        dropped[f"prompt over {max_prompt_tokens} tokens"] = len(found.problems) - len(problems)
+    return not_empty(Prompts(problems=problems, tokens=tokens, rows=found.rows, dropped=dropped), key)
+
+
+def not_empty(prompts: Prompts, key: str) -> Prompts:
+    """Return `prompts`. Raises UserError if none is left; `key` is the configuration key of their file."""
+    if not prompts.problems:
+        raise UserError(f"{key}: no prompt is left of {prompts.report()}; see data.max_prompt_tokens")
+    return prompts
+
+
 def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
     """Return all problems of `data.train`, one source after the other. Raises UserError."""
     difficulty_key = data.curriculum.key if data.curriculum else ""
@@ -71,15 +99,11 @@ def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
             prompts.problems = [replace(problem, reference=source.reference) for problem in prompts.problems]
     if len(read) == 1:
         return read[0]
-    dropped: dict[str, int] = {}
-    for prompts in read:
-        for reason, count in prompts.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
     return Prompts(
         problems=[problem for prompts in read for problem in prompts.problems],
         tokens=[ids for prompts in read for ids in prompts.tokens],
         rows=sum(prompts.rows for prompts in read),
-        dropped=dropped,
+        dropped=dict(sum((Counter(prompts.dropped) for prompts in read), Counter())),
         shares=[Share(len(prompts.problems), source.weight) for prompts, (_, source) in zip(read, found, strict=True)],
     )
 
@@ -97,22 +121,10 @@ def read_prompts(
 ) -> Prompts:
     """Return the prompts of one file or folder, prepared or not. `key` is the configuration key of the path.
 
-    Raises UserError for unusable files.
-    """
+    Raises UserError for unusable files."""
     if is_prepared(Path(path)):
-        of, column = row_format.environment, row_format.columns.get("environment", "")
-        names = [*row_format.additional_keys, *([column] if column else [])]
-        found = read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key, names)
-        named = [replace(each, environment=environment_of(each.extra, of, column)) for each in found.problems]
-        return replace(found, problems=named)
-
-    problems = load_problems(path, row_format, key, difficulty_key, partial(column_key, key))
-    return tokenise(problems, tokenizer, max_prompt_tokens, key)
-
-
-def column_key(key: str, role: str) -> str:
-    """Return the key of the column of `role`, for the file at `key`."""
-    return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role_key(role)}"
+        return read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key, row_format)
+    return tokenise(load_problems(path, row_format, key, difficulty_key), tokenizer, max_prompt_tokens, key)
 
 
 FORMAT = 1
@@ -165,31 +177,26 @@ def is_prepared(path: Path) -> bool:
 
 
 def read(
-    path: Path,
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int,
-    key: str,
-    difficulty_key: str = "",
-    additional_keys: Sequence[str] = (),
+    path: Path, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str, row_format: RowFormat
 ) -> Prompts:
-    """Return the prompts of a prepared file, which is mapped into memory. `additional_keys` are columns carried over.
+    """Return the prompts of a prepared file, which is mapped into memory. Of `row_format` the additional columns and the
+    environment count.
 
     Prompts over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, with the
-    configuration key `key`, if tokenizer or template differ from the file's, or no prompt is left.
-    """
+    configuration key `key`, if tokenizer or template differ from the file's, or no prompt is left."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    wanted = ["id", "source", "problem", "label"]
-    more = {"data.curriculum.key": [difficulty_key] if difficulty_key else [], "data.additional_keys": additional_keys}
+    environment_key = row_format.columns.get("environment", "")
+    additional = [*row_format.additional_keys, *([environment_key] if environment_key else [])]
+    more = {"data.curriculum.key": [difficulty_key] if difficulty_key else [], "data.additional_keys": additional}
     try:
         schema = pq.read_schema(path)
         for named, name in ((named, name) for named, names in more.items() for name in names):
             if name not in schema.names:
                 raise UserError(f"{named}: {path} has no column {name!r} (its columns: {', '.join(schema.names)})")
-        info = _info(schema.metadata[METADATA], path, key)
-        _check(info, tokenizer, path, key)
-        columns = dict.fromkeys([*wanted, *chain(*more.values()), "tokens"])
+        info = _info(schema.metadata[METADATA], tokenizer, path, key)
+        columns = dict.fromkeys(["id", "source", "problem", "label", *chain(*more.values()), "tokens"])
         table = pq.read_table(path, columns=[*columns], memory_map=True)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{key}: {path}: not a prepared file: {str(error).splitlines()[0]}") from error
@@ -200,32 +207,26 @@ def read(
     for row, ids in zip(table.drop_columns("tokens").to_pylist(), encoded, strict=True):
         try:
             level = difficulty(row, difficulty_key) if difficulty_key else 0.0
-            carried = extra(row, additional_keys)
+            carried = extra(row, additional)
+            environment = environment_of(carried, row_format.environment, environment_key)
             if len(ids) > max_prompt_tokens:
                 raise Rejected(f"prompt over {max_prompt_tokens} tokens")
         except Rejected as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
             continue
         messages = [{"role": "user", "content": row["problem"]}]
-        problems.append(Problem(row["id"], messages, row["label"], row["source"], level, carried))
+        problems.append(Problem(row["id"], messages, row["label"], row["source"], level, carried, environment))
         tokens.append(ids)
-    prompts = Prompts(problems=problems, tokens=tokens, rows=info.rows, dropped=dropped)
-    if not problems:
-        raise UserError(f"{key}: no prompt is left of {prompts.report()}; see data.max_prompt_tokens")
-    return prompts
+    return not_empty(Prompts(problems=problems, tokens=tokens, rows=info.rows, dropped=dropped), key)
 
 
-def _info(text: bytes, path: Path, key: str) -> Info:
+def _info(text: bytes, tokenizer: Tokenizer, path: Path, key: str) -> Info:
     try:
         info = msgspec.json.decode(text, type=Info)
     except msgspec.DecodeError as error:
         raise UserError(f"{key}: {path}: not a prepared file: {error}") from error
     if info.format != FORMAT:
         raise UserError(f"{key}: {path} is of format {info.format}, not {FORMAT}; prepare it again")
-    return info
-
-
-def _check(info: Info, tokenizer: Tokenizer, path: Path, key: str) -> None:
     if info.tokenizer != tokenizer.identity:
         raise UserError(f"{key}: {path} was prepared with another tokenizer than that of {tokenizer.folder}; prepare it again")
     if info.template != tokenizer.template.identity:
@@ -233,6 +234,7 @@ def _check(info: Info, tokenizer: Tokenizer, path: Path, key: str) -> None:
             f"{key}: {path} was prepared with prompt_type {info.prompt_type}, which is not the template of "
             f"data.prompt_type {tokenizer.prompt_type}; set that, or prepare it again"
         )
+    return info
 
 
 def _slices(column: pa.ChunkedArray) -> Sequence[np.ndarray]:

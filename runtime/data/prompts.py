@@ -1,8 +1,7 @@
 """The prompt stream: the order of problems. Every position can be computed directly, so a run resumes exactly.
 
-A *position* counts fresh prompts; `runtime.data.prompts` says which problem stands there. An *ordinal* counts groups:
-it grows with every draw, a prompt given back included, is never reused, and keys the group's random stream.
-"""
+A *position* counts fresh prompts; `PromptStream.index` says which problem stands there. An *ordinal* counts groups:
+it grows with every draw, a prompt given back included, is never reused, and keys the group's random stream."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -17,14 +17,9 @@ import numpy as np
 import xxhash
 
 from runtime.config import Curriculum
-from runtime.data.handlers import Problem, ProblemSet, report
-from runtime.data.tokenizer import Tokenizer
+from runtime.data.handlers import Problem
 from runtime.errors import UserError
 
-# ---- Order
-#
-# The problem at each position of the prompt stream, by pure functions of the settings.
-#
 # Several sources are mixed by weight without chance: after any number of prompts each source has had its share, to within
 # one for every source before it. Within a source a pass is a permutation of its problems, drawn anew for each pass.
 
@@ -38,49 +33,11 @@ class Share(msgspec.Struct, frozen=True):
     weight: float = 1.0
 
 
-class Order:
-    """The order of the problems of several sources, which stand one after the other in one list."""
-
-    def __init__(
-        self, shares: Sequence[Share], seed: int, shuffle: bool, difficulties: np.ndarray | None = None, passes: int = 0
-    ):
-        """Order the problems; with `difficulties` (float64 [problems]) the first `passes` passes go from easy to hard.
-
-        0 `passes` are all passes. Problems of equal difficulty keep the order that they would have otherwise.
-        """
-        self._weights = [Fraction(str(share.weight)) for share in shares]
-        self._sizes = [share.problems for share in shares]
-        self._starts = np.cumsum([0, *self._sizes])[:-1].tolist()
-        self._seed, self._shuffle = seed, shuffle
-        self._difficulties, self._passes = difficulties, passes
-        self._pass = lru_cache(maxsize=2 * len(shares))(self._permutation)
-
-    def index(self, position: int) -> int:
-        """Return the index of the problem at `position`, from 0."""
-        source, place = turn(position, self._weights)
-        epoch, place = divmod(place, self._sizes[source])
-        return self._starts[source] + int(self._pass(source, epoch)[place])
-
-    def _permutation(self, source: int, epoch: int) -> np.ndarray:
-        size = self._sizes[source]
-        order = np.arange(size)
-        if self._shuffle:
-            # numpy keeps the raw words of a bit generator the same in every release, but not `Generator.permutation` (NEP 19).
-            key = (SHUFFLE, epoch, source) if source else (SHUFFLE, epoch)
-            words = np.random.Philox(np.random.SeedSequence(self._seed, spawn_key=key)).random_raw(size)
-            order = np.argsort(words, kind="stable")
-        if self._difficulties is not None and (self._passes == 0 or epoch < self._passes):
-            start = self._starts[source]
-            order = order[np.argsort(self._difficulties[start : start + size][order], kind="stable")]
-        return order
-
-
 def turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     """Return the source of the prompt at `position`, and how many prompts of this source came before.
 
     The first source has floor(p · w / sum of the weights) of the first p prompts; the other sources share the rest by the same
-    rule. Each count grows by 0 or 1 from one p to the next, so every position belongs to exactly one source.
-    """
+    rule. Each count grows by 0 or 1 from one p to the next, so every position belongs to exactly one source."""
     left, rest = position, sum(weights, Fraction(0))
     for source, weight in enumerate(weights[:-1]):
         before = left * weight // rest
@@ -97,39 +54,6 @@ _SAMPLING = SHUFFLE + 1  # first word of the spawn key
 def group_seed(run_seed: int, ordinal: int) -> int:
     """Return the sampling seed of the group `ordinal`, in [0, 2^63)."""
     return int(np.random.SeedSequence(run_seed, spawn_key=(_SAMPLING, ordinal)).generate_state(1, np.uint64)[0]) >> 1
-
-
-class Prompts(msgspec.Struct, kw_only=True):
-    """Problems with their prompts' tokens, ready for admission."""
-
-    problems: list[Problem]
-    tokens: list[np.ndarray]  # int32 [P] each, read-only
-    rows: int
-    dropped: dict[str, int]
-    shares: list[Share] = []  # of several sources, whose problems stand one after the other
-
-    def report(self) -> str:
-        return report(self.rows, len(self.problems), self.dropped)
-
-
-def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, key: str = "data.train") -> Prompts:
-    """Render and encode every prompt once. Longer prompts are dropped and counted. Raises UserError if none is left."""
-    problems: list[Problem] = []
-    tokens: list[np.ndarray] = []
-    encoded = iter(tokenizer.encode_chats([each.messages for each in found.problems if each.messages]))
-    for problem in found.problems:
-        ids = next(encoded) if problem.messages else np.zeros(0, np.int32)
-        if len(ids) <= max_prompt_tokens:
-            ids.setflags(write=False)
-            problems.append(problem)
-            tokens.append(ids)
-    dropped = dict(found.dropped)
-    if len(problems) < len(found.problems):
-        dropped[f"prompt over {max_prompt_tokens} tokens"] = len(found.problems) - len(problems)
-    prompts = Prompts(problems=problems, tokens=tokens, rows=found.rows, dropped=dropped)
-    if not problems:
-        raise UserError(f"{key}: no prompt is left of {prompts.report()}; see data.max_prompt_tokens")
-    return prompts
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -165,7 +89,8 @@ class PromptStream:
         shares: Sequence[Share] = (),
         curriculum: Curriculum | None = None,
     ):
-        """Take the `shares` of several sources; without shares all problems are of one source."""
+        """Take the `shares` of several sources; without shares all problems are of one source. With a curriculum the first so
+        many passes, or all, go from easy to hard; equally difficult problems keep the order that they would have otherwise."""
         if not problems:
             raise ValueError("a stream needs at least one problem")
         self.problems = problems
@@ -176,18 +101,29 @@ class PromptStream:
         self._position = 0
         self._ordinal = 0
         self._returned: deque[int] = deque()
-        difficulties = None if curriculum is None else np.array([problem.difficulty for problem in problems])
-        self._order = Order(
-            self.shares or [Share(len(problems))], seed, shuffle, difficulties, 0 if curriculum is None else curriculum.passes
-        )
+        sizes = [share.problems for share in shares] or [len(problems)]
+        self._places = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]  # of each source
+        self._weights = [Fraction(str(share.weight)) for share in shares] or [Fraction(1)]
+        self._difficulties = np.array([problem.difficulty for problem in problems])
+        self._pass = lru_cache(maxsize=2 * len(sizes))(self._permutation)
 
     def index(self, position: int) -> int:
         """Return the index of the problem at a fresh `position`: a pure function of the constructor's arguments."""
-        return self._order.index(position)
+        source, place = turn(position, self._weights)
+        epoch, place = divmod(place, len(self._places[source]))
+        return int(self._pass(source, epoch)[place])
 
-    def at(self, position: int) -> Problem:
-        """Return the problem at a fresh `position`."""
-        return self.problems[self.index(position)]
+    def _permutation(self, source: int, epoch: int) -> np.ndarray:
+        """Return the indices of a source's problems in the order of a pass."""
+        order = np.array(self._places[source])
+        if self.shuffle:
+            # numpy keeps the raw words of a bit generator the same in every release, but not `Generator.permutation` (NEP 19).
+            key = (SHUFFLE, epoch, source) if source else (SHUFFLE, epoch)
+            words = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)).random_raw(len(order))
+            order = order[np.argsort(words, kind="stable")]
+        if self.curriculum is not None and (self.curriculum.passes == 0 or epoch < self.curriculum.passes):
+            order = order[np.argsort(self._difficulties[order], kind="stable")]
+        return order
 
     def draw(self) -> Draw:
         """Return the next group: of a returned prompt if there is one, else of the next fresh prompt."""

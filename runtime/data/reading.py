@@ -1,8 +1,7 @@
 """Rows of a json, jsonl, Parquet or Arrow file, one object at a time, each with its position.
 
 The first bytes decide: Parquet and Arrow files begin with a mark of their own, `[` is a JSON array (read whole), anything
-else is JSON lines (streamed). JSON may be compressed by gzip or zstd.
-"""
+else is JSON lines (streamed). JSON may be compressed by gzip or zstd."""
 
 from __future__ import annotations
 
@@ -20,38 +19,31 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from runtime.data.fields import Row
 from runtime.errors import UserError
 
+Row = dict[str, Any]
+
 # ---- Tables
-#
 # Rows of Parquet and Arrow files, which are mapped into memory.
 
 _BATCH_ROWS = 1024
+_ROW_BYTES = 1 << 26  # at most: a few compressed bytes can stand for gigabytes
 
 
-def rows(path: Path, key: str, parquet: bool, most: int) -> Iterator[tuple[int, Any]]:
-    """Yield (position, row), positions from 1. At most `most` bytes of rows are converted to Python at once.
+def _table_rows(path: Path, key: str, parquet: bool) -> Iterator[tuple[int, Any]]:
+    """Yield (position, row), positions from 1. At most _ROW_BYTES of rows are converted to Python at once.
 
-    Raises UserError, with the configuration key `key`, for a torn file, a value that Python does not have, and a row of more
-    than `most` bytes.
-    """
+    Raises UserError for a torn file, a value that Python does not have, and a row of more than _ROW_BYTES."""
     position = 0
     with _open_table(path, key, parquet) as source:
         for batch in _parquet(source) if parquet else _arrow(source):
             exact = {field.name: make for field in batch.schema if (make := _exactly(field.type))}
-            for part in _parts(batch, most):
+            for part in _parts(batch):
                 if part is None:
-                    raise UserError(f"{key}: {path}:{position + 1}: a row of more than {most} bytes")
+                    raise UserError(f"{key}: {path}:{position + 1}: a row of more than {_ROW_BYTES} bytes")
                 for row in part.to_pylist():
                     position += 1
                     yield position, (row | {name: make(row[name]) for name, make in exact.items()} if exact else row)
-
-
-def count(path: Path, key: str, parquet: bool) -> int:
-    """Return the number of rows. Raises UserError as `rows` does."""
-    with _open_table(path, key, parquet) as source:
-        return pq.ParquetFile(source).metadata.num_rows if parquet else sum(batch.num_rows for batch in _arrow(source))
 
 
 @contextmanager
@@ -85,16 +77,16 @@ def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
     return map(file.get_batch, range(file.num_record_batches))
 
 
-def _parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch | None]:
-    """Yield the batch in parts of at most `most` bytes each; None for a larger row."""
-    if sum(map(_bytes, batch.columns)) <= most:
+def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | None]:
+    """Yield the batch in parts of at most _ROW_BYTES each; None for a larger row."""
+    if sum(map(_bytes, batch.columns)) <= _ROW_BYTES:
         yield batch
     elif batch.num_rows == 1:
         yield None
     else:
         half = batch.num_rows // 2
-        yield from _parts(batch.slice(0, half), most)
-        yield from _parts(batch.slice(half), most)
+        yield from _parts(batch.slice(0, half))
+        yield from _parts(batch.slice(half))
 
 
 def _bytes(column: pa.Array) -> int:
@@ -109,8 +101,7 @@ def _bytes(column: pa.Array) -> int:
 def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
     """Return a function that restores a value which pyarrow converts inexactly; None if no conversion is inexact.
 
-    Python's floats have 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs.
-    """
+    Python's floats have 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs."""
     if pa.types.is_float16(kind) or pa.types.is_float32(kind):
         width = np.float16 if pa.types.is_float16(kind) else np.float32
         return lambda value: None if value is None else float(str(width(value)))
@@ -129,7 +120,6 @@ def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
 
 
 # ---- Files
-#
 # The files of a path: one file, or a folder of data files, such as a data set of Hugging Face on this machine.
 
 T = TypeVar("T")
@@ -139,6 +129,7 @@ _PACKED = (".gz", ".zst")  # suffixes behind .json and .jsonl
 _SAVED = "state.json"  # written by `Dataset.save_to_disk` beside its Arrow files
 _SPLITS = "dataset_dict.json"  # and `DatasetDict.save_to_disk` above the splits' folders
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", _SAVED, _SPLITS)
+# The split in a file's name, as in "train-00000-of-00002.parquet".
 _SPLIT = re.compile(r"(?:^|[-_.])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_.]|$)")
 TRAIN = ("train", "training")
 
@@ -166,8 +157,7 @@ def data_files(path: str, key: str) -> DataFiles:
     """Return the files of `path`; of several splits those of the training split.
 
     A folder was written by `save_to_disk`, or holds data files of one kind, directly or in its folder `data`.
-    Raises UserError, with the configuration key `key`.
-    """
+    Raises UserError, with the configuration key `key`."""
     root = Path(path)
     if not root.is_dir():
         if not root.is_file():
@@ -185,7 +175,7 @@ def data_files(path: str, key: str) -> DataFiles:
     kinds = sorted({unpacked(file).suffix for file in found})
     if len(kinds) > 1:
         raise UserError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one of them")
-    splits = [_split(file) for file in found]
+    splits = [named.group(1) if (named := _SPLIT.search(file.stem)) else "" for file in found]
     if not any(splits) or {*splits} <= {*TRAIN}:
         return DataFiles(source, found)
     if not all(splits):
@@ -206,12 +196,6 @@ def _in_folder(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if unpacked(file).suffix in SUFFIXES and file.name not in _NOT_DATA)
 
 
-def _split(file: Path) -> str:
-    """Return the split in a file's name ("train-00000-of-00002.parquet"), or ""."""
-    found = _SPLIT.search(file.stem)
-    return found.group(1) if found else ""
-
-
 def _train(splits: list[str], root: Path, key: str) -> str:
     for name in TRAIN:
         if name in splits:
@@ -227,11 +211,9 @@ def _decode_file(file: Path, kind: type[T], key: str) -> T:
 
 
 PARQUET = b"PAR1"
-_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream in a file
+_TABLES = (PARQUET, b"ARROW1", b"\xff\xff\xff\xff")  # the last two: an Arrow file, and a stream in a file
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _HEAD_BYTES = 64
-_BLOCK_BYTES = 1 << 20
-_ROW_BYTES = 1 << 26  # at most: a few compressed bytes can stand for gigabytes
 _ARRAY_BYTES = 1 << 30
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -239,38 +221,25 @@ _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
     """Yield (position, row), positions from 1: the line of a jsonl file, the index in other files.
 
-    Raises UserError, with the configuration key `key`, for a file that is missing, empty or malformed.
-    """
+    Raises UserError, with the configuration key `key`, for a file that is missing, empty or malformed."""
     if not path.is_file():
         raise UserError(f"{key}: {path} is not a file")
-    count = 0
+    position = 0
     for position, row in _rows(path, key):
         if not isinstance(row, dict):
             raise UserError(f"{key}: {path}:{position}: a row is a JSON object, not {type(row).__name__}")
         yield position, row
-        count += 1
-    if not count:
+    if not position:
         raise UserError(f"{key}: {path} has no rows")
-
-
-def count_rows(path: Path, key: str) -> int:
-    """Return the approximate number of rows: blank lines count. Raises UserError for a torn file, as `read_rows` does."""
-    with _opened(path, key) as file:
-        head = _head(file)
-        if _is_table(head):
-            return count(path, key, head.startswith(PARQUET))
-        if _is_array(head):
-            return len(_decoded(file, path, key, list[msgspec.Raw]))
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK_BYTES), b""))
 
 
 def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
     with _opened(path, key) as file:
-        head = _head(file)
-        if _is_table(head):
-            yield from rows(path, key, head.startswith(PARQUET), _ROW_BYTES)
-        elif _is_array(head):
-            yield from enumerate(_decoded(file, path, key, list[Any]), 1)
+        head = file.peek(_HEAD_BYTES)
+        if head.startswith(_TABLES):
+            yield from _table_rows(path, key, head.startswith(PARQUET))
+        elif head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            yield from enumerate(_array(file, path, key), 1)
         else:
             yield from _lines(file, path, key)
 
@@ -285,26 +254,12 @@ def _opened(path: Path, key: str) -> Iterator[io.BufferedReader]:
             if not kind:
                 yield file
                 return
-            import pyarrow as pa
-
             with io.BufferedReader(pa.CompressedInputStream(file, kind)) as unpacked:
-                if _is_table(_head(unpacked)):
+                if unpacked.peek(_HEAD_BYTES).startswith(_TABLES):
                     raise UserError(f"{key}: {path}: a compressed table, which is not mapped into memory; unpack it")
                 yield unpacked
     except (OSError, NotImplementedError) as error:  # pyarrow without that library
         raise UserError(f"{key}: {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _head(file: io.BufferedReader) -> bytes:
-    return file.peek(_HEAD_BYTES)
-
-
-def _is_table(head: bytes) -> bool:
-    return head.startswith((PARQUET, *_ARROW))
-
-
-def _is_array(head: bytes) -> bool:
-    return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _lines(file: io.BufferedReader, path: Path, key: str) -> Iterator[tuple[int, Any]]:
@@ -321,11 +276,11 @@ def _lines(file: io.BufferedReader, path: Path, key: str) -> Iterator[tuple[int,
             raise UserError(f"{key}: {path}:{number}: not a line of JSON: {error}") from error
 
 
-def _decoded(file: io.BufferedReader, path: Path, key: str, kind: type[list[T]]) -> list[T]:
+def _array(file: io.BufferedReader, path: Path, key: str) -> list[Any]:
     data = file.read(_ARRAY_BYTES + 1)
     if len(data) > _ARRAY_BYTES:
         raise UserError(f"{key}: {path}: a JSON array of more than {_ARRAY_BYTES} bytes; write a row a line (jsonl)")
     try:
-        return msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=kind)
+        return msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=list[Any])
     except _NO_JSON as error:
         raise UserError(f"{key}: {path}: not a JSON array: {error}") from error

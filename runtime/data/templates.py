@@ -1,8 +1,7 @@
 """Chat templates: jinja2 in a sandbox, with the settings, filters and globals that Hugging Face templates expect.
 
 The environment is the one documented for `apply_chat_template`: blocks trimmed, `tojson` without HTML escapes,
-`raise_exception`, `strftime_now`, loop controls, and the `generation` tag, which has no effect on the text.
-"""
+`raise_exception`, `strftime_now`, loop controls, and the `generation` tag, which has no effect on the text."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ from jinja2.visitor import NodeTransformer
 from runtime.errors import UserError
 
 # ---- Template sandbox
-#
 # The sandbox of chat templates. No code of a template runs, and the work of a rendering is counted, because nothing
 # interrupts Python.
 #
@@ -243,10 +241,7 @@ class ChatTemplate:
         return xxhash.xxh3_64_hexdigest(json.dumps([self.source, self._variables, *more], sort_keys=True).encode())
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
         """Return the conversation as text, special tokens included, up to where the reply begins (`add_generation_prompt`).
 
@@ -257,11 +252,7 @@ class ChatTemplate:
         self._environment.begin()
         try:
             text = self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._variables
             )
         except Exception as error:  # a template may divide by zero, or recurse without end
             raise UserError(f"{self.origin}: the chat template cannot render the messages: {_line(error)}") from error

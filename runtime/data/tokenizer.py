@@ -17,6 +17,7 @@ from runtime.data.handlers import MODEL, SlotTemplate, slot_template
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import UserError
 from runtime.run_files import read_object
+from runtime.types import TextDecoder
 
 MARKS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 """Marks that rules and gateways look for in a reply. They are special tokens of some models."""
@@ -37,8 +38,7 @@ class Tokenizer:
         """Read `folder`. The jinja file `chat_template` replaces the folder's template; `prompt_type` replaces both.
 
         `key` names the folder in errors, `section` is the prefix of other keys. Raises UserError without a tokenizer.json.
-        The template is read at its first use: a service that only decodes needs none.
-        """
+        The template is read at its first use: a service that only decodes needs none."""
         self.folder = Path(folder)
         self._key, self._section = key, section
         self.prompt_type, self._prompt_type_path = prompt_type, prompt_type_path
@@ -80,10 +80,10 @@ class Tokenizer:
         return self._tokenizer.get_added_tokens_decoder()
 
     @cached_property
-    def hidden_ids(self) -> np.ndarray:
-        """Special tokens that are neither text nor MARKS, int64."""
-        found = [id for id, token in self.added_tokens.items() if token.special and token.content not in MARKS]
-        return np.array(found, np.int64)
+    def texts(self) -> TextDecoder:
+        """Decodes tokens; hidden are special tokens that are neither text nor MARKS."""
+        hidden = [id for id, token in self.added_tokens.items() if token.special and token.content not in MARKS]
+        return TextDecoder(self._tokenizer, np.array(hidden, np.int64))
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -164,8 +164,7 @@ class Tokenizer:
         """Return the tokens of each rendered conversation, int32 [P]; the library spreads the texts over its threads.
 
         Raises UserError. A regular expression of the folder may backtrack 10 million times in one match, which takes a second.
-        Then the Rust library panics, and a panic is no Exception.
-        """
+        Then the Rust library panics, and a panic is no Exception."""
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
@@ -175,14 +174,8 @@ class Tokenizer:
         return [np.array(item.ids, np.int32) for item in found]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Return the text of `ids`, without unknown ids. `skip_special`: without `hidden_ids` too."""
-        return self.decode_batch([ids], skip_special)[0]
-
-    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
-        """Decode each of the `batch` as `decode` does."""
-        arrays = [np.asarray(ids, np.int64) for ids in batch]
-        lists = [(ids[~np.isin(ids, self.hidden_ids)] if skip_special else ids).tolist() for ids in arrays]
-        return self._tokenizer.decode_batch(lists, skip_special_tokens=False)
+        """Return the text of `ids`, as `TextDecoder.decode_batch` does."""
+        return self.texts.decode_batch([ids], skip_special)[0]
 
     def _read(self, file: Path, key: str) -> str:
         try:

@@ -1,18 +1,16 @@
 """The results of an evaluation: the figures of each data set, as JSON and as metrics.
 
 `RUN/evaluations/step-00000050/` holds SET.jsonl, with every reply, and `results.json`,
-which is written last: an evaluation without it was cut short.
-"""
+which is written last: an evaluation without it was cut short."""
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -21,20 +19,17 @@ from msgspec.structs import replace
 
 from runtime import config, run_files
 from runtime.algorithms.evaluation import clustered_standard_error, maj_at_k, pass_at_k
-from runtime.config import Config, Data, EvaluationSet, RowFormat, Rule
+from runtime.config import Config, EvaluationSet, RowFormat, Rule
 from runtime.data.handlers import Problem
 from runtime.data.prepare import keep_apart
-from runtime.data.prepared import read_prompts, row_format_of
-from runtime.data.prompts import Prompts
+from runtime.data.prepared import Prompts, read_prompts, row_format_of
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
-from runtime.process import waiting
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.shown import LiteralTable
-from runtime.types import ENVIRONMENT_COLUMN, FinishReason, GroupPayload, PolicyVersion, Sample, Scores
+from runtime.types import ENVIRONMENT_COLUMN, FinishReason, GroupPayload, PolicyVersion, Sample, Scores, TextDecoder
 
 # ---- Sets
-#
 # The data sets of an evaluation, by the configuration.
 
 HELD_OUT = "held_out"
@@ -114,7 +109,6 @@ def _longest(config: Config) -> int:
 
 
 # ---- Table
-#
 # The results of evaluations as a table: a row a figure, a column an evaluation.
 
 
@@ -163,6 +157,7 @@ def _notes(each: SetResult) -> Iterator[str]:
 
 
 RESULTS = "results.json"
+STEP = "step-{:08d}"  # the folder of an evaluation after so many steps
 _FOLDER = re.compile(r"step-(\d{8})")
 
 
@@ -190,8 +185,7 @@ class Lengths(Struct, kw_only=True):
 
 class SetResult(Struct, kw_only=True):
     """The figures of one data set. A reply has no verdict if a rule failed: it counts in `errors` and in the lengths alone.
-    pass@k and maj@k are means over the problems with at least k verdicts; `left_out` counts the other problems.
-    """
+    pass@k and maj@k are means over the problems with at least k verdicts; `left_out` counts the other problems."""
 
     name: str
     path: str
@@ -225,7 +219,7 @@ class EvaluationResult(Struct, kw_only=True):
 
 
 def folder_for(run_dir: Path, step: int) -> Path:
-    return run_dir / run_files.EVALUATIONS / f"step-{step:08d}"
+    return run_dir / run_files.EVALUATIONS / STEP.format(step)
 
 
 def folders(run_dir: Path) -> list[tuple[int, Path]]:
@@ -258,7 +252,15 @@ def read(run_dir: Path) -> list[EvaluationResult]:
 def set_result(settings: EvaluationData, rule: str, evaluated: Sequence[EvaluatedProblem]) -> SetResult:
     """Return the figures of the problems `evaluated`. `rule` is the name of the rule that gave the verdicts."""
     verdicts = [[right for right in problem.correct if right is not None] for problem in evaluated]
-    means = [sum(rights) / len(rights) for rights in verdicts if rights]
+    means = [fmean(rights) for rights in verdicts if rights]
+    tokens = np.array([count for problem in evaluated for count in problem.tokens])
+    lengths = Lengths(
+        mean=float(tokens.mean()),
+        median=float(np.median(tokens)),
+        p95=float(np.percentile(tokens, 95)),
+        max=int(tokens.max()),
+        truncated=sum(problem.truncated for problem in evaluated) / len(tokens),
+    )
     result = SetResult(
         name=settings.name,
         path=settings.path,
@@ -268,55 +270,27 @@ def set_result(settings: EvaluationData, rule: str, evaluated: Sequence[Evaluate
         pass_at={},
         maj_at={},
         standard_error=clustered_standard_error(means),
-        lengths=_lengths(evaluated),
+        lengths=lengths,
         errors=dict(sum((Counter(problem.errors) for problem in evaluated), Counter())),
+        notes=[] if means else ["no reply has a verdict"],
     )
+    names_answers = all(len(problem.answers) == len(problem.correct) for problem in evaluated)
+    if settings.k[-1] > 1 and not names_answers:
+        result.notes.append(f"no maj@k: the rule {rule} names no answers")
     for k in settings.k:
-        enough = [rights for rights in verdicts if len(rights) >= k]
+        enough = [(problem, rights) for problem, rights in zip(evaluated, verdicts, strict=True) if len(rights) >= k]
         if len(enough) < len(evaluated):
             result.left_out[k] = len(evaluated) - len(enough)
         if enough or k == 1:
-            result.pass_at[k] = _mean([pass_at_k(len(rights), sum(rights), k) for rights in enough])
-    if not means:
-        result.notes.append("no reply has a verdict")
-    _vote(result, [k for k in settings.k if k > 1], rule, evaluated)
+            result.pass_at[k] = fmean([pass_at_k(len(rights), sum(rights), k) for _, rights in enough] or [0.0])
+        if enough and k > 1 and names_answers:  # the first k samples with a verdict vote
+            result.maj_at[k] = fmean(maj_at_k(_ballot(problem), rights, k) for problem, rights in enough)
     return result
 
 
-def _vote(result: SetResult, ks: Sequence[int], rule: str, evaluated: Sequence[EvaluatedProblem]) -> None:
-    """Fill in maj@k. The first k samples with a verdict vote."""
-    if not ks:
-        return
-    if any(len(problem.answers) != len(problem.correct) for problem in evaluated):
-        result.notes.append(f"no maj@k: the rule {rule} names no answers")
-        return
-    ballots = [
-        [(answer, right) for answer, right in zip(problem.answers, problem.correct, strict=True) if right is not None]
-        for problem in evaluated
-    ]
-    for k in ks:
-        won = [
-            maj_at_k([answer for answer, _ in ballot], [right for _, right in ballot], k)
-            for ballot in ballots
-            if len(ballot) >= k
-        ]
-        if won:
-            result.maj_at[k] = _mean(won)
-
-
-def _lengths(evaluated: Sequence[EvaluatedProblem]) -> Lengths:
-    tokens = np.array([count for problem in evaluated for count in problem.tokens])
-    return Lengths(
-        mean=float(tokens.mean()),
-        median=float(np.median(tokens)),
-        p95=float(np.percentile(tokens, 95)),
-        max=int(tokens.max()),
-        truncated=sum(problem.truncated for problem in evaluated) / len(tokens),
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
+def _ballot(problem: EvaluatedProblem) -> list[str | None]:
+    """Return the answers of the samples with a verdict."""
+    return [answer for answer, right in zip(problem.answers, problem.correct, strict=True) if right is not None]
 
 
 def metrics(result: EvaluationResult) -> Metrics:
@@ -342,13 +316,7 @@ def metrics(result: EvaluationResult) -> Metrics:
     return found
 
 
-# ---- Replies
-#
-# Every reply of an evaluation, as JSON lines: `RUN/evaluations/step-00000050/SET.jsonl`.
-
-
 # ---- Held out
-#
 # The problems of evaluations, on which no step trains. They are read here alone.
 
 
@@ -363,28 +331,21 @@ def load_held_out(config: Config, tokenizer: Tokenizer, train: Sequence[Problem]
     """Return the problems of every set.
 
     Raises UserError for an unusable file, a file without a usable prompt, and, unless `data.allow_overlap`, a file that shares
-    problems with those to `train` on, asked or not.
-    """
-    return [HeldOut(found, _prompts(found, config.data, tokenizer, train)) for found in evaluation_sets(config)]
+    problems with those to `train` on, asked or not."""
+    held_out = []
+    for found in evaluation_sets(config):
+        prompts = read_prompts(found.path, found.row_format, tokenizer, config.data.max_prompt_tokens, found.key)
+        keep_apart(train, prompts.problems, found.key, config.data.allow_overlap)
+        count = found.problems or len(prompts.problems)
+        held_out.append(HeldOut(found, replace(prompts, problems=prompts.problems[:count], tokens=prompts.tokens[:count])))
+    return held_out
 
 
-def _prompts(found: EvaluationData, data: Data, tokenizer: Tokenizer, train: Sequence[Problem]) -> Prompts:
-    prompts = read_prompts(found.path, found.row_format, tokenizer, data.max_prompt_tokens, found.key)
-    keep_apart(train, prompts.problems, found.key, data.allow_overlap)
-    count = found.problems or len(prompts.problems)
-    return replace(prompts, problems=prompts.problems[:count], tokens=prompts.tokens[:count])
-
+# ---- Replies
+# Every reply of an evaluation, as JSON lines: `RUN/evaluations/step-00000050/SET.jsonl`.
 
 LONGEST = 1 << 26  # bytes of a line
 SUFFIX = ".jsonl"
-
-
-class TextDecoder(Protocol):
-    """The methods needed of a tokenizer."""
-
-    def decode(self, ids: np.ndarray, skip_special: bool = True) -> str: ...
-
-    def decode_batch(self, batch: Sequence[np.ndarray], skip_special: bool = True) -> list[str]: ...
 
 
 class Generation(Struct, kw_only=True):
@@ -420,7 +381,7 @@ def replies_to(
     """Return the replies to one problem of the set `name`, which were asked for in `parts`. `correct` of the rule `judge` is
     the least value of a correct reply. `outcomes`: one for each episode."""
     rule = judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
-    prompt = text.decode(parts[0][0].prompt, skip_special=False)
+    (prompt,) = text.decode_batch([parts[0][0].prompt], skip_special=False)
     found: list[Generation] = []
     for payload, scores in parts:
         rows = payload.samples
@@ -469,28 +430,6 @@ def mean_logprob(sample: Sample) -> float | None:
     """Return the mean over the tokens that the model sampled; None without such tokens."""
     sampled = sample.logprobs[sample.loss_mask.astype(bool)]
     return float(sampled.mean()) if len(sampled) else None
-
-
-class Transcript:
-    """The file of one set. Problems arrive in any order; lines are written in the order of the problems."""
-
-    def __init__(self, path: Path):
-        self._waiting: dict[int, bytes] = {}
-        self._next = 0
-        self._file = waiting.until_done(lambda: path.open("wb", buffering=0), path)
-
-    def add(self, place: int, replies: Sequence[Generation]) -> None:
-        """Write the replies to problem `place`, or keep them until the replies to earlier problems are there."""
-        self._waiting[place] = b"".join(msgspec.json.encode(each) + b"\n" for each in replies)
-        while (lines := self._waiting.pop(self._next, None)) is not None:
-            waiting.write(self._file, lines)
-            self._next += 1
-
-    def close(self) -> None:
-        """Write the replies that are left, even if earlier problems are missing."""
-        with self._file:
-            for place in sorted(self._waiting):
-                waiting.write(self._file, self._waiting.pop(place))
 
 
 def read_replies(path: Path) -> Iterator[Generation]:

@@ -43,7 +43,7 @@ class TemplateRenderer:
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *closing}))
         self._opened = self._text_if_any(_ANSWERED[:1], ()).rstrip().endswith(THINK)
         self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
-        self._hidden = {*tokenizer.hidden_ids.tolist(), *self.stop_ids}
+        self._hidden = {*tokenizer.texts.hidden_ids.tolist(), *self.stop_ids}
         self.decodes_parts = True
         self._no_bridge = self._bridge_fault()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from runtime.rewards import accuracy, code  # noqa: F401 - importing them registers the built-in rules
+from runtime.rewards import code  # noqa: F401 - importing it registers the rules that run programs
 from runtime.rewards.rules import RULES, RewardRule
 
 
 def find_rule(name: str, key: str = "") -> RewardRule:
     """Return the rule `name`; `key` is its configuration key.
 
-    Raises UserError for an unknown name, or for a file that is missing or cannot be imported.
-    """
+    Raises UserError for an unknown name, or for a file that is missing or cannot be imported."""
     return RULES.find(name, key)

@@ -5,8 +5,7 @@ follows its length, a little-endian uint32. For each test the driver writes a `R
 output: the program's prints, or the function's return value as JSON.
 
 The program is compiled once. Each test runs in a fork, so that no test sees another. The expected outputs are not here, since
-the program could read them.
-"""
+the program could read them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Each slot of the pool is an asyncio task that owns one worker. It takes a few jobs and sends them as one frame; each job is
 settled when its verdict arrives. A worker that exceeds a limit or dies is killed with its process group and replaced. The job
-that it worked on gets the error; the jobs behind it return to the front of the queue.
-"""
+that it worked on gets the error; the jobs behind it return to the front of the queue."""
 
 from __future__ import annotations
 
@@ -23,11 +22,10 @@ from typing import cast
 import msgspec
 
 from runtime import timeouts
-from runtime.config.sandbox import Sandbox
 from runtime.errors import Cancelled, ServiceFault
 from runtime.process import os_process, spans
 from runtime.rewards.rules import RuleOutcome
-from runtime.rewards.worker import LENGTH, Task, Verdict, frame
+from runtime.rewards.worker import LENGTH, Limits, Task, Verdict, frame
 from sluice import start
 
 _decode = msgspec.msgpack.Decoder(Verdict).decode
@@ -50,16 +48,6 @@ def withdraw(futures: Iterable[asyncio.Future[Verdict]]) -> None:
     for future in futures:
         if not future.cancel() and not future.cancelled():
             future.exception()
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Limits of one task: `seconds` by the clock, `cpu_seconds` of its worker. `memory_bytes`: that a worker may allocate in
-    all. `sandbox`: of the programs that the worker runs."""
-
-    seconds: float
-    cpu_seconds: float
-    memory_bytes: int
-    sandbox: Sandbox = Sandbox()
 
 
 class WorkerTask(msgspec.Struct, eq=False):
@@ -100,24 +88,20 @@ def encoded(task: Task) -> bytes:
 class WorkerProcess(asyncio.SubprocessProtocol):
     """One process. `jobs`: the jobs of its batch without a verdict, in order.
 
-    The clock of a task starts when the verdict before it arrives, so no task is charged for earlier tasks of its batch.
-    """
+    The clock of a task starts when the verdict before it arrives, so no task is charged for earlier tasks of its batch."""
 
-    def __init__(self, limits: Limits, employer: KillablePool):
+    def __init__(self, employer: KillablePool):
         self._loop = asyncio.get_running_loop()
-        self._limits = limits
         self._employer = employer
         self._transport: asyncio.SubprocessTransport
         self._received = bytearray()
-        self._imported: asyncio.Future[None] = self._loop.create_future()  # fails if the process ends before
-        self._done: asyncio.Future[None] = self._loop.create_future()  # the batch is answered, or the process has ended
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._watch: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()  # set when output arrives, or the process has ended
+        self._ended = asyncio.Event()
+        self._watch: asyncio.TimerHandle
         self._begun = 0.0  # when the current task began
         self._suspect = False  # the current task's time had run out at the first look
         self._overdue = False  # the process was killed for that
-        self._spent = False  # the process was killed between two tasks
-        self._ignored = False  # the process was killed; ignore what it still writes
+        self._lost = False  # the process takes no further task
         self._offered = self._shared = False  # the jobs behind the current task were offered; others may do them
         self.jobs: deque[WorkerTask] = deque()
 
@@ -125,104 +109,104 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def pid(self) -> int:
         return self._transport.get_pid()
 
-    @classmethod
-    async def start(
-        cls, rules: Sequence[str], limits: Limits, employer: KillablePool, variables: Container[str] = ()
-    ) -> WorkerProcess:
-        """Start a process with this process's module paths and the `variables` of its environment. Raises OSError if the system
-        cannot start one."""
-        _, worker = await asyncio.get_running_loop().subprocess_exec(
-            lambda: cls(limits, employer),
-            *start.command("runtime.rewards.worker", str(os.getpid())),
-            *(repr(limits.cpu_seconds), str(limits.memory_bytes), msgspec.json.encode(limits.sandbox).decode(), *rules),
+    async def start(self) -> WorkerProcess:
+        """Start the process, with this process's module paths. Raises OSError if the system cannot start one."""
+        limits = msgspec.json.encode(self._employer.limits).decode()
+        await self._loop.subprocess_exec(
+            lambda: self,
+            *start.command("runtime.rewards.worker", str(os.getpid()), limits, *self._employer.rules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=None,
-            env=worker_environment(variables),
+            env=worker_environment(self._employer.variables),
             start_new_session=True,  # a process group of its own, to kill as a whole; Ctrl-C does not reach it
         )
-        return worker
+        return self
 
     async def ready(self) -> None:
-        """Wait until the rules are imported. Raises ServiceFault after timeouts.REWARD_WORKER_START."""
+        """Wait for the first message: the rules are imported. Raises ServiceFault after timeouts.REWARD_WORKER_START."""
+        seconds, what = timeouts.REWARD_WORKER_START, "start a worker"
         try:
-            await asyncio.wait_for(self._imported, timeouts.REWARD_WORKER_START)
+            if await asyncio.wait_for(self._message(), seconds) is None:
+                raise ServiceFault("reward", what, "the worker ended early; see the service's log")
         except TimeoutError as error:
-            raise ServiceFault(
-                "reward", "start a worker", "the rules are not imported", timeouts.REWARD_WORKER_START
-            ) from error
+            raise ServiceFault("reward", what, "the rules are not imported", seconds) from error
 
     async def work(self, jobs: Sequence[WorkerTask]) -> bool:
         """Send `jobs`, and wait until each has its verdict. Return False if the worker is lost: its current task has failed
         then, and `self.jobs` are the tasks that it did not begin."""
         self.jobs.extend(jobs)
-        if self._ended.done():
+        if self._ended.is_set():
             return False
-        self._done = self._loop.create_future()
+        self._received.clear()
         self._offered = self._shared = False
         self._start_clock()
         self._check_clock()
         requests = cast("asyncio.WriteTransport", self._transport.get_pipe_transport(0))
         requests.write(frame(msgspec.msgpack.encode([msgspec.Raw(job.task) for job in jobs])))
-        await self._done
-        if not self._ended.done():
-            return True
-        if self.jobs and not self._spent:
-            overdue = self._overdue or self._transport.get_returncode() == -signal.SIGPROF
-            reason = "timeout" if overdue else "crash"
-            self._employer.settle(self.jobs.popleft(), Verdict(RuleOutcome(error=reason), self._loop.time() - self._begun))
-        if self._shared:
+        try:
+            while self.jobs and await self._verdict():  # waits for the verdict of the current task
+                pass
+        finally:
+            self._watch.cancel()
+        if self._lost and self._shared:
             self.jobs.clear()
-        return False
+        return not self._lost
 
     async def kill(self) -> None:
         """Kill the process group, and return when the process is reaped. Raises asyncio.TimeoutError if it is not."""
-        if not self._ended.done():
+        if not self._ended.is_set():
             self._kill_group()
-        await asyncio.wait_for(asyncio.shield(self._ended), timeouts.REWARD_WORKER_REAP)
+        await asyncio.wait_for(self._ended.wait(), timeouts.REWARD_WORKER_REAP)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.SubprocessTransport", transport)  # uvloop's class is not a subclass
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self._received += data
-        start = 0
-        while len(self._received) >= start + LENGTH.size:
-            (size,) = LENGTH.unpack_from(self._received, start)
-            end = start + LENGTH.size + size
-            if len(self._received) < end:
-                break
-            self._message(bytes(self._received[start + LENGTH.size : end]))
-            start = end
-        del self._received[:start]
+        self._news.set()
 
     def process_exited(self) -> None:
         self._kill_group()  # also kills child processes, which hold the pipe open
-        self._loop.call_later(timeouts.REWARD_LAST_OUTPUT, self._on_end)
+        self._loop.call_later(timeouts.REWARD_LAST_OUTPUT, self.connection_lost)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._on_end()
+    def connection_lost(self, error: Exception | None = None) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._news.set()
+            self._transport.close()
 
-    def _message(self, message: bytes) -> None:
-        if not message:
-            if not self._imported.done():
-                self._imported.set_result(None)
-            return
-        if self._ignored or not self.jobs:
-            return
+    async def _message(self) -> bytes | None:
+        """Return the next message of the process; None once it has ended."""
+        while True:
+            if len(self._received) >= LENGTH.size:
+                end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+                if len(self._received) >= end:
+                    message = bytes(self._received[LENGTH.size : end])
+                    del self._received[:end]
+                    return message
+            if self._ended.is_set():
+                return None
+            self._news.clear()
+            await self._news.wait()
+
+    async def _verdict(self) -> bool:
+        """Settle the current task by its verdict, or as failed. Return False if the worker takes no further task."""
+        message = await self._message()
         try:
-            verdict = _decode(message)
+            verdict = None if message is None else _decode(message)
         except msgspec.DecodeError:  # a rule writes to the pipe: trust no further output
-            self._ignored = True
-            self._kill_group()
-            return
+            verdict = None
+        if verdict is None:
+            await self.kill()
+            overdue = self._overdue or self._transport.get_returncode() == -signal.SIGPROF
+            failed = RuleOutcome(error="timeout" if overdue else "crash")
+            verdict = Verdict(failed, self._loop.time() - self._begun)
+            self._lost = True
+        self._lost = self._lost or verdict.outcome.error == "memory"  # do not trust the process with another task
         self._employer.settle(self.jobs.popleft(), verdict)
         self._start_clock()
-        if verdict.outcome.error == "memory":  # do not trust the process with another task
-            self._spent = self._ignored = True
-            self._kill_group()
-        elif not self.jobs:
-            self._finish_batch()
+        return not self._lost
 
     def _start_clock(self) -> None:
         """Start the clock of a task."""
@@ -232,9 +216,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def _check_clock(self) -> None:
         """Watch a slow task: offer its batch to other workers; at the second look beyond the limit, kill this worker."""
         taken = self._loop.time() - self._begun
-        left = self._limits.seconds - taken
-        patient = taken < timeouts.REWARD_TASK_PATIENCE
-        if not patient and not self._offered:
+        left = self._employer.limits.seconds - taken
+        patience = timeouts.REWARD_TASK_PATIENCE - taken
+        if patience <= 0 and not self._offered:
             self._offered = True
             self._shared = self._employer.take_back(list(self.jobs)[1:])
         if left <= 0 and self._suspect:
@@ -242,40 +226,14 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self._kill_group()
             return
         self._suspect = left <= 0
-        wait = (
-            timeouts.REWARD_SECOND_LOOK
-            if self._suspect
-            else min(left, timeouts.REWARD_TASK_PATIENCE - taken)
-            if patient
-            else left
-        )
+        wait = timeouts.REWARD_SECOND_LOOK if self._suspect else min(left, patience) if patience > 0 else left
         self._watch = self._loop.call_later(wait, self._check_clock)
-
-    def _finish_batch(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        if not self._done.done():
-            self._done.set_result(None)
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
-    def _on_end(self) -> None:
-        if self._ended.done():
-            return
-        self._ended.set_result(None)
-        self._finish_batch()
-        if not self._imported.done():
-            self._imported.set_exception(
-                ServiceFault("reward", "start a worker", "the worker ended early; see the service's log")
-            )
-            self._imported.exception()  # marks it as seen if `ready` does not wait
-        self._transport.close()
 
-
-CAPACITY = 1024  # waiting jobs; beyond this, `submit` waits
-CAPACITY_BYTES = 64 << 20  # bytes of their texts; a single longer job is allowed
 BATCH = 64  # jobs in one frame at most
 BATCH_BYTES = 4 << 20  # bytes of their texts; a single longer job is allowed
 BATCH_SECONDS = 0.02  # intended time of a batch: long beside the pipe's latency, short for the jobs behind it
@@ -291,18 +249,16 @@ class KillablePool:
         self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0, variables: Container[str] = ()
     ):
         self.lost = 0  # workers that were killed at a limit or died
-        self._rules = tuple(rules)
+        self.rules = tuple(rules)
         self._workers = workers
-        self._limits = limits
-        self._variables = variables
+        self.limits = limits
+        self.variables = variables
         self._cache: OrderedDict[bytes, bool | float] = OrderedDict()  # values by the digest of a task; the oldest first
         self._cache_entries = cache_entries
         self._pace = FIRST_PACE  # moving average of a task's seconds
         self._jobs: dict[bytes, WorkerTask] = {}  # waiting and running jobs, by key
         self._waiting: deque[WorkerTask] = deque()
-        self._waiting_bytes = 0
         self._work = asyncio.Event()  # set when jobs wait
-        self._room = asyncio.Event()  # set when the queue is not full, or the pool has ended
         self._slots: list[asyncio.Task[None]] = []
         self._alive: set[WorkerProcess] = set()  # processes that are not reaped
         self._ended: Exception | None = None  # why the pool takes no more tasks
@@ -314,12 +270,12 @@ class KillablePool:
             for slot in self._slots:
                 slot.add_done_callback(self._slot_ended)
 
-    async def submit(self, task: Task) -> asyncio.Future[Verdict]:
-        """Return the future of the task's verdict; cancel it if it is no longer needed. Wait while the queue is full.
+    def submit(self, task: Task) -> asyncio.Future[Verdict]:
+        """Return the future of the task's verdict; cancel it if it is no longer needed. Callers bound how many wait.
 
-        This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed.
-        """
-        self._check()
+        This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed."""
+        if self._ended is not None:
+            raise self._ended
         self.start()
         message = encoded(task)
         key = hashlib.blake2b(message, digest_size=16).digest()  # cryptographic, because a model writes the text
@@ -329,23 +285,18 @@ class KillablePool:
             self._cache.move_to_end(key)
             future.set_result(Verdict(RuleOutcome(value)))
             return future
-        while self._full():
-            self._room.clear()
-            await self._room.wait()
-            self._check()
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = WorkerTask(message, key, task.rule)
-            self._enqueue(job)
+            self._waiting.append(job)
+            self._work.set()
         job.waiters.append(future)
         return future
 
     async def run(self, tasks: Sequence[Task]) -> list[RuleOutcome]:
         """Return the outcomes of `tasks` in their order. Raises the errors of `submit`."""
-        futures: list[asyncio.Future[Verdict]] = []
+        futures = [self.submit(task) for task in tasks]
         try:
-            for task in tasks:
-                futures.append(await self.submit(task))  # noqa: PERF401 - if one fails, the futures before it are withdrawn
             return [verdict.outcome for verdict in await asyncio.gather(*futures)]
         finally:
             withdraw(futures)
@@ -379,14 +330,6 @@ class KillablePool:
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
-    def _full(self) -> bool:
-        return len(self._waiting) >= CAPACITY or self._waiting_bytes >= CAPACITY_BYTES
-
-    def _enqueue(self, job: WorkerTask, *, first: bool = False) -> None:
-        (self._waiting.appendleft if first else self._waiting.append)(job)
-        self._waiting_bytes += len(job.task)
-        self._work.set()
-
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
         """End the pool if a slot fails, e.g. if a worker cannot be killed. Otherwise only `close` ends a slot."""
         error = None if slot.cancelled() else slot.exception()
@@ -395,46 +338,38 @@ class KillablePool:
 
     def _end(self, why: Exception) -> None:
         self._ended = self._ended or why
-        self._room.set()
         self._waiting.clear()
-        self._waiting_bytes = 0
         for job in self._jobs.values():
             job.fail(self._ended)
         self._jobs.clear()
 
-    def _check(self) -> None:
-        if self._ended is not None:
-            raise self._ended
-
     async def _slot(self) -> None:
-        """Employ one worker after another, forever."""
+        """Employ one worker after another, forever. If one does not start, report it to the next jobs, then try again."""
         while True:
-            fault = await self._run_worker()
-            if fault is not None:  # report it to the next jobs, then try again
+            try:
+                await self._run_worker()
+            except ServiceFault as fault:
                 for job in await self._take():
                     self._forget(job)
                     job.fail(fault)
 
-    async def _run_worker(self) -> ServiceFault | None:
-        """Run one worker until it is lost. Return the fault if it did not start."""
+    async def _run_worker(self) -> None:
+        """Run one worker until it is lost. Raises ServiceFault if it does not start."""
         try:
             worker = await self._start_worker()
         except OSError as error:
-            return ServiceFault("reward", "start a worker", str(error))
+            raise ServiceFault("reward", "start a worker", str(error)) from error
         try:
             await worker.ready()  # the rules are imported, or REWARD_WORKER_START has passed
             while await self._run_batch(worker):  # waits for jobs, then for the verdicts of one batch
                 pass
-        except ServiceFault as fault:
-            return fault
         finally:  # also if the slot is cancelled: no process may stay
             await worker.kill()
             self._alive.discard(worker)
-        return None
 
     async def _start_worker(self) -> WorkerProcess:
         """Start a process. Even if this task is cancelled, the process joins `_alive`, so that `close` reaps it."""
-        starting = asyncio.ensure_future(WorkerProcess.start(self._rules, self._limits, self, self._variables))
+        starting = asyncio.ensure_future(WorkerProcess(self).start())
         try:
             return await asyncio.shield(starting)
         finally:
@@ -446,40 +381,32 @@ class KillablePool:
         began = time.monotonic()
         done = await worker.work(jobs)
         _trace(worker, jobs, began)
-        if done:
-            return True
-        self.lost += 1
-        self._requeue(worker.jobs)
-        return False
+        if not done:
+            self.lost += 1
+            self._requeue(worker.jobs)
+        return done
 
-    def _requeue(self, jobs: Sequence[WorkerTask]) -> None:
-        for job in reversed(jobs):
-            self._enqueue(job, first=True)
+    def _requeue(self, jobs: Iterable[WorkerTask]) -> None:
+        self._waiting.extendleft(reversed([*jobs]))
+        self._work.set()
 
     async def _take(self) -> list[WorkerTask]:
         """Wait for jobs, and take one worker's share of them."""
-        while True:
-            self._check()
+        taken: list[WorkerTask] = []
+        while not taken:
             while not self._waiting:
                 self._work.clear()
                 await self._work.wait()
             share = min(BATCH, int(BATCH_SECONDS / self._pace), -(-len(self._waiting) // self._workers))
-            taken: list[WorkerTask] = []
-            size = 0
-            while self._waiting and len(taken) < max(share, 1):
-                job = self._waiting[0]
-                if taken and size + len(job.task) > BATCH_BYTES:
-                    break
-                self._waiting.popleft()
-                self._waiting_bytes -= len(job.task)
+            room = BATCH_BYTES
+            while self._waiting and len(taken) < max(share, 1) and (not taken or len(self._waiting[0].task) <= room):
+                job = self._waiting.popleft()
                 if job.unwanted:
                     self._forget(job)
                 else:
                     taken.append(job)
-                    size += len(job.task)
-            self._room.set()
-            if taken:
-                return taken
+                    room -= len(job.task)
+        return taken
 
 
 def _trace(worker: WorkerProcess, jobs: Sequence[WorkerTask], began: float) -> None:

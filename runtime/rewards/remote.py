@@ -1,23 +1,21 @@
 """Rewards from a process of the user: the requests to it, and the conversion of its answers to scores.
 
-The process implements the service RemoteReward of proto/remote_reward.proto. `services.reward` contains the client.
-"""
+The process implements the service RemoteReward of proto/remote_reward.proto. `services.reward` contains the client."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
 
 import msgspec
 
 from runtime import config, types
 from runtime.rewards.rules import RuleOutcome
-from runtime.rewards.scorer import ReplyDecoder, column, read_replies
-from runtime.types import GroupPayload, ScoreRequest, Scores
+from runtime.rewards.scorer import column, read_replies
+from runtime.types import GroupPayload, ScoreRequest, Scores, TextDecoder
 
 # ---- Remote messages
 # The messages of proto/remote_reward.proto, the protocol that a process of the user serves.
@@ -71,21 +69,18 @@ class RemoteFailure(Exception):
         self.reason = reason
 
 
-class RemotePort(Protocol):
-    """The scorer's connection to the other process."""
-
-    async def score(self, items: Sequence[RemoteItem], timeout: float) -> list[RemoteResult]:
-        """Return the results as received. Raises RemoteFailure within `timeout` seconds."""
+Ask = Callable[[Sequence[RemoteItem], float], Awaitable[list[RemoteResult]]]
+"""Gives the results as received, of the items. Raises RemoteFailure within so many seconds."""
 
 
 class RemoteScorer:
     """Scores groups by one entry of `rewards.remote`."""
 
-    def __init__(self, settings: config.RemoteReward, tokenizer: ReplyDecoder, port: RemotePort, fail: bool):
+    def __init__(self, settings: config.RemoteReward, tokenizer: TextDecoder, ask: Ask, fail: bool):
         """Create the scorer. `fail`: a reply without a value raises ServiceFault; otherwise it is masked."""
         self._settings = settings
         self._tokenizer = tokenizer
-        self._port = port
+        self._ask = ask
         self._blamed = "reward" if fail else ""
 
     async def score(self, request: ScoreRequest) -> Scores:
@@ -116,7 +111,7 @@ class RemoteScorer:
     async def _call(self, items: Sequence[RemoteItem]) -> list[RuleOutcome]:
         name = self._settings.name
         try:
-            results = await self._port.score(items, self._settings.timeout)
+            results = await self._ask(items, self._settings.timeout)
         except RemoteFailure as failure:
             log.warning("rewards.remote %s: %d replies without a value: %s", name, len(items), failure)
             return [RuleOutcome(error=f"{MARK}{failure.reason}")] * len(items)

@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Container, Sequence
-from typing import Protocol
 
 import numpy as np
 from msgspec import Struct, structs
@@ -17,7 +16,7 @@ from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import NO_NUMBER, GroupContext, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task
-from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest, Scores
+from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest, Scores, TextDecoder
 
 # ---- Combination
 # Combine the scores of one group from several scorers: rules, remote rewards, a reward model, and players. Pure.
@@ -29,22 +28,15 @@ def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutco
     for index, outcome in enumerate(outcomes):
         if outcome.error and blamed:
             raise ServiceFault(blamed, f"score by {name}", f"{outcome.error} on sample {index} of group {group_id}")
-    return _columns(group_id, [(name, weight, outcomes)])
-
-
-def _columns(group_id: int, scored: Sequence[tuple[str, float, Sequence[RuleOutcome]]]) -> Scores:
-    """Return the summed scores of several scorers, each with its name and weight."""
-    size = len(scored[0][2])
-    total, valid = np.zeros(size), np.ones(size, np.uint8)
-    rules: dict[str, np.ndarray] = {}
-    for name, weight, outcomes in scored:
-        values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
-        valid[[bool(outcome.error) for outcome in outcomes]] = 0
-        total += weight * values
-        rules[name] = values.astype(np.float32)
-    errors = Counter(outcome.error for _, _, outcomes in scored for outcome in outcomes if outcome.error)
-    rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
-    return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=rules, errors=dict(errors))
+    values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
+    valid = np.array([not outcome.error for outcome in outcomes], np.uint8)
+    return Scores(
+        group_id=group_id,
+        rewards=np.where(valid == 1, weight * values, 0.0).astype(np.float32),
+        valid=valid,
+        rules={name: values.astype(np.float32)},
+        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
+    )
 
 
 NO_REWARD = f"{ENVIRONMENT_COLUMN}:no reward"
@@ -62,33 +54,22 @@ def combine(parts: Sequence[Scores]) -> Scores:
         return parts[0]
     valid = np.minimum.reduce([part.valid for part in parts])
     total = np.sum([part.rewards for part in parts], axis=0, dtype=np.float64)
-    errors: Counter[str] = Counter()
-    for part in parts:
-        errors.update(part.errors)
     return structs.replace(
         parts[0],
         rewards=np.where(valid == 1, total, 0.0).astype(np.float32),
         valid=valid,
         rules={name: values for part in parts for name, values in part.rules.items()},
-        errors=dict(errors),
+        errors=dict(sum((Counter(part.errors) for part in parts), Counter())),
     )
 
 
 # ---- Replies
-# The parts of a group's episodes that rules, remote rewards and reward models read. Pure.
-#
-# An episode is judged by its last branch. Text of an environment may look like a final answer. Rules therefore get the model's
-# last turn as text, and the whole conversation beside it. A plain reply is both at once.
+# The parts of a group's episodes that rules, remote rewards and reward models read. Pure. An episode is judged by its last
+# branch. Text of an environment may look like a final answer. Rules therefore get the model's last turn as text, and the whole
+# conversation beside it. A plain reply is both at once.
 
 _HEAD = 8  # last tokens of a prompt in which the mark that opens a thought may be
 _OPENED = re.compile(r"<think>\s*\Z")
-
-
-class ReplyDecoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        """Return the texts without special tokens."""
 
 
 class ReadReply(Struct, frozen=True):
@@ -99,25 +80,19 @@ class ReadReply(Struct, frozen=True):
     text: str
     conversation: str
 
-    @property
-    def everything(self) -> str:
-        return self.conversation or self.text
 
-
-def read_replies(payload: GroupPayload, tokenizer: ReplyDecoder) -> list[ReadReply]:
+def read_replies(payload: GroupPayload, tokenizer: TextDecoder) -> list[ReadReply]:
     """Return the reply of each episode."""
     rows = payload.last_rows
     spans = [last_turn(row) for row in rows]
     turns = [row.tokens[span] for row, span in zip(rows, spans, strict=True)]
-    several = [len(turn) < len(row.tokens) for turn, row in zip(turns, rows, strict=True)]
-    whole = [row.tokens for row, more in zip(rows, several, strict=True) if more]
-    before = [row.tokens[: span.start] if span.start else payload.prompt for row, span in zip(rows, spans, strict=True)]
-    texts = tokenizer.decode_batch([*turns, *whole, *(each[-_HEAD:] for each in (*before, payload.prompt))])
-    heads, first, count = texts[-1 - len(rows) : -1], texts[-1], len(rows)
-    rest = (_thought(text, first) for text in texts[count : count + len(whole)])
+    wholes = [row.tokens if len(turn) < len(row.tokens) else turn[:0] for row, turn in zip(rows, turns, strict=True)]
+    heads = [row.tokens[: span.start] if span.start else payload.prompt for row, span in zip(rows, spans, strict=True)]
+    *texts, first = tokenizer.decode_batch([*turns, *wholes, *(each[-_HEAD:] for each in (*heads, payload.prompt))])
+    said, conversations, before = (texts[at : at + len(rows)] for at in range(0, len(texts), len(rows)))
     return [
-        ReadReply(row, _thought(text, head), next(rest) if more else "")
-        for row, text, head, more in zip(rows, texts, heads, several, strict=False)
+        ReadReply(row, _thought(text, head), _thought(conversation, first))
+        for row, text, conversation, head in zip(rows, said, conversations, before, strict=True)
     ]
 
 
@@ -146,9 +121,8 @@ UNSCORED_STEPS = 3  # in a row
 class UnscoredSteps:
     """Counts consecutive steps in which no reply has a score."""
 
-    def __init__(self) -> None:
-        self._any_scored = False
-        self._in_a_row = 0
+    _any_scored = False
+    _in_a_row = 0
 
     def step(self, scores: Sequence[Scores], last: bool) -> None:
         """Count a step. Raises ServiceFault at the third such step in a row, or at the `last` step if all were such steps."""
@@ -168,18 +142,10 @@ def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
     return ServiceFault("reward", ", ".join(rules) or "score", f"no reply of {of} has a score{cause} (logs/reward-*.log)")
 
 
-class _Reply(Struct):
-    """One episode as the rules see it."""
-
-    text: str
-    label: str
-    context: RuleContext
-
-
 class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
-    def __init__(self, settings: config.Rewards, tokenizer: ReplyDecoder, variables: Container[str] = ()):
+    def __init__(self, settings: config.Rewards, tokenizer: TextDecoder, variables: Container[str] = ()):
         """Find the rules. `variables`: as in `KillablePool`. Raises UserError if no rule is configured, or a rule is unknown or
         named twice."""
         if not settings.rules:
@@ -215,21 +181,21 @@ class RewardScorer:
         """Return the scores of a group; a rule's failure is as in `column`. Raises InvalidMessage if the payload is unreadable,
         UserError if a rule returns no number, ServiceFault if no worker starts or, with `on_error: fail`, if a rule failed."""
         payload = types.decode(GroupPayload, request.payload)
-        found = read_replies(payload, self._tokenizer)
-        replies = [_Reply(each.text, request.label, _context(request, each)) for each in found]
-        scores = self._sum(payload.group_id, await self._evaluate(replies))
+        replies = read_replies(payload, self._tokenizer)
+        texts, contexts = [reply.text for reply in replies], [_context(request, reply) for reply in replies]
+        scores = self._sum(payload.group_id, await self._evaluate(texts, request.label, contexts))
         if request.answers:
-            self._name_answers(scores, replies)
+            self._name_answers(scores, texts)
         return scores
 
-    def _name_answers(self, scores: Scores, replies: list[_Reply]) -> None:
+    def _name_answers(self, scores: Scores, texts: Sequence[str]) -> None:
         """Add the first rule's `answer` of each reply. If it raises, count the error; the score stays valid."""
         answer = self._rules[0][1].answer
         if answer is None:
             return
-        for reply in replies:
+        for text in texts:
             try:
-                named = answer(reply.text)
+                named = answer(text)
                 if named is not None and not isinstance(named, str):
                     raise TypeError(f"{type(named).__name__} is not text")
                 scores.answers.append(named)
@@ -238,27 +204,32 @@ class RewardScorer:
                 reason = f"answer:{type(error).__name__}"
                 scores.errors[reason] = scores.errors.get(reason, 0) + 1
 
-    async def _evaluate(self, replies: list[_Reply]) -> list[list[RuleOutcome]]:
+    async def _evaluate(self, texts: list[str], label: str, contexts: list[RuleContext]) -> list[list[RuleOutcome]]:
         """Return the outcome of every rule (outer list) on every reply (inner list). A screen's empty outcome is left to the
-        pool."""
-        outcomes = [
-            [attempt(rule.screen, one.text, one.label, one.context) if rule.screen else RuleOutcome() for one in replies]
-            for _, rule in self._rules
-        ]
+        pool. If a rule over groups fails, every reply gets this outcome."""
         tasks: list[Task] = []
-        targets: list[tuple[int, slice]] = []  # of each task: the index of the rule, and the replies
-        for column, ((entry, rule), found) in enumerate(zip(self._rules, outcomes, strict=True)):
-            name, every = entry.name, slice(0, len(replies))
-            rows = [every] if rule.grouped else [slice(at, at + 1) for at, one in enumerate(found) if one.unresolved]
-            tasks += [_task(name, replies[each], rule.grouped) for each in rows]
-            targets += [(column, each) for each in rows]
+        targets: list[tuple[list[RuleOutcome], slice]] = []  # of each task: the rule's outcomes, and the replies
+        outcomes: list[list[RuleOutcome]] = []
+        for entry, rule in self._rules:
+            found = [RuleOutcome() for _ in texts]
+            if rule.screen is not None:
+                found = [attempt(rule.screen, text, label, context) for text, context in zip(texts, contexts, strict=True)]
+            outcomes.append(found)
+            if rule.grouped:
+                tasks.append(Task(entry.name, texts, label, _group_context(contexts)))
+                targets.append((found, slice(None)))
+                continue
+            left = [at for at, outcome in enumerate(found) if outcome.unresolved]
+            tasks += [Task(entry.name, texts[at], label, contexts[at]) for at in left]
+            targets += [(found, slice(at, at + 1)) for at in left]
         if tasks:
-            for (column, rows_of), outcome in zip(targets, await self.pool.run(tasks), strict=True):
-                outcomes[column][rows_of] = _each(outcome, len(replies[rows_of]))
+            for (found, rows), outcome in zip(targets, await self.pool.run(tasks), strict=True):
+                size = len(found[rows])
+                found[rows] = [outcome] * size if outcome.values is None else list(map(RuleOutcome, outcome.values))
         return outcomes
 
     def _sum(self, group_id: int, outcomes: list[list[RuleOutcome]]) -> Scores:
-        scored = []
+        parts = []
         for (entry, rule), found in zip(self._rules, outcomes, strict=True):
             for index, outcome in enumerate(found):
                 if outcome.error.startswith(NO_NUMBER):
@@ -266,8 +237,8 @@ class RewardScorer:
                     raise UserError(f"rewards.rules: rule {rule.name} gave a value of type {given}; must be a bool or a number")
                 if outcome.error and self._fail:
                     raise ServiceFault("reward", f"rule {rule.name}", f"{outcome.error} on sample {index} of group {group_id}")
-            scored.append((rule.name, entry.weight, [_valued(outcome, entry) for outcome in found]))
-        return _columns(group_id, scored)
+            parts.append(column(group_id, rule.name, entry.weight, [_valued(outcome, entry) for outcome in found]))
+        return combine(parts)
 
 
 def _context(request: ScoreRequest, reply: ReadReply) -> RuleContext:
@@ -275,21 +246,10 @@ def _context(request: ScoreRequest, reply: ReadReply) -> RuleContext:
     return RuleContext(request.source, len(row.tokens), row.finish_reason, request.messages, request.extra, reply.conversation)
 
 
-def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
-    """Return the task of one reply, or, for a rule over groups, of all replies."""
-    first = replies[0]
-    if not grouped:
-        return Task(rule, first.text, first.label, first.context)
-    contexts = [reply.context for reply in replies]
+def _group_context(contexts: Sequence[RuleContext]) -> GroupContext:
+    first, conversations = contexts[0], [one.conversation for one in contexts]
     tokens, reasons = [one.tokens for one in contexts], [one.finish_reason for one in contexts]
-    said = [one.conversation for one in contexts] if any(one.conversation for one in contexts) else []
-    context = GroupContext(first.context.source, tokens, reasons, first.context.prompt, first.context.extra, said)
-    return Task(rule, [reply.text for reply in replies], first.label, context)
-
-
-def _each(outcome: RuleOutcome, replies: int) -> list[RuleOutcome]:
-    """Return one outcome for each reply. If a whole group failed, every reply gets this outcome."""
-    return [outcome] * replies if outcome.values is None else [RuleOutcome(value) for value in outcome.values]
+    return GroupContext(first.source, tokens, reasons, first.prompt, first.extra, conversations if any(conversations) else [])
 
 
 def _valued(outcome: RuleOutcome, settings: config.Rule) -> RuleOutcome:

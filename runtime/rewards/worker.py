@@ -1,9 +1,8 @@
-"""A worker of the pool: `python -m runtime.rewards.worker PARENT_PID CPU_SECONDS MEMORY_BYTES SANDBOX RULE...`.
+"""A worker of the pool: `python -m runtime.rewards.worker PARENT_PID LIMITS RULE...`, with the limits as JSON.
 
-SANDBOX is `rewards.sandbox` as JSON. Frames on standard input and output are a little-endian uint32 length and msgpack: a batch
+Frames on standard input and output are a little-endian uint32 length and msgpack: a batch
 of tasks is read, and each verdict is written at once. An empty frame means that the worker is ready. The kernel enforces the
-limits: SIGPROF ends the process when a task has used its CPU time; memory beyond the limit is refused, as a MemoryError.
-"""
+limits: SIGPROF ends the process when a task has used its CPU time; memory beyond the limit is refused, as a MemoryError."""
 
 from __future__ import annotations
 
@@ -27,6 +26,16 @@ from runtime.rewards.rules import NO_NUMBER, Context, Evaluate, RewardRule, Rule
 
 LENGTH = struct.Struct("<I")
 TRACE_LINES, TRACE_CHARACTERS = 20, 1000  # last entries of a rule's traceback, and characters of each
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Limits of one task: `seconds` by the clock, `cpu_seconds` of its worker. `memory_bytes`: that a worker may allocate in
+    all. `sandbox`: of the programs that the worker runs."""
+
+    seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+    sandbox: Sandbox = Sandbox()
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
@@ -66,12 +75,12 @@ def _printable(line: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in line.rstrip("\n")) + "\n"
 
 
-def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: float, sandbox: Sandbox) -> None:
+def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], limits: Limits) -> None:
     """Answer batches until the parent closes the pipe."""
     from runtime.rewards.catalogue import find_rule  # imports code of users: only after the pipes are set up
     from runtime.rewards.code import use
 
-    use(sandbox)
+    use(limits.sandbox)
     loop = asyncio.new_event_loop()
     evaluate = {name: _synchronous(find_rule(name), loop) for name in rules}
     decode = msgspec.msgpack.Decoder(list[Task]).decode
@@ -85,7 +94,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
             return
         for task in tasks:
             start = time.perf_counter()
-            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
             on_error = functools.partial(_log_first, failed, task.rule)
             outcome = attempt(evaluate[task.rule], task.text, task.label, task.context, on_error)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -104,10 +113,11 @@ def _synchronous(entry: RewardRule, loop: asyncio.AbstractEventLoop) -> Evaluate
 
 
 def main() -> None:
-    parent, cpu_seconds, memory_bytes, sandbox, *rules = sys.argv[1:]
+    parent, settings, *rules = sys.argv[1:]
+    limits = msgspec.json.decode(settings, type=Limits)
     die_with_parent(int(parent))  # on systems without this call, the closed pipe ends an idle worker
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
+    resource.setrlimit(resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Keep the pipes for the protocol: a rule prints to standard error and reads from /dev/null.
     requests = os.fdopen(os.dup(0), "rb")
@@ -116,7 +126,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    serve(requests, replies, rules, float(cpu_seconds), msgspec.json.decode(sandbox, type=Sandbox))
+    serve(requests, replies, rules, limits)
 
 
 if __name__ == "__main__":

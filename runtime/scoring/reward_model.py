@@ -90,7 +90,9 @@ class ModelScorer:
         for request in requests:
             if not request.messages:
                 raise InvalidMessage(f"group {request.group_id}: no messages, which a reward model that reads text needs")
-        replies = [[reply.everything for reply in read_replies(payload, self._policy)] for payload in payloads]
+        replies = [
+            [reply.conversation or reply.text for reply in read_replies(payload, self._policy.texts)] for payload in payloads
+        ]
         conversations = [
             [*request.messages, {"role": "assistant", "content": reply}]
             for request, group in zip(requests, replies, strict=True)

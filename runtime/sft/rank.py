@@ -16,7 +16,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from runtime.config import Config, loading
 from runtime.config.checks import alone
 from runtime.data import prepared
 from runtime.data.handlers import Problem, load_problems, report
-from runtime.data.prepared import column_key, row_format_of, sources
+from runtime.data.prepared import row_format_of, sources
 from runtime.data.prompts import PromptStream, Share
 from runtime.data.templates import ChatTemplate, Message
 from runtime.data.tokenizer import Tokenizer
@@ -79,7 +78,7 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
         if prepared.is_prepared(Path(source.path)):
             raise UserError(f"{key}: {source.path} has prompts made by sluice data prepare; name the files that it was made of")
         difficulty = data.curriculum.key if data.curriculum else ""
-        found = load_problems(source.path, row_format_of(source, data), key, difficulty, partial(column_key, key))
+        found = load_problems(source.path, row_format_of(source, data), key, difficulty)
         encoded = _encoded(found.problems, tokenizer)
         short = [at for at, each in enumerate(encoded) if all(len(row.tokens) <= config.sft.max_tokens for row in each)]
         dropped.update({**found.dropped, f"conversation over {config.sft.max_tokens} tokens": len(encoded) - len(short)})

@@ -21,13 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from runtime.config import Config, Model, Optimizer, Run, Training, Warmup
 from runtime.data import arithmetic
-from runtime.data.prepare import TOOL, lookups
+from runtime.data.arithmetic import TOOL, lookups
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
@@ -73,12 +73,7 @@ RECIPES = {
 
 Progress = Callable[[dict[str, object]], None]
 Conversation = Sequence[dict[str, Any]]
-
-
-class SftProblem(arithmetic.Answered, Protocol):
-    """A problem of a task."""
-
-    def conversation(self, careless: bool = False) -> list[dict[str, Any]]: ...
+TaughtProblem = arithmetic.ArithmeticProblem | arithmetic.LookupProblem
 
 
 class TaughtRows(NamedTuple):
@@ -89,7 +84,7 @@ class TaughtRows(NamedTuple):
     shared: int  # tokens that all rows begin with: the tools
 
 
-def _task(settings: Warmup, recipe: Recipe) -> tuple[Sequence[SftProblem], Sequence[SftProblem], list[dict[str, Any]]]:
+def _task(settings: Warmup, recipe: Recipe) -> tuple[Sequence[TaughtProblem], Sequence[TaughtProblem], list[dict[str, Any]]]:
     """Return problems to train on, held-out problems, and the tools that the assistant may call."""
     if settings.task == "lookup":
         return *lookups(settings.eval_problems, settings.seed), [TOOL]
@@ -138,7 +133,7 @@ class Corpus:
     """The training problems. Each drawn answer may be careless."""
 
     def __init__(
-        self, tokenizer: Tokenizer, problems: Sequence[SftProblem], tools: list[dict[str, Any]], careless: float, seed: int
+        self, tokenizer: Tokenizer, problems: Sequence[TaughtProblem], tools: list[dict[str, Any]], careless: float, seed: int
     ):
         """Encode the problems. `careless`: the probability of a careless answer."""
         import torch
@@ -164,7 +159,7 @@ class Examination:
     """Measurement of a model's replies to the held-out problems."""
 
     def __init__(
-        self, tokenizer: Tokenizer, held_out: Sequence[SftProblem], tools: list[dict[str, Any]], sampled: bool = False
+        self, tokenizer: Tokenizer, held_out: Sequence[TaughtProblem], tools: list[dict[str, Any]], sampled: bool = False
     ):
         """Encode the held-out problems. `sampled`: measure fluency on replies at temperature 1, otherwise on greedy ones."""
         slips = [wrong for p in held_out if (wrong := p.conversation(careless=True)) != p.conversation()]

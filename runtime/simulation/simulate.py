@@ -23,7 +23,7 @@ from runtime.config import Config, Rollout, StopConditions
 from runtime.coordinator.metrics_recorder import RunContext
 from runtime.coordinator.run import TrainingRun
 from runtime.data.handlers import Problem
-from runtime.data.prompts import Prompts
+from runtime.data.prepared import Prompts
 from runtime.errors import UserError
 from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger.journal import LedgerWriter
@@ -36,6 +36,7 @@ from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.summary import Summary
 from runtime.telemetry.trackers import Trackers
+from runtime.types import TextDecoder
 
 WALL = 1.7e9  # seconds since the epoch
 
@@ -62,14 +63,11 @@ class _Metrics(Trackers):
         self._points.append((step, metrics))
 
 
-class _Numbers:
+class _Numbers(TextDecoder):
     """A tokenizer whose texts are token numbers."""
 
-    def decode(self, ids: np.ndarray, skip_special: bool = True) -> str:
-        return " ".join(map(str, ids.tolist()))
-
-    def decode_batch(self, batch: Sequence[np.ndarray], skip_special: bool = True) -> list[str]:
-        return [self.decode(ids) for ids in batch]
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
+        return [" ".join(map(str, ids)) for ids in batch]
 
 
 def prompts(name: str, count: int, tokens: int) -> Prompts:

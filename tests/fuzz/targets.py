@@ -139,7 +139,7 @@ def read_tokenizer(data: bytes, folder: Path) -> None:
     unpacked(data, folder, TOKENIZER)
     found = Tokenizer(str(folder))
     text = found.template.render(MESSAGES)  # type: ignore[union-attr]
-    found.decode_batch([ids.tolist() for ids in found.encode_texts([text, "ab ba</s> 12345"])])
+    found.texts.decode_batch([ids.tolist() for ids in found.encode_texts([text, "ab ba</s> 12345"])])
     assert len(found.vocabulary) <= 1 << 20 and found.stop_ids and found.identity
 
 

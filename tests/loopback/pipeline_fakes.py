@@ -25,7 +25,8 @@ from runtime.coordinator.metrics_recorder import COUNTED, RunContext
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.data.handlers import Problem
-from runtime.data.prompts import Prompts, PromptStream
+from runtime.data.prepared import Prompts
+from runtime.data.prompts import PromptStream
 from runtime.errors import ServiceFault
 from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger import checkpoint

@@ -95,7 +95,7 @@ async def scorer(tokenizer: Tokenizer, port: int, fail: bool = False, **settings
     entry = config.RemoteReward(**{"name": "taste", "address": f"127.0.0.1:{port}", **settings})
     client = RemoteRewardClient(entry)
     try:
-        yield RemoteScorer(entry, tokenizer, client, fail)
+        yield RemoteScorer(entry, tokenizer.texts, client.score, fail)
     finally:
         await client.close()
 

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +22,7 @@ from runtime import config
 from runtime.errors import Cancelled, ServiceFault
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
-from runtime.rewards import pool as pool_module
-from runtime.rewards.pool import CAPACITY, KillablePool, Limits
+from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import RuleContext, RuleOutcome
 from runtime.rewards.scorer import RewardScorer
 from runtime.rewards.worker import Task, Verdict
@@ -235,14 +233,14 @@ def test_the_pool_refills_to_its_full_width(rule: str, tmp_path: Path) -> None:
     with_pool(rule, use, workers=3, timeout=60)
 
 
-def test_results_keep_their_order_under_concurrent_callers_and_more_than_the_queue_holds_waits_for_room(rule: str) -> None:
+def test_results_keep_their_order_under_concurrent_callers(rule: str) -> None:
     async def use(pool: KillablePool) -> None:
         batches = [[f"{caller}.{i}" for i in range(40)] for caller in range(8)]
         found = await asyncio.gather(*(pool.run(tasks(rule, *batch, label=batch[7])) for batch in batches))
         for outcomes in found:
             assert [i for i, outcome in enumerate(outcomes) if outcome.value] == [7]
-        outcomes = await pool.run(tasks(rule, *["ok"] * (3 * CAPACITY)))
-        assert outcomes == [RuleOutcome(True)] * (3 * CAPACITY)
+        outcomes = await pool.run(tasks(rule, *["ok"] * 3072))
+        assert outcomes == [RuleOutcome(True)] * 3072
 
     with_pool(rule, use, timeout=60)
 
@@ -250,7 +248,7 @@ def test_results_keep_their_order_under_concurrent_callers_and_more_than_the_que
 @on_both_loops
 def test_close_ends_every_call_under_way(rule: str) -> None:
     async def use(pool: KillablePool) -> None:
-        calls = [asyncio.ensure_future(pool.run(tasks(rule, *["hang"] * count))) for count in (1, 2, 2 * CAPACITY)]
+        calls = [asyncio.ensure_future(pool.run(tasks(rule, *["hang"] * count))) for count in (1, 2, 2048)]
         await asyncio.wait(calls, timeout=0.2)
         await pool.close()
         for ended in await asyncio.gather(*calls, return_exceptions=True):
@@ -359,7 +357,7 @@ def calls(tmp_path: Path) -> list[str]:
 
 
 async def verdicts(pool: KillablePool, tasks: list[Task]) -> list[Verdict]:
-    return list(await asyncio.gather(*[await pool.submit(each) for each in tasks]))
+    return list(await asyncio.gather(*map(pool.submit, tasks)))
 
 
 @pytest.mark.parametrize("text", ["spin", "power"])
@@ -427,21 +425,3 @@ def test_values_are_kept_up_to_the_bound_and_errors_never(limited: str, tmp_path
 
     with_pool(limited, use, workers=1, limits=LIMITS, cache_entries=2)
     assert calls(tmp_path) == ["a", "bb", "ccc", "bb", "leave", "leave"]
-
-
-def test_long_texts_wait_outside_the_queue(limited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "CAPACITY_BYTES", 4 * MIB)
-
-    async def use(pool: KillablePool) -> None:
-        texts = [str(index) + "x" * MIB for index in range(10)]
-        calls = [asyncio.ensure_future(pool.run([task(limited, tmp_path, text)])) for text in texts]
-        most = 0
-        deadline = time.monotonic() + 60
-        while not all(call.done() for call in calls) and time.monotonic() < deadline:
-            most = max(most, pool._waiting_bytes)
-            await asyncio.sleep(0)
-        assert await asyncio.gather(*calls) == [[RuleOutcome(float(MIB + 1))]] * 10
-        assert 3 * MIB < most < 6 * MIB
-        assert pool._waiting_bytes == 0
-
-    with_pool(limited, use, workers=1, limits=Limits(60.0, 10.0, 256 * MIB))

@@ -221,7 +221,7 @@ async def run(every: int) -> list[Ending]:
             tasks = [Task(name, hostile.reply(name), hostile.label, RuleContext()) for name in names]
             for task in tasks:
                 _screen(task)
-            futures = [await pool.submit(task) for task in tasks]
+            futures = [pool.submit(task) for task in tasks]
             for task, verdict in zip(tasks, await asyncio.gather(*futures), strict=True):
                 endings.append(_ending(hostile, task, verdict))
         good = await pool.run([Task("math", "\\boxed{\\frac{10}{2}}", "5", RuleContext())])

@@ -34,8 +34,7 @@ from runtime.algorithms.interfaces import (
 )
 from runtime.algorithms.interfaces import advantage as advantage_estimator
 from runtime.algorithms.losses import (
-    AdaptiveKl,
-    FixedKl,
+    KlControl,
     absolute,
     beyond_second_moment,
     cispo,
@@ -127,8 +126,8 @@ class TestKl:
         torch.testing.assert_close(got, f64(20, 19, -19, -20).exp(), rtol=1e-14, atol=0)
 
     def test_controllers(self):
-        assert FixedKl(0.1).after(5.0, 1000) == FixedKl(0.1)
-        control = AdaptiveKl(coefficient=0.1, target=0.02, horizon=1000)
+        assert KlControl(0.1).after(5.0, 1000) == KlControl(0.1)
+        control = KlControl(coefficient=0.1, target=0.02, horizon=1000)
         assert control.after(0.02, 500).coefficient == 0.1
         assert control.after(0.022, 500).coefficient == pytest.approx(0.1 * (1 + 0.1 * 0.5))
         assert control.after(1.0, 500).coefficient == pytest.approx(0.1 * 1.1)  # clipped at +0.2

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from launcher.registered_names import faults_of_own_files
-from runtime.algorithms.interfaces import ADVANTAGES, POLICY_LOSSES, with_options
-from runtime.chosen_algorithm import choose, groups_per_update, streams, updates_per_epoch
+from runtime.algorithms.interfaces import ADVANTAGES, POLICY_LOSSES
+from runtime.chosen_algorithm import choose, groups_per_update, streams, updates_per_epoch, with_options
 from runtime.config import Algorithm, Config, Data, Evaluation, EvaluationSet, Run, Source, Training
 from runtime.errors import UserError
 from runtime.registry import Registry

@@ -20,12 +20,10 @@ import pytest
 from runtime import config
 from runtime.coordinator.pools import request_for
 from runtime.data import reading
-from runtime.data.fields import Rejected, label_text
-from runtime.data.handlers import HANDLERS, Problem, ProblemSet, load_problems
+from runtime.data.handlers import HANDLERS, Problem, ProblemSet, Rejected, label_text, load_problems
 from runtime.data.prepare import keep_apart, overlap
-from runtime.data.prepared import check_environments, row_format_of
-from runtime.data.prompts import tokenise
-from runtime.data.reading import count_rows, data_files, read_rows
+from runtime.data.prepared import check_environments, row_format_of, tokenise
+from runtime.data.reading import data_files, read_rows
 from runtime.errors import UserError
 from runtime.types import RunEpisodesRequest, SamplingParams
 from tests.real_data import ROOT
@@ -281,13 +279,6 @@ def test_tables_give_the_rows_that_were_written(tmp_path: Path) -> None:
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=700)
     assert list(read_rows(tmp_path / "a.arrow", "k")) == list(enumerate(ROWS, 1))
-    assert count_rows(parquet, "k") == count_rows(tmp_path / "a.arrow", "k") == 3000
-
-
-def test_rows_of_json_are_counted_before_they_are_read(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
-    assert count_rows(tmp_path / "a.jsonl", "k") == count_rows(tmp_path / "a.json", "k") == 3000
 
 
 def test_a_saved_dataset_is_read_shard_by_shard(tmp_path: Path) -> None:
@@ -403,7 +394,6 @@ def test_json_may_be_compressed(tmp_path: Path, packed: Callable[[bytes], bytes]
         file.parent.mkdir()
         file.write_bytes(data)
         assert list(read_rows(file, "k")) == list(enumerate(ROWS, 1))
-        assert count_rows(file, "k") == len(ROWS)
         assert labels(file.parent) == [row["answer"] for row in ROWS]
         assert data_files(str(file), "k").source == f"{file.parent.name}/train"
     file.write_bytes(packed(save_parquet(tmp_path / "a.parquet", 0, 3).read_bytes()))

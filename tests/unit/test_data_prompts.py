@@ -20,7 +20,8 @@ from runtime import types
 from runtime.config import Config, Curriculum, Model, Run
 from runtime.data import templates
 from runtime.data.handlers import MODEL, Problem, ProblemSet, names, slot_template
-from runtime.data.prompts import Order, PromptStream, Share, StreamState, group_seed, tokenise, turn
+from runtime.data.prepared import tokenise
+from runtime.data.prompts import PromptStream, Share, StreamState, group_seed, turn
 from runtime.data.templates import ChatTemplate, _environment
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
@@ -55,7 +56,7 @@ def test_positions_are_pure_in_any_order() -> None:
     stream, other = PromptStream(problems(7), seed=3), PromptStream(problems(7), seed=3)
     drawn = [stream.draw().index for _ in range(50)]
     assert [other.index(i) for i in reversed(range(50))] == drawn[::-1]
-    assert other.at(49) == other.problems[drawn[49]]
+    assert other.problems[other.index(49)] == other.problems[drawn[49]]
 
 
 def test_the_order_is_the_same_in_every_release() -> None:
@@ -151,7 +152,7 @@ def first_places(weights: list[Fraction], start: int) -> dict[int, int]:
 
 
 def test_three_sources_have_their_shares_from_the_start() -> None:
-    order = Order([Share(10, 1), Share(20, 2), Share(5, 1)], seed=3, shuffle=True)
+    order = PromptStream(problems(35), 3, True, [Share(10, 1), Share(20, 2), Share(5, 1)])
     drawn = [order.index(position) for position in range(400)]
     sources = Counter("a" if index < 10 else "b" if index < 30 else "c" for index in drawn)
     assert sources == {"a": 100, "b": 200, "c": 100}
@@ -162,7 +163,7 @@ def test_three_sources_have_their_shares_from_the_start() -> None:
 
 
 def test_sources_are_shuffled_apart() -> None:
-    order = Order([Share(50), Share(50)], seed=3, shuffle=True)
+    order = PromptStream(problems(100), 3, True, [Share(50), Share(50)])
     drawn = [order.index(position) for position in range(100)]
     first, second = [i for i in drawn if i < 50], [i - 50 for i in drawn if i >= 50]
     assert sorted(first) == sorted(second) == list(range(50))
@@ -172,7 +173,9 @@ def test_sources_are_shuffled_apart() -> None:
 def test_a_curriculum_goes_from_easy_to_hard_in_its_passes() -> None:
     found = problems(200)
     stream = PromptStream(found, seed=5, curriculum=Curriculum(passes=2))
-    levels = [[stream.at(position).difficulty for position in range(200 * epoch, 200 * (epoch + 1))] for epoch in range(3)]
+    levels = [
+        [found[stream.index(position)].difficulty for position in range(200 * epoch, 200 * (epoch + 1))] for epoch in range(3)
+    ]
     assert levels[0] == levels[1] == sorted(levels[0])
     assert levels[2] != sorted(levels[2])
     orders = [[stream.index(position) for position in range(200 * epoch, 200 * (epoch + 1))] for epoch in range(3)]
@@ -180,7 +183,7 @@ def test_a_curriculum_goes_from_easy_to_hard_in_its_passes() -> None:
     assert orders[0] != orders[1]  # equals are shuffled
     assert orders[2] == [PromptStream(found, seed=5).index(position) for position in range(400, 600)]
     always = PromptStream(found, seed=5, curriculum=Curriculum(passes=0))
-    assert [always.at(position).difficulty for position in range(1000, 1200)] == sorted(levels[0])
+    assert [found[always.index(position)].difficulty for position in range(1000, 1200)] == sorted(levels[0])
     plain = PromptStream(found, seed=5, shuffle=False, curriculum=Curriculum())
     assert [plain.index(position) for position in range(200)] == sorted(range(200), key=lambda index: found[index].difficulty)
 
@@ -354,7 +357,7 @@ def test_marks_that_are_special_tokens_stay_and_tokens_without_a_row_are_refused
     tokenizer.save(str(folder / "tokenizer.json"))
     ours = Tokenizer(str(folder))
     ids = ours.encode_texts(["<s><think>a</think>b<pad><|im_end|>"])[0]
-    assert ours.decode(ids) == ours.decode_batch([ids])[0] == "<think>a</think>b"
+    assert ours.decode(ids) == ours.texts.decode_batch([ids])[0] == "<think>a</think>b"
     assert ours.decode(ids, skip_special=False) == "<s><think>a</think>b<pad><|im_end|>"
     config = Config(run=Run(name="a"), model=Model(path=str(folder)))
     for rows in (263, 264, 1024):
@@ -383,7 +386,7 @@ def test_decode_batch_leaves_special_and_unknown_ids_out(folder: Path) -> None:
     assert tokenizer.vocab_size == 260
     text = tokenizer.encode_chats([USER])[0]
     body = np.concatenate([text, np.array([258, 9999], np.int32)])
-    assert tokenizer.decode_batch([body, []]) == [tokenizer.decode(text), ""]
+    assert tokenizer.texts.decode_batch([body, []]) == [tokenizer.decode(text), ""]
 
 
 def test_mistakes_are_user_errors(folder: Path, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from runtime.gateway.rendering import TemplateRenderer
 from runtime.models import tiny_model
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
-from runtime.rewards.accuracy import answer_part
 from runtime.rewards.remote import RemoteItem, RemoteResult, RemoteScorer
+from runtime.rewards.rules import answer_part
 from runtime.rewards.scorer import last_turn, played, read_replies
 from runtime.scoring.reward_model import ModelScorer, Texts
 from runtime.types import (
@@ -441,7 +441,7 @@ def test_a_remote_reward_is_told_both() -> None:
             return [RemoteResult(value=float(len(item.conversation))) for item in items]
 
     judge = Judge()
-    scorer = RemoteScorer(config.RemoteReward(name="judge", address="localhost:1"), Bytes(), judge, fail=False)
+    scorer = RemoteScorer(config.RemoteReward(name="judge", address="localhost:1"), Bytes(), judge.score, fail=False)
     scores = asyncio.run(scorer.score(request_of(EPISODES)))
     assert [(item.text, item.conversation) for item in judge.items] == READ
     assert [(item.tokens, item.finish_reason) for item in judge.items] == [

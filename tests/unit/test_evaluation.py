@@ -15,6 +15,7 @@ from rich.console import Console
 
 from runtime.config import Config, Data, RowFormat, Rule, Source, Warmup
 from runtime.config.checks import semantic_faults
+from runtime.coordinator.evaluation import Transcript
 from runtime.data.handlers import Problem
 from runtime.data.prepared import row_format_of
 from runtime.data.tokenizer import Tokenizer
@@ -27,7 +28,6 @@ from runtime.evaluation.results import (
     EvaluationResult,
     Generation,
     SetResult,
-    Transcript,
     evaluation_sets,
     load_held_out,
     render,

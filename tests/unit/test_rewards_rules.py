@@ -21,8 +21,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from runtime.config import loading
-from runtime.rewards.accuracy import boxed, expr, gsm8k, normal_form
-from runtime.rewards.accuracy import math as math_rule
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.extraction import (
     closing_statement,
@@ -36,7 +34,8 @@ from runtime.rewards.extraction import (
 from runtime.rewards.mathematics import answers
 from runtime.rewards.mathematics.answers import canonical, equal
 from runtime.rewards.mathematics.tree import TooCostly
-from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt
+from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt, boxed, expr, gsm8k, normal_form
+from runtime.rewards.rules import math as math_rule
 from tests.real_data import real_file
 from tests.unit.answer_pairs import DIFFERENT, NOTATIONS, ONE_WAY, REPLIES, classes, pairs
 from tests.unit.counted_work import is_linear, work

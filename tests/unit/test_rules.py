@@ -40,7 +40,7 @@ from tests.unit.source_tree import (
 
 PURE = (
     *("runtime/algorithms/", "runtime/models/families/", "runtime/models/forward.py"),
-    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "rules")),
+    *(f"runtime/rewards/{name}.py" for name in ("extraction", "rules")),
     "runtime/ledger/states.py",
     *("runtime/weights/plain_pickle.py", "runtime/weights/plan.py"),
     *(f"runtime/coordinator/{name}.py" for name in ("staleness", "weight_sync_protocol", "register", "device_schedule")),

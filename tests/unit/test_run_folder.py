@@ -22,11 +22,11 @@ from launcher.commands import samples
 from runtime import config, run_files, timeouts, types
 from runtime.config import Run, loading
 from runtime.coordinator.buffer import NO_SIGNAL, Buffer
+from runtime.coordinator.evaluation import Transcript
 from runtime.data.handlers import Problem
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.results import Transcript
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import CheckpointSaved, LedgerWriter

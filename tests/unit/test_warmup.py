@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.commands import check_template
 from runtime.config import Warmup
-from runtime.data import prepare as data_lookups
-from runtime.data.arithmetic import ArithmeticProblem, split, write_jsonl
-from runtime.data.prepare import TOOL, TRAINED, LookupProblem, lookups
+from runtime.data import arithmetic
+from runtime.data.arithmetic import TOOL, TRAINED, ArithmeticProblem, LookupProblem, lookups, split, write_jsonl
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
 from runtime.gateway.probes import conversations
@@ -190,7 +189,7 @@ def test_a_warm_up_for_lookups_ends_when_sampled_replies_are_fluent(
     fluency: float, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warmup, "SAMPLED_FLUENCY", fluency)
-    monkeypatch.setattr(data_lookups, "TRAINED", 32)
+    monkeypatch.setattr(arithmetic, "TRAINED", 32)
     monkeypatch.setattr(warmup, "CHECK_EVERY", 1)
     wanted = settings(task="lookup", accuracy=0.0, eval_problems=4, max_seconds=0.01)  # one step
     if not fits:

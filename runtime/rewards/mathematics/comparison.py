@@ -1,14 +1,14 @@
 """Decide whether two answers are the same: lists, sets, tuples, intervals, equations, inequalities, matrices, ratios, words,
 and at last two expressions: constants exactly, functions at several points.
 
-A verdict is None if it is undecided here: sets of real numbers in other notation, arithmetic of matrices.
-"""
+A verdict is None if it is undecided here: sets of real numbers in other notation, arithmetic of matrices."""
 
 from __future__ import annotations
 
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from decimal import ROUND_DOWN, Context, Decimal
 from fractions import Fraction
 from itertools import chain
 
@@ -412,6 +412,7 @@ POINTS = 4
 FAR = (10, 1000, 10**6, 10**12)  # factors of the points that separate pieces: |x - 5| and 5 - x
 INTEGER_POINTS = 24  # for functions of integers, such as remainders and floors: they agree at more points
 AGREEING = 6  # significant digits to which a decimal must agree with an exact form
+_CUT_OFF = Context(prec=9, rounding=ROUND_DOWN)
 _NOISE = Fraction(1, 10**12)  # relative error of a value computed in floating point
 _PIECES = frozenset(("abs", "max", "min", "floor", "ceil", "root", "mod", "gcd", "lcm"))
 _WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "mod"))  # functions about integers
@@ -430,7 +431,10 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         unknown = (node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
         return None if any(unknown) else False
     if ("percent" in kinds[0]) != ("percent" in kinds[1]):
-        return _equal_with_percent(prediction, truth, "percent" in kinds[0])
+        # The sign may be a unit (25 for 25%) or a hundredth (0.25).
+        with_sign, without = (prediction, truth) if "percent" in kinds[0] else (truth, prediction)
+        hundredth = ExpressionNode("multiply", (without, number(100)))
+        return _equal(prediction, truth) or _equal(with_sign, hundredth)
     return _equal(prediction, truth)
 
 
@@ -441,20 +445,13 @@ def _is_infinite(node: ExpressionNode) -> bool:
     return node == INFINITY or (node.head == "negate" and node.args[0] == INFINITY)
 
 
-def _equal_with_percent(prediction: ExpressionNode, truth: ExpressionNode, predicted: bool) -> Verdict:
-    """Compare if one side has a percent sign. The sign may be a unit (25 for 25%) or a hundredth (0.25)."""
-    hundredth = ExpressionNode("multiply", (truth if predicted else prediction, number(100)))
-    return _equal(prediction, truth) or (_equal(prediction, hundredth) if predicted else _equal(hundredth, truth))
-
-
 def _equal(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     decimals = bare_decimal(prediction), bare_decimal(truth)
-    if decimals[0] is not None and decimals[1] is not None:
+    if None not in decimals:
         return decimals[0] == decimals[1]
-    if decimals[0] is not None:
-        return _decimal_equal(decimals[0], truth)
-    if decimals[1] is not None:
-        return _decimal_equal(decimals[1], prediction)
+    for decimal, form in zip(decimals, (truth, prediction), strict=True):
+        if decimal is not None:
+            return _decimal_equal(decimal, form)
     rounded = ("decimal" in heads(prediction)) != ("decimal" in heads(truth))
     bases = (0, 10) if _bare_logarithm(prediction) or _bare_logarithm(truth) else (0,)
     verdicts = [_equal_at_points(prediction, truth, base, rounded) for base in bases]
@@ -532,29 +529,16 @@ def agrees(decimal: Fraction, value: Fraction) -> bool:
 
 def _exponent(value: Fraction) -> int:
     """Return the exponent of ten in scientific notation."""
-    exponent = int((value.numerator.bit_length() - value.denominator.bit_length()) * 0.30103)
-    while Fraction(10) ** exponent > value:
-        exponent -= 1
-    while Fraction(10) ** (exponent + 1) <= value:
-        exponent += 1
-    return exponent
+    return _CUT_OFF.divide(Decimal(value.numerator), Decimal(value.denominator)).adjusted()
 
 
 def _significant_digits(value: Fraction) -> int | None:
     """Return the length of the decimal expansion without leading and trailing zeros; None if it does not end."""
-    rest = value.denominator
-    twos = (rest & -rest).bit_length() - 1
-    rest >>= twos
-    fives = 0
-    while rest % 5 == 0:
-        rest //= 5
-        fives += 1
-    if rest != 1:
+    places = value.denominator.bit_length()  # at least as many as an expansion that ends has
+    if pow(10, places, value.denominator):
         return None
-    digits = value.numerator * 10 ** max(twos, fives) // value.denominator
-    if digits.bit_length() > 10_000:
-        return digits.bit_length()
-    return len(str(digits).rstrip("0"))
+    digits = value.numerator * 10**places // value.denominator
+    return digits.bit_length() if digits.bit_length() > 10_000 else len(str(digits).rstrip("0"))
 
 
 def rounds(value: ExpressionNode, rounded: ExpressionNode) -> bool:

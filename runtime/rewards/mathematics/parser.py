@@ -1,7 +1,6 @@
 """Parse an answer: text to tokens, and tokens to an expression tree, by recursive descent.
 
-Time is linear in the length; depth is bounded. Words (`\\text{ cm}`, `Wednesday`) are separated from variables (`RC`, `xy`).
-"""
+Time is linear in the length; depth is bounded. Words (`\\text{ cm}`, `Wednesday`) are separated from variables (`RC`, `xy`)."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ MAX_TOKENS = 1200
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """`kind`: number, decimal, letter, command, word (plain), text (within `\\text`), begin, end, or the mark itself."""
+    """`kind`: number, decimal, letter, word (plain), text (within `\\text`), begin, end, or the mark or command itself."""
 
     kind: str
     text: str
@@ -112,18 +111,14 @@ def _read(kind: str, content: str, match: re.Match[str]) -> list[Token]:
         plain = content.replace(",", "")
         return [Token("number" if plain.isdigit() else "decimal", plain, Fraction(plain.rstrip(".")))]
     if kind == "repeating":
-        return [Token("number", content, _repeating(match["whole"], match["fixed"], match["period"]))]
+        whole, fixed, period = match["whole"], match["fixed"], match["period"]  # infinitely many of these
+        tail = Fraction(int(period), 10 ** len(period) - 1)
+        return [Token("number", content, (int((whole + fixed) or "0") + tail) / 10 ** len(fixed))]
     if kind == "text":
         return _text(content)
     if kind == "letters":
         return _letters(content)
-    return [Token(content if kind == "mark" else kind, content)]
-
-
-def _repeating(whole: str, fixed: str, period: str) -> Fraction:
-    """Return the value of `whole.fixed` followed by infinitely many `period`."""
-    tail = Fraction(int(period), 10 ** len(period) - 1)
-    return (int((whole + fixed) or "0") + tail) / 10 ** len(fixed)
+    return [Token(content if kind in ("mark", "command") else kind, content)]
 
 
 def _letters(run: str) -> list[Token]:
@@ -139,7 +134,7 @@ def _letters(run: str) -> list[Token]:
 def _spelled(word: str) -> Token | None:
     """Return the token of a function, a symbol or a connective; None for other words."""
     if word in SPELLED:
-        return Token("command", SPELLED[word])
+        return Token(SPELLED[word], SPELLED[word])
     return Token(";", word) if word.lower() in CONNECTIVES else None
 
 
@@ -199,7 +194,6 @@ def product(factors: list[ExpressionNode]) -> ExpressionNode:
     return ExpressionNode("multiply", tuple(flat))
 
 
-_INVERSE = {name: f"arc{name}" for name in TRIGONOMETRIC}
 _FUNCTION_LETTERS = frozenset("fg")
 _ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "\\alpha", "\\beta", "\\phi", "\\omega"))
 _TIMES = ("*", "\\cdot", "\\times", "\\ast")
@@ -228,8 +222,7 @@ class Parser:
 
     @property
     def _next(self) -> str:
-        token = self._tokens[self._at]
-        return token.text if token.kind == "command" else token.kind
+        return self._tokens[self._at].kind
 
     def _take(self) -> Token:
         token = self._tokens[self._at]
@@ -431,7 +424,7 @@ class Parser:
 
     def _primary(self) -> ExpressionNode:
         token = self._take()
-        kind = token.text if token.kind == "command" else token.kind
+        kind = token.kind
         if kind in ("number", "decimal"):
             return self._numeral(token)
         if kind == "letter":
@@ -449,7 +442,7 @@ class Parser:
             return self._set()
         if kind == "begin":
             return self._matrix(token.text)
-        if token.kind == "command":
+        if kind.startswith("\\"):
             return self._command(kind)
         raise Unreadable(f"{kind!r} is not a value")
 
@@ -623,21 +616,18 @@ class Parser:
         return self._symbol({"\\varepsilon": "\\epsilon", "\\varphi": "\\phi"}.get(command, command))
 
     def _root(self, degree: int) -> ExpressionNode:
-        index: ExpressionNode = number(degree)
-        if self._skip("["):
-            items = self._closed("[")
-            if len(items) != 1:
-                raise Unreadable("a root without a degree")
-            index = items[0]
+        items = self._closed("[") if self._skip("[") else (number(degree),)
+        if len(items) != 1:
+            raise Unreadable("a root without a degree")
         with self._nested():
             radicand = self._argument() if self._next != "(" else self._primary()
-        return ExpressionNode("call", (radicand, index), "root")
+        return ExpressionNode("call", (radicand, items[0]), "root")
 
     def _function(self, name: str) -> ExpressionNode:
         base = self._argument() if self._skip("_") else None
         exponent = self._argument(signed=True) if self._skip("^") else None
-        if exponent == number(-1) and name in _INVERSE:
-            name, exponent = _INVERSE[name], None
+        if exponent == number(-1) and name in TRIGONOMETRIC:
+            name, exponent = f"arc{name}", None
         outer, self._angle = self._angle, self._angle or name in TRIGONOMETRIC
         with self._nested():
             argument = self._function_argument()

@@ -12,8 +12,7 @@ A node has a head, arguments and a value. The heads:
     tuple       value: its two brackets      set, matrix (of rows), row, ratio
     list        value: "or" or "and" if only that word stands between its members
     relation    value: the relation signs, one fewer than the arguments
-    union, intersection, difference         of sets
-"""
+    union, intersection, difference         of sets"""
 
 from __future__ import annotations
 
@@ -308,8 +307,7 @@ def _context() -> Any:
 class NumericEvaluation:
     """Evaluates trees at one point to `digits` digits. `peak`: binary exponent of the largest value so far.
 
-    `real`: no root, power or logarithm has left the real numbers.
-    """
+    `real`: no root, power or logarithm has left the real numbers."""
 
     def __init__(self, values: Mapping[str, Fraction], digits: int, log_base: int = 0):
         self.context = _context()
