@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,40 +30,6 @@ CONNECTIONS = 2
 KINDS = {"nccl": "cuda", "hccl": "npu"}
 
 
-class _HostTransfer:
-    def __init__(self, work: Any, mesh: GlooMesh):
-        self._work = work
-        self._mesh = mesh
-
-    def wait(self, timeout: float) -> None:
-        """Wait in slices: gloo may forget a collective whose connection failed, and torch may give up a moment early.
-
-        A member's last data may still be on its way when its connection is seen closed. So two looks must find the loss.
-        """
-        look = time.monotonic() + timeouts.COLLECTIVE_LOSS
-        give_up, lost = time.monotonic() + timeout, False
-        while True:
-            aborted, now = self._mesh.pg is None, time.monotonic()
-            if self._ends(0.0 if aborted else min(give_up - now, timeouts.COLLECTIVE_SLICE)):
-                return
-            if aborted or now >= give_up:
-                raise RuntimeError("the group was aborted" if aborted else "timed out")
-            if now >= look:
-                if lost:
-                    raise RuntimeError("the connection to a member was lost")
-                look, lost = now + timeouts.COLLECTIVE_LOSS, self._mesh.lost()
-
-    def _ends(self, seconds: float) -> bool:
-        try:
-            self._work.wait(timedelta(seconds=max(seconds, timeouts.TORCH_LEAST)))
-        except RuntimeError:
-            if not self._work.is_completed():
-                return False
-        # The collective may have ended between its timeout and `is_completed`: this `wait` raises its error, if any.
-        self._work.wait(timedelta(seconds=timeouts.TORCH_LEAST))
-        return True
-
-
 class GlooLink(Link):
     def __init__(self, mesh: GlooMesh):
         self._mesh = mesh
@@ -78,7 +45,24 @@ class GlooLink(Link):
         pg = self._mesh.pg
         if pg is None:
             raise RuntimeError("the group was aborted")
-        return _HostTransfer(pg.broadcast(buffer, 0), self._mesh)
+        return partial(self._wait, pg.broadcast(buffer, 0))
+
+    def _wait(self, work: Any, give_up: float) -> None:
+        """Wait in slices: gloo may forget a collective whose connection failed, and torch may give up a moment early.
+
+        A member's last data may still be on its way when its connection is seen closed. So two looks must find the loss.
+        """
+        look, lost = time.monotonic() + timeouts.COLLECTIVE_LOSS, False
+        while True:
+            aborted, now = self._mesh.pg is None, time.monotonic()
+            if _ends(work, 0.0 if aborted else min(give_up - now, timeouts.COLLECTIVE_SLICE)):
+                return
+            if aborted or now >= give_up:
+                raise RuntimeError("the group was aborted" if aborted else "timed out")
+            if now >= look:
+                if lost:
+                    raise RuntimeError("the connection to a member was lost")
+                look, lost = now + timeouts.COLLECTIVE_LOSS, self._mesh.lost()
 
     def set_timeout(self, seconds: float) -> None:
         self._mesh.set_timeout(seconds)
@@ -87,34 +71,15 @@ class GlooLink(Link):
         self._mesh.abort()
 
 
-class DeviceTransfer:
-    """A broadcast under way. `target`: the host buffer that gets a copy of `staged`; None at the sender."""
-
-    def __init__(self, link: DeviceLink, work: Any, staged: torch.Tensor, target: torch.Tensor | None):
-        self._link, self._work, self._staged, self._target = link, work, staged, target
-
-    def wait(self, timeout: float) -> None:
-        """Return when the host buffer may be reused (sender) or is filled (receiver). Raises RuntimeError.
-
-        The `wait` of NCCL and HCCL does not block the thread: it makes the current stream wait. So an event marks the end on
-        that stream, and this thread polls the event. The poll ends by `timeout` even if the broadcast never does.
-        """
-        give_up = time.monotonic() + timeout
-        stream, module = self._link.stream, self._link.module
-        with module.stream(stream):
-            self._work.wait(timedelta(seconds=timeout))
-            if self._target is not None:
-                self._target.copy_(self._staged, non_blocking=True)
-            end = module.Event()
-            end.record(stream)
-        while not end.query():
-            if self._link.aborted:
-                raise RuntimeError("the group was aborted")
-            if time.monotonic() > give_up:
-                raise RuntimeError(f"the device did not end the broadcast within {timeout:.1f} s")
-            time.sleep(timeouts.COLLECTIVE_POLL)
-        if self._link.aborted:
-            raise RuntimeError("the group was aborted")  # an abort also completes the event, without the data
+def _ends(work: Any, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=max(seconds, timeouts.TORCH_LEAST)))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    # The collective may have ended between its timeout and `is_completed`: this `wait` raises its error, if any.
+    work.wait(timedelta(seconds=timeouts.TORCH_LEAST))
+    return True
 
 
 class DeviceLink(Link):
@@ -135,32 +100,52 @@ class DeviceLink(Link):
         options._timeout = timedelta(seconds=backstop)
         self._pg: Any = group(dist.PrefixStore(backend, store), rank, size, options)
         try:
-            self._broadcast(torch.zeros(1, dtype=torch.uint8), rank == 0).wait(timeout)
+            self._broadcast(torch.zeros(1, dtype=torch.uint8), rank == 0)(time.monotonic() + timeout)
         except RuntimeError:
             self.abort()
             raise
 
-    @property
-    def aborted(self) -> bool:
-        return self._pg is None
-
-    def send(self, index: int, buffer: torch.Tensor) -> DeviceTransfer:
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         self.sent_bytes += buffer.nbytes
         return self._broadcast(buffer, True)
 
-    def receive(self, index: int, buffer: torch.Tensor) -> DeviceTransfer:
+    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         return self._broadcast(buffer, False)
 
-    def _broadcast(self, buffer: torch.Tensor, sends: bool) -> DeviceTransfer:
-        pg = self._pg
-        if pg is None:
-            raise RuntimeError("the group was aborted")
+    def _broadcast(self, buffer: torch.Tensor, sends: bool) -> Transfer:
+        pg = self._running()
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with self.module.stream(self.stream):
             staged = buffer.to(self._device, non_blocking=True) if sends else torch.empty_like(buffer, device=self._device)
             work = pg.broadcast([staged], options)
-        return DeviceTransfer(self, work, staged, None if sends else buffer)
+        return partial(self._wait, work, staged, None if sends else buffer)
+
+    def _wait(self, work: Any, staged: torch.Tensor, target: torch.Tensor | None, give_up: float) -> None:
+        """Wait for a broadcast, and copy `staged` to `target`, a receiver's host buffer.
+
+        The `wait` of NCCL and HCCL does not block the thread: it makes the current stream wait. So an event marks the end on
+        that stream, and this thread polls the event. The poll ends by `give_up` even if the broadcast never does.
+        """
+        timeout = max(give_up - time.monotonic(), timeouts.TORCH_LEAST)
+        with self.module.stream(self.stream):
+            work.wait(timedelta(seconds=timeout))
+            if target is not None:
+                target.copy_(staged, non_blocking=True)
+            end = self.module.Event()
+            end.record(self.stream)
+        while not end.query():
+            self._running()
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"the device did not end the broadcast within {timeout:.1f} s")
+            time.sleep(timeouts.COLLECTIVE_POLL)
+        self._running()  # an abort also completes the event, without the data
+
+    def _running(self) -> Any:
+        """Return the communicator. Raises RuntimeError after `abort`."""
+        if (pg := self._pg) is None:
+            raise RuntimeError("the group was aborted")
+        return pg
 
     def abort(self) -> None:
         """Destroy the communicator, and free the threads that wait for a transfer. Idempotent, from any thread."""

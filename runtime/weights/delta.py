@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +28,7 @@ from msgspec import Struct, msgpack
 
 from runtime.errors import InvariantViolated, UserError
 from runtime.types import PolicyVersion
-from runtime.weights.group import Deferred, Link, Transfer, wait_until
+from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import DTYPES, TRAILER, TensorSpec
 
 # ---- Tensor files
@@ -532,12 +532,11 @@ class DeltaLink(Link):
             parts.append(self._send(index, changes))
         self.sent_bytes = self._inner.sent_bytes
 
-        def wait(timeout: float) -> None:
-            give_up = time.monotonic() + timeout
+        def wait(give_up: float) -> None:
             for part, _ in parts:  # `parts` also keeps the buffers alive
-                wait_until(part, give_up)
+                part(give_up)
 
-        return Deferred(wait)
+        return wait
 
     def _send(self, index: int, part: npt.NDArray[np.uint8]) -> tuple[Transfer, torch.Tensor]:
         buffer = self._inner.buffer(len(part))
@@ -545,22 +544,21 @@ class DeltaLink(Link):
         return self._inner.send(index, buffer), buffer
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Post nothing until `wait`: only the header says which payload follows."""
-        return Deferred(self._take, index, buffer)
+        """Post nothing before the transfer is waited for: only the header says which payload follows."""
+        return partial(self._take, index, buffer)
 
-    def _take(self, index: int, buffer: torch.Tensor, timeout: float) -> None:
-        give_up = time.monotonic() + timeout
+    def _take(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
         received = torch.empty(HEADER.size, dtype=torch.uint8)
-        wait_until(self._inner.receive(index, received), give_up)
+        self._inner.receive(index, received)(give_up)
         header = received.numpy().tobytes()
         nbytes = self._decoder.require(index, header)
         if nbytes < 0:
-            wait_until(self._inner.receive(index, buffer), give_up)
+            self._inner.receive(index, buffer)(give_up)
             self._decoder.keep(index, buffer)
             return
         payload = torch.empty(min(nbytes, buffer.nbytes), dtype=torch.uint8)
         if nbytes:
-            wait_until(self._inner.receive(index, payload), give_up)
+            self._inner.receive(index, payload)(give_up)
         self._decoder.apply(index, header, payload.numpy(), buffer)
 
     def set_timeout(self, seconds: float) -> None:

@@ -1,10 +1,4 @@
-"""What a transport implements: `WeightGroup`, the connected members of one epoch, and `Link`, which moves one sender's buckets.
-
-`sender` opens a group by the name of its transport.
-
-No bucket moves before the sender announces the transfer (`announce`, `await_announcement`). A receiver may therefore be posted
-a whole training step ahead. The wait occupies no device stream, and deadlines count from the announcement.
-"""
+"""What all transports share: the group's key, the buckets' buffers and tags, and `Link`, which moves one sender's buckets."""
 
 from __future__ import annotations
 
@@ -16,23 +10,20 @@ import mmap
 import os
 import secrets
 import struct
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from runtime import timeouts
 from runtime.errors import UserError
 from runtime.types import PolicyVersion
-from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, aligned
+from runtime.weights.plan import TRAILER, Bucket, Manifest, aligned
 
 # ---- Authentication
 #
@@ -324,13 +315,7 @@ def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict
     return out
 
 
-def clear(bucket: Bucket, buffer: torch.Tensor) -> None:
-    """Zero the padding, which another bucket may have used."""
-    for gap in bucket.padding:
-        buffer[gap] = 0
-
-
-# ---- Groups and links
+# ---- Links
 
 
 class BucketReceipt(NamedTuple):
@@ -341,21 +326,10 @@ class BucketReceipt(NamedTuple):
     hash_seconds: float
 
 
-class Transfer(Protocol):
-    """A bucket under way."""
-
-    def wait(self, timeout: float) -> BucketReceipt | None:
-        """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`.
-
-        Returns a receipt at a receiver whose transport copied and hashed the bucket itself, else None.
-        """
-
-
-class Deferred(partial[None]):
-    """A bucket under way, as a partial call: `wait` adds the timeout and blocks."""
-
-    def wait(self, timeout: float) -> None:
-        self(timeout)
+Transfer = Callable[[float], BucketReceipt | None]
+"""A bucket under way. Called with a time of time.monotonic, it returns when the buffer may be reused (sender) or is filled
+(receiver), with a receipt if the receiver's transport copied and hashed the bucket itself. Raises RuntimeError, at that time at
+the latest."""
 
 
 class Link(ABC):
@@ -371,13 +345,13 @@ class Link(ABC):
     def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
         """Set at rank 0 the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
 
-    @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Start at rank 0 to send bucket `index`, `buffer` (uint8, host memory), to all receivers. Raises RuntimeError."""
+        raise NotImplementedError
 
-    @abstractmethod
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
+        raise NotImplementedError
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
         """Let buckets that start from now on block a thread for at most `seconds`, even if `abort` cannot end them."""
@@ -385,89 +359,3 @@ class Link(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Leave for good, and free the threads that wait for a transfer. Idempotent, from any thread."""
-
-
-class WeightGroup(ABC):
-    """The first ranks are senders, each with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member
-    makes the same calls in the same order, from one thread."""
-
-    sent_bytes = 0
-    """At a sender: the bytes sent to each receiver so far."""
-
-    def __init__(self, address: GroupAddress, name: str):
-        self.name = name
-        self.epoch = address.epoch
-        self.rank = address.rank
-        self.world_size = address.world_size
-        self.tags = BucketTags(address.key)
-        self.aborted = False
-
-    def set_manifest(self, manifest: Manifest) -> None:  # noqa: B027 - most transports move bytes, whatever they are
-        """Set the tensors that the buckets hold, before the first bucket is sent or received."""
-
-    @abstractmethod
-    def announce(self, version: PolicyVersion) -> None:
-        """Begin the transfer of `version` at a sender. Rank 0 notifies the receivers."""
-
-    @abstractmethod
-    def await_announcement(self, version: PolicyVersion) -> None:
-        """Block a receiver until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
-
-    def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - of use to deltas alone
-        """Set at the root the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
-
-    @abstractmethod
-    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Start at the root to send bucket `index`, `buffer` (uint8, host memory). Raises RuntimeError, as does the `wait`."""
-
-    @abstractmethod
-    def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does the `wait`. A single
-        sender is the root of all buckets."""
-
-    def wait_for_senders(self, nbytes: int, give_up: float) -> int:
-        """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
-
-        Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`. It returns
-        the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason.
-        """
-        return nbytes
-
-    def report_failure(self, message: str) -> None:  # noqa: B027 - a single sender has no other sender to notify
-        """Report from any other sender to rank 0 that this sender's part has failed."""
-
-    def sender_name(self, root: int) -> str | None:
-        """Return the name of sender `root` for messages, or None if the group has one sender."""
-        return None
-
-    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - most transports can be ended at any moment
-        """Let buckets that start from now on block a thread for at most `seconds`, even if `abort` cannot end them."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Leave for good. Blocked threads fail here at once, at the peers once these see it. Idempotent, from any thread.
-
-        `abort` is also the normal end of a group. Call it only after every receiver has verified the last transfer: an arrived
-        bucket may still fail when its connection closes. A process should leave its groups before it exits.
-        """
-
-
-class PendingGroup(ABC):
-    """A rendezvous that is open until `connect` returns or fails, `abort` is called, or this object is dropped."""
-
-    address: GroupAddress
-    """Rank 0's address; each other member gets it with its own rank in it."""
-
-    @abstractmethod
-    def connect(self) -> WeightGroup:
-        """Block until every member is connected. Call this once only. Raises ServiceFault, phase "rendezvous", with the ranks
-        that did not come within the address's timeout."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Make `connect` fail here; at rank 0 also for every member that has come. Idempotent, from any thread."""
-
-
-def wait_until(transfer: Transfer, give_up: float) -> BucketReceipt | None:
-    """Wait for `transfer` until the monotonic time `give_up`. Raises RuntimeError."""
-    return transfer.wait(max(give_up - time.monotonic(), timeouts.TORCH_LEAST))

@@ -39,9 +39,9 @@ from runtime.process.os_process import in_thread
 from runtime.process.spans import WEIGHT_SYNC
 from runtime.types import PolicyVersion
 from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import BucketReceipt, BucketTags, Transfer, WeightGroup, allocate, tensors_of, wait_until
+from runtime.weights.group import BucketReceipt, BucketTags, Transfer, allocate, tensors_of
 from runtime.weights.plan import TRAILER, Manifest, plan_buckets
-from runtime.weights.sender import DEPTH, SendBuffers, WeightSender, join_rendezvous
+from runtime.weights.sender import DEPTH, SendBuffers, WeightGroup, WeightSender, join_rendezvous
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
@@ -79,7 +79,6 @@ class StagedWeights:
         if self.taken:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
         self._buffers = self._buffers or allocate(self.buckets, pin=False, shared=self._shared)
-        group.set_manifest(self.manifest)
         # The sender's `announce` unblocks this, once its first bucket is whole. An abort, or the sender's loss, ends it.
         with spans.log.span("await sender", WEIGHT_SYNC, step=version.step):
             self._await_sender(group, version)
@@ -132,7 +131,7 @@ class StagedWeights:
                     pending.append(group.receive(posted, self._buffers[posted], self.buckets[posted].root))
                     posted += 1
                 before = time.monotonic()
-                receipt = wait_until(pending.pop(0), give_up)
+                receipt = pending.pop(0)(give_up)
                 arrived = time.monotonic()
                 wrong += self._faults(index, buffer, receipt, group.tags, version)
                 # In the last part of the wait the transport was at work on the bucket: count this part as copy and hash.
@@ -145,7 +144,7 @@ class StagedWeights:
             if group.aborted:
                 raise Cancelled(f"{group.name}: version {version} was withdrawn during its transfer") from error
             group.abort()
-            source = "" if (sender := group.sender_name(self.buckets[index].root)) is None else f" from {sender}"
+            source = f" from {group.address.label(self.buckets[index].root)}" if group.address.senders > 1 else ""
             message = f"bucket {index} of {len(self.buckets)} of version {version} did not arrive{source}: {reason(error)}"
             kind = DeadlineExceeded if time.monotonic() >= give_up else ServiceFault
             raise kind(group.name, "transfer", message, deadline) from error
