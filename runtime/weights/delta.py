@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,114 +46,91 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 
 class TensorReader:
-    """A file's tensors, by name. Opens the file only to read: a layout may have more files than a process may open."""
+    """The tensors of one or more files, by name. Opens a file only to read: a layout may have more files than a process may
+    open."""
 
-    def __init__(self, path: Path):
-        """Read the header. Raises UserError if the file is missing, incomplete, or of another format."""
-        self.path = path
+    def __init__(self, *paths: Path):
+        """Read the headers. Raises UserError if a file is missing, incomplete, or of another format, or if two files have a
+        tensor of the same name."""
         self.specs: dict[str, TensorSpec] = {}
-        self.metadata: dict[str, str] = {}
-        self._starts: dict[str, int] = {}
-        try:
-            with path.open("rb") as file:
-                self._read_header(file)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-            raise UserError(f"{path}: is not a whole safetensors file: {error}") from error
-
-    def _read_header(self, file: BinaryIO) -> None:
-        size = os.fstat(file.fileno()).st_size
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        data = _LENGTH.size + length
-        if length > min(_MOST_HEADER, size):
-            raise ValueError(f"its header has {length} bytes")
-        header: dict[str, Any] = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no object")
-        self.metadata = header.pop("__metadata__", {})
-        if not all(isinstance(value, str) for value in self.metadata.values()):
-            raise TypeError("its metadata are not strings")
-        end = 0
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if entry["dtype"] not in _NAMES:
-                raise ValueError(f"{name} is of the dtype {entry['dtype']}")
-            spec = TensorSpec(name, _NAMES[entry["dtype"]], tuple(entry["shape"]))
-            start, stop = entry["data_offsets"]
-            if start != end or stop != start + spec.nbytes:
-                raise ValueError(f"{name} lies at {start} to {stop}")
-            self.specs[name], self._starts[name], end = spec, data + start, stop
-        if data + end != size:
-            raise ValueError(f"it has {size} bytes instead of {data + end}")
-
-    def get(self, name: str) -> StoredTensor:
-        """Return the tensor, without reading its data."""
-        return StoredTensor(self, self.specs[name])
-
-    def rows(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
-        """Read rows `start` to `stop` of a tensor into a new tensor."""
-        tensor = torch.empty((max(0, stop - start), *spec.shape[1:]), dtype=getattr(torch, spec.dtype))
-        self._read(spec.name, start * _row_bytes(spec), memory(tensor))
-        return tensor
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill `tensor`, contiguous and of the stored dtype and shape."""
-        self._read(name, 0, memory(tensor))
-
-    def _read(self, name: str, offset: int, into: memoryview) -> None:
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self._starts[name] + offset)
-            while into:
-                count = file.readinto(into)
-                if not count:
-                    raise UserError(f"{self.path}: ended within {name}")
-                into = into[count:]
-
-
-class TensorFolder:
-    """The tensors of several files, by name."""
-
-    def __init__(self, paths: Iterable[Path]):
-        """Read the headers. Raises UserError as `TensorReader` does, and if two files have a tensor of the same name."""
-        self.specs: dict[str, TensorSpec] = {}
-        self._readers: dict[str, TensorReader] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # by tensor: its file, and its first byte there
         for path in paths:
-            reader = TensorReader(path)
-            if twice := self.specs.keys() & reader.specs.keys():
-                raise UserError(f"{path}: has {min(twice)}, as another file of the folder does")
-            self.specs.update(reader.specs)
-            self._readers.update(dict.fromkeys(reader.specs, reader))
+            try:
+                with path.open("rb") as file:
+                    found = _read_header(file)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+                raise UserError(f"{path}: is not a whole safetensors file: {error}") from error
+            for spec, start in found:
+                if spec.name in self.specs:
+                    raise UserError(f"{path}: has {spec.name}, as another file of the folder does")
+                self.specs[spec.name], self._places[spec.name] = spec, (path, start)
 
     def get(self, name: str) -> StoredTensor:
         """Return the tensor, without reading its data."""
-        return self._readers[name].get(name)
+        return StoredTensor(self.specs[name], *self._places[name])
+
+
+def _read_header(file: BinaryIO) -> list[tuple[TensorSpec, int]]:
+    """Return each tensor, and its first byte in the file."""
+    size = os.fstat(file.fileno()).st_size
+    (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    data = _LENGTH.size + length
+    if length > min(_MOST_HEADER, size):
+        raise ValueError(f"its header has {length} bytes")
+    header: dict[str, Any] = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    header.pop("__metadata__", None)
+    found, end = [], 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in _NAMES:
+            raise ValueError(f"{name} is of the dtype {entry['dtype']}")
+        spec = TensorSpec(name, _NAMES[entry["dtype"]], tuple(entry["shape"]))
+        start, stop = entry["data_offsets"]
+        if start != end or stop != start + spec.nbytes:
+            raise ValueError(f"{name} lies at {start} to {stop}")
+        found.append((spec, data + start))
+        end = stop
+    if data + end != size:
+        raise ValueError(f"it has {size} bytes instead of {data + end}")
+    return found
 
 
 class StoredTensor:
     """A tensor in a file, read when indexed: by rows `[a:b]`, or by columns `[:, a:b]`. The latter reads all rows."""
 
-    def __init__(self, file: TensorReader, spec: TensorSpec):
-        self._file = file
-        self._spec = spec
+    def __init__(self, spec: TensorSpec, path: Path, start: int):
+        self._spec, self._path, self._start = spec, path, start
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         """Return a new, contiguous tensor. Raises InvariantViolated for a row step other than 1."""
+        spec = self._spec
         rows, *columns = index if isinstance(index, tuple) else (index,)
-        start, stop, step = rows.indices(self._spec.shape[0])
+        start, stop, step = rows.indices(spec.shape[0])
         if step != 1:
-            raise InvariantViolated(f"{self._spec.name}: is read with a step of {step} between rows; must be 1")
-        tensor = self._file.rows(self._spec, start, stop)
+            raise InvariantViolated(f"{spec.name}: is read with a step of {step} between rows; must be 1")
+        tensor = torch.empty((max(0, stop - start), *spec.shape[1:]), dtype=getattr(torch, spec.dtype))
+        into = memory(tensor)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._start + start * _row_bytes(spec))
+            while into:
+                count = file.readinto(into)
+                if not count:
+                    raise UserError(f"{self._path}: ended within {spec.name}")
+                into = into[count:]
         return tensor[:, columns[0]].contiguous() if columns else tensor
 
 
 class TensorWriter:
     """A file whose tensors are written in any order, and by rows. A context manager; the file is whole after the block."""
 
-    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None):
-        """Write the header. `specs`: all of the file's tensors; `metadata`: further header entries."""
+    def __init__(self, path: Path, specs: Iterable[TensorSpec]):
+        """Write the header. `specs`: all of the file's tensors."""
         # Wide dtypes first, as in the package: then each tensor lies at a multiple of its item size.
         ordered = sorted(specs, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for spec in ordered:
             offsets = [end, end + spec.nbytes]
@@ -474,36 +451,6 @@ class DeltaEncoder:
         return changes
 
 
-class DeltaDecoder:
-    """A receiver's state: each bucket's last words."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, Words] = {}
-
-    def keep(self, index: int, buffer: torch.Tensor) -> None:
-        """Keep the words of bucket `index`, which came whole."""
-        _keep(self._last, index, words_of(buffer))
-
-    def require(self, index: int, header: bytes) -> int:
-        """Return the bytes of the payload; -1: the bucket comes whole. Raises RuntimeError for a delta of another version."""
-        kind, nbytes, base, _ = HEADER.unpack(header)
-        if kind == FULL:
-            return -1
-        old = self._last.get(index)
-        if old is None or _trailer(old) != base:
-            mine = "none" if old is None else _name(_trailer(old))
-            raise RuntimeError(f"the delta of bucket {index} starts from {_name(base)}, and this member has {mine}")
-        return int(nbytes)
-
-    def apply(self, index: int, header: bytes, payload: npt.NDArray[np.uint8], buffer: torch.Tensor) -> None:
-        """Fill `buffer` with the bucket, after `require`. Raises RuntimeError if the payload gives another version."""
-        old, trailer = self._last[index], HEADER.unpack(header)[3]
-        decode(old, payload)
-        if _trailer(old) != trailer:
-            raise RuntimeError(f"the delta of bucket {index} leads to {_name(_trailer(old))} instead of {_name(trailer)}")
-        words_of(buffer)[:] = old
-
-
 def _keep(last: dict[int, Words], index: int, words: Words) -> None:
     if index in last:
         last[index][:] = words
@@ -518,7 +465,7 @@ class DeltaLink(Link):
         """Wrap `inner`. `full_every`: as in `DeltaEncoder`."""
         self._inner = inner
         self._encoder = DeltaEncoder(full_every)
-        self._decoder = DeltaDecoder()
+        self._last: dict[int, Words] = {}  # at a receiver: each bucket's last words
 
     def set_changed(self, index: int, changed: Positions | None) -> None:
         self._encoder.set_changed(index, changed)
@@ -548,18 +495,25 @@ class DeltaLink(Link):
         return partial(self._take, index, buffer)
 
     def _take(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
-        received = torch.empty(HEADER.size, dtype=torch.uint8)
-        self._inner.receive(index, received)(give_up)
-        header = received.numpy().tobytes()
-        nbytes = self._decoder.require(index, header)
-        if nbytes < 0:
+        """Fill `buffer`. Raises RuntimeError for a delta that starts from another version, or leads to another."""
+        header = torch.empty(HEADER.size, dtype=torch.uint8)
+        self._inner.receive(index, header)(give_up)
+        kind, nbytes, base, trailer = HEADER.unpack(header.numpy())
+        if kind == FULL:
             self._inner.receive(index, buffer)(give_up)
-            self._decoder.keep(index, buffer)
+            _keep(self._last, index, words_of(buffer))
             return
+        old = self._last.get(index)
+        if old is None or _trailer(old) != base:
+            mine = "none" if old is None else _name(_trailer(old))
+            raise RuntimeError(f"the delta of bucket {index} starts from {_name(base)}, and this member has {mine}")
         payload = torch.empty(min(nbytes, buffer.nbytes), dtype=torch.uint8)
         if nbytes:
             self._inner.receive(index, payload)(give_up)
-        self._decoder.apply(index, header, payload.numpy(), buffer)
+        decode(old, payload.numpy())
+        if _trailer(old) != trailer:
+            raise RuntimeError(f"the delta of bucket {index} leads to {_name(_trailer(old))} instead of {_name(trailer)}")
+        words_of(buffer)[:] = old
 
     def set_timeout(self, seconds: float) -> None:
         self._inner.set_timeout(seconds)

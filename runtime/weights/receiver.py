@@ -197,7 +197,7 @@ class WeightReceiver:
     @property
     def held(self) -> StagedWeights | None:
         """The buckets that hold the engine's version, if any."""
-        kept = (each for each in (self._adopted, *self._sets) if each is not None and each.version == self._committed)
+        kept = (each for each in self._sets if each.version == self._committed)
         return None if self._committed is None else next(kept, None)
 
     async def join(self, command: JoinWeights, require_base: Callable[[str], None]) -> None:
