@@ -60,10 +60,9 @@ from services.rpc.generated import common_pb2
 CHUNK = 1 << 20  # bytes of one body that one frame carries
 FRAME = 4 << 20  # bytes after which a frame is full
 MAX_BATCH = 32  # messages that fill a frame too: it leaves at once, and the peer works on it while the next is made
-LARGEST = 1 << 30  # bytes of one body
-UNFINISHED = 4  # bodies of one stream: a sender puts all of a body on its way before the next
-HELD = LARGEST + (64 << 20)  # bytes of unfinished bodies of one stream
-HELD_IN_ALL = 2 * HELD  # ... and of all streams of a service: those of the coordinator and of the earlier one
+LARGEST = 1 << 30  # bytes of one body; a sender puts all of a body on its way before the next
+# Bytes of unfinished bodies of all streams of a service: those of the coordinator and of the earlier one.
+HELD_IN_ALL = 2 * (LARGEST + (64 << 20))
 
 
 def size_of(body: Body) -> int:
@@ -133,43 +132,40 @@ class BufferedBytes:
 
 
 class Reassembler:
-    """Joins split bodies, by their id. `held` counts the bytes that it holds, until `close`."""
+    """Joins the chunks of a body, by its id. `held` counts the bytes that it holds, until `close`."""
 
     def __init__(self, held: BufferedBytes | None = None):
         self._held = held or BufferedBytes()
-        self._bodies: dict[int, bytearray] = {}  # the unfinished bodies
+        self._id, self._body = 0, bytearray()  # of the unfinished body
 
     def add(self, id_: int, chunk: bytes, more: bool) -> bytes | None:
-        """Return the whole body once its last chunk is in. Raises InvalidMessage if a limit of `_check` is passed."""
-        if not more and id_ not in self._bodies:
+        """Return the whole body once its last chunk is in. Raises InvalidMessage for a second unfinished body, or if a limit is
+        passed."""
+        if not more and id_ != self._id:
             return chunk
-        body = self._bodies.setdefault(id_, bytearray())
-        body += chunk
+        if self._body and id_ != self._id:
+            raise InvalidMessage("more than one unfinished message")
+        self._id = id_
+        self._body += chunk
         self._held.size += len(chunk)
-        self._check(len(body))
-        if more:
-            return None
-        self.forget(id_)
-        return bytes(body)
-
-    def forget(self, id_: int) -> None:
-        self._held.size -= len(self._bodies.pop(id_, b""))
-
-    def close(self) -> None:
-        """Drop the unfinished bodies: the stream has ended."""
-        for id_ in list(self._bodies):
-            self.forget(id_)
-
-    def _check(self, size: int) -> None:
-        """Check the limits. `size`: of the body that has grown. Raises InvalidMessage."""
-        if size > LARGEST:
+        if len(self._body) > LARGEST:
             raise InvalidMessage(f"a message of more than {LARGEST} bytes")
-        if len(self._bodies) > UNFINISHED:
-            raise InvalidMessage(f"more than {UNFINISHED} unfinished messages")
-        if sum(map(len, self._bodies.values())) > HELD:
-            raise InvalidMessage(f"unfinished messages of more than {HELD} bytes")
         if self._held.size > HELD_IN_ALL:
             raise InvalidMessage(f"unfinished messages of more than {HELD_IN_ALL} bytes, over all streams")
+        if more:
+            return None
+        whole = bytes(self._body)
+        self.forget(id_)
+        return whole
+
+    def forget(self, id_: int) -> None:
+        if id_ == self._id:
+            self.close()
+
+    def close(self) -> None:
+        """Drop the unfinished body: the stream has ended, or the call was withdrawn."""
+        self._held.size -= len(self._body)
+        self._id, self._body = 0, bytearray()
 
 
 def _fitting(messages: list[Any]) -> list[Any]:

@@ -227,21 +227,20 @@ class _SessionHandler:
         self._fence = fence
         self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by the key
         self._kept = ReplyCache(KEPT)
-        self._held = {
-            True: contract.BufferedBytes(),
-            False: contract.BufferedBytes(),
-        }  # of the coordinator's streams, and of all others
+        self._held = (
+            contract.BufferedBytes(),
+            contract.BufferedBytes(),
+        )  # of the coordinator's streams last, of all others first
 
     async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         try:
             security.check_certificate(context)
         except errors.Forbidden as error:  # before the stream is read
             await _refuse(error, context)
-        outbox = contract.SendQueue()
-        answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by call: its key, and the answer to come
-        reader = asyncio.create_task(self._read(frames, outbox, answering))
+        stream = _Stream()
+        reader = asyncio.create_task(self._read(frames, stream))
         try:
-            while replies := await outbox.frame():  # until the reader has closed the outbox
+            while replies := await stream.outbox.frame():  # until the reader has closed the outbox
                 await context.write(contract.wire_frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
             await reader  # raises the reader's error
         except (errors.InvalidMessage, errors.Fenced, errors.Forbidden) as error:
@@ -249,16 +248,11 @@ class _SessionHandler:
             await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             reader.cancel()
-            for key, answer in list(answering.values()):
+            for key, answer in list(stream.answering.values()):
                 if not key:
                     answer.cancel()
 
-    async def _read(
-        self,
-        frames: AsyncIterator[bytes],
-        outbox: contract.SendQueue,
-        answering: dict[int, tuple[str, asyncio.Future[Any]]],
-    ) -> None:
+    async def _read(self, frames: AsyncIterator[bytes], stream: _Stream) -> None:
         joiner = contract.Reassembler(self._held[security.is_coordinator()])
         try:
             async for data in frames:
@@ -272,28 +266,22 @@ class _SessionHandler:
                 for call in frame.calls:
                     if call.cancel:
                         joiner.forget(call.id)
-                        self._withdraw(call, answering)
+                        self._withdraw(call, stream)
                     elif (body := joiner.add(call.id, call.body, call.more)) is not None:
-                        self._begin(call, body, outbox, answering)
+                        self._begin(call, body, stream)
         finally:
             joiner.close()
-            outbox.close()
+            stream.outbox.close()
 
-    def _withdraw(self, call: common_pb2.Call, answering: dict[int, tuple[str, asyncio.Future[Any]]]) -> None:
+    def _withdraw(self, call: common_pb2.Call, stream: _Stream) -> None:
         """Cancel a call whose answer is not wanted any more, and drop its kept answer."""
         self._kept.forget(call.key)
-        if call.id in answering:
-            key, answer = answering[call.id]
+        if call.id in stream.answering:
+            key, answer = stream.answering[call.id]
             self._running.pop(key, None)
             answer.cancel()
 
-    def _begin(
-        self,
-        call: common_pb2.Call,
-        body: bytes,
-        outbox: contract.SendQueue,
-        answering: dict[int, tuple[str, asyncio.Future[Any]]],
-    ) -> None:
+    def _begin(self, call: common_pb2.Call, body: bytes, stream: _Stream) -> None:
         """Hand a call over; its answer leaves when it is there. No task per call: a task costs as much as the call."""
         method = contract.METHODS.get((self._service, call.method))
         try:
@@ -305,50 +293,48 @@ class _SessionHandler:
             if call.key != (key := method.key_of(command)):
                 raise errors.InvalidMessage(f"{method.name}: the key of {key or 'a call without a key'} is not {call.key!r}")
             if (kept := self._kept.get(key)) is not None:
-                _put(outbox, call.id, kept, urgent=True)
+                stream.put(call.id, kept, urgent=True)
                 return
             answer = self._running.get(key) or asyncio.ensure_future(self._handlers[method.name](command))
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
-            _put_error(outbox, call.id, error)
+            stream.put_error(call.id, error)
             return
-        answering[call.id] = key, answer
+        stream.answering[call.id] = key, answer
         if key:
             self._running[key] = answer
-        answer.add_done_callback(partial(self._reply, call.id, key, method, outbox, answering))
+        answer.add_done_callback(partial(self._reply, call.id, key, method, stream))
 
-    def _reply(
-        self,
-        id_: int,
-        key: str,
-        method: contract.Method,
-        outbox: contract.SendQueue,
-        answering: dict[int, tuple[str, asyncio.Future[Any]]],
-        answer: asyncio.Future[Any],
-    ) -> None:
-        """Put `answer`, or its error, into the outbox as the reply to call `id_`: Cancelled if the caller has withdrawn the
+    def _reply(self, id_: int, key: str, method: contract.Method, stream: _Stream, answer: asyncio.Future[Any]) -> None:
+        """Put `answer`, or its error, into the stream as the reply to call `id_`: Cancelled if the caller has withdrawn the
         call. A successful reply is kept under `key`, if there is one, for a repeated call."""
-        answering.pop(id_, None)
+        stream.answering.pop(id_, None)
         if self._running.get(key) is answer:  # else it was withdrawn and sent again
             del self._running[key]
         try:
             body = method.reply.pack(answer.result())
         except asyncio.CancelledError:
-            _put_error(outbox, id_, errors.Cancelled(f"{method.name} was withdrawn"))
+            stream.put_error(id_, errors.Cancelled(f"{method.name} was withdrawn"))
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
-            _put_error(outbox, id_, error)
+            stream.put_error(id_, error)
         else:
             if key:
                 self._kept.put(key, body)
-            _put(outbox, id_, body, urgent=method.priority is contract.Priority.CONTROL)
+            stream.put(id_, body, urgent=method.priority is contract.Priority.CONTROL)
 
 
-def _put(outbox: contract.SendQueue, id_: int, body: Body, urgent: bool) -> None:
-    for chunk, more in contract.split(body):
-        outbox.put(common_pb2.Reply(id=id_, more=more), chunk, urgent)
+class _Stream:
+    """The replies to the calls of one stream."""
 
+    def __init__(self) -> None:
+        self.outbox = contract.SendQueue()
+        self.answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by call: its key, and the answer to come
 
-def _put_error(outbox: contract.SendQueue, id_: int, error: BaseException) -> None:
-    outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
+    def put(self, id_: int, body: Body, urgent: bool) -> None:
+        for chunk, more in contract.split(body):
+            self.outbox.put(common_pb2.Reply(id=id_, more=more), chunk, urgent)
+
+    def put_error(self, id_: int, error: BaseException) -> None:
+        self.outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
 
 
 class ReplyCache:
