@@ -151,7 +151,7 @@ async def running_gateway(folder: Path, tool: float) -> AsyncIterator[PlayedGrou
     async def register(registration: Registration) -> None:
         registered[registration.role].set_result(registration)
 
-    coordinator = Server({"Coordinator": {"Register": register}}, {})
+    coordinator = Server({"Coordinator": {"Register": register}})
     address = coordinator.bind(HOST, 0)
     await coordinator.start()
     try:

@@ -223,7 +223,7 @@ async def _gateway(folder: Path, trial: TrialSettings, group: int) -> ServerLoad
     async def register(registration: Registration) -> None:
         registered.set_result(registration)
 
-    coordinator = Server({"Coordinator": {"Register": register}}, {})
+    coordinator = Server({"Coordinator": {"Register": register}})
     address = coordinator.bind(HOST, 0)
     await coordinator.start()
     try:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from runtime import run_files, timeouts
-from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
+from runtime.cluster.nodes import Death, Scale, Scaled
 from runtime.cluster.topology import is_group, shares_devices, slots
 from runtime.config import Config
 from runtime.coordinator import failover
@@ -211,12 +211,7 @@ class CoordinatorProcess:
         for number in ending_signals():
             loop.add_signal_handler(number, self._interrupt)
         os_process.heed_signals()
-        server = Server(
-            {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
-            {("Coordinator", "Watch"): self._watch, ("Coordinator", "Join"): self._nodes.join},
-            silence=self._config.deadlines.keepalive,
-            keys=self._keys,
-        )
+        server = Server(self._handlers(), silence=self._config.deadlines.keepalive, keys=self._keys)
         settings, network = self._config.services.coordinator, self._config.network
         try:
             if self._address:
@@ -351,7 +346,7 @@ class CoordinatorProcess:
             startup=began or Startup(phases=phases, processes={"coordinator": self._phases.seconds}),
         )
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, _: Stop | None = None) -> None:
         self._interrupted = True
         self.report(self._progress)
         if self._run is not None:
@@ -361,40 +356,36 @@ class CoordinatorProcess:
 
     # ------------------------------------------------------------------------------------------ handlers of calls
 
-    def _process_handlers(self) -> dict[str, Handler]:
-        async def status(_: None) -> Status:
-            return self.status()
+    def _handlers(self) -> dict[str, dict[str, Handler]]:
+        profile = profiles.Profiles("coordinator", self._profile).profile
+        of_process = {"Status": self.status, "Stop": self._interrupt, "Profile": profile}
+        of_coordinator = {
+            "Register": self._register_process,
+            "Processes": self._processes,
+            "Watch": self._watch,
+            "Join": self._nodes.join,
+            "ReportPaths": self._nodes.report_paths,
+            "ReportDeath": self._died,
+            "Scale": self._scale,
+        }
+        return {"Process": of_process, "Coordinator": of_coordinator}
 
-        async def stop(_: Stop) -> None:
-            self._interrupt()
+    async def _profile(self, asked: Profile) -> list[Path]:
+        return await profiles.by_spy(profiles.stem(self._config, "coordinator", 0, asked.step), asked)
 
-        async def profile(asked: Profile) -> list[Path]:
-            return await profiles.by_spy(profiles.stem(self._config, "coordinator", 0, asked.step), asked)
+    async def _register_process(self, registration: Registration) -> None:
+        self._peers.admit(registration)
+        if self._keeper is not None:  # a process registers once: the next coordinator reads the ledger
+            await self._keeper.written()
 
-        return {"Status": status, "Stop": stop, "Profile": profiles.Profiles("coordinator", profile).profile}
+    def _processes(self, _: None) -> Topology:
+        return Topology(processes=self._peers.processes)
 
-    def _coordinator_handlers(self) -> dict[str, Handler]:
-        async def register(registration: Registration) -> None:
-            self._peers.admit(registration)
-            if self._keeper is not None:  # a process registers once: the next coordinator reads the ledger
-                await self._keeper.written()
-
-        async def processes(_: None) -> Topology:
-            return Topology(processes=self._peers.processes)
-
-        async def paths(found: NodePaths) -> None:
-            self._nodes.report_paths(found)
-
-        async def died(death: Death) -> None:
-            self._died(death)
-
-        async def scale(wanted: Scale) -> Scaled:
-            scaled = self._nodes.scale(wanted)
-            if self._run is not None:
-                self._run.pool.slots = slots(self._nodes.config)
-            return scaled
-
-        return {"Register": register, "Processes": processes, "ReportPaths": paths, "ReportDeath": died, "Scale": scale}
+    def _scale(self, wanted: Scale) -> Scaled:
+        scaled = self._nodes.scale(wanted)
+        if self._run is not None:
+            self._run.pool.slots = slots(self._nodes.config)
+        return scaled
 
     def _died(self, death: Death) -> None:
         """Handle a death that the node leaves to the coordinator: start the group again, go on without it, or fail the run."""
@@ -424,7 +415,7 @@ class CoordinatorProcess:
         for death in absent:
             self._start_again(death)
 
-    def status(self) -> Status:
+    def status(self, _: None = None) -> Status:
         progress = self._progress
         gauges: dict[str, float] = {"step": progress.step, "late": self._register.late}
         done, total = (progress.step, progress.steps) if self._trains else (progress.done, progress.total)

@@ -38,7 +38,7 @@ from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
 from services.rpc import client, contract
-from services.rpc.server import Fence, Handler, Server, StreamHandler
+from services.rpc.server import Fence, Handler, Server
 
 if TYPE_CHECKING:
     from runtime.telemetry.scraping import Scraped
@@ -253,10 +253,10 @@ class ServiceProcess:
         self._profiles = profiles.Profiles(service.name, self._profile, service.profiled_for)
 
     async def run(self) -> None:
-        service = self._service
-        settings, handlers = service.config.network, {service.service: self._role_handlers()}
-        handlers["Process"] = self._process_handlers()
-        server = Server(handlers, self._streams(), service.config.deadlines.keepalive, self._fence, self._keys)
+        service, settings = self._service, self._service.config.network
+        own: Mapping[str, Handler] = {"Status": self.status, "Stop": self._end, "Profile": self._profiles.profile}
+        handlers = {"Process": own, service.service: self._role_handlers()}
+        server = Server(handlers, silence=service.config.deadlines.keepalive, fence=self._fence, keys=self._keys)
         self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()  # status calls are answered while `load` runs
         await server.set_serving(False)
@@ -344,17 +344,11 @@ class ServiceProcess:
         self._state = "draining"
         await self._calls.drain(self._drain_seconds)
 
-    def _process_handlers(self) -> Mapping[str, Handler]:
-        async def status(_: None) -> Status:
-            return self.status()
-
-        async def stop(request: Stop) -> None:
-            if request.term:
-                self._fence.check(request.term)
-            self._drain_seconds = request.drain_seconds
-            self._stop.set()
-
-        return {"Status": status, "Stop": stop, "Profile": self._profiles.profile}
+    def _end(self, request: Stop) -> None:
+        if request.term:
+            self._fence.check(request.term)
+        self._drain_seconds = request.drain_seconds
+        self._stop.set()
 
     async def _profile(self, asked: Profile) -> list[Path]:
         if not self._loaded:
@@ -362,20 +356,14 @@ class ServiceProcess:
         return await self._service.profile(asked)
 
     def _role_handlers(self) -> Mapping[str, Handler]:
-        return {
-            name: self._calls.counted(method, self._service.handler(method))
-            for (owner, name), method in contract.METHODS.items()
-            if owner == self._service.service and not method.streamed
-        }
-
-    def _streams(self) -> Mapping[tuple[str, str], StreamHandler]:
-        methods = [each for (owner, _), each in contract.METHODS.items() if owner == self._service.service and each.streamed]
-        return {(each.service, each.name): getattr(self._service, each.handler) for each in methods}
+        rows = [method for (owner, _), method in contract.METHODS.items() if owner == self._service.service]
+        handlers = {method: self._service.handler(method) for method in rows}
+        return {row.name: handler if row.streamed else self._calls.counted(row, handler) for row, handler in handlers.items()}
 
     def figures(self) -> None:
         """Return None, as all processes except the coordinator do: see `Scraped`."""
 
-    def status(self) -> Status:
+    def status(self, _: None = None) -> Status:
         """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
         now, gauges = time.monotonic(), self._service.gauges() if self._loaded else {}
         then, earlier = self._previous

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
+from inspect import isawaitable
 from typing import Any
 
 import grpc
@@ -24,8 +25,8 @@ from runtime.types import SCHEMA_VERSION, Body
 from services.rpc import contract, security
 from services.rpc.generated import common_pb2
 
-Handler = Callable[[Any], Awaitable[Any]]
-StreamHandler = Callable[[Any], AsyncGenerator[Any, None]]
+Handler = Callable[[Any], Any]
+"""Returns an awaitable of the reply, or of a unary call the reply itself; of a streamed method an asynchronous generator."""
 
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -74,7 +75,7 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
 
 
 class Server:
-    """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method.
+    """One process's gRPC server. Bind first, then `start`; `services` maps a service to its handlers by method.
 
     `silence`: see `options`. `fence`: accepts coordinators. `keys`: of the server's party; None: any process may call it.
     """
@@ -82,7 +83,7 @@ class Server:
     def __init__(
         self,
         services: Mapping[str, Mapping[str, Handler]],
-        streams: Mapping[tuple[str, str], StreamHandler],
+        *,
         silence: float = 0.0,
         fence: Fence | None = None,
         keys: Keys | None = None,
@@ -93,7 +94,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._names = [f"{contract.PACKAGE}.{service}" for service in services]
         for service, handlers in services.items():
-            self._server.add_generic_rpc_handlers((_service_handlers(service, handlers, streams, fence or Fence()),))
+            self._server.add_generic_rpc_handlers((_service_handlers(service, handlers, fence or Fence()),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -144,17 +145,15 @@ class Server:
         await self._server.stop(grace)
 
 
-def _service_handlers(
-    service: str, handlers: Mapping[str, Handler], streams: Mapping[tuple[str, str], StreamHandler], fence: Fence
-) -> grpc.GenericRpcHandler:
+def _service_handlers(service: str, handlers: Mapping[str, Handler], fence: Fence) -> grpc.GenericRpcHandler:
     out: dict[str, grpc.RpcMethodHandler] = {}
     for name, handler in handlers.items():
         method = contract.METHODS[service, name]
-        out[name] = grpc.unary_unary_rpc_method_handler(_unary(method, handler))
-    for (owner, name), source in streams.items():
-        if owner == service:
-            out[name] = grpc.unary_stream_rpc_method_handler(_streaming(contract.METHODS[owner, name], source))
-    if any(owner == service for owner, _ in contract.METHODS if owner not in ("Process", "Coordinator")):
+        if method.streamed:
+            out[name] = grpc.unary_stream_rpc_method_handler(_streaming(method, handler))
+        else:
+            out[name] = grpc.unary_unary_rpc_method_handler(_unary(method, handler))
+    if service not in ("Process", "Coordinator"):
         session = _SessionHandler(service, handlers, fence)
         out["Session"] = grpc.stream_stream_rpc_method_handler(session.serve)
     return grpc.method_handlers_generic_handler(f"{contract.PACKAGE}.{service}", out)
@@ -166,7 +165,8 @@ def _unary(method: contract.Method, handler: Handler) -> Any:
             security.check_certificate(context)
             command = method.request.parse(data)
             security.check_speaker(method, command)
-            return method.reply.serialize(await handler(command))
+            answer = handler(command)
+            return method.reply.serialize(await answer if isawaitable(answer) else answer)
         except errors.SluiceError as error:
             await _refuse(error, context)
             raise AssertionError from error  # `_refuse` has raised
@@ -174,7 +174,7 @@ def _unary(method: contract.Method, handler: Handler) -> Any:
     return call
 
 
-def _streaming(method: contract.Method, source: StreamHandler) -> Any:
+def _streaming(method: contract.Method, source: Handler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         try:
             security.check_certificate(context)
@@ -227,10 +227,7 @@ class _SessionHandler:
         self._fence = fence
         self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by the key
         self._kept = ReplyCache(KEPT)
-        self._held = (
-            contract.BufferedBytes(),
-            contract.BufferedBytes(),
-        )  # of the coordinator's streams last, of all others first
+        self._held = [contract.BufferedBytes() for _ in range(2)]  # at 1: of the coordinator's streams; at 0: of all others
 
     async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         try:
@@ -285,7 +282,7 @@ class _SessionHandler:
         """Hand a call over; its answer leaves when it is there. No task per call: a task costs as much as the call."""
         method = contract.METHODS.get((self._service, call.method))
         try:
-            if method is None or call.method not in self._handlers:
+            if method is None or method.streamed or call.method not in self._handlers:
                 raise errors.InvalidMessage(f"{self._service} has no method {call.method!r}")
             security.check_caller(method)
             command = method.request.parse(body)

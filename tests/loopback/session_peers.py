@@ -71,7 +71,7 @@ async def started(server: Server) -> AsyncIterator[str]:
 @asynccontextmanager
 async def serving(handler: Handler, **others: Mapping[str, Handler]) -> AsyncIterator[str]:
     """A server of the reference role with one handler; yields its address."""
-    async with started(Server({"Reference": {"Logprobs": handler}, **others}, {})) as address:
+    async with started(Server({"Reference": {"Logprobs": handler}, **others})) as address:
         yield address
 
 

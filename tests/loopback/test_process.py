@@ -47,7 +47,7 @@ async def coordinating(refusal: Exception | None = None) -> AsyncIterator[tuple[
             raise refusal
         registrations.put_nowait(registration)
 
-    async with serves(Server({"Coordinator": {"Register": register}}, {})) as address:
+    async with serves(Server({"Coordinator": {"Register": register}})) as address:
         yield address, registrations
 
 

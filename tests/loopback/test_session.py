@@ -290,7 +290,7 @@ async def test_a_long_error_arrives_over_a_unary_call_too() -> None:
 @driven_by(run)
 async def test_a_dead_peer_fails_the_calls_under_way_and_every_later_one() -> None:
     peer = Peer()
-    server = Server({"Reference": {"Logprobs": peer.logprobs}}, {})
+    server = Server({"Reference": {"Logprobs": peer.logprobs}})
     address = server.bind("127.0.0.1", 0)
     await server.start()
     async with connected(address) as session:
@@ -331,7 +331,7 @@ from services.rpc.server import Server
 from tests.loopback.session_peers import Peer
 
 async def serve():
-    server = Server({"Reference": {"Logprobs": Peer().logprobs}}, {}, silence=1.0)
+    server = Server({"Reference": {"Logprobs": Peer().logprobs}}, silence=1.0)
     print(server.bind("127.0.0.1", 0), flush=True)
     await server.start()
     await asyncio.Event().wait()

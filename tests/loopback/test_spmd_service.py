@@ -104,7 +104,7 @@ class Group:
         for service in self.services:
             await service.start()
             rows = [row for row in contract.METHODS.values() if row.service == "Critic"]
-            server = Server({"Critic": {row.name: service.handler(row) for row in rows}}, {})
+            server = Server({"Critic": {row.name: service.handler(row) for row in rows}})
             address = server.bind("127.0.0.1", 0)
             await server.start()
             servers.append(server)

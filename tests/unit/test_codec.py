@@ -293,7 +293,7 @@ def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_stream_leaves_one_body_unfinished() -> None:
     joiner = contract.Reassembler()
     joiner.add(1, b"a", True)
-    with pytest.raises(errors.InvalidMessage, match="^more than one unfinished message$"):
+    with pytest.raises(errors.InvalidMessage, match=r"^more than one unfinished message$"):
         joiner.add(2, b"a", True)
 
 
