@@ -17,9 +17,8 @@ from runtime.process.os_process import now
 from runtime.status import State
 from runtime.types import PolicyVersion
 from services import process
-from services.model_service import Actor, Request
+from services.model_service import ActorService, Request
 from services.rpc import contract
-from services.rpc.server import Handler
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
@@ -63,7 +62,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
     )
 
 
-class RolloutService(process.Service):
+class RolloutService(ActorService):
     """A request stays open until the engine has finished its group. Weights are staged meanwhile and swapped between steps."""
 
     role = "rollout"
@@ -74,7 +73,6 @@ class RolloutService(process.Service):
         self._engine: RolloutEngine
         self.weights: WeightReceiver
         self._level = Level.AWAKE
-        self._actor = Actor(name, self, batch=1024)
         self._open: dict[int, Request] = {}
         self._withdrawn: list[int] = []
         self._commit: tuple[Request, float] | None = None  # waits for running sequences since this time
@@ -94,12 +92,10 @@ class RolloutService(process.Service):
         """Start the actor. A rollout that takes turns with the trainer starts asleep: the coordinator wakes it."""
         if takes_turns(self.config):
             await self._move(Level.ASLEEP)
-        self.background = asyncio.create_task(self._actor.run())
+        await super().start()
 
     async def close(self) -> None:
-        if self.background is not None:
-            self.background.cancel()
-            await asyncio.gather(self.background, return_exceptions=True)
+        await super().close()
         if hasattr(self, "_engine"):
             self.weights.leave()
             await self._engine.close()
@@ -127,9 +123,6 @@ class RolloutService(process.Service):
             "swaps_total": self.weights.swaps,
             "torn": float(self._engine.torn),
         }
-
-    def handler(self, method: contract.Method) -> Handler:
-        return partial(self._actor.send, priority=method.priority)
 
     async def receive(self, requests: Sequence[Request]) -> None:
         """Handle requests between two steps of the engine: several of `generate`, or one of another method, by its name."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
+import time
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -166,6 +168,22 @@ def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
     causes = [reason for group in scores for reason in group.errors]
     cause = f"; the last cause is {causes[-1]}" if causes else ""
     return ServiceFault("reward", ", ".join(rules) or "score", f"no reply of {of} has a score{cause} (logs/reward-*.log)")
+
+
+class GroupScorers:
+    """Scores groups by all of its scorers at once. Counts groups, and the seconds that each took."""
+
+    def __init__(self) -> None:
+        self.all: list[Callable[[ScoreRequest], Awaitable[Scores]]] = []
+        self.groups = 0
+        self.busy_seconds = 0.0
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        before = time.monotonic()
+        scores = combine(await asyncio.gather(*(score(request) for score in self.all)))
+        self.groups += 1
+        self.busy_seconds += time.monotonic() - before
+        return scores
 
 
 class _Reply(Struct):
