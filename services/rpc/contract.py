@@ -33,22 +33,7 @@ from runtime.errors import InvalidMessage
 from runtime.process import keys
 from runtime.rewards.remote import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
-from runtime.types import (
-    GATEWAY_GROUPS,
-    SCHEMA_VERSION,
-    SCORERS,
-    SMALL,
-    Body,
-    GroupRequest,
-    LogprobRequest,
-    Parts,
-    RunEpisodesRequest,
-    ScoreRequest,
-    ValueRequest,
-    answer_of,
-    parts_of,
-    snake,
-)
+from runtime.types import SCHEMA_VERSION, SMALL, Body, Parts, parts_of, snake
 from services.rpc import generated
 from services.rpc.generated import common_pb2
 
@@ -376,7 +361,7 @@ class Method:
 
     def speaker_of(self, command: Any) -> str:
         """Return the only caller who may send it, "" if all callers may. A gateway may generate only groups of its own."""
-        if isinstance(command, GroupRequest) and command.group_id >= GATEWAY_GROUPS:
+        if isinstance(command, types.GroupRequest) and command.group_id >= types.GATEWAY_GROUPS:
             return keys.COORDINATOR
         named = [getattr(command, field) for field in self.speaker]
         return (keys.node_agent if keys.NODE_AGENT in self.callers else keys.process)(*named) if named else ""
@@ -390,11 +375,11 @@ class Method:
         if not section:
             return float(getattr(timeouts, key))
         seconds: float = getattr(getattr(config, section), key)
-        if self.command is GroupRequest and config.training.partial_rollouts:  # other roles compute in between
+        if self.command is types.GroupRequest and config.training.partial_rollouts:  # other roles compute in between
             seconds += config.training.staleness * (seconds + config.deadlines.score + config.deadlines.train)
-        return seconds + timeouts.EPISODE_END * (
-            self.command is RunEpisodesRequest
-        )  # the gateway ends its episodes at the deadline
+        if self.command is types.RunEpisodesRequest:
+            seconds += timeouts.EPISODE_END  # the gateway ends its episodes at the deadline
+        return seconds
 
 
 def _field(message: type[Message], name: str, body: Body) -> Parts:
@@ -471,7 +456,7 @@ def service_of(role: str, config: Config) -> str:
     for a reference whose ranks are a group."""
     if role == "reference" and config.services.reference.engine == "megatron":
         return "ReferenceGroup"
-    return "Reward" if role in SCORERS else "".join(map(str.capitalize, role.split("_")))
+    return "Reward" if role in types.SCORERS else "".join(map(str.capitalize, role.split("_")))
 
 
 def _method(service: str, name: str, request: Any, reply: Any, **more: Any) -> Method:
@@ -481,7 +466,9 @@ def _method(service: str, name: str, request: Any, reply: Any, **more: Any) -> M
 
 
 def _command(service: str, command: type, deadline: str, *, name: str = "", **more: Any) -> Method:
-    return _method(service, name or command.__name__, command, answer_of(command), deadline=deadline, **more)
+    name = name or command.__name__.removeprefix("Compute").removesuffix("Request")
+    ranks = {"ranks": Ranks.SHARES} if "share" in more else {}
+    return _method(service, name, command, types.answer_of(command), deadline=deadline, **ranks, **more)
 
 
 def _by_tokens(command: commands.Accumulate, leaders: int) -> list[list[int]]:
@@ -506,7 +493,7 @@ _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")
 _OBSERVERS = (keys.COORDINATOR, keys.NODE_AGENT, keys.OPERATOR)
-_GATEWAYS = (keys.GATEWAY,)
+_AGENTS, _GATEWAYS, _GENERATE = (keys.NODE_AGENT,), (keys.GATEWAY,), (keys.COORDINATOR, keys.GATEWAY)
 
 
 _ROWS = (
@@ -516,28 +503,18 @@ _ROWS = (
     _method("Coordinator", "Register", status.Registration, None, callers=(keys.PROCESS,), speaker=("name", "incarnation")),
     _method("Coordinator", "Processes", None, status.Topology, callers=_OBSERVERS),
     _method("Coordinator", "Watch", None, status.Progress, callers=_OBSERVERS, streamed=True),
-    _method(
-        *("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment),
-        callers=(keys.NODE_AGENT,),
-        speaker=("name",),
-        streamed=True,
-    ),
-    _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=(keys.NODE_AGENT,), speaker=("node",)),
-    _method("Coordinator", "ReportDeath", nodes.Death, None, callers=(keys.NODE_AGENT,), speaker=("node",)),
+    _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment, callers=_AGENTS, speaker=("name",), streamed=True),
+    _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=_AGENTS, speaker=("node",)),
+    _method("Coordinator", "ReportDeath", nodes.Death, None, callers=_AGENTS, speaker=("node",)),
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
-    _command("Gateway", RunEpisodesRequest, "deadlines.episode", name="RunEpisodes", key=_OF_GROUP),
+    _command("Gateway", types.RunEpisodesRequest, "deadlines.episode", key=_OF_GROUP),
     _command("Gateway", commands.UpdateEndpoints, _JOIN, **_CONTROL),
     _command("Gateway", commands.FinishGroup, _JOIN, **_CONTROL),
     _method("Environment", "Describe", None, EnvironmentDescription, callers=_GATEWAYS),
     _method("Environment", "Run", EpisodeRequest, EpisodeEvent, callers=_GATEWAYS, streamed=True),
     _method("Environment", "Cancel", CancelRequest, None, callers=_GATEWAYS),
-    _command(
-        *("Rollout", GroupRequest, "deadlines.generate"),
-        name="Generate",
-        key=_OF_GROUP,
-        callers=(keys.COORDINATOR, keys.GATEWAY),
-    ),
+    _command("Rollout", types.GroupRequest, "deadlines.generate", name="Generate", key=_OF_GROUP, callers=_GENERATE),
     _command("Rollout", commands.InitWeightGroup, _JOIN, **_CONTROL),
     _command("Rollout", commands.ResendWeights, WEIGHT_SYNC, **_CONTROL),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
@@ -545,17 +522,11 @@ _ROWS = (
     _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),
     _command("Rollout", commands.AbortWeights, _ABORT, **_CONTROL),
     _command("Rollout", commands.SetLevel, _COMMIT, **_CONTROL),  # may take as long as a commit
-    _command("Reward", ScoreRequest, _SCORE, name="Score", key=_OF_GROUP),
-    _command("Reference", LogprobRequest, _SCORE, name="Logprobs", key=_OF_GROUP),
+    _command("Reward", types.ScoreRequest, _SCORE, key=_OF_GROUP),
+    _command("Reference", types.LogprobRequest, _SCORE, name="Logprobs", key=_OF_GROUP),
     _command("Reference", commands.Onload, _SCORE),
     _command("Reference", commands.Offload, _SCORE),
-    _command(
-        *("ReferenceGroup", commands.ComputeLogprobs, _SCORE),
-        name="Logprobs",
-        ranks=Ranks.SHARES,
-        share=_by_bytes,
-        gathered=LogprobRequest,
-    ),
+    _command("ReferenceGroup", commands.ComputeLogprobs, _SCORE, share=_by_bytes, gathered=types.LogprobRequest),
     _command("ReferenceGroup", commands.Onload, _SCORE, **_ALL),
     _command("ReferenceGroup", commands.Offload, _SCORE, **_ALL),
     _command("Trainer", commands.InitWeightGroup, _JOIN, **_CONTROL),
@@ -564,20 +535,14 @@ _ROWS = (
     _command("Trainer", commands.ResendWeights, WEIGHT_SYNC, **_CONTROL, **_ALL),
     _command("Trainer", commands.AbortWeights, _ABORT, **_CONTROL, **_ALL),
     _command("Trainer", commands.Export, _SAVE, **_ALL),
-    _command(
-        *("Critic", commands.ComputeValues, _TRAIN),
-        name="Values",
-        ranks=Ranks.SHARES,
-        share=_by_values,
-        gathered=ValueRequest,
-    ),
+    _command("Critic", commands.ComputeValues, _TRAIN, share=_by_values, gathered=types.ValueRequest),
     *(
         row
         for service in ("Trainer", "Critic")
         for row in (
             _command(service, commands.Restore, _START, **_ALL),
             _command(service, commands.BeginStep, _TRAIN, **_ALL),
-            _command(service, commands.Accumulate, _TRAIN, ranks=Ranks.SHARES, share=_by_tokens),
+            _command(service, commands.Accumulate, _TRAIN, share=_by_tokens),
             _command(service, commands.Apply, _TRAIN, **_ALL, key=("step",)),
             _command(service, commands.Save, _SAVE, ranks=Ranks.EACH),
             _command(service, commands.Onload, _TRAIN, **_ALL),

@@ -7,23 +7,28 @@ coroutine: a coroutine's task costs as much as the rest of a small call. The sam
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from inspect import isawaitable
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from runtime import errors, timeouts
-from runtime.process import network
+from runtime.process import network, spans
 from runtime.process.keys import Keys
-from runtime.types import SCHEMA_VERSION, Body
+from runtime.status import CallStats, State, Status
+from runtime.types import SCHEMA_VERSION, Body, PolicyVersion
 from services.rpc import contract, security
 from services.rpc.generated import common_pb2
+
+log = logging.getLogger("sluice")
 
 Handler = Callable[[Any], Any]
 """Returns an awaitable of the reply, or of a unary call the reply itself; of a streamed method an asynchronous generator."""
@@ -354,3 +359,123 @@ class ReplyCache:
 
     def forget(self, key: str) -> None:
         self._bytes -= contract.size_of(self._answers.pop(key, []))
+
+
+# ---- A process's calls and status
+
+
+RATE_WINDOW = 0.5  # seconds
+SMOOTHING = 0.1  # weight of the newest call in the moving mean
+
+
+class Calls:
+    """The calls of a process: counts them, takes no new ones once the process drains, and cancels the rest at its end."""
+
+    def __init__(self, name: str):
+        self.stats = CallStats()
+        self._name = name
+        self._draining = False
+        self._open: set[asyncio.Future[Any]] = set()
+        self._logged: BaseException | None = None  # the newest; several calls may get one error
+
+    def counted(self, method: contract.Method, handler: Handler) -> Handler:
+        """Wrap `handler` to count its calls. A data call that arrives while the process drains gets no answer: its caller sees
+        a lost connection, as from a killed process."""
+
+        def begin(command: Any) -> Awaitable[Any]:
+            if self._draining and method.priority is contract.Priority.DATA:
+                return asyncio.get_running_loop().create_future()
+            answer = asyncio.ensure_future(handler(command))
+            self._open.add(answer)
+            self.stats.open = len(self._open)
+            answer.add_done_callback(partial(self._ended, method, time.monotonic(), *_of(command)))
+            return answer
+
+        return begin
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new calls, and wait at most `seconds` until the earlier ones are answered."""
+        self._draining = True
+        if not self._open:
+            return
+        _, late = await asyncio.wait(self._open, timeout=seconds)
+        if late:
+            log.warning("%s: %d calls were dropped at the end", self._name, len(late))
+            for answer in late:
+                answer.cancel()
+            await asyncio.wait(late)
+
+    def _ended(self, method: contract.Method, began: float, group: int, step: int, answer: asyncio.Future[Any]) -> None:
+        stats, now = self.stats, time.monotonic()
+        spans.log.add(method.name, began, now, spans.CALLS, group, step)
+        self._open.discard(answer)
+        stats.open = len(self._open)
+        stats.seconds += SMOOTHING * (now - began - stats.seconds)
+        if answer.cancelled():
+            stats.withdrawn += 1
+        elif (error := answer.exception()) is None:
+            stats.answered += 1
+        else:
+            stats.failed += 1
+            if not isinstance(error, errors.SluiceError) and error is not self._logged:  # the caller gets only the last line
+                self._logged = error
+                log.error("%s: %s failed", self._name, method.name, exc_info=error)
+
+
+def _of(command: Any) -> tuple[int, int]:
+    """Return the group and the step of a command, or the step of the version that it moves; -1 if it has none."""
+    step: int = getattr(command if hasattr(command, "step") else getattr(command, "version", None), "step", -1)
+    return getattr(command, "group_id", -1), step
+
+
+class Reported(Protocol):
+    """What a role reports for the status of its process."""
+
+    role: str
+    name: str
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    @property
+    def state(self) -> State: ...
+
+    def gauges(self) -> dict[str, float]: ...
+
+
+class ProcessStatus:
+    """The status of a process."""
+
+    def __init__(self, service: Reported, calls: CallStats, began: float):
+        """Create it. `began`: the time of the process's start."""
+        self.state: State = "starting"
+        self.loaded = False  # whether `service` has figures
+        self.address = self.metrics = ""
+        self._service, self._calls, self._began = service, calls, began
+        self._previous: tuple[float, dict[str, float]] = (began, {})
+
+    def status(self, _: None = None) -> Status:
+        """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
+        now, gauges = time.monotonic(), self._service.gauges() if self.loaded else {}
+        then, earlier = self._previous
+        if now - then >= RATE_WINDOW:
+            self._previous = (now, gauges)
+        rates = {
+            name.removesuffix("_total"): (value - earlier.get(name, 0.0)) / max(now - then, 1e-3)
+            for name, value in gauges.items()
+            if name.endswith("_total")
+        }
+        return Status(
+            role=self._service.role,
+            name=self._service.name,
+            state=self._service.state if self.state == "ready" else self.state,
+            detail=spans.work.shown(),
+            version=self._service.version if self.loaded else PolicyVersion(),
+            calls=self._calls,
+            rates=rates,
+            gauges=gauges,
+            pid=os.getpid(),
+            address=self.address,
+            uptime_seconds=now - self._began,
+            metrics=self.metrics,
+        )

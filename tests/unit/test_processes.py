@@ -26,8 +26,8 @@ from runtime.telemetry import startup
 from runtime.telemetry.startup import Phases, Startup
 from runtime.types import LogprobRequest
 from services.coordinator import CoordinatorProcess
-from services.process import Calls
 from services.rpc import contract
+from services.rpc.server import Calls
 from tests.unit.actor_desk import run as run_desk
 from tests.unit.actor_desk import settle
 
