@@ -38,7 +38,7 @@ from runtime.process import platform, spans
 from runtime.process.os_process import in_thread
 from runtime.process.spans import WEIGHT_SYNC
 from runtime.types import PolicyVersion
-from runtime.weights.gloo_mesh import reason
+from runtime.weights.collective import reason
 from runtime.weights.group import BucketReceipt, BucketTags, Transfer, allocate, tensors_of
 from runtime.weights.plan import TRAILER, Manifest, plan_buckets
 from runtime.weights.sender import DEPTH, SendBuffers, WeightGroup, WeightSender, join_rendezvous

@@ -35,8 +35,8 @@ from runtime.process.os_process import in_thread
 from runtime.process.spans import WEIGHT_SYNC
 from runtime.types import PolicyVersion
 from runtime.weights import collective, shared_memory
+from runtime.weights.collective import meet, reason, shut_down
 from runtime.weights.delta import DeltaLink
-from runtime.weights.gloo_mesh import meet, reason, shut_down
 from runtime.weights.group import (
     AVAILABLE,
     AuthenticatedStore,

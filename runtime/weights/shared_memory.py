@@ -31,7 +31,7 @@ import torch
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
-from runtime.weights.gloo_mesh import card_of, meet
+from runtime.weights.collective import card_of, meet
 from runtime.weights.group import (
     AVAILABLE,
     BucketReceipt,

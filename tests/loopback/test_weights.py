@@ -247,7 +247,7 @@ class Endless:
 @pytest.mark.parametrize(("leaves", "said"), [(0, "the group was aborted"), (1, "the connection to a member was lost")])
 @pytest.mark.parametrize("pair", ["collective"], indirect=True)
 def test_who_leaves_frees_the_sender_of_a_broadcast_that_gloo_forgot(pair: list[WeightGroup], leaves: int, said: str) -> None:
-    mesh = pair[0]._links[0]._mesh  # type: ignore[attr-defined]
+    mesh = pair[0]._links[0]  # type: ignore[attr-defined]
     begun, freed = threading.Event(), threading.Event()
     whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
     try:
