@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from runtime.config import Config
 from runtime.coordinator import failover
 from runtime.coordinator.evaluation import EvaluationRun, ServingRun
 from runtime.coordinator.failover import Failover, MembershipStore
-from runtime.coordinator.metrics_recorder import EvaluationContext, RunContext, RunHistory
+from runtime.coordinator.metrics_recorder import EvaluationContext, ReportedProgress, RunContext, RunHistory
 from runtime.coordinator.pools import wait_for
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.coordinator.run import INTERRUPTED, TrainingRun, run_figures
@@ -39,7 +39,7 @@ from runtime.process import disk, keys, os_process
 from runtime.process.keys import Keys
 from runtime.process.os_process import ending_signals, first_error, unless_failed
 from runtime.process.spans import STATE, LineStates
-from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
+from runtime.status import Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
 from services import process, profiles
@@ -77,7 +77,9 @@ class Peers:
     def admit(self, registration: Registration) -> None:
         """Register a process that has loaded and serves. Raises UserError if the run has no place for it."""
         if self._register.admit(registration):
-            log.info("%s registered: pid %d at %s, %s", *_registration_fields(registration))
+            one, seconds = registration, in_order(registration.seconds).items()
+            took = ", ".join(f"{phase} {value:.1f} s" for phase, value in seconds)
+            log.info("%s registered: pid %d at %s, %s", one.name, one.pid, one.address, took)
 
     async def connect(self, began: float) -> None:
         """Wait until all units placed so far have registered, and open their sessions. Raises DeadlineExceeded if a unit is
@@ -92,7 +94,6 @@ class Peers:
         if late := await wait_for(self._register, missing, began + timeout):
             raise DeadlineExceeded(", ".join(late), "start", "did not register", timeout)
         self._began = True
-        timeout = self._config.deadlines.start
         await asyncio.gather(*(self._open(unit, timeout) for unit in self._register.units("", UnitState.REGISTERED)))
 
     async def take_up(self) -> None:
@@ -165,12 +166,7 @@ def _absent(unit: Unit) -> list[str]:
     return [name for name, process in pairs if process is None or process.incarnation != unit.incarnation] or [unit.name]
 
 
-def _registration_fields(registration: Registration) -> tuple[str, int, str, str]:
-    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in in_order(registration.seconds).items())
-    return registration.name, registration.pid, registration.address, seconds
-
-
-class CoordinatorProcess:
+class CoordinatorProcess(ReportedProgress):
     """One coordinator process, from binding its port to its end."""
 
     restarts = True
@@ -178,22 +174,19 @@ class CoordinatorProcess:
     def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
         """Create the coordinator. `phases`: the start-up phases so far. `trains`: False for an evaluation alone. `address`: of
         the earlier coordinator that this one replaces."""
+        super().__init__(Register(), config.training.steps)
         self._config = config
         self._phases = phases
         self._trains = trains
         self._folder = Path(config.run.dir)
         self._started = time.monotonic()
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
-        self._progress = Progress(steps=config.training.steps)
-        self._watchers: set[asyncio.Event] = set()
         self._states = LineStates()
-        self._register = Register()
         self._register.subscribe(self._look)
         self._keys = keys.holder(config.network, keys.COORDINATOR, keys.known(self._folder))
         self._peers = Peers(config, self._register, self._keys)
         self._nodes = Nodes(config, trains, self._register)
         self._failed: asyncio.Future[None]  # fails when a node reports a death that the run cannot survive
-        self._interrupted = False
         self._run: TrainingRun | None = None
         self._evaluation: EvaluationRun | ServingRun | None = None
         self._address, self._metrics = address, ""
@@ -362,7 +355,7 @@ class CoordinatorProcess:
         of_coordinator = {
             "Register": self._register_process,
             "Processes": self._processes,
-            "Watch": self._watch,
+            "Watch": self.watch,
             "Join": self._nodes.join,
             "ReportPaths": self._nodes.report_paths,
             "ReportDeath": self._died,
@@ -428,9 +421,8 @@ class CoordinatorProcess:
             gauges |= self._run.gauges()
             detail += "".join(f"; {each}" for each in self._run.status_lines())
         where: dict[str, Any] = {"pid": os.getpid(), "address": self._address, "metrics": self._metrics}
-        uptime = time.monotonic() - self._started
-        fields: dict[str, Any] = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": uptime}
-        return Status(role="coordinator", name="coordinator", **where, **fields)
+        where["uptime_seconds"] = time.monotonic() - self._started
+        return Status(role="coordinator", name="coordinator", state="ready", detail=detail, gauges=gauges, **where)
 
     def figures(self) -> RunFigures:
         return run_figures(self._config, self._register, self._progress, self._run)
@@ -442,28 +434,6 @@ class CoordinatorProcess:
         self._states.enter(f"{STATE}{change.unit.name}", change.unit.state.value, change.unit.reason)
         if UnitState.LOST in (change.was, change.unit.state):
             self.report(self._progress)
-
-    def report(self, progress: Progress) -> None:
-        lost = self._register.units("", UnitState.LOST)
-        losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
-        self._progress = msgspec.structs.replace(progress, lost=losses, stopping=self._interrupted)
-        for watcher in self._watchers:
-            watcher.set()
-
-    async def _watch(self, _: None) -> AsyncGenerator[Progress, None]:
-        """Yield the progress at each change. Changes that come together yield once."""
-        changed = asyncio.Event()
-        self._watchers.add(changed)
-        try:
-            while True:
-                changed.clear()
-                progress = self._progress
-                yield progress
-                if progress.phase in ("finished", "failed"):
-                    return
-                await changed.wait()
-        finally:
-            self._watchers.discard(changed)
 
 
 @asynccontextmanager
