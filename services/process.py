@@ -30,7 +30,7 @@ from runtime.errors import DeadlineExceeded, SluiceError, Unanswered, Unreachabl
 from runtime.process import keys, os_process, spans
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
-from runtime.process.os_process import ending_signals
+from runtime.process.os_process import ending_signals, unless_failed
 from runtime.status import Profile, Registration, State, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
@@ -54,7 +54,7 @@ class Service(ABC):
 
     role: str
     libraries: Sequence[str] = ()  # slow imports that `load` needs; a start-up phase of their own
-    background: asyncio.Future[None] | None = None  # the process ends when this work ends
+    background: asyncio.Future[None] | None = None  # the process ends when this work fails
     keys: Keys | None = None  # of this process
     profiled_for: profiles.Unit = "seconds"
 
@@ -121,7 +121,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
         service.keys = keys.given(config.network, service.name)
-        return ServiceProcess(service, arguments.coordinator, phases, service.keys).run()
+        return ServiceProcess(service, arguments.coordinator, phases).run()
 
     lead(arguments.config, arguments.name, work)
 
@@ -141,12 +141,10 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
         uvloop.install()
         spans.log.open(config, name)
         asyncio.run(spans.with_heartbeats(config, work(config, phases)))
-    except UserError as error:
-        os_process.say_errors(str(error).splitlines())
-        sys.exit(2)
     except SluiceError as error:
-        os_process.say_errors([str(error)])
-        sys.exit(1)
+        mistake = isinstance(error, UserError)
+        os_process.say_errors(str(error).splitlines() if mistake else [str(error)])
+        sys.exit(os_process.MISTAKE if mistake else 1)
     finally:
         spans.log.close()
 
@@ -170,11 +168,10 @@ async def exposed(config: Config, process: Scraped, leads: bool = False) -> Asyn
 class ServiceProcess:
     """One service process, from binding its port to its end."""
 
-    def __init__(self, service: Service, coordinator: str, phases: Phases, own_keys: Keys | None = None):
+    def __init__(self, service: Service, coordinator: str, phases: Phases):
         """Create the process. `phases`: the start-up phases so far."""
         self._service = service
         self._coordinator = coordinator
-        self._keys = own_keys
         self._phases = phases
         self._stop = asyncio.Event()
         self._drain_seconds = service.config.deadlines.stop
@@ -188,7 +185,7 @@ class ServiceProcess:
         service, settings = self._service, self._service.config.network
         own: Mapping[str, Handler] = {"Status": self.status, "Stop": self._end, "Profile": self._profiles.profile}
         handlers = {"Process": own, service.service: self._role_handlers()}
-        server = Server(handlers, silence=service.config.deadlines.keepalive, fence=self._fence, keys=self._keys)
+        server = Server(handlers, silence=service.config.deadlines.keepalive, fence=self._fence, keys=service.keys)
         self._shown.address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()  # status calls are answered while `load` runs
         await server.set_serving(False)
@@ -205,7 +202,10 @@ class ServiceProcess:
                 self._shown.state = "ready"
                 await server.set_serving(True)
                 log.info("%s serves on %s", service.name, self._shown.address)
-                await self._until_stopped()  # by Stop, by SIGINT, or by the end of the background work
+                background = () if service.background is None else (service.background,)
+                await unless_failed(background, self._stop.wait())  # until Stop or SIGINT, or the background work fails
+                self._shown.state = "draining"
+                await self._calls.drain(self._drain_seconds)
         finally:
             self._shown.state = "draining"
             await server.set_serving(False)
@@ -217,18 +217,15 @@ class ServiceProcess:
     async def _load(self) -> None:
         spans.work.begin("load", "load")
         with uncollected():
+            for library in self._service.libraries:
+                await asyncio.to_thread(importlib.import_module, library)
             if self._service.libraries:
-                await asyncio.to_thread(self._import_libraries)
                 self._phases.mark("libraries")
             await asyncio.to_thread(self._service.load)
         await self._service.start()
         spans.work.end("load")
         self._shown.loaded = True
         self._phases.mark("load")
-
-    def _import_libraries(self) -> None:
-        for library in self._service.libraries:
-            importlib.import_module(library)
 
     async def _register(self) -> None:
         registration = Registration(
@@ -260,21 +257,10 @@ class ServiceProcess:
 
     async def _call_coordinator(self, registration: Registration, seconds: float) -> None:
         """Register within `seconds`. Raises DeadlineExceeded if no process accepts the connection for a part of that time."""
-        async with client.Channel(self._coordinator, self._keys) as channel:
+        async with client.Channel(self._coordinator, self._service.keys) as channel:
             if seconds >= timeouts.CONTROL_CALL:
                 await channel.ready("coordinator", timeouts.CONTROL_CALL)
             await client.call(channel, "coordinator", contract.METHODS["Coordinator", "Register"], registration, seconds)
-
-    async def _until_stopped(self) -> None:
-        stopped = asyncio.create_task(self._stop.wait())
-        background = self._service.background
-        work: set[asyncio.Future[Any]] = {stopped} if background is None else {stopped, background}
-        await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if background is not None and background.done():
-            background.result()
-        self._shown.state = "draining"
-        await self._calls.drain(self._drain_seconds)
 
     def _end(self, request: Stop) -> None:
         if request.term:
