@@ -127,8 +127,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
 
 
 def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]) -> None:
-    """Run the process `name` to its end: `work` takes the configuration in `path` and the start-up phases so far. On failure
-    the process ends with its exit code."""
+    """Run the process `name` to its end, and exit. `work` takes the configuration in `path` and the start-up phases so far."""
     os_process.die_with_parent()
     os_process.stacks_on_signal()
     os_process.raise_descriptor_limit()

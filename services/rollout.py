@@ -26,39 +26,32 @@ if TYPE_CHECKING:
 
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
-    """Build the engine of the rollout `name`, by its fleet's settings. Takes seconds, with vLLM up to a minute. Raises
-    UserError."""
+    """Build the engine of the rollout `name`, by its fleet's settings, in seconds; vLLM takes a minute. Raises UserError."""
     from runtime.models.limits import longest_text
     from runtime.process import platform
 
     settings, device = replicas(config)[name], platform.device()
-    dtype = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
-    longest, replays = longest_text(config), config.moe.router_replay == "routing"
+    common: dict[str, Any] = {
+        "device": device,
+        "dtype": platform.resolve_dtype(settings.dtype, device, config.model.dtype),
+        "slots": settings.max_num_seqs,
+        "max_model_len": longest_text(config),
+        "replays": config.moe.router_replay == "routing",
+    }
     if settings.engine == "torch":
         from runtime.rollout.torch.engine import TorchRolloutEngine
 
-        return TorchRolloutEngine(
-            config.model.path,
-            device=device,
-            dtype=dtype,
-            slots=settings.max_num_seqs,
-            max_model_len=longest,
-            replays=replays,
-        )
+        return TorchRolloutEngine(config.model.path, **common)
     from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
     return VLLMRolloutEngine(
         config.model.path,
         name=name,
-        device=device,
-        dtype=dtype,
-        slots=settings.max_num_seqs,
-        max_model_len=longest,
         tensor_parallel=settings.tensor_parallel,
         engine_args=settings.engine_args,
         swap_timeout=config.weight_sync.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
-        replays=replays,
+        **common,
     )
 
 

@@ -151,9 +151,8 @@ def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
 
 
 def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, timeout: float) -> list[str]:
-    """Publish `card` for the other members, and return the cards of all members, by rank. `labels`: the ranks' names for
-    messages; `name`: this member's. Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout`
-    seconds."""
+    """Publish `card` for the other members, and return all members' cards, by rank. `labels`: the ranks' names for messages;
+    `name`: this member's. Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout` s."""
     return _cards(store, range(len(labels)), labels, name, timeout, (rank, card))
 
 
@@ -289,11 +288,8 @@ class DeviceLink(Link):
     """A ProcessGroupNCCL or ProcessGroupHCCL beside torch's default group."""
 
     def __init__(self, store: Any, rank: int, size: int, backend: str, timeout: float, backstop: float):
-        """Connect, and block until the communicator is up: both backends make it with the first collective.
-
-        `timeout`: seconds for the connection. `backstop`: the backend's own limit for one collective, in seconds. Raises
-        RuntimeError.
-        """
+        """Connect, and block until the communicator is up: both backends make it with the first collective. `timeout`: seconds
+        for that. `backstop`: the backend's own limit for one collective, in seconds. Raises RuntimeError."""
         kind = KINDS[backend]
         self.module = torch.get_device_module(kind)
         self._device = torch.device(kind, self.module.current_device())

@@ -46,12 +46,10 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 
 class TensorReader:
-    """The tensors of one or more files, by name. Opens a file only to read: a layout may have more files than a process may
-    open."""
+    """The tensors of files, by name. A file is open only while it is read: a layout may have more than a process may open."""
 
     def __init__(self, *paths: Path):
-        """Read the headers. Raises UserError if a file is missing, incomplete, or of another format, or if two files have a
-        tensor of the same name."""
+        """Read the headers. Raises UserError if a file is missing, incomplete or no safetensors, or a name occurs twice."""
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, tuple[Path, int]] = {}  # by tensor: its file, and its first byte there
         for path in paths:

@@ -217,8 +217,7 @@ def _forget(address: int) -> None:
 
 
 def arena(sizes: Sequence[int], pin: bool = False) -> list[torch.Tensor]:
-    """Return one tensor for each of `sizes`, as `memory_file` does, all in one memory file. `pin` page-locks the file for CUDA
-    copies."""
+    """Return one tensor for each of `sizes`, as `memory_file` does, all in one file. `pin` page-locks it for CUDA's copies."""
     ends = list(accumulate(aligned(size) for size in sizes))
     whole = memory_file(max(ends, default=1))
     if pin:
@@ -290,8 +289,8 @@ class Mapped:
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """Return one zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding. `shared`:
-    put all buffers into one memory file, which other processes can map."""
+    """Return one uint8 buffer per bucket, trailer included, zeroed, because the checksum covers the padding. `shared`: put all
+    into one memory file, which other processes can map."""
     if shared:
         return arena([bucket.total_bytes for bucket in buckets], pin)
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]

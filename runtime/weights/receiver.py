@@ -292,8 +292,7 @@ class WeightReceiver:
         self.swaps += 1
 
     def leave(self, epoch: int | None = None) -> None:
-        """Leave the group of `epoch`, or any group if None, and forget the version under way. Keeps the engine's weights.
-        Idempotent."""
+        """Leave the group of `epoch`, or any group if None, and forget the version under way, not the engine's. Idempotent."""
         if epoch in (None, self._hosting):
             self._stop_sending()
         if epoch not in (None, self.epoch):

@@ -143,16 +143,13 @@ class WeightGroup:
         self._running_store().await_value(f"transfer/{self._transfers}", timeouts.GLOO_BACKSTOP)
 
     def set_changed(self, index: int, changed: Any) -> None:
-        """Set at the root the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
         self._links[0].set_changed(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Start at the root to send bucket `index`, `buffer` (uint8, host memory). Raises RuntimeError."""
         return self._links[0].send(index, buffer)
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError. One sender is the root of all
-        buckets."""
+        """Start at a receiver to fill `buffer`, as `Link.receive` does. One sender is the root of all buckets."""
         return self._links[root if self.address.senders > 1 else 0].receive(index, buffer)
 
     def wait_for_senders(self, nbytes: int, give_up: float) -> int:
@@ -190,7 +187,6 @@ class WeightGroup:
         return int(message)
 
     def set_timeout(self, seconds: float) -> None:
-        """Let buckets that start from now on block a thread for at most `seconds`, even if `abort` cannot end them."""
         for link in self._links:
             link.set_timeout(seconds)
 
@@ -618,8 +614,7 @@ class WeightSender:
         return left
 
     def _require_in(self, epoch: int, left: Future[None]) -> None:
-        """Raise Cancelled if the epoch was left. `left`: the result of `_enter`. The number does not suffice: an epoch
-        may be opened again."""
+        """Raise Cancelled if the epoch was left. `left`: of `_enter`; the number may be of an epoch that was opened again."""
         if self._left is not left:
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")
 

@@ -82,8 +82,7 @@ class Channel:
 async def call(
     channel: Channel, name: str, method: contract.Method, request: Any = None, timeout: float = timeouts.CONTROL_CALL
 ) -> Any:
-    """Make one unary call to the process called `name`. Raises the peer's error, DeadlineExceeded, or Unreachable if the
-    connection broke meanwhile."""
+    """Make one unary call to the process called `name`. Raises the peer's error, DeadlineExceeded, or Unreachable."""
     stub = channel.grpc.unary_unary(method.path, method.request.serialize, method.reply.parse)
     try:
         return await stub(request, timeout=timeout, wait_for_ready=True, metadata=channel.metadata)
@@ -109,9 +108,7 @@ async def items(channel: Channel, name: str, method: contract.Method, request: A
 
 
 async def watch(address: str, silence: float = 0.0, keys: Keys | None = None) -> AsyncGenerator[Progress, None]:
-    """Yield the coordinator's reports on the run until it ends. Raises ServiceFault if the coordinator cannot be reached.
-    `silence`: see `server.options`.
-    """
+    """Yield the coordinator's reports until the run ends. Raises ServiceFault. `silence`: see `server.options`."""
     channel = Channel(address, keys, silence=silence)
     async with channel, aclosing(items(channel, COORDINATOR, WATCH)) as progress:
         async for one in progress:
@@ -191,8 +188,7 @@ class Session:
     def post(self, method: contract.Method, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
         """Send a call now, and return the coroutine that waits for its answer. Calls reach the peer in the order of posting.
 
-        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken. Cancelling withdraws the
-        call.
+        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken; cancelling withdraws it.
         """
         id_, urgent = next(self._ids), method.priority is contract.Priority.CONTROL
         body = method.request.pack(request)

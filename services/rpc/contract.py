@@ -78,8 +78,7 @@ class LargeBody(NamedTuple):
 
 
 def wire_frame(head: Any, name: str, messages: Sequence[Any]) -> bytes:
-    """Return the serialized frame `head` with `messages` of a `SendQueue` in its field `name`. Large bodies are copied only
-    here."""
+    """Return the serialized frame `head` with `messages` of a `SendQueue` in its field `name`. Copies large bodies."""
     if LargeBody not in map(type, messages):
         getattr(head, name).extend(messages)
         return bytes(head.SerializeToString())
@@ -124,8 +123,7 @@ class Reassembler:
         self._id, self._body = 0, bytearray()  # of the unfinished body
 
     def add(self, id_: int, chunk: bytes, more: bool) -> bytes | None:
-        """Return the whole body once its last chunk is in. Raises InvalidMessage for a second unfinished body, or if a limit is
-        passed."""
+        """Return the whole body once its last chunk is in. Raises InvalidMessage for a second one, or one beyond a limit."""
         if not more and id_ != self._id:
             return chunk
         if self._body and id_ != self._id:
@@ -412,20 +410,17 @@ def _write(message: Any, value: msgspec.Struct, large: Parts | None = None) -> N
 
 
 @cache
-def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
-    return tuple((field.name, field.type) for field in msgspec.structs.fields(type_))
-
-
-def _value(message: Message, name: str, type_: Any) -> Any:
-    """Return a field's value; None if the field is `optional` and absent."""
-    absent = type(None) in typing.get_args(type_) and not message.HasField(name)
-    return None if absent else getattr(message, name)
+def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any, bool], ...]:
+    """Return each field's name and type, and whether it may be absent."""
+    found = msgspec.structs.fields(type_)
+    return tuple((field.name, field.type, type(None) in typing.get_args(field.type)) for field in found)
 
 
 def _read(item: Any, type_: Any) -> Any:
     if isinstance(item, Message):
         type_ = next((one for one in typing.get_args(type_) if one is not type(None)), type_)
-        return type_(**{name: _read(_value(item, name, kind), kind) for name, kind in _fields(type_)})
+        there = ((name, kind) for name, kind, optional in _fields(type_) if not optional or item.HasField(name))
+        return type_(**{name: _read(getattr(item, name), kind) for name, kind in there})
     if isinstance(item, bytes) and type_ is not bytes:
         return types.decode(type_, item)
     origin = typing.get_origin(type_)
