@@ -339,8 +339,6 @@ class FrozenModelService(ActorService):
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
         self._thread = ThreadPoolExecutor(1, "model")
-        self._busy_seconds = 0.0
-        self._groups = 0
 
     def torch_thread(self) -> Executor:
         return self._thread
@@ -350,9 +348,9 @@ class FrozenModelService(ActorService):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def receive(self, requests: Sequence[Request]) -> None:
-        before, messages = time.monotonic(), [request.message for request in requests]
+        loop, messages = asyncio.get_running_loop(), [request.message for request in requests]
         try:
-            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, messages)
+            answers = await loop.run_in_executor(self._thread, self._compute, messages)
         except Exception as error:
             _end_if_beyond_use(self.name, error)
             raise
@@ -361,12 +359,7 @@ class FrozenModelService(ActorService):
                 request.fail(answer)
             else:
                 request.reply(answer)
-        self._groups += len(requests)
-        self._busy_seconds += time.monotonic() - before
 
     def _compute(self, requests: Sequence[Any]) -> Sequence[Any]:
         with spans.work.at("forward", f"{len(requests)} requests"):
             return self.answers(requests)
-
-    def gauges(self) -> dict[str, float]:
-        return {"groups_total": self._groups, "busy_seconds_total": self._busy_seconds}

@@ -62,6 +62,7 @@ class Service(ABC):
         self.config = config
         self.name = name
         self.rank = rank
+        self.calls = Calls(name)
 
     @abstractmethod
     def load(self) -> None:
@@ -105,7 +106,7 @@ class Service(ABC):
 
     def gauges(self) -> dict[str, float]:
         """Return figures for the status call. Keys that end in `_total` are counters; the status derives their rates."""
-        return {}
+        return {"groups_total": self.calls.stats.answered, "busy_seconds_total": self.calls.busy_seconds}
 
 
 def main(make: Callable[[Config, str, int], Service]) -> None:
@@ -174,8 +175,7 @@ class ServiceProcess:
         self._phases = phases
         self._stop = asyncio.Event()
         self._drain_seconds = service.config.deadlines.stop
-        self._calls = Calls(service.name)
-        self._shown = ProcessStatus(service, self._calls.stats, phases.born)
+        self._shown = ProcessStatus(service, service.calls.stats, phases.born)
         self.status = self._shown.status
         self._fence = Fence()
         self._profiles = profiles.Profiles(service.name, self._profile, service.profiled_for)
@@ -204,7 +204,7 @@ class ServiceProcess:
                 background = () if service.background is None else (service.background,)
                 await unless_failed(background, self._stop.wait())  # until Stop or SIGINT, or the background work fails
                 self._shown.state = "draining"
-                await self._calls.drain(self._drain_seconds)
+                await service.calls.drain(self._drain_seconds)
         finally:
             self._shown.state = "draining"
             await server.set_serving(False)
@@ -273,9 +273,9 @@ class ServiceProcess:
         return await self._service.profile(asked)
 
     def _role_handlers(self) -> Mapping[str, Handler]:
-        rows = [method for (owner, _), method in contract.METHODS.items() if owner == self._service.service]
-        handlers = {method: self._service.handler(method) for method in rows}
-        return {row.name: handler if row.streamed else self._calls.counted(row, handler) for row, handler in handlers.items()}
+        service = self._service
+        rows = [method for (owner, _), method in contract.METHODS.items() if owner == service.service]
+        return {row.name: service.calls.counted(row, service.handler(row)) for row in rows}
 
     def figures(self) -> None:
         """Return None, as all processes except the coordinator do: see `Scraped`."""

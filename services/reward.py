@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import grpc
 
@@ -13,7 +14,8 @@ from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
 from runtime.rewards.remote import RemoteFailure, RemoteItem, RemoteResult, RemoteScorer, RemoteScoreReply, RemoteScoreRequest
-from runtime.rewards.scorer import GroupScorers, RewardScorer
+from runtime.rewards.scorer import RewardScorer, score_all
+from runtime.types import ScoreRequest, Scores
 from services import process
 from services.rpc import contract, security
 from services.rpc.server import OPTIONS, Handler
@@ -85,13 +87,13 @@ class RewardService(process.Service):
         self._tokenizer: Tokenizer
         self._rules: RewardScorer | None = None
         self._clients: list[RemoteRewardClient] = []
-        self._scorers = GroupScorers()
+        self._scorers: list[Callable[[ScoreRequest], Awaitable[Scores]]] = []
 
     def load(self) -> None:
         self._tokenizer = Tokenizer(self.config.model.path)
         if self.config.rewards.rules:
             self._rules = RewardScorer(self.config.rewards, self._tokenizer, self.config.services.reward.env)
-            self._scorers.all.append(self._rules.score)
+            self._scorers.append(self._rules.score)
 
     async def start(self) -> None:
         """Start the scorers. Raises UserError if a remote reward does not answer, or if a sandbox does not work here."""
@@ -99,7 +101,7 @@ class RewardService(process.Service):
         for index, settings in enumerate(self.config.rewards.remote):
             client = RemoteRewardClient(settings, f"rewards.remote.{index}")
             self._clients.append(client)
-            self._scorers.all.append(RemoteScorer(settings, self._tokenizer, client, fail).score)
+            self._scorers.append(RemoteScorer(settings, self._tokenizer, client, fail).score)
         await asyncio.gather(*(client.check() for client in self._clients))
         if self._rules is not None:
             await self._rules.check()
@@ -112,10 +114,7 @@ class RewardService(process.Service):
             await client.close()
 
     def handler(self, method: contract.Method) -> Handler:
-        return self._scorers.score
-
-    def gauges(self) -> dict[str, float]:
-        return {"groups_total": self._scorers.groups, "busy_seconds_total": self._scorers.busy_seconds}
+        return partial(score_all, self._scorers)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Protocol
@@ -170,20 +169,9 @@ def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
     return ServiceFault("reward", ", ".join(rules) or "score", f"no reply of {of} has a score{cause} (logs/reward-*.log)")
 
 
-class GroupScorers:
-    """Scores groups by all of its scorers at once. Counts groups, and the seconds that each took."""
-
-    def __init__(self) -> None:
-        self.all: list[Callable[[ScoreRequest], Awaitable[Scores]]] = []
-        self.groups = 0
-        self.busy_seconds = 0.0
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        before = time.monotonic()
-        scores = combine(await asyncio.gather(*(score(request) for score in self.all)))
-        self.groups += 1
-        self.busy_seconds += time.monotonic() - before
-        return scores
+async def score_all(scorers: Sequence[Callable[[ScoreRequest], Awaitable[Scores]]], request: ScoreRequest) -> Scores:
+    """Score a group by all scorers at once."""
+    return combine(await asyncio.gather(*(score(request) for score in scorers)))
 
 
 class _Reply(Struct):

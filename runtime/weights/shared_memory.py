@@ -32,16 +32,7 @@ import torch
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.weights.collective import card_of, meet
-from runtime.weights.group import (
-    AVAILABLE,
-    BucketReceipt,
-    BucketTags,
-    Link,
-    Transfer,
-    file_of,
-    in_memory_file,
-    memory_file,
-)
+from runtime.weights.group import AVAILABLE, BucketReceipt, BucketTags, Link, Transfer, file_of, in_memory_file, memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message

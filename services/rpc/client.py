@@ -51,7 +51,8 @@ class Channel:
         """Open the channel. `silence`: see `server.options`. `token`: given by the coordinator, to be shown to this peer."""
         self.address = address
         self.grpc: grpc.aio.Channel = security.connection(grpc.aio, address, keys, called, options(silence))
-        self.metadata = security.shown_to(called, keys, token)
+        shown = "" if keys is None else token or keys.token(called)
+        self.metadata = ((security.HEADER, security.SCHEME + shown),) if shown else ()
 
     async def __aenter__(self) -> Channel:
         return self

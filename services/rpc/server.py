@@ -373,22 +373,28 @@ class Calls:
 
     def __init__(self, name: str):
         self.stats = CallStats()
+        self.busy_seconds = 0.0  # while any call was open, up to the newest answer
+        self._busy_since = 0.0
         self._name = name
         self._draining = False
         self._open: set[asyncio.Future[Any]] = set()
         self._logged: BaseException | None = None  # the newest; several calls may get one error
 
     def counted(self, method: contract.Method, handler: Handler) -> Handler:
-        """Wrap `handler` to count its calls. A data call that arrives while the process drains gets no answer: its caller sees
-        a lost connection, as from a killed process."""
+        """Wrap `handler` to count its calls, unless they are streamed. A data call that arrives while the process drains gets no
+        answer: its caller sees a lost connection, as from a killed process."""
+        if method.streamed:
+            return handler
 
         def begin(command: Any) -> Awaitable[Any]:
             if self._draining and method.priority is contract.Priority.DATA:
                 return asyncio.get_running_loop().create_future()
-            answer = asyncio.ensure_future(handler(command))
+            answer, now = asyncio.ensure_future(handler(command)), time.monotonic()
+            if not self._open:
+                self._busy_since = now
             self._open.add(answer)
             self.stats.open = len(self._open)
-            answer.add_done_callback(partial(self._ended, method, time.monotonic(), *_of(command)))
+            answer.add_done_callback(partial(self._ended, method, now, *_of(command)))
             return answer
 
         return begin
@@ -409,6 +415,7 @@ class Calls:
         stats, now = self.stats, time.monotonic()
         spans.log.add(method.name, began, now, spans.CALLS, group, step)
         self._open.discard(answer)
+        self.busy_seconds, self._busy_since = self.busy_seconds + now - self._busy_since, now
         stats.open = len(self._open)
         stats.seconds += SMOOTHING * (now - began - stats.seconds)
         if answer.cancelled():
