@@ -381,8 +381,8 @@ class Calls:
         self._logged: BaseException | None = None  # the newest; several calls may get one error
 
     def counted(self, method: contract.Method, handler: Handler) -> Handler:
-        """Wrap `handler` to count its calls, unless they are streamed. A data call that arrives while the process drains gets no
-        answer: its caller sees a lost connection, as from a killed process."""
+        """Wrap `handler` to count its calls, unless they are streamed. A data call that arrives while the process drains gets
+        no answer: its caller sees a lost connection, as from a killed process."""
         if method.streamed:
             return handler
 
