@@ -222,7 +222,6 @@ class Actor:
         self._batch = batch
         self._lanes: tuple[deque[Request], deque[Request]] = (deque(), deque())
         self._mail = asyncio.Event()
-        self._pending = 0
         self._open: set[Request] = set()
         self._end: Exception | None = None  # why no more requests are accepted
 
@@ -236,13 +235,12 @@ class Actor:
         self._open.add(request)
         request.future.add_done_callback(lambda _: self._forget(request))
         self._lanes[priority].append(request)
-        self._pending += 1
         self._mail.set()
         return request.future
 
     def interrupted(self) -> bool:
-        """Return whether a request waits. Only reads an attribute, so an engine's thread may call it between two steps."""
-        return self._pending > 0
+        """Return whether a request waits. Only reads, so an engine's thread may call it between two steps."""
+        return any(self._lanes)
 
     async def run(self) -> None:
         """Serve until cancelled. Requests still unanswered then fail with Cancelled."""
@@ -252,7 +250,7 @@ class Actor:
                 await self._serve_mail()
                 if self._behaviour.busy:
                     await self._behaviour.advance(self.interrupted)
-                elif not self._pending:
+                elif not self.interrupted():
                     self._mail.clear()
                     await self._mail.wait()
         except Exception as error:
@@ -279,7 +277,6 @@ class Actor:
             taken: list[Request] = []
             while lane and len(taken) < most:
                 request = lane.popleft()
-                self._pending -= 1
                 if not request.abandoned:
                     taken.append(request)
             if taken:

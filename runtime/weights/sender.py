@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.commands import InitWeightGroup, WeightGroupReady, WeightsSent
 from runtime.config import Config
-from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.process.os_process import in_thread
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 # Members meet in a TCPStore that rank 0 hosts; buckets move over links, one from each sender to all receivers.
 
 
-BACKENDS = ("gloo", "nccl", "hccl")
 BACKLOG = 1024  # members that connect at once
 
 LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
@@ -222,12 +221,8 @@ def open_rendezvous(
     """Open the rendezvous of `address` as rank 0, on a free port of `interface` within `port_range`. Does not block.
 
     `address` lacks its host, its port and its key. With `full_every` = n > 0 versions are deltas, except one of every n, which
-    is whole. Raises UserError for an unknown interface, backend or transport, or a range without a free port.
+    is whole. Raises UserError for an unknown interface, or a range without a free port.
     """
-    if address.backend not in BACKENDS:
-        raise UserError(f"weight_sync.backend: {address.backend!r} is not one of {', '.join(BACKENDS)}")
-    if address.transport not in LINKS:
-        raise UserError(f"weight_sync.transport: {address.transport!r} is not one of {', '.join(LINKS)}")
     address = replace(address, key=new_key())
     ip, patience = own_address(interface), timedelta(seconds=address.timeout)
     with listen(ip, port_range, BACKLOG) as listener:
@@ -238,19 +233,17 @@ def open_rendezvous(
     return WeightGroup(address, name, _members_store(store, address), ip)
 
 
-def join_rendezvous(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
-    """Enter the rendezvous as `address.rank`, and block until every member is connected. `interface` defaults to the local
-    address that reaches `address.host`. Raises ServiceFault, phase "rendezvous"."""
-    name = name or f"rank {address.rank}"
+def join_rendezvous(address: GroupAddress, name: str) -> WeightGroup:
+    """Enter the rendezvous as `address.rank`, and block until every member is connected. Raises ServiceFault, phase
+    "rendezvous"."""
     give_up, patience = time.monotonic() + address.timeout, timedelta(seconds=address.timeout)
     try:
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience, wait_for_workers=False)
     except RuntimeError as error:
         message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
-    ip = own_address(interface or AUTO, address.host)
     left = replace(address, timeout=_left(give_up))
-    return WeightGroup(left, name, _members_store(store, address), ip).connect()
+    return WeightGroup(left, name, _members_store(store, address), own_address(AUTO, address.host)).connect()
 
 
 def _members_store(store: Any, address: GroupAddress) -> AuthenticatedStore:

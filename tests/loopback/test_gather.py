@@ -77,7 +77,7 @@ def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
     assert sender is not None
     hosted = asyncio.run(sender.open(InitWeightGroup(version, 2, "collective", (rank.role, "rollout-0"))))
     address = replace(hosted.address, rank=rank.manifest.senders)
-    joining = in_thread("join", lambda: join_rendezvous(address))
+    joining = in_thread("join", lambda: join_rendezvous(address, "rollout-0"))
     if several:
         of_rank_0(hosted.address)
         dist.barrier()

@@ -359,12 +359,9 @@ def test_the_rendezvous_takes_a_port_of_the_range() -> None:
     pending.abort()
 
 
-@pytest.mark.parametrize(
-    ("interface", "backend", "fault"), [("nowhere0", "gloo", "network.interface"), ("lo", "mpi", "backend")]
-)
-def test_a_user_mistake_is_one_line(interface: str, backend: str, fault: str) -> None:
-    with pytest.raises(UserError, match=fault) as caught:
-        open_rendezvous(unhosted(backend=backend), interface)
+def test_a_user_mistake_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"network\.interface") as caught:
+        open_rendezvous(unhosted(), "nowhere0")
     assert "\n" not in str(caught.value)
 
 
