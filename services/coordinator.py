@@ -44,7 +44,7 @@ from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
 from services import process, profiles
 from services.nodes import Nodes
-from services.rpc.client import Session, client
+from services.rpc.client import Channel, Session, client
 from services.rpc.contract import service_of
 from services.rpc.server import Handler, Server
 
@@ -143,11 +143,10 @@ class Peers:
     async def _open(self, unit: Unit, timeout: float) -> None:
         """Open the unit's sessions and use them from now on. Raises DeadlineExceeded."""
         service, former = service_of(unit.role, self._config), self._sessions.get(unit.name, [])
-        silence = self._config.deadlines.keepalive
-        sessions = [
-            Session(one.address, one.name, service, one.machine, silence, self.term, self._keys, one.incarnation)
-            for one in unit.processes
-        ]
+        silence, sessions = self._config.deadlines.keepalive, []
+        for one in unit.processes:
+            channel = Channel(one.address, self._keys, keys.process(one.name, one.incarnation), silence)
+            sessions.append(Session(channel, one.name, service, one.machine, self.term))
         try:
             await asyncio.gather(*(session.open(timeout) for session in sessions))
             if self._register.connect(client(unit.role, sessions, self._config, unit.incarnation)):

@@ -179,9 +179,8 @@ class RolloutSessions:
 
     async def _open(self, to: PeerAddress) -> None:
         silence = self._config.deadlines.keepalive
-        session = Session(
-            to.address, to.name, "Rollout", to.machine, silence, keys=self._keys, incarnation=to.incarnation, token=to.token
-        )
+        channel = Channel(to.address, self._keys, keys.process(to.name, to.incarnation), silence, to.token)
+        session = Session(channel, to.name, "Rollout", to.machine)
         try:
             await session.open(silence)
         except ServiceFault as error:  # the coordinator finds this out as well

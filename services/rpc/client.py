@@ -25,7 +25,7 @@ from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, BeginStep
 from runtime.config import Config
 from runtime.errors import ServiceFault, Unanswered, Unreachable
-from runtime.process.keys import COORDINATOR, Keys, process
+from runtime.process.keys import COORDINATOR, Keys
 from runtime.status import Progress, Status
 from runtime.types import SCHEMA_VERSION, Command
 from services.rpc import contract, security
@@ -131,25 +131,13 @@ class Session:
     calls raise ServiceFault. `machine`: where the peer runs.
     """
 
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        service: str,
-        machine: str = "",
-        silence: float = 0.0,
-        term: int = 0,
-        keys: Keys | None = None,
-        incarnation: int = 0,
-        token: str = "",
-    ):
-        """Create the session. `silence`, `token`: see `Channel`. `term`: of the coordinator. `incarnation`: of the peer."""
+    def __init__(self, channel: Channel, name: str, service: str, machine: str = "", term: int = 0):
+        """Create the session over `channel`, and own it. `term`: of the coordinator."""
         self.name = name
         self.machine = machine
-        self.address = address
         self._service = service
         self._term = term
-        self._channel = Channel(address, keys, process(name, incarnation), silence, token)
+        self._channel = channel
         self._ids = itertools.count(1)
         self._outbox = contract.SendQueue()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come

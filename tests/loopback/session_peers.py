@@ -77,7 +77,7 @@ async def serving(handler: Handler, **others: Mapping[str, Handler]) -> AsyncIte
 
 @asynccontextmanager
 async def connected(address: str, service: str = "Reference") -> AsyncIterator[Session]:
-    session = Session(address, f"{service.lower()}-0", service)
+    session = Session(Channel(address), f"{service.lower()}-0", service)
     try:
         await session.open(PATIENCE)
         yield session

@@ -174,7 +174,7 @@ async def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_genera
 
     async def told(address: str, own: Keys, shown: str) -> list[str]:
         """What the session answers to a call for replies, and to one of the coordinator's."""
-        session = Session(address, "rollout-0", "Rollout", keys=own, incarnation=3, token=shown)
+        session = Session(Channel(address, own, "rollout-0/3", token=shown), "rollout-0", "Rollout")
         answers = []
         try:
             await session.open(PATIENCE)
