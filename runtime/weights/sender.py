@@ -474,14 +474,7 @@ class WeightSender:
     """
 
     def __init__(
-        self,
-        buffers: SendBuffers,
-        config: Config,
-        name: str,
-        *,
-        backend: str = "gloo",
-        names: tuple[str, ...] = (),
-        full_every: int = 0,
+        self, buffers: SendBuffers, config: Config, name: str, *, backend: str, names: tuple[str, ...] = (), full_every: int = 0
     ):
         """Make a sender of `buffers`. `names`: the manifest's senders, `name` among them. Rank 0 sends `backend` and
         `full_every` to the other members in `GroupAddress`."""
