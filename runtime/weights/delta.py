@@ -197,27 +197,25 @@ class Shard:
 
 
 class ShardChange(Struct, frozen=True, array_like=True):
-    """The header of a changed shard's payload, which follows."""
+    """A changed shard on its way to the rank that sends its tensor."""
 
     place: int
     span: Span
-    nbytes: int  # of the payload of `encode`; or the shard's own size: then the payload has the shard's words
+    payload: memoryview  # uint8: of `encode`; or of the shard's own size: then its words
 
 
 class TensorChanges:
     """One tensor's changes since the last sent version."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Span, Bytes]] = []
-
-    def add(self, span: Span, payload: Bytes) -> None:
-        self._parts.append((span, payload))
+        self.parts: list[ShardChange] = []
 
     def apply(self, tensor: torch.Tensor) -> Positions:
         """Apply the changes to `tensor`, whole and as last sent. Returns positions of words that may have changed, unordered.
         Raises RuntimeError for a payload that does not fit the tensor."""
         changed = [np.empty(0, np.int64)]
-        for span, payload in self._parts:
+        for change in self.parts:
+            span, payload = change.span, np.frombuffer(change.payload, np.uint8)
             part = tensor[tuple(slice(*bounds) for bounds in span)]
             block = part.contiguous()
             words = _words(block)
@@ -250,7 +248,7 @@ class ShardDelta:
         `shards`: all ranks together hold each tensor once. `current`: whether this rank's buckets hold the last gathering.
         """
         current, self._complete = current and self._complete, False
-        found: list[tuple[ShardChange, Bytes]] = []
+        found: list[ShardChange] = []
         total = moved = 0
         for shard in shards:
             span, words = tuple((part.start, part.stop) for part in shard.index), _words(shard.block)
@@ -258,7 +256,7 @@ class ShardDelta:
             current = current and payload is not None
             total += words.nbytes
             if payload is not None and payload.nbytes:
-                found.append((ShardChange(shard.place, span, payload.nbytes), payload))
+                found.append(ShardChange(shard.place, span, payload.data))
                 moved += payload.nbytes
         exchanges = list(_exchanges(found))
         outdated, dense, count = self._most(not current, 2 * moved > total, len(exchanges))
@@ -267,8 +265,8 @@ class ShardDelta:
             return None
         changes = {place: TensorChanges() for place in self._own}
         for number in range(count):
-            for change, payload in self._exchange(exchanges[number] if number < len(exchanges) else []):
-                changes[change.place].add(change.span, payload)
+            for change in self._exchange(exchanges[number] if number < len(exchanges) else []):
+                changes[change.place].parts.append(change)
         self._complete = True
         return iter(changes.values())
 
@@ -288,52 +286,35 @@ class ShardDelta:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         return maxima.tolist()
 
-    def _exchange(self, found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[tuple[ShardChange, Bytes]]:
+    def _exchange(self, found: Sequence[ShardChange]) -> Iterator[ShardChange]:
         """Send each change to its tensor's target, and yield the changes for this rank."""
-        messages: list[list[Bytes]] = []
-        for target in range(dist.get_world_size()):
-            there = [each for each in found if self._targets[each[0].place] == target]
-            messages.append(_packed(there) if there else [])
-        sizes = [sum(part.nbytes for part in message) for message in messages]
+        messages: list[list[ShardChange]] = [[] for _ in range(dist.get_world_size())]
+        for change in found:
+            messages[self._targets[change.place]].append(change)
+        packed = [msgpack.encode(message) for message in messages]
+        sizes = list(map(len, packed))
         sent_sizes = torch.tensor(sizes, device=self._device)
         received_sizes = torch.empty_like(sent_sizes)
         dist.all_to_all_single(received_sizes, sent_sizes)
-        parts = [np.empty(0, np.uint8), *(part for message in messages for part in message)]
-        sent = torch.from_numpy(np.concatenate(parts)).to(self._device)
+        sent = torch.frombuffer(bytearray().join(packed), dtype=torch.uint8).to(self._device)
         received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8, device=self._device)
         dist.all_to_all_single(received, sent, received_sizes.tolist(), sizes)
         for message in received.cpu().split(received_sizes.tolist()):
-            yield from _unpacked(message.numpy())
+            yield from msgpack.decode(message.numpy().data, type=list[ShardChange])
 
 
-def _exchanges(found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[list[tuple[ShardChange, Bytes]]]:
+def _exchanges(found: Sequence[ShardChange]) -> Iterator[list[ShardChange]]:
     """Split `found` into parts of at most `EXCHANGE_BYTES`, or of a single change."""
-    part: list[tuple[ShardChange, Bytes]] = []
+    part: list[ShardChange] = []
     filled = 0
-    for change, payload in found:
-        if part and filled + payload.nbytes > EXCHANGE_BYTES:
+    for change in found:
+        if part and filled + change.payload.nbytes > EXCHANGE_BYTES:
             yield part
             part, filled = [], 0
-        part.append((change, payload))
-        filled += payload.nbytes
+        part.append(change)
+        filled += change.payload.nbytes
     if part:
         yield part
-
-
-def _packed(changes: Sequence[tuple[ShardChange, Bytes]]) -> list[Bytes]:
-    """Encode a message: the length of its table in 8 bytes, little-endian, the table, and the payloads."""
-    table = msgpack.encode([change for change, _ in changes])
-    head = len(table).to_bytes(8, "little") + table
-    return [np.frombuffer(head, np.uint8), *(payload for _, payload in changes)]
-
-
-def _unpacked(message: Bytes) -> Iterator[tuple[ShardChange, Bytes]]:
-    if not len(message):
-        return
-    end = 8 + int.from_bytes(message[:8].tobytes(), "little")
-    for change in msgpack.decode(message[8:end].tobytes(), type=list[ShardChange]):
-        yield change, message[end : end + change.nbytes]
-        end += change.nbytes
 
 
 def _in_whole(positions: Positions, span: Span, tensor: torch.Tensor) -> Positions:

@@ -208,15 +208,8 @@ class SendQueue:
 # Errors that arrive unchanged. Unreachable and Unanswered are not among them: they describe a caller's own peer. The caller's
 # caller must not take them for a fault of its own peer.
 UNCHANGED = (
-    errors.UserError,
-    errors.StorageFull,
-    errors.ConfigError,
-    errors.InvalidMessage,
-    errors.Cancelled,
-    errors.Forbidden,
-    errors.ServiceFault,
-    errors.DeadlineExceeded,
-    errors.InvariantViolated,
+    *(errors.UserError, errors.StorageFull, errors.ConfigError, errors.InvalidMessage, errors.Cancelled),
+    *(errors.Forbidden, errors.ServiceFault, errors.DeadlineExceeded, errors.InvariantViolated),
 )
 
 
@@ -283,15 +276,13 @@ class MethodSide:
     def serialize(self, value: Any) -> bytes:
         return b"".join(parts_of(self.pack(value)))
 
-    def unpack(self, message: Message) -> Any:
+    def parse(self, data: bytes) -> Any:
+        """Return the value of a serialized message. Raises InvalidMessage."""
+        message = _parsed(self.message, data)
         if not self.whole:
             return None if self.kind is type(None) else _read(message, self.kind)
         held = getattr(message, self.whole)
         return self.kind(held) if self.plain else types.decode(self.kind, held)
-
-    def parse(self, data: bytes) -> Any:
-        """Return the value of a serialized message. Raises InvalidMessage."""
-        return self.unpack(_parsed(self.message, data))
 
 
 def _parsed(message: type[_M], data: bytes) -> _M:
