@@ -451,23 +451,16 @@ class DeltaLink(Link):
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         header, changes = self._encoder.encode(index, buffer)
-        parts = [self._send(index, np.frombuffer(header, np.uint8))]
-        if changes is None:
-            parts.append((self._inner.send(index, buffer), buffer))
-        elif len(changes):
-            parts.append(self._send(index, changes))
+        payload = buffer if changes is None else torch.from_numpy(changes)
+        parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *([payload] if len(payload) else [])]
+        pending = [(self._inner.send(index, part), part) for part in parts]  # keeps the parts alive
         self.sent_bytes = self._inner.sent_bytes
 
         def wait(give_up: float) -> None:
-            for part, _ in parts:  # `parts` also keeps the buffers alive
-                part(give_up)
+            for transfer, _ in pending:
+                transfer(give_up)
 
         return wait
-
-    def _send(self, index: int, part: npt.NDArray[np.uint8]) -> tuple[Transfer, torch.Tensor]:
-        buffer = self._inner.buffer(len(part))
-        np.copyto(buffer.numpy(), part)
-        return self._inner.send(index, buffer), buffer
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Post nothing before the transfer is waited for: only the header says which payload follows."""

@@ -337,10 +337,6 @@ class Link(ABC):
     sent_bytes = 0
     """Rank 0: the bytes sent to each receiver so far."""
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return memory, uint8 [nbytes], from which rank 0 can send."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
     def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
         """Set at rank 0 the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
 

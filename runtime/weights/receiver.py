@@ -21,17 +21,8 @@ import torch
 import xxhash
 from msgspec.structs import replace
 
+from runtime import commands
 from runtime.cluster.topology import takes_turns
-from runtime.commands import (
-    CommitWeights,
-    InitWeightGroup,
-    JoinWeights,
-    ReceiveWeights,
-    ResendWeights,
-    WeightGroupReady,
-    WeightsReceived,
-    WeightsSent,
-)
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process import platform, spans
@@ -70,7 +61,7 @@ class StagedWeights:
         found = tensors_of(self.manifest, self.buckets, self._buffers)
         return {self.manifest.tensors[index].name: tensor for index, tensor in found.items()}
 
-    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> WeightsReceived:
+    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
         """Receive and verify `version`, in a thread. Returns how the time since the sender's announcement was spent.
 
         The first reception allocates the memory. A second set allocates after the engine has freed its initial weights, so that
@@ -120,7 +111,7 @@ class StagedWeights:
             group.abort()
             raise ServiceFault(group.name, "announce", f"the sender of version {version} is lost: {reason(error)}") from error
 
-    def _take(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> WeightsReceived:
+    def _take(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
         """Receive every bucket, also after a bad one. A failure aborts the group; a wrong checksum keeps it usable. Raises
         ServiceFault of phase "transfer" (DeadlineExceeded if late), or of phase "verify" with the buckets; Cancelled."""
         give_up, pending, wrong, posted, index = time.monotonic() + deadline, list[Transfer](), list[str](), 0, 0
@@ -150,7 +141,7 @@ class StagedWeights:
             raise kind(group.name, "transfer", message, deadline) from error
         if wrong:
             raise ServiceFault(group.name, "verify", f"version {version}: {'; '.join(wrong)}", deadline)
-        return WeightsReceived(waiting, copying, hashing)
+        return commands.WeightsReceived(waiting, copying, hashing)
 
     def _faults(
         self, index: int, buffer: torch.Tensor, receipt: BucketReceipt | None, tags: BucketTags, version: PolicyVersion
@@ -189,10 +180,10 @@ class WeightReceiver:
         self._staged: StagedWeights | None = None  # in the engine, before the swap
         self._received: PolicyVersion | None = None  # verified, and neither committed nor withdrawn
         self._committed: PolicyVersion | None = None
-        self._reception: asyncio.Task[WeightsReceived] | None = None
+        self._reception: asyncio.Task[commands.WeightsReceived] | None = None
         self._peer: WeightSender | None = None
         self._hosting = 0  # the epoch that this rollout hosts or is about to host
-        self._sending: asyncio.Task[WeightsSent] | None = None
+        self._sending: asyncio.Task[commands.WeightsSent] | None = None
 
     @property
     def held(self) -> StagedWeights | None:
@@ -200,7 +191,7 @@ class WeightReceiver:
         kept = (each for each in self._sets if each.version == self._committed)
         return None if self._committed is None else next(kept, None)
 
-    async def join(self, command: JoinWeights, require_base: Callable[[str], None]) -> None:
+    async def join(self, command: commands.JoinWeights, require_base: Callable[[str], None]) -> None:
         """Join the group of an epoch. Leaves the epoch before, also an epoch that this rollout hosts. `require_base` raises if
         the adapters' base model, given by its fingerprint, is not this rollout's model."""
         self.leave()
@@ -229,7 +220,7 @@ class WeightReceiver:
             self._sets = [StagedWeights(manifest, shared=self._shared) for _ in range(1 + self._adopts)]
             self._adopted = None
 
-    async def receive(self, command: ReceiveWeights) -> WeightsReceived:
+    async def receive(self, command: commands.ReceiveWeights) -> commands.WeightsReceived:
         """Receive and verify a version during generation. Stage it in the engine, unless the engine has the version already: a
         version is sent again for a newcomer. Returns how the time was spent.
 
@@ -244,7 +235,7 @@ class WeightReceiver:
         self._reception = asyncio.create_task(self._receive(self.group, command.version))
         return await asyncio.shield(self._reception)
 
-    async def _receive(self, group: WeightGroup, version: PolicyVersion) -> WeightsReceived:
+    async def _receive(self, group: WeightGroup, version: PolicyVersion) -> commands.WeightsReceived:
         if self._staged is not None:
             raise InvariantViolated(f"{self._name}: cannot receive {version}: {self._staged.version} is still staged")
         free = next(each for each in self._sets if not each.taken)
@@ -270,7 +261,7 @@ class WeightReceiver:
         self._received = version
         return replace(took, stage_seconds=time.monotonic() - before)
 
-    def needs_swap(self, command: CommitWeights) -> bool:
+    def needs_swap(self, command: commands.CommitWeights) -> bool:
         """Return whether the engine lacks the version. Raises ServiceFault if the version was not received."""
         if self._received != command.version or command.epoch != self.epoch:
             raise ServiceFault(self._name, "commit", f"version {command.version} is not staged")
@@ -305,7 +296,7 @@ class WeightReceiver:
             self._staged.release()
             self._staged = None
 
-    async def host(self, command: InitWeightGroup) -> WeightGroupReady:
+    async def host(self, command: commands.InitWeightGroup) -> commands.WeightGroupReady:
         """Host an epoch with the rollouts that lack the engine's version, and send from the buckets of its reception. Raises
         ServiceFault, phase "snapshot", if no buckets hold the version unchanged."""
         held, backend = self.held, "gloo" if takes_turns(self._config) else self._settings.backend
@@ -324,7 +315,7 @@ class WeightReceiver:
         self._peer = WeightSender(buffers, self._config, self._name, backend=backend)
         return await self._peer.open(command)
 
-    async def resend(self, command: ResendWeights) -> WeightsSent:
+    async def resend(self, command: commands.ResendWeights) -> commands.WeightsSent:
         """Send the engine's version in the epoch that this rollout hosts."""
         if self._peer is None:
             raise ServiceFault(self._name, "transfer", f"there is no sync group of epoch {command.epoch}")

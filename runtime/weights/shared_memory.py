@@ -32,7 +32,7 @@ import torch
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.weights.collective import card_of, meet
-from runtime.weights.group import AVAILABLE, BucketReceipt, BucketTags, Link, Transfer, file_of, in_memory_file, memory_file
+from runtime.weights.group import AVAILABLE, BucketReceipt, BucketTags, Link, Transfer, file_of, in_memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
@@ -78,9 +78,6 @@ class SendingLink(_SocketLink):
         self._peers = dict(peers)
         self._sent = 0
         self._taken = dict.fromkeys(peers, 0)
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return memory_file(nbytes)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         shared = in_memory_file(buffer)  # the file lives as long as any descriptor, also a descriptor in a sent message
