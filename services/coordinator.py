@@ -46,7 +46,7 @@ from services import process, profiles
 from services.nodes import Nodes
 from services.rpc.client import Channel, Session, client
 from services.rpc.contract import service_of
-from services.rpc.server import Handler, Server
+from services.rpc.server import Handlers, Server
 
 # ---- Peers
 #
@@ -206,10 +206,8 @@ class CoordinatorProcess(ReportedProgress):
         server = Server(self._handlers(), silence=self._config.deadlines.keepalive, keys=self._keys)
         settings, network = self._config.services.coordinator, self._config.network
         try:
-            if self._address:
-                await server.rebind(self._address)
-            else:
-                self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
+            here = settings.host or network.interface, settings.port, network.port_range
+            self._address = await server.rebind(self._address) if self._address else server.bind(*here)
         except UserError as error:
             if network.port_range is not None and not settings.port:
                 raise  # the error names the range
@@ -348,7 +346,7 @@ class CoordinatorProcess(ReportedProgress):
 
     # ------------------------------------------------------------------------------------------ handlers of calls
 
-    def _handlers(self) -> dict[str, dict[str, Handler]]:
+    def _handlers(self) -> dict[str, Handlers]:
         profile = profiles.Profiles("coordinator", self._profile).profile
         of_process = {"Status": self.status, "Stop": self._interrupt, "Profile": profile}
         of_coordinator = {

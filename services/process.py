@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,7 +36,7 @@ from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
 from services.rpc import client, contract
-from services.rpc.server import Calls, Fence, Handler, ProcessStatus, Server
+from services.rpc.server import Calls, Fence, Handler, Handlers, ProcessStatus, Server
 
 if TYPE_CHECKING:
     from runtime.telemetry.scraping import Scraped
@@ -182,8 +182,11 @@ class ServiceProcess:
 
     async def run(self) -> None:
         service, settings = self._service, self._service.config.network
-        own: Mapping[str, Handler] = {"Status": self.status, "Stop": self._end, "Profile": self._profiles.profile}
-        handlers = {"Process": own, service.service: self._role_handlers()}
+        rows = [method for (owner, _), method in contract.METHODS.items() if owner == service.service]
+        handlers: dict[str, Handlers] = {
+            "Process": {"Status": self.status, "Stop": self._end, "Profile": self._profiles.profile},
+            service.service: {row.name: service.calls.counted(row, service.handler(row)) for row in rows},
+        }
         server = Server(handlers, silence=service.config.deadlines.keepalive, fence=self._fence, keys=service.keys)
         self._shown.address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()  # status calls are answered while `load` runs
@@ -271,11 +274,6 @@ class ServiceProcess:
         if not self._shown.loaded:
             raise UserError("is still starting")
         return await self._service.profile(asked)
-
-    def _role_handlers(self) -> Mapping[str, Handler]:
-        service = self._service
-        rows = [method for (owner, _), method in contract.METHODS.items() if owner == service.service]
-        return {row.name: service.calls.counted(row, service.handler(row)) for row in rows}
 
     def figures(self) -> None:
         """Return None, as all processes except the coordinator do: see `Scraped`."""

@@ -32,6 +32,7 @@ log = logging.getLogger("sluice")
 
 Handler = Callable[[Any], Any]
 """Returns an awaitable of the reply, or of a unary call the reply itself; of a streamed method an asynchronous generator."""
+Handlers = Mapping[str, Handler]
 
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -86,16 +87,13 @@ class Server:
     """
 
     def __init__(
-        self,
-        services: Mapping[str, Mapping[str, Handler]],
-        *,
-        silence: float = 0.0,
-        fence: Fence | None = None,
-        keys: Keys | None = None,
+        self, services: Mapping[str, Handlers], *, silence: float = 0.0, fence: Fence | None = None, keys: Keys | None = None
     ):
         guards = () if keys is None else (security.Guard(keys),)
-        self._credentials = security.server_credentials(keys) if keys is not None and keys.tls else None
         self._server = grpc.aio.server(options=options(silence), interceptors=guards, maximum_concurrent_rpcs=RPCS)
+        self._listen = self._server.add_insecure_port
+        if keys is not None and keys.tls:
+            self._listen = partial(self._server.add_secure_port, server_credentials=security.server_credentials(keys))
         self._health = health.aio.HealthServicer()
         self._names = [f"{contract.PACKAGE}.{service}" for service in services]
         for service, handlers in services.items():
@@ -110,32 +108,24 @@ class Server:
         """
         for candidate in (port,) if port else network.candidates(host, port_range):
             with suppress(RuntimeError):  # taken since it was checked
-                return network.host_port(host, self._listen(network.host_port(host, candidate)))
+                return network.host_port(host, int(self._listen(network.host_port(host, candidate))))
         if port_range is not None and not port:
             raise network.none_free(host, port_range)
         address = network.host_port(host, port)
         raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
 
-    async def rebind(self, address: str) -> None:
+    async def rebind(self, address: str) -> str:
         """Listen on the address of the process that this one replaces, since others know it. A connection of another program
         may hold the port for a while. Raises UserError after `PORT_AGAIN`."""
         host, _, port = address.rpartition(":")
         deadline = time.monotonic() + timeouts.PORT_AGAIN
         while True:
             try:
-                self.bind(host.strip("[]"), int(port))
+                return self.bind(host.strip("[]"), int(port))
             except errors.UserError:
                 if time.monotonic() > deadline:
                     raise
-                await asyncio.sleep(timeouts.PORT_POLL)
-            else:
-                return
-
-    def _listen(self, address: str) -> int:
-        """Listen, and return the port. Raises RuntimeError."""
-        if self._credentials is None:
-            return int(self._server.add_insecure_port(address))
-        return int(self._server.add_secure_port(address, self._credentials))
+            await asyncio.sleep(timeouts.PORT_POLL)
 
     async def start(self) -> None:
         await self._server.start()
@@ -150,7 +140,7 @@ class Server:
         await self._server.stop(grace)
 
 
-def _service_handlers(service: str, handlers: Mapping[str, Handler], fence: Fence) -> grpc.GenericRpcHandler:
+def _service_handlers(service: str, handlers: Handlers, fence: Fence) -> grpc.GenericRpcHandler:
     out: dict[str, grpc.RpcMethodHandler] = {}
     for name, handler in handlers.items():
         method = contract.METHODS[service, name]
@@ -226,7 +216,7 @@ class _SessionHandler:
     a key is cancelled when its stream ends. Only the coordinator has terms, keys and kept answers.
     """
 
-    def __init__(self, service: str, handlers: Mapping[str, Handler], fence: Fence):
+    def __init__(self, service: str, handlers: Handlers, fence: Fence):
         self._service = service
         self._handlers = handlers
         self._fence = fence
