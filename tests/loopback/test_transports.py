@@ -213,9 +213,9 @@ def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
 
     def one_epoch(posted: bool) -> None:
         trainer, *others = links(3)
-        waits = [other.receive(0, torch.empty_like(buffer)).wait for other in others]
-        waits += [trainer.send(0, buffer).wait] if posted else []
-        blocked = [in_thread("blocked", lambda wait=wait: wait(60.0)) for wait in waits]
+        waits = [other.receive(0, torch.empty_like(buffer)) for other in others]
+        waits += [trainer.send(0, buffer)] if posted else []
+        blocked = [in_thread("blocked", lambda wait=wait: wait(soon(60.0))) for wait in waits]
         for link in (trainer, *others):
             link.abort()
         for each in blocked:
