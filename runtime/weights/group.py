@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-import math
 import mmap
 import os
 import secrets
 import struct
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -176,16 +175,6 @@ _FILES: dict[int, int] = {}  # descriptors of the buffers that live, by address
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 
 
-class Location(NamedTuple):
-    """The place of one tensor in shared memory. Plain values, so that any codec can send it."""
-
-    name: str
-    path: str  # readable by every process of the same user, as long as the buffer lives
-    offset: int  # bytes
-    dtype: str  # torch's name
-    shape: list[int]
-
-
 def memory_file(nbytes: int) -> torch.Tensor:
     """Return a zeroed uint8 tensor [nbytes] in a new memory file. Raises UserError if the system has no memory files."""
     if not AVAILABLE:
@@ -238,51 +227,12 @@ def in_memory_file(buffer: torch.Tensor) -> torch.Tensor:
     """Return `buffer`, uint8, or a copy in a memory file if `buffer` does not lie in one."""
     if buffer.untyped_storage().data_ptr() in _FILES:
         return buffer
-    return memory_file(buffer.numel()).copy_(buffer)
+    return memory_file(max(1, buffer.numel()))[: buffer.numel()].copy_(buffer)
 
 
 def file_of(buffer: torch.Tensor) -> tuple[int, int]:
     """Return the descriptor of the memory file in which `buffer`, uint8, lies, and the buffer's offset in the file."""
     return _FILES[buffer.untyped_storage().data_ptr()], int(buffer.storage_offset())
-
-
-def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[torch.Tensor]]:
-    """Return the locations of `tensors`, and copies of tensors outside shared memory. Keep the copies until they are read."""
-    copies = []
-    locations = []
-    for name, tensor in tensors.items():
-        descriptor = _FILES.get(tensor.untyped_storage().data_ptr())
-        offset = int(tensor.storage_offset()) * tensor.itemsize
-        if descriptor is None or not tensor.is_contiguous():
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            copy = memory_file(max(1, flat.numel()))
-            copy[: flat.numel()].copy_(flat)
-            copies.append(copy)
-            descriptor, offset = _FILES[copy.data_ptr()], 0
-        path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        locations.append(Location(name, path, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-    return locations, copies
-
-
-class Mapped:
-    """Buffers of another process, mapped here while tensors made of the buffers live."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def tensor(self, location: Location) -> torch.Tensor:
-        """Return a view of the other process's memory. Raises OSError if that process has freed the memory."""
-        buffer = self._buffers.get(location.path)
-        if buffer is None:
-            descriptor = os.open(location.path, os.O_RDWR)
-            try:
-                buffer = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-            self._buffers[location.path] = buffer
-        dtype: torch.dtype = getattr(torch, location.dtype)
-        nbytes = math.prod(location.shape) * dtype.itemsize
-        return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
 
 
 # ---- Buckets in buffers
