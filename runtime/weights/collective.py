@@ -287,16 +287,16 @@ def _ends(work: Any, seconds: float) -> bool:
 class DeviceLink(Link):
     """A ProcessGroupNCCL or ProcessGroupHCCL beside torch's default group."""
 
-    def __init__(self, store: Any, rank: int, size: int, backend: str, timeout: float, backstop: float):
-        """Connect, and block until the communicator is up: both backends make it with the first collective. `timeout`: seconds
-        for that. `backstop`: the backend's own limit for one collective, in seconds. Raises RuntimeError."""
+    def __init__(self, store: Any, rank: int, size: int, backend: str, timeout: float):
+        """Connect, and block up to `timeout` seconds until the communicator is up: both backends make it with the first
+        collective. Raises RuntimeError."""
         kind = KINDS[backend]
         self.module = torch.get_device_module(kind)
         self._device = torch.device(kind, self.module.current_device())
         self.stream = self.module.Stream(device=self._device)
         group = platform.process_group_class(backend)
         options = group.Options()
-        options._timeout = timedelta(seconds=backstop)
+        options._timeout = timedelta(seconds=timeouts.GLOO_BACKSTOP)
         self._pg: Any = group(dist.PrefixStore(backend, store), rank, size, options)
         try:
             self._broadcast(torch.zeros(1, dtype=torch.uint8), rank == 0)(time.monotonic() + timeout)
@@ -373,9 +373,7 @@ def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str,
     meet(store, address.rank, "", labels, name, address.timeout)
     left = max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST)
     try:
-        return DeviceLink(
-            store.unauthenticated(), address.rank, address.world_size, address.backend, left, timeouts.GLOO_BACKSTOP
-        )
+        return DeviceLink(store.unauthenticated(), address.rank, address.world_size, address.backend, left)
     except RuntimeError as error:
         message = f"{address.backend} could not connect the members: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
