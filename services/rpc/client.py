@@ -302,42 +302,32 @@ class RequestBatcher:
         """Create the batcher. `client` posts the command of `method`, which is made of the requests."""
         self._client, self._method = client, method
         self._asked: list[tuple[Any, asyncio.Future[bytes]]] = []
+        self._room = asyncio.Semaphore(UNDER_WAY)
         self._computing: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: Any) -> Any:
         """Return the encoded answer."""
-        loop = asyncio.get_running_loop()
-        if not self._asked:
-            loop.call_soon(self._flush)
-        future: asyncio.Future[bytes] = loop.create_future()
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked.append((request, future))
+        if len(self._asked) == 1:
+            task = asyncio.create_task(self._compute())
+            self._computing.add(task)
+            task.add_done_callback(self._computing.discard)
         return await future
 
-    def _flush(self) -> None:
-        if not self._asked or len(self._computing) >= UNDER_WAY:
-            return
-        asked, self._asked = self._asked, []
-        assert self._method.command is not None
-        command = self._method.command([request for request, _ in asked])
-        task = asyncio.create_task(self._compute(self._client.post(command), asked))
-        self._computing.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._computing.discard(task)
-        self._flush()
-
-    async def _compute(
-        self, answering: Coroutine[Any, Any, list[bytes]], asked: list[tuple[Any, asyncio.Future[bytes]]]
-    ) -> None:
-        """Answer the requests of one command. It goes on even if its callers withdraw: the ranks compute it together."""
-        try:
-            answers = await answering
-        except Exception as error:  # noqa: BLE001 - the error goes to every caller
-            for _, future in asked:
-                if not future.done():
-                    future.set_exception(error)
-            return
+    async def _compute(self) -> None:
+        """Answer the requests that are there once there is room. It goes on even if its callers withdraw: the ranks compute it
+        together."""
+        async with self._room:  # until one of the commands under way is answered
+            asked, self._asked = self._asked, []
+            assert self._method.command is not None
+            try:
+                answers = await self._client.post(self._method.command([request for request, _ in asked]))
+            except Exception as error:  # noqa: BLE001 - the error goes to every caller
+                for _, future in asked:
+                    if not future.done():
+                        future.set_exception(error)
+                return
         for (_, future), answer in zip(asked, answers, strict=True):
             if not future.done():
                 future.set_result(answer)
