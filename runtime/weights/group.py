@@ -250,18 +250,11 @@ def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[
     """Return the tensors of several buckets by manifest index, in the manifest's order, as views into `buffers`."""
     out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
-        out.update(tensors_in(manifest, bucket, buffer))
+        for entry in bucket.entries:
+            spec = manifest.tensors[entry.tensor]
+            flat = buffer[entry.offset : entry.offset + entry.nbytes]
+            out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
     return dict(sorted(out.items()))
-
-
-def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the tensors of one bucket by manifest index, as views into `buffer`."""
-    out = {}
-    for entry in bucket.entries:
-        spec = manifest.tensors[entry.tensor]
-        flat = buffer[entry.offset : entry.offset + entry.nbytes]
-        out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-    return out
 
 
 # ---- Links
