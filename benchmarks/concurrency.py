@@ -38,7 +38,7 @@ from runtime.models.tiny_model import Shape
 from runtime.status import Registration
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import EpisodeTask, RunEpisodesRequest, SamplingParams
-from services.rpc.client import Session
+from services.rpc.client import Channel, Session
 from services.rpc.server import Server
 from sluice import start
 
@@ -151,7 +151,7 @@ async def running_gateway(folder: Path, tool: float) -> AsyncIterator[PlayedGrou
     async def register(registration: Registration) -> None:
         registered[registration.role].set_result(registration)
 
-    coordinator = Server({"Coordinator": {"Register": register}}, {})
+    coordinator = Server({"Coordinator": {"Register": register}})
     address = coordinator.bind(HOST, 0)
     await coordinator.start()
     try:
@@ -199,7 +199,7 @@ def _configure(folder: Path) -> None:
 
 @asynccontextmanager
 async def _session(to: Registration, kind: str) -> AsyncIterator[Session]:
-    session = Session(to.address, to.name, kind, to.machine)
+    session = Session(Channel(to.address), to.name, kind, to.machine)
     await session.open(START)
     try:
         yield session

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from runtime import types
 from runtime.config import Config, loading
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats, RolloutEngine
-from runtime.scoring.scorer_torch import OffloadableScorer
+from runtime.scoring.scorer_torch import OffloadableScorer, answers
 from runtime.telemetry.startup import Phases
 from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rank import TrainRank
@@ -196,7 +197,7 @@ class InstantTrainerService(TrainerService):
 
 class InstantReference(ReferenceService):
     def load(self) -> None:
-        self._scorers = {"": OffloadableScorer(InstantScoring(), away=False)}
+        self.answers = partial(answers, {"": OffloadableScorer(InstantScoring(), away=False)})
 
 
 SERVICES: dict[str, Callable[[Config, str, int], process.Service]] = {

@@ -37,7 +37,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.status import Registration
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, RunEpisodesRequest, SamplingParams
-from services.rpc.client import Session
+from services.rpc.client import Channel, Session
 from services.rpc.server import Server
 from sluice import start
 
@@ -223,7 +223,7 @@ async def _gateway(folder: Path, trial: TrialSettings, group: int) -> ServerLoad
     async def register(registration: Registration) -> None:
         registered.set_result(registration)
 
-    coordinator = Server({"Coordinator": {"Register": register}}, {})
+    coordinator = Server({"Coordinator": {"Register": register}})
     address = coordinator.bind(HOST, 0)
     await coordinator.start()
     try:
@@ -232,7 +232,7 @@ async def _gateway(folder: Path, trial: TrialSettings, group: int) -> ServerLoad
             service("gateway", folder, address),
         ):
             known = await asyncio.wait_for(registered, START)
-            session = Session(known.address, known.name, "Gateway", known.machine)
+            session = Session(Channel(known.address), known.name, "Gateway", known.machine)
             await session.open(START)
             try:
                 serving = PeerAddress(name="rollout-0", incarnation=0, address=rollout, machine="", slots=trial.episodes)

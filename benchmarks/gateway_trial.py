@@ -109,7 +109,7 @@ class ScriptedRollout:
 
 async def rollout(settings: TrialSettings) -> None:
     scripted = ScriptedRollout(settings)
-    server = Server({"Rollout": {"Generate": scripted.generate}}, {})
+    server = Server({"Rollout": {"Generate": scripted.generate}})
     print(server.bind(HOST, 0), flush=True)
     await server.start()
     await until_told()

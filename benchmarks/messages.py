@@ -153,7 +153,10 @@ async def _peer() -> AsyncIterator[_Peer]:
         if not ours:
             raise ServiceFault("messages_trial", "start", "ended without its addresses; its standard error says why")
         own = [keys.holder(network, keys.COORDINATOR, SECRET) for network in NETWORKS.values()]
-        sessions = [Session(address, "rollout-0", "Rollout", keys=each) for address, each in zip(ours, own, strict=True)]
+        sessions = [
+            Session(Channel(address, each, "rollout-0/0"), "rollout-0", "Rollout")
+            for address, each in zip(ours, own, strict=True)
+        ]
         for session in sessions:
             await session.open(START)
         async with grpc.aio.insecure_channel(plain) as raw, Channel(ours[0]) as channel:

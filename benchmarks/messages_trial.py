@@ -79,7 +79,7 @@ async def serve() -> None:
     }
     agents = [keys.holder(network, keys.node_agent("a"), SECRET) for network in NETWORKS.values()]
     of_rollout = [None if agent is None else agent.of_process("rollout-0", 0) for agent in agents]
-    ours = [Server({"Rollout": handlers}, {}, keys=own) for own in of_rollout]
+    ours = [Server({"Rollout": handlers}, keys=own) for own in of_rollout]
     plain = grpc.aio.server()
     plain.add_generic_rpc_handlers((_Plain(),))
     print(f"{HOST}:{plain.add_insecure_port(f'{HOST}:0')}", *(server.bind(HOST, 0) for server in ours), flush=True)

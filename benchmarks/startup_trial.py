@@ -45,7 +45,7 @@ async def sluice(count: int) -> None:
     async def register(registration: Registration) -> None:
         registered.put_nowait(registration)
 
-    server = Server({"Coordinator": {"Register": register}}, {})
+    server = Server({"Coordinator": {"Register": register}})
     address = server.bind(HOST, 0)
     await server.start()
     with tempfile.TemporaryDirectory() as folder:

@@ -125,7 +125,7 @@ class WeightGroupReady(Struct, frozen=True):
 
 class InitWeightGroup(Command[WeightGroupReady], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer once, as the first, however many of
-    its ranks send. `transport`: one of `runtime.weights.sender.TRANSPORTS`. A rollout gets it to send its version to
+    its ranks send. `transport`: one of `runtime.weights.sender.LINKS`. A rollout gets it to send its version to
     others."""
 
     epoch: int

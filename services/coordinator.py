@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 
 from runtime import run_files, timeouts
-from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
+from runtime.cluster.nodes import Death, Scale, Scaled
 from runtime.cluster.topology import is_group, shares_devices, slots
 from runtime.config import Config
 from runtime.coordinator import failover
 from runtime.coordinator.evaluation import EvaluationRun, ServingRun
 from runtime.coordinator.failover import Failover, MembershipStore
-from runtime.coordinator.metrics_recorder import EvaluationContext, RunContext, RunHistory
+from runtime.coordinator.metrics_recorder import EvaluationContext, ReportedProgress, RunContext, RunHistory
 from runtime.coordinator.pools import wait_for
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.coordinator.run import INTERRUPTED, TrainingRun, run_figures
@@ -40,14 +40,14 @@ from runtime.process.keys import Keys
 from runtime.process.os_process import ending_signals
 from runtime.process.spans import STATE, LineStates
 from runtime.process.waiting import first_error, unless_failed
-from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
+from runtime.status import Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
 from services import process, profiles
 from services.nodes import Nodes
-from services.rpc.client import Session, client
+from services.rpc.client import Channel, Session, client
 from services.rpc.contract import service_of
-from services.rpc.server import Handler, Server
+from services.rpc.server import Handlers, Server
 
 # ---- Peers
 #
@@ -78,7 +78,9 @@ class Peers:
     def admit(self, registration: Registration) -> None:
         """Register a process that has loaded and serves. Raises UserError if the run has no place for it."""
         if self._register.admit(registration):
-            log.info("%s registered: pid %d at %s, %s", *_registration_fields(registration))
+            one, seconds = registration, in_order(registration.seconds).items()
+            took = ", ".join(f"{phase} {value:.1f} s" for phase, value in seconds)
+            log.info("%s registered: pid %d at %s, %s", one.name, one.pid, one.address, took)
 
     async def connect(self, began: float) -> None:
         """Wait until all units placed so far have registered, and open their sessions. Raises DeadlineExceeded if a unit is
@@ -93,7 +95,6 @@ class Peers:
         if late := await wait_for(self._register, missing, began + timeout):
             raise DeadlineExceeded(", ".join(late), "start", "did not register", timeout)
         self._began = True
-        timeout = self._config.deadlines.start
         await asyncio.gather(*(self._open(unit, timeout) for unit in self._register.units("", UnitState.REGISTERED)))
 
     async def take_up(self) -> None:
@@ -143,11 +144,10 @@ class Peers:
     async def _open(self, unit: Unit, timeout: float) -> None:
         """Open the unit's sessions and use them from now on. Raises DeadlineExceeded."""
         service, former = service_of(unit.role, self._config), self._sessions.get(unit.name, [])
-        silence = self._config.deadlines.keepalive
-        sessions = [
-            Session(one.address, one.name, service, one.machine, silence, self.term, self._keys, one.incarnation)
-            for one in unit.processes
-        ]
+        silence, sessions = self._config.deadlines.keepalive, []
+        for one in unit.processes:
+            channel = Channel(one.address, self._keys, keys.process(one.name, one.incarnation), silence)
+            sessions.append(Session(channel, one.name, service, one.machine, self.term))
         try:
             await asyncio.gather(*(session.open(timeout) for session in sessions))
             if self._register.connect(client(unit.role, sessions, self._config, unit.incarnation)):
@@ -166,12 +166,7 @@ def _absent(unit: Unit) -> list[str]:
     return [name for name, process in pairs if process is None or process.incarnation != unit.incarnation] or [unit.name]
 
 
-def _registration_fields(registration: Registration) -> tuple[str, int, str, str]:
-    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in in_order(registration.seconds).items())
-    return registration.name, registration.pid, registration.address, seconds
-
-
-class CoordinatorProcess:
+class CoordinatorProcess(ReportedProgress):
     """One coordinator process, from binding its port to its end."""
 
     restarts = True
@@ -179,22 +174,19 @@ class CoordinatorProcess:
     def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
         """Create the coordinator. `phases`: the start-up phases so far. `trains`: False for an evaluation alone. `address`: of
         the earlier coordinator that this one replaces."""
+        super().__init__(Register(), config.training.steps)
         self._config = config
         self._phases = phases
         self._trains = trains
         self._folder = Path(config.run.dir)
         self._started = time.monotonic()
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
-        self._progress = Progress(steps=config.training.steps)
-        self._watchers: set[asyncio.Event] = set()
         self._states = LineStates()
-        self._register = Register()
         self._register.subscribe(self._look)
         self._keys = keys.holder(config.network, keys.COORDINATOR, keys.known(self._folder))
         self._peers = Peers(config, self._register, self._keys)
         self._nodes = Nodes(config, trains, self._register)
         self._failed: asyncio.Future[None]  # fails when a node reports a death that the run cannot survive
-        self._interrupted = False
         self._run: TrainingRun | None = None
         self._evaluation: EvaluationRun | ServingRun | None = None
         self._address, self._metrics = address, ""
@@ -212,18 +204,11 @@ class CoordinatorProcess:
         for number in ending_signals():
             loop.add_signal_handler(number, self._interrupt)
         os_process.heed_signals()
-        server = Server(
-            {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
-            {("Coordinator", "Watch"): self._watch, ("Coordinator", "Join"): self._nodes.join},
-            silence=self._config.deadlines.keepalive,
-            keys=self._keys,
-        )
+        server = Server(self._handlers(), silence=self._config.deadlines.keepalive, keys=self._keys)
         settings, network = self._config.services.coordinator, self._config.network
         try:
-            if self._address:
-                await server.rebind(self._address)
-            else:
-                self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
+            here = settings.host or network.interface, settings.port, network.port_range
+            self._address = await server.rebind(self._address) if self._address else server.bind(*here)
         except UserError as error:
             if network.port_range is not None and not settings.port:
                 raise  # the error names the range
@@ -352,7 +337,7 @@ class CoordinatorProcess:
             startup=began or Startup(phases=phases, processes={"coordinator": self._phases.seconds}),
         )
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, _: Stop | None = None) -> None:
         self._interrupted = True
         self.report(self._progress)
         if self._run is not None:
@@ -362,40 +347,36 @@ class CoordinatorProcess:
 
     # ------------------------------------------------------------------------------------------ handlers of calls
 
-    def _process_handlers(self) -> dict[str, Handler]:
-        async def status(_: None) -> Status:
-            return self.status()
+    def _handlers(self) -> dict[str, Handlers]:
+        profile = profiles.Profiles("coordinator", self._profile).profile
+        of_process = {"Status": self.status, "Stop": self._interrupt, "Profile": profile}
+        of_coordinator = {
+            "Register": self._register_process,
+            "Processes": self._processes,
+            "Watch": self.watch,
+            "Join": self._nodes.join,
+            "ReportPaths": self._nodes.report_paths,
+            "ReportDeath": self._died,
+            "Scale": self._scale,
+        }
+        return {"Process": of_process, "Coordinator": of_coordinator}
 
-        async def stop(_: Stop) -> None:
-            self._interrupt()
+    async def _profile(self, asked: Profile) -> list[Path]:
+        return await profiles.by_spy(profiles.stem(self._config, "coordinator", 0, asked.step), asked)
 
-        async def profile(asked: Profile) -> list[Path]:
-            return await profiles.by_spy(profiles.stem(self._config, "coordinator", 0, asked.step), asked)
+    async def _register_process(self, registration: Registration) -> None:
+        self._peers.admit(registration)
+        if self._keeper is not None:  # a process registers once: the next coordinator reads the ledger
+            await self._keeper.written()
 
-        return {"Status": status, "Stop": stop, "Profile": profiles.Profiles("coordinator", profile).profile}
+    def _processes(self, _: None) -> Topology:
+        return Topology(processes=self._peers.processes)
 
-    def _coordinator_handlers(self) -> dict[str, Handler]:
-        async def register(registration: Registration) -> None:
-            self._peers.admit(registration)
-            if self._keeper is not None:  # a process registers once: the next coordinator reads the ledger
-                await self._keeper.written()
-
-        async def processes(_: None) -> Topology:
-            return Topology(processes=self._peers.processes)
-
-        async def paths(found: NodePaths) -> None:
-            self._nodes.report_paths(found)
-
-        async def died(death: Death) -> None:
-            self._died(death)
-
-        async def scale(wanted: Scale) -> Scaled:
-            scaled = self._nodes.scale(wanted)
-            if self._run is not None:
-                self._run.pool.slots = slots(self._nodes.config)
-            return scaled
-
-        return {"Register": register, "Processes": processes, "ReportPaths": paths, "ReportDeath": died, "Scale": scale}
+    def _scale(self, wanted: Scale) -> Scaled:
+        scaled = self._nodes.scale(wanted)
+        if self._run is not None:
+            self._run.pool.slots = slots(self._nodes.config)
+        return scaled
 
     def _died(self, death: Death) -> None:
         """Handle a death that the node leaves to the coordinator: start the group again, go on without it, or fail the run."""
@@ -425,7 +406,7 @@ class CoordinatorProcess:
         for death in absent:
             self._start_again(death)
 
-    def status(self) -> Status:
+    def status(self, _: None = None) -> Status:
         progress = self._progress
         gauges: dict[str, float] = {"step": progress.step, "late": self._register.late}
         done, total = (progress.step, progress.steps) if self._trains else (progress.done, progress.total)
@@ -438,9 +419,8 @@ class CoordinatorProcess:
             gauges |= self._run.gauges()
             detail += "".join(f"; {each}" for each in self._run.status_lines())
         where: dict[str, Any] = {"pid": os.getpid(), "address": self._address, "metrics": self._metrics}
-        uptime = time.monotonic() - self._started
-        fields: dict[str, Any] = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": uptime}
-        return Status(role="coordinator", name="coordinator", **where, **fields)
+        where["uptime_seconds"] = time.monotonic() - self._started
+        return Status(role="coordinator", name="coordinator", state="ready", detail=detail, gauges=gauges, **where)
 
     def figures(self) -> RunFigures:
         return run_figures(self._config, self._register, self._progress, self._run)
@@ -452,28 +432,6 @@ class CoordinatorProcess:
         self._states.enter(f"{STATE}{change.unit.name}", change.unit.state.value, change.unit.reason)
         if UnitState.LOST in (change.was, change.unit.state):
             self.report(self._progress)
-
-    def report(self, progress: Progress) -> None:
-        lost = self._register.units("", UnitState.LOST)
-        losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
-        self._progress = msgspec.structs.replace(progress, lost=losses, stopping=self._interrupted)
-        for watcher in self._watchers:
-            watcher.set()
-
-    async def _watch(self, _: None) -> AsyncGenerator[Progress, None]:
-        """Yield the progress at each change. Changes that come together yield once."""
-        changed = asyncio.Event()
-        self._watchers.add(changed)
-        try:
-            while True:
-                changed.clear()
-                progress = self._progress
-                yield progress
-                if progress.phase in ("finished", "failed"):
-                    return
-                await changed.wait()
-        finally:
-            self._watchers.discard(changed)
 
 
 @asynccontextmanager

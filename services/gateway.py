@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from runtime import run_files, timeouts, types
 from runtime.cluster.topology import players
 from runtime.commands import FinishGroup, PeerAddress, UpdateEndpoints
-from runtime.config import Config, RemoteServer
+from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
 from runtime.errors import InvalidMessage, ServiceFault, Unreachable, UserError
@@ -44,8 +44,8 @@ from runtime.process.waiting import done_within, now
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RunEpisodesRequest, Sample, SamplingParams
 from services import process
 from services.rpc import contract, security
-from services.rpc.client import Session
-from services.rpc.server import OPTIONS, options
+from services.rpc.client import Channel, Session
+from services.rpc.server import OPTIONS
 
 # ---- Environment channels
 #
@@ -62,19 +62,15 @@ class EnvironmentChannel:
         self._channel, self._metadata = channel, tuple(metadata)
         self._closed = False
         self._under_way = set[Any]()  # calls: gRPC does not end a call that is being read when its channel closes
-        # Replies are parsed here: gRPC would only log an exception of its deserializer.
-        self._run = channel.unary_stream(RUN.path, RUN.request.serialize)
-        self._cancel = channel.unary_unary(CANCEL.path, CANCEL.request.serialize)
-        self._describe = channel.unary_unary(DESCRIBE.path, DESCRIBE.request.serialize)
 
     async def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-        call = self._run(request, metadata=self._metadata)
+        call = self._channel.unary_stream(RUN.path, RUN.request.serialize)(request, metadata=self._metadata)
         self._under_way.add(call)
         try:
             async for data in call:
                 yield RUN.reply.parse(data)
         except (grpc.aio.AioRpcError, InvalidMessage) as error:
-            raise _lost(self.name, "Run", error) from None
+            raise self._lost(RUN, error) from None
         except asyncio.CancelledError:  # gRPC raises this too in a call that `close` cancelled
             if not self._closed:
                 raise
@@ -85,19 +81,18 @@ class EnvironmentChannel:
 
     async def describe(self, seconds: float) -> EnvironmentDescription:
         """Return the server's description. Raises Unreachable if it does not answer within `seconds`."""
-        try:
-            found: EnvironmentDescription = DESCRIBE.reply.parse(
-                await self._describe(None, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
-            )
-        except (grpc.aio.AioRpcError, InvalidMessage) as error:
-            raise _lost(self.name, "Describe", error) from None
+        found: EnvironmentDescription = await self._call(DESCRIBE, None, seconds, wait_for_ready=True)
         return found
 
     async def cancel(self, episode: str) -> None:
-        try:
-            await self._cancel(CancelRequest(episode), timeout=timeouts.CONTROL_CALL, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise _lost(self.name, "Cancel", error) from None
+        await self._call(CANCEL, CancelRequest(episode), timeouts.CONTROL_CALL)
+
+    async def _call(self, method: contract.Method, request: Any, timeout: float, **how: Any) -> Any:
+        stub = self._channel.unary_unary(method.path, method.request.serialize)
+        try:  # replies are parsed here: gRPC would only log an exception of its deserializer
+            return method.reply.parse(await stub(request, timeout=timeout, metadata=self._metadata, **how))
+        except (grpc.aio.AioRpcError, InvalidMessage) as error:
+            raise self._lost(method, error) from None
 
     async def close(self) -> None:
         """Close the channel. Calls under way end with Unreachable."""
@@ -106,11 +101,10 @@ class EnvironmentChannel:
             call.cancel()
         await self._channel.close()
 
-
-def _lost(name: str, phase: str, error: Exception) -> Unreachable:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return Unreachable(name, phase, f"{error.code().name}: {security.in_words(error.details() or '')}")
-    return Unreachable(name, phase, str(error))
+    def _lost(self, method: contract.Method, error: Exception) -> Unreachable:
+        if isinstance(error, grpc.aio.AioRpcError):
+            return Unreachable(self.name, method.name, f"{error.code().name}: {security.in_words(error.details() or '')}")
+        return Unreachable(self.name, method.name, str(error))
 
 
 class EnvironmentChannels:
@@ -121,11 +115,11 @@ class EnvironmentChannels:
         self._config, self._keys = config, own_keys
         self._own: dict[PeerAddress, EnvironmentChannel] = {}
         self._paths = players(config)
-        self._servers = {
-            name: _to_server(name, settings.server)
-            for name, settings in config.services.environment.items()
-            if settings.server is not None
-        }
+        self._servers: dict[str, EnvironmentChannel] = {}
+        for name, settings in config.services.environment.items():
+            if (to := settings.server) is not None:
+                channel = security.to_server(to, f"services.environment.{name}.server", OPTIONS)
+                self._servers[name] = EnvironmentChannel(f"{name} at {to.address}", *channel)
 
     async def check(self) -> None:
         """Check that the user's servers answer. Raises UserError if a server does not answer within `deadlines.keepalive`."""
@@ -140,15 +134,12 @@ class EnvironmentChannels:
     def use(self, processes: Sequence[PeerAddress]) -> list[EnvironmentChannel]:
         """Use these processes of the run from now on. Returns the channels to the others, for the caller to close."""
         left = [self._own.pop(address) for address in list(self._own) if address not in processes]
-        for address in processes:
-            if address not in self._own:
-                self._own[address] = self._to(address)
+        silence = self._config.deadlines.keepalive
+        for to in processes:
+            if to not in self._own:
+                channel = Channel(to.address, self._keys, keys.process(to.name, to.incarnation), silence, to.token)
+                self._own[to] = EnvironmentChannel(to.name, channel.grpc, channel.metadata)
         return left
-
-    def _to(self, to: PeerAddress) -> EnvironmentChannel:
-        called = keys.process(to.name, to.incarnation)
-        channel = security.connection(grpc.aio, to.address, self._keys, called, options(self._config.deadlines.keepalive))
-        return EnvironmentChannel(to.name, channel, security.shown_to(called, self._keys, to.token))
 
     def by_name(self) -> dict[str, list[EnvironmentChannel]]:
         found = {name: [channel] for name, channel in self._servers.items()}
@@ -159,11 +150,6 @@ class EnvironmentChannels:
     async def close(self) -> None:
         for channel in [*self._own.values(), *self._servers.values()]:
             await channel.close()
-
-
-def _to_server(name: str, server: RemoteServer) -> EnvironmentChannel:
-    channel, metadata = security.to_server(server, f"services.environment.{name}.server", OPTIONS)
-    return EnvironmentChannel(f"{name} at {server.address}", channel, metadata)
 
 
 log = logging.getLogger("sluice")
@@ -193,9 +179,8 @@ class RolloutSessions:
 
     async def _open(self, to: PeerAddress) -> None:
         silence = self._config.deadlines.keepalive
-        session = Session(
-            to.address, to.name, "Rollout", to.machine, silence, keys=self._keys, incarnation=to.incarnation, token=to.token
-        )
+        channel = Channel(to.address, self._keys, keys.process(to.name, to.incarnation), silence, to.token)
+        session = Session(channel, to.name, "Rollout", to.machine)
         try:
             await session.open(silence)
         except ServiceFault as error:  # the coordinator finds this out as well
@@ -240,7 +225,7 @@ class RolloutSessions:
             return [replace(own(sample), experts=experts) for sample, experts in pairs], to.name
 
     async def _choose(self, kept: str, until: float) -> tuple[PeerAddress, Session]:
-        """Return the conversation's rollout if it serves, else the least loaded. Raises Unreachable if no rollout serves within
+        """Return the conversation's rollout if it serves, else the least loaded. Raises Unreachable without any for
         `deadlines.keepalive`."""
         until = min(until, now() + self._config.deadlines.keepalive)
         while not self._sessions:

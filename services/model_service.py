@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -156,77 +157,7 @@ def _end_if_beyond_use(name: str, error: Exception) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Processes around a frozen model, forward only: the reference's replicas and the reward model.
-
-
-MOST = 256  # requests in one batch at most
-
-
-class FrozenModelService(process.Service):
-    """Requests that arrive while the model computes are computed next, as one batch, in a thread of their own."""
-
-    def __init__(self, config: Config, name: str, rank: int):
-        super().__init__(config, name, rank)
-        self._thread = ThreadPoolExecutor(1, "model")
-        self._asked: list[tuple[Any, asyncio.Future[Any]]] = []
-        self._computing: asyncio.Task[None] | None = None
-        self._busy_seconds = 0.0
-        self._groups = 0
-
-    @abstractmethod
-    def answers(self, requests: Sequence[Any]) -> Sequence[Any]:
-        """Compute the reply to each request, a group each. Runs in the model's thread."""
-
-    def _answers(self, requests: Sequence[Any]) -> Sequence[Any]:
-        with spans.work.at("forward", f"{len(requests)} requests"):
-            return self.answers(requests)
-
-    def handler(self, method: contract.Method) -> Handler:
-        return self.ask
-
-    def ask(self, request: Any) -> asyncio.Future[Any]:
-        """Queue a request. The future is its answer; cancelling the future withdraws the request."""
-        future = asyncio.get_running_loop().create_future()
-        self._asked.append((request, future))
-        if self._computing is None or self._computing.done():
-            self._computing = asyncio.create_task(self._compute())
-        return future
-
-    def torch_thread(self) -> Executor:
-        return self._thread
-
-    async def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _compute(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._asked:
-            taken, self._asked = self._asked[:MOST], self._asked[MOST:]
-            wanted = [(request, future) for request, future in taken if not future.done()]
-            if not wanted:
-                continue
-            before = time.monotonic()
-            try:
-                answers = await loop.run_in_executor(self._thread, self._answers, [request for request, _ in wanted])
-            except Exception as error:  # noqa: BLE001 - the error goes to every caller
-                _end_if_beyond_use(self.name, error)
-                answers = [error] * len(wanted)
-            for (_, future), answer in zip(wanted, answers, strict=True):
-                if future.done():
-                    continue
-                if isinstance(answer, Exception):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
-            self._groups += len(wanted)
-            self._busy_seconds += time.monotonic() - before
-
-    def gauges(self) -> dict[str, float]:
-        return {"groups_total": self._groups, "busy_seconds_total": self._busy_seconds}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# An actor: one task that alone touches what it owns, and the requests that wait for it. A rollout is one.
+# An actor: one task that alone touches what it owns, and the requests that wait for it.
 #
 # Senders get a future per request. The task hands requests to the behaviour: control before data, otherwise in order of
 # arrival. Between requests the behaviour advances its own work, such as a decode step, and returns early once a request waits.
@@ -291,7 +222,6 @@ class Actor:
         self._batch = batch
         self._lanes: tuple[deque[Request], deque[Request]] = (deque(), deque())
         self._mail = asyncio.Event()
-        self._pending = 0
         self._open: set[Request] = set()
         self._end: Exception | None = None  # why no more requests are accepted
 
@@ -305,13 +235,12 @@ class Actor:
         self._open.add(request)
         request.future.add_done_callback(lambda _: self._forget(request))
         self._lanes[priority].append(request)
-        self._pending += 1
         self._mail.set()
         return request.future
 
     def interrupted(self) -> bool:
-        """Return whether a request waits. Only reads an attribute, so an engine's thread may call it between two steps."""
-        return self._pending > 0
+        """Return whether a request waits. Only reads, so an engine's thread may call it between two steps."""
+        return any(self._lanes)
 
     async def run(self) -> None:
         """Serve until cancelled. Requests still unanswered then fail with Cancelled."""
@@ -321,7 +250,7 @@ class Actor:
                 await self._serve_mail()
                 if self._behaviour.busy:
                     await self._behaviour.advance(self.interrupted)
-                elif not self._pending:
+                elif not self.interrupted():
                     self._mail.clear()
                     await self._mail.wait()
         except Exception as error:
@@ -348,7 +277,6 @@ class Actor:
             taken: list[Request] = []
             while lane and len(taken) < most:
                 request = lane.popleft()
-                self._pending -= 1
                 if not request.abandoned:
                     taken.append(request)
             if taken:
@@ -359,3 +287,76 @@ class Actor:
         if not request.future.cancelled():
             request.future.exception()  # marks the error as seen: the caller may be gone
         self._open.discard(request)
+
+
+class ActorService(process.Service):
+    """A role whose actor, a task beside the handlers, takes the requests. `batch`: as in `Actor`."""
+
+    batch = 1024
+
+    def __init__(self, config: Config, name: str, rank: int):
+        super().__init__(config, name, rank)
+        self._actor = Actor(name, self, batch=self.batch)
+
+    async def start(self) -> None:
+        self.background = asyncio.create_task(self._actor.run())
+
+    async def close(self) -> None:
+        if self.background is not None:
+            self.background.cancel()
+            await asyncio.gather(self.background, return_exceptions=True)
+
+    def handler(self, method: contract.Method) -> Handler:
+        return partial(self._actor.send, priority=method.priority)
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    @abstractmethod
+    async def receive(self, requests: Sequence[Request]) -> None: ...
+
+    async def advance(self, interrupted: Callable[[], bool]) -> None: ...
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class FrozenModelService(ActorService):
+    """A process around a frozen model, forward only: a replica of the reference, or the reward model.
+
+    Requests that arrive while the model computes are computed next, as one batch, in a thread of their own.
+    """
+
+    batch = 256
+
+    answers: Callable[[Sequence[Any]], Sequence[Any]]
+    """Computes the reply to each request, a group each; an exception is the error of one request. `load` sets it."""
+
+    def __init__(self, config: Config, name: str, rank: int):
+        super().__init__(config, name, rank)
+        self._thread = ThreadPoolExecutor(1, "model")
+
+    def torch_thread(self) -> Executor:
+        return self._thread
+
+    async def close(self) -> None:
+        await super().close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def receive(self, requests: Sequence[Request]) -> None:
+        loop, messages = asyncio.get_running_loop(), [request.message for request in requests]
+        try:
+            answers = await loop.run_in_executor(self._thread, self._compute, messages)
+        except Exception as error:
+            _end_if_beyond_use(self.name, error)
+            raise
+        for request, answer in zip(requests, answers, strict=True):
+            if isinstance(answer, Exception):
+                request.fail(answer)
+            else:
+                request.reply(answer)
+
+    def _compute(self, requests: Sequence[Any]) -> Sequence[Any]:
+        with spans.work.at("forward", f"{len(requests)} requests"):
+            return self.answers(requests)

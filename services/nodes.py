@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from pathlib import Path
 
 from runtime import run_files, timeouts
@@ -90,7 +90,11 @@ class Nodes:
             self._own.set()
         else:
             own = self._paths[self._own_name]
-            faults = [*path_faults(own, found, named_paths(self.config)), *self._foreign(found)]
+            faults = list(path_faults(own, found, named_paths(self.config)))
+            run, lineage = self.config.run, checkpoint.lineage(self.config)
+            if not run.overwrite and any(part.split("/")[-2] != lineage for part in found.parts):
+                there = f"{Path(run.dir) / run_files.PARTS} of node {found.node} has checkpoints of another run"
+                faults.append(f"run.dir: {there}; move it away, or set run.overwrite=true to replace them")
             if faults:
                 self._refuse("\n".join(faults))
                 raise UserError("\n".join(faults))
@@ -98,12 +102,6 @@ class Nodes:
         if self._placement is not None:
             self._take_in(found.node)
         self._came.set()
-
-    def _foreign(self, found: NodePaths) -> Iterator[str]:
-        run = self.config.run
-        if not run.overwrite and any(part.split("/")[-2] != checkpoint.lineage(self.config) for part in found.parts):
-            place = f"{Path(run.dir) / run_files.PARTS} of node {found.node}"
-            yield f"run.dir: {place} has checkpoints of another run; move it away, or set run.overwrite=true to replace them"
 
     def resume(self) -> str:
         """Return the checkpoint to resume from, "" for none. Raises UserError if no checkpoint is whole on all nodes."""

@@ -15,10 +15,9 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +25,21 @@ import uvloop
 
 import services
 from runtime import run_files, timeouts
-from runtime.commands import Priority
 from runtime.config import Config, loading
 from runtime.errors import DeadlineExceeded, SluiceError, Unanswered, Unreachable, UserError
 from runtime.process import keys, os_process, spans
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
 from runtime.process.os_process import ending_signals
-from runtime.status import CallStats, Profile, Registration, RunFigures, State, Status, Stop
+from runtime.process.waiting import unless_failed
+from runtime.status import Profile, Registration, RunFigures, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
 from services.rpc import client, contract
-from services.rpc.server import Fence, Handler, Server, StreamHandler
+from services.rpc.server import Calls, Fence, Handler, Handlers, ProcessStatus, Server
 
 log = logging.getLogger("sluice")
-
-RATE_WINDOW = 0.5  # seconds
-SMOOTHING = 0.1  # weight of the newest call in the moving mean
 
 TORCH = ("torch",)
 TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_utils")
@@ -56,7 +52,7 @@ class Service(ABC):
 
     role: str
     libraries: Sequence[str] = ()  # slow imports that `load` needs; a start-up phase of their own
-    background: asyncio.Future[None] | None = None  # the process ends when this work ends
+    background: asyncio.Future[None] | None = None  # the process ends when this work fails
     keys: Keys | None = None  # of this process
     profiled_for: profiles.Unit = "seconds"
 
@@ -64,6 +60,7 @@ class Service(ABC):
         self.config = config
         self.name = name
         self.rank = rank
+        self.calls = Calls(name)
 
     @abstractmethod
     def load(self) -> None:
@@ -107,67 +104,7 @@ class Service(ABC):
 
     def gauges(self) -> dict[str, float]:
         """Return figures for the status call. Keys that end in `_total` are counters; the status derives their rates."""
-        return {}
-
-
-class Calls:
-    """The calls of a process: counts them, takes no new ones once the process drains, and cancels the rest at its end."""
-
-    def __init__(self, name: str):
-        self.stats = CallStats()
-        self._name = name
-        self._draining = False
-        self._open: set[asyncio.Future[Any]] = set()
-        self._logged: BaseException | None = None  # the newest; several calls may get one error
-
-    def counted(self, method: contract.Method, handler: Handler) -> Handler:
-        """Wrap `handler` to count its calls. A data call that arrives while the process drains gets no answer: its caller sees
-        a lost connection, as from a killed process."""
-
-        def begin(command: Any) -> Awaitable[Any]:
-            if self._draining and method.priority is Priority.DATA:
-                return asyncio.get_running_loop().create_future()
-            answer = asyncio.ensure_future(handler(command))
-            self._open.add(answer)
-            self.stats.open = len(self._open)
-            answer.add_done_callback(partial(self._ended, method, time.monotonic(), *_of(command)))
-            return answer
-
-        return begin
-
-    async def drain(self, seconds: float) -> None:
-        """Take no new calls, and wait at most `seconds` until the earlier ones are answered."""
-        self._draining = True
-        if not self._open:
-            return
-        _, late = await asyncio.wait(self._open, timeout=seconds)
-        if late:
-            log.warning("%s: %d calls were dropped at the end", self._name, len(late))
-            for answer in late:
-                answer.cancel()
-            await asyncio.wait(late)
-
-    def _ended(self, method: contract.Method, began: float, group: int, step: int, answer: asyncio.Future[Any]) -> None:
-        stats, now = self.stats, time.monotonic()
-        spans.log.add(method.name, began, now, spans.CALLS, group, step)
-        self._open.discard(answer)
-        stats.open = len(self._open)
-        stats.seconds += SMOOTHING * (now - began - stats.seconds)
-        if answer.cancelled():
-            stats.withdrawn += 1
-        elif (error := answer.exception()) is None:
-            stats.answered += 1
-        else:
-            stats.failed += 1
-            if not isinstance(error, SluiceError) and error is not self._logged:  # the caller gets only the last line
-                self._logged = error
-                log.error("%s: %s failed", self._name, method.name, exc_info=error)
-
-
-def _of(command: Any) -> tuple[int, int]:
-    """Return the group and the step of a command, or the step of the version that it moves; -1 if it has none."""
-    step: int = getattr(command if hasattr(command, "step") else getattr(command, "version", None), "step", -1)
-    return getattr(command, "group_id", -1), step
+        return {"groups_total": self.calls.stats.answered, "busy_seconds_total": self.calls.busy_seconds}
 
 
 def main(make: Callable[[Config, str, int], Service]) -> None:
@@ -183,14 +120,13 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
         service.keys = keys.given(config.network, service.name)
-        return ServiceProcess(service, arguments.coordinator, phases, service.keys).run()
+        return ServiceProcess(service, arguments.coordinator, phases).run()
 
     lead(arguments.config, arguments.name, work)
 
 
 def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]) -> None:
-    """Run the process `name` to its end: `work` takes the configuration in `path` and the start-up phases so far. On failure
-    the process ends with its exit code."""
+    """Run the process `name` to its end, and exit. `work` takes the configuration in `path` and the start-up phases so far."""
     os_process.die_with_parent()
     os_process.stacks_on_signal()
     os_process.raise_descriptor_limit()
@@ -203,12 +139,10 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
         uvloop.install()
         spans.log.open(config, name)
         asyncio.run(spans.with_heartbeats(config, work(config, phases)))
-    except UserError as error:
-        os_process.say_errors(str(error).splitlines())
-        sys.exit(2)
     except SluiceError as error:
-        os_process.say_errors([str(error)])
-        sys.exit(1)
+        mistake = isinstance(error, UserError)
+        os_process.say_errors(str(error).splitlines() if mistake else [str(error)])
+        sys.exit(os_process.MISTAKE if mistake else 1)
     finally:
         spans.log.close()
 
@@ -234,29 +168,27 @@ async def exposed(
 class ServiceProcess:
     """One service process, from binding its port to its end."""
 
-    def __init__(self, service: Service, coordinator: str, phases: Phases, own_keys: Keys | None = None):
+    def __init__(self, service: Service, coordinator: str, phases: Phases):
         """Create the process. `phases`: the start-up phases so far."""
         self._service = service
         self._coordinator = coordinator
-        self._keys = own_keys
         self._phases = phases
-        self._started = phases.born
-        self._state: State = "starting"
-        self._loaded = False
-        self._address = self._metrics = ""
         self._stop = asyncio.Event()
         self._drain_seconds = service.config.deadlines.stop
-        self._previous: tuple[float, dict[str, float]] = (self._started, {})
-        self._calls = Calls(service.name)
+        self._shown = ProcessStatus(service, service.calls.stats, phases.born)
+        self.status = self._shown.status
         self._fence = Fence()
         self._profiles = profiles.Profiles(service.name, self._profile, service.profiled_for)
 
     async def run(self) -> None:
-        service = self._service
-        settings, handlers = service.config.network, {service.service: self._role_handlers()}
-        handlers["Process"] = self._process_handlers()
-        server = Server(handlers, self._streams(), service.config.deadlines.keepalive, self._fence, self._keys)
-        self._address = server.bind(settings.interface, 0, settings.port_range)
+        service, settings = self._service, self._service.config.network
+        rows = [method for (owner, _), method in contract.METHODS.items() if owner == service.service]
+        handlers: dict[str, Handlers] = {
+            "Process": {"Status": self.status, "Stop": self._end, "Profile": self._profiles.profile},
+            service.service: {row.name: service.calls.counted(row, service.handler(row)) for row in rows},
+        }
+        server = Server(handlers, silence=service.config.deadlines.keepalive, fence=self._fence, keys=service.keys)
+        self._shown.address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()  # status calls are answered while `load` runs
         await server.set_serving(False)
         loop, grace = asyncio.get_running_loop(), max(timeouts.INTERRUPTED_GRACE, service.config.deadlines.stop)
@@ -266,49 +198,49 @@ class ServiceProcess:
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
         os_process.heed_signals()
         try:
-            async with exposed(service.config, self.status) as self._metrics:
+            async with exposed(service.config, self.status) as self._shown.metrics:
                 await self._load()
                 await self._register()  # until the coordinator has answered: from here on it may call
-                self._state = "ready"
+                self._shown.state = "ready"
                 await server.set_serving(True)
-                log.info("%s serves on %s", service.name, self._address)
-                await self._until_stopped()  # by Stop, by SIGINT, or by the end of the background work
+                log.info("%s serves on %s", service.name, self._shown.address)
+                background = () if service.background is None else (service.background,)
+                await unless_failed(background, self._stop.wait())  # until Stop or SIGINT, or the background work fails
+                self._shown.state = "draining"
+                await service.calls.drain(self._drain_seconds)
         finally:
-            self._state = "draining"
+            self._shown.state = "draining"
             await server.set_serving(False)
             await self._profiles.close()  # torch cannot bear an end in the middle of a profile
-            if self._loaded:
+            if self._shown.loaded:
                 await service.close()
             await server.stop(timeouts.SERVER_GRACE)  # last: status calls are answered up to here
 
     async def _load(self) -> None:
         spans.work.begin("load", "load")
         with uncollected():
+            for library in self._service.libraries:
+                await asyncio.to_thread(importlib.import_module, library)
             if self._service.libraries:
-                await asyncio.to_thread(self._import_libraries)
                 self._phases.mark("libraries")
             await asyncio.to_thread(self._service.load)
         await self._service.start()
         spans.work.end("load")
-        self._loaded = True
+        self._shown.loaded = True
         self._phases.mark("load")
-
-    def _import_libraries(self) -> None:
-        for library in self._service.libraries:
-            importlib.import_module(library)
 
     async def _register(self) -> None:
         registration = Registration(
             role=self._service.role,
             name=self._service.name,
             rank=self._service.rank,
-            address=self._address,
+            address=self._shown.address,
             pid=os.getpid(),
             host=socket.gethostname(),
             seconds=self._phases.seconds,
             incarnation=int(os.environ.get(os_process.INCARNATION, "0")),
             machine=os_process.machine(),
-            metrics=self._metrics,
+            metrics=self._shown.metrics,
         )
         deadlines = self._service.config.deadlines
         until = time.monotonic() + max(deadlines.start, deadlines.coordinator)
@@ -327,72 +259,18 @@ class ServiceProcess:
 
     async def _call_coordinator(self, registration: Registration, seconds: float) -> None:
         """Register within `seconds`. Raises DeadlineExceeded if no process accepts the connection for a part of that time."""
-        async with client.Channel(self._coordinator, self._keys) as channel:
+        async with client.Channel(self._coordinator, self._service.keys) as channel:
             if seconds >= timeouts.CONTROL_CALL:
                 await channel.ready("coordinator", timeouts.CONTROL_CALL)
             await client.call(channel, "coordinator", contract.METHODS["Coordinator", "Register"], registration, seconds)
 
-    async def _until_stopped(self) -> None:
-        stopped = asyncio.create_task(self._stop.wait())
-        background = self._service.background
-        work: set[asyncio.Future[Any]] = {stopped} if background is None else {stopped, background}
-        await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if background is not None and background.done():
-            background.result()
-        self._state = "draining"
-        await self._calls.drain(self._drain_seconds)
-
-    def _process_handlers(self) -> Mapping[str, Handler]:
-        async def status(_: None) -> Status:
-            return self.status()
-
-        async def stop(request: Stop) -> None:
-            if request.term:
-                self._fence.check(request.term)
-            self._drain_seconds = request.drain_seconds
-            self._stop.set()
-
-        return {"Status": status, "Stop": stop, "Profile": self._profiles.profile}
+    def _end(self, request: Stop) -> None:
+        if request.term:
+            self._fence.check(request.term)
+        self._drain_seconds = request.drain_seconds
+        self._stop.set()
 
     async def _profile(self, asked: Profile) -> list[Path]:
-        if not self._loaded:
+        if not self._shown.loaded:
             raise UserError("is still starting")
         return await self._service.profile(asked)
-
-    def _role_handlers(self) -> Mapping[str, Handler]:
-        return {
-            name: self._calls.counted(method, self._service.handler(method))
-            for (owner, name), method in contract.METHODS.items()
-            if owner == self._service.service and not method.streamed
-        }
-
-    def _streams(self) -> Mapping[tuple[str, str], StreamHandler]:
-        methods = [each for (owner, _), each in contract.METHODS.items() if owner == self._service.service and each.streamed]
-        return {(each.service, each.name): getattr(self._service, each.handler) for each in methods}
-
-    def status(self) -> Status:
-        """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
-        now, gauges = time.monotonic(), self._service.gauges() if self._loaded else {}
-        then, earlier = self._previous
-        if now - then >= RATE_WINDOW:
-            self._previous = (now, gauges)
-        rates = {
-            name.removesuffix("_total"): (value - earlier.get(name, 0.0)) / max(now - then, 1e-3)
-            for name, value in gauges.items()
-            if name.endswith("_total")
-        }
-        return Status(
-            role=self._service.role,
-            name=self._service.name,
-            state=self._service.state if self._state == "ready" else self._state,
-            detail=spans.work.shown(),
-            version=self._service.version if self._loaded else PolicyVersion(),
-            calls=self._calls.stats,
-            rates=rates,
-            gauges=gauges,
-            pid=os.getpid(),
-            address=self._address,
-            uptime_seconds=now - self._started,
-            metrics=self._metrics,
-        )

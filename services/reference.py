@@ -5,21 +5,16 @@ On torch each process is a replica of its own; on megatron-core the ranks are on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from runtime import types
 from runtime.cluster.topology import reference_takes_part, teachers
 from runtime.config import Config
-from runtime.errors import InvalidMessage
-from runtime.types import LogprobRequest
 from services import process
 from services.model_service import FrozenModelService, SpmdService
 
 if TYPE_CHECKING:
     from runtime.scoring.reference_rank import ReferenceRank
-    from runtime.scoring.scorer_torch import OffloadableScorer
 
 
 class ReferenceService(FrozenModelService):
@@ -28,12 +23,10 @@ class ReferenceService(FrozenModelService):
     role = "reference"
     libraries = process.TORCH
 
-    _scorers: dict[str, OffloadableScorer]  # by the model's name in a request
-
     def load(self) -> None:
         from runtime.models.hf_folder import DECODED, read_raw
         from runtime.process import platform
-        from runtime.scoring.scorer_torch import OffloadableScorer, PolicyScorer, TorchScorer
+        from runtime.scoring.scorer_torch import OffloadableScorer, PolicyScorer, TorchScorer, answers
 
         device, model = platform.device(), self.config.model
         settings, away = self.config.services.reference, reference_takes_part(self.config)
@@ -44,33 +37,9 @@ class ReferenceService(FrozenModelService):
             scorer = make(folder, device=device, dtype=dtype, max_tokens_per_microbatch=budget)
             return OffloadableScorer(scorer, away)
 
-        self._scorers = {"": load(model.reference or model.path)}
-        self._scorers |= {folder: load(folder) for folder in {*teachers(self.config).values()}}
-
-    def answers(self, requests: Sequence[Any]) -> list[bytes | None]:
-        """Answer in order. Adjacent requests for log-probabilities are computed together."""
-        out: list[bytes | None] = []
-        for asked, alike in groupby(requests, lambda request: isinstance(request, LogprobRequest)):
-            together = list(alike)
-            if asked:
-                out += self._logprobs(together)
-            else:
-                for command in together:
-                    for scorer in self._scorers.values():
-                        scorer.handle(command)
-                out += [None] * len(together)
-        return out
-
-    def _logprobs(self, requests: Sequence[LogprobRequest]) -> list[bytes]:
-        """Compute log-probabilities, in the order of the requests. Raises InvalidMessage for a model that is not loaded."""
-        found: dict[int, bytes] = {}
-        for model in {request.model for request in requests}:
-            if model not in self._scorers:
-                raise InvalidMessage(f"model {model!r} is not one of {list(self._scorers)}")
-            own = [at for at, request in enumerate(requests) if request.model == model]
-            answers = self._scorers[model].logprobs([requests[at] for at in own])
-            found |= zip(own, map(types.encode, answers), strict=True)
-        return [found[at] for at in range(len(requests))]
+        scorers = {"": load(model.reference or model.path)}
+        scorers |= {folder: load(folder) for folder in {*teachers(self.config).values()}}
+        self.answers = partial(answers, scorers)
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> ReferenceRank:

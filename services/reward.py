@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import grpc
 
@@ -13,11 +14,11 @@ from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
 from runtime.rewards.remote import RemoteFailure, RemoteItem, RemoteResult, RemoteScorer, RemoteScoreReply, RemoteScoreRequest
-from runtime.rewards.scorer import RewardScorer, combine
+from runtime.rewards.scorer import RewardScorer, score_all
 from runtime.types import ScoreRequest, Scores
 from services import process
 from services.rpc import contract, security
-from services.rpc.server import OPTIONS
+from services.rpc.server import OPTIONS, Handler
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The client of a remote reward, which is a process of the user's that serves RemoteReward.
@@ -86,15 +87,13 @@ class RewardService(process.Service):
         self._tokenizer: Tokenizer
         self._rules: RewardScorer | None = None
         self._clients: list[RemoteRewardClient] = []
-        self._scorers: list[RewardScorer | RemoteScorer] = []
-        self._groups = 0
-        self._busy_seconds = 0.0
+        self._scorers: list[Callable[[ScoreRequest], Awaitable[Scores]]] = []
 
     def load(self) -> None:
         self._tokenizer = Tokenizer(self.config.model.path)
         if self.config.rewards.rules:
             self._rules = RewardScorer(self.config.rewards, self._tokenizer.texts, self.config.services.reward.env)
-            self._scorers.append(self._rules)
+            self._scorers.append(self._rules.score)
 
     async def start(self) -> None:
         """Start the scorers. Raises UserError if a remote reward does not answer, or if a sandbox does not work here."""
@@ -102,7 +101,7 @@ class RewardService(process.Service):
         for index, settings in enumerate(self.config.rewards.remote):
             client = RemoteRewardClient(settings, f"rewards.remote.{index}")
             self._clients.append(client)
-            self._scorers.append(RemoteScorer(settings, self._tokenizer.texts, client.score, fail))
+            self._scorers.append(RemoteScorer(settings, self._tokenizer.texts, client.score, fail).score)
         await asyncio.gather(*(client.check() for client in self._clients))
         if self._rules is not None:
             await self._rules.check()
@@ -114,15 +113,8 @@ class RewardService(process.Service):
         for client in self._clients:
             await client.close()
 
-    async def score(self, request: ScoreRequest) -> Scores:
-        before = time.monotonic()
-        scores = combine(await asyncio.gather(*(scorer.score(request) for scorer in self._scorers)))
-        self._groups += 1
-        self._busy_seconds += time.monotonic() - before
-        return scores
-
-    def gauges(self) -> dict[str, float]:
-        return {"groups_total": self._groups, "busy_seconds_total": self._busy_seconds}
+    def handler(self, method: contract.Method) -> Handler:
+        return partial(score_all, self._scorers)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from runtime.types import ScoreRequest, Scores
 from services import process
 from services.model_service import FrozenModelService
-
-if TYPE_CHECKING:
-    from runtime.scoring.reward_model import ModelScorer
 
 
 class RewardModelService(FrozenModelService):
     role = "reward_model"
     libraries = process.TRANSFORMERS
-
-    _scorer: ModelScorer
 
     def load(self) -> None:
         from runtime.process import platform
@@ -32,10 +23,7 @@ class RewardModelService(FrozenModelService):
             dtype=platform.resolve_dtype(settings.dtype, device),
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
         )
-        self._scorer = ModelScorer(rewards.model, self.config.model.path, model, fail=rewards.on_error == "fail")
-
-    def answers(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
-        return self._scorer.score(requests)
+        self.answers = ModelScorer(rewards.model, self.config.model.path, model, fail=rewards.on_error == "fail").score
 
 
 if __name__ == "__main__":

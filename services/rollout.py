@@ -17,9 +17,8 @@ from runtime.process.waiting import now
 from runtime.status import State
 from runtime.types import PolicyVersion
 from services import process
-from services.model_service import Actor, Request
+from services.model_service import ActorService, Request
 from services.rpc import contract
-from services.rpc.server import Handler
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
@@ -27,43 +26,36 @@ if TYPE_CHECKING:
 
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
-    """Build the engine of the rollout `name`, by its fleet's settings. Takes seconds, with vLLM up to a minute. Raises
-    UserError."""
+    """Build the engine of the rollout `name`, by its fleet's settings, in seconds; vLLM takes a minute. Raises UserError."""
     from runtime.models.limits import longest_text
     from runtime.process import platform
 
     settings, device = replicas(config)[name], platform.device()
-    dtype = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
-    longest, replays = longest_text(config), config.moe.router_replay == "routing"
+    common: dict[str, Any] = {
+        "device": device,
+        "dtype": platform.resolve_dtype(settings.dtype, device, config.model.dtype),
+        "slots": settings.max_num_seqs,
+        "max_model_len": longest_text(config),
+        "replays": config.moe.router_replay == "routing",
+    }
     if settings.engine == "torch":
         from runtime.rollout.torch.engine import TorchRolloutEngine
 
-        return TorchRolloutEngine(
-            config.model.path,
-            device=device,
-            dtype=dtype,
-            slots=settings.max_num_seqs,
-            max_model_len=longest,
-            replays=replays,
-        )
+        return TorchRolloutEngine(config.model.path, **common)
     from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
     return VLLMRolloutEngine(
         config.model.path,
         name=name,
-        device=device,
-        dtype=dtype,
-        slots=settings.max_num_seqs,
-        max_model_len=longest,
         tensor_parallel=settings.tensor_parallel,
         engine_args=settings.engine_args,
         swap_timeout=config.weight_sync.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
-        replays=replays,
+        **common,
     )
 
 
-class RolloutService(process.Service):
+class RolloutService(ActorService):
     """A request stays open until the engine has finished its group. Weights are staged meanwhile and swapped between steps."""
 
     role = "rollout"
@@ -74,7 +66,6 @@ class RolloutService(process.Service):
         self._engine: RolloutEngine
         self.weights: WeightReceiver
         self._level = Level.AWAKE
-        self._actor = Actor(name, self, batch=1024)
         self._open: dict[int, Request] = {}
         self._withdrawn: list[int] = []
         self._commit: tuple[Request, float] | None = None  # waits for running sequences since this time
@@ -94,12 +85,10 @@ class RolloutService(process.Service):
         """Start the actor. A rollout that takes turns with the trainer starts asleep: the coordinator wakes it."""
         if takes_turns(self.config):
             await self._move(Level.ASLEEP)
-        self.background = asyncio.create_task(self._actor.run())
+        await super().start()
 
     async def close(self) -> None:
-        if self.background is not None:
-            self.background.cancel()
-            await asyncio.gather(self.background, return_exceptions=True)
+        await super().close()
         if hasattr(self, "_engine"):
             self.weights.leave()
             await self._engine.close()
@@ -127,9 +116,6 @@ class RolloutService(process.Service):
             "swaps_total": self.weights.swaps,
             "torn": float(self._engine.torn),
         }
-
-    def handler(self, method: contract.Method) -> Handler:
-        return partial(self._actor.send, priority=method.priority)
 
     async def receive(self, requests: Sequence[Request]) -> None:
         """Handle requests between two steps of the engine: several of `generate`, or one of another method, by its name."""

@@ -82,7 +82,7 @@ def left(before: frozenset[str], look: Callable[[], frozenset[str]]) -> list[str
 
 def _are_leaving() -> bool:
     """Whether this process lets go of a group of gloo's, which then closes its ports: at once, but where gloo has forgotten a
-    send only by the deadline of the transfer (runtime/weights/gloo_mesh.py)."""
+    send only by the deadline of the transfer (runtime/weights/collective.py)."""
     return any(thread.name == "leave-gloo" for thread in threading.enumerate())
 
 

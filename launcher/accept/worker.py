@@ -148,7 +148,7 @@ def receiver(device: str) -> None:
     from runtime.weights.sender import join_rendezvous
 
     own.device(device, 0 if device == "cpu" else 1)
-    group = join_rendezvous(msgspec.json.decode(sys.stdin.readline(), type=GroupAddress))
+    group = join_rendezvous(msgspec.json.decode(sys.stdin.readline(), type=GroupAddress), "receiver")
     staged = StagedWeights(_manifest())
     for version in range(VERSIONS + 1):
         print("posted", flush=True)

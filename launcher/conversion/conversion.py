@@ -51,7 +51,7 @@ from runtime.trainer.megatron.core_checkpoint import (
     read_description,
     write_description,
 )
-from runtime.weights.delta import TensorFolder, TensorWriter
+from runtime.weights.delta import TensorReader, TensorWriter
 from runtime.weights.plan import TensorSpec
 
 _PLAIN = Naming()
@@ -210,7 +210,7 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
             _join(core, writer, progress)
         seconds = time.monotonic() - started
         files = weight_paths(unfinished)
-        require_same_bits(pieces, TensorFolder(files).get, progress)
+        require_same_bits(pieces, TensorReader(*files).get, progress)
         difference = _difference(core, unfinished, show) if check_logits else None
     return ConversionReport(
         nbytes=sum(spec.nbytes for spec in specs),

@@ -18,7 +18,7 @@ from runtime.models.families import Family, Parameter, family_for
 from runtime.models.families.family import EMBEDDING, dtype_of
 from runtime.models.families.parameter import Sliceable
 from runtime.models.hf_folder import WeightFiles, predicting_layers, read_raw, weight_paths
-from runtime.weights.delta import TensorFolder
+from runtime.weights.delta import TensorReader
 from runtime.weights.plan import TensorSpec
 
 Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
@@ -50,7 +50,7 @@ def open_hf(source: Path, dtype: torch.dtype | None, value_head: bool) -> HfMode
     """Open a Hugging Face folder. Raises UserError for an unsupported model, and missing or unknown tensors."""
     config = read_raw(source)
     family = family_for(config, str(source / "config.json"), value_head=value_head)
-    tensors, files = TensorFolder(weight_paths(source)), WeightFiles(source)
+    tensors, files = TensorReader(*weight_paths(source)), WeightFiles(source)
     family.require_tensors(files.shapes, str(source))
     needed = family.tensors()
     left_out = [name for name in files.shapes if name not in needed]
@@ -64,7 +64,7 @@ class HfTensors:
     """A Hugging Face folder's tensors as they are to be stored. A quantised tensor gets the requested dtype, else the dtype
     that config.json declares."""
 
-    def __init__(self, tensors: TensorFolder, files: WeightFiles, dtype: torch.dtype | None, config: Mapping[str, Any]):
+    def __init__(self, tensors: TensorReader, files: WeightFiles, dtype: torch.dtype | None, config: Mapping[str, Any]):
         self._tensors, self._files, self._dtype = tensors, files, dtype
         declared = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         self.specs = {

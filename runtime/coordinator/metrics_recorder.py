@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +22,7 @@ from runtime.commands import RolePort
 from runtime.config import Computing, Config, Rollout
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.pools import Load, Roles, RolloutPool, load_of
-from runtime.coordinator.register import Member, member_of
+from runtime.coordinator.register import Member, Register, UnitState, member_of
 from runtime.data.prepared import Prompts
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, UserError
@@ -33,7 +33,7 @@ from runtime.process import spans
 from runtime.process.keys import Keys
 from runtime.process.waiting import now
 from runtime.rewards.scorer import UnscoredSteps
-from runtime.status import Progress, Status
+from runtime.status import Loss, Progress, Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyncFigures, idle_fraction, step_metrics
 from runtime.telemetry.startup import Startup
 from runtime.telemetry.summary import Totals
@@ -136,6 +136,38 @@ class RunSupervisor(Protocol):
 
     def vacated(self) -> None:
         """Note that trainer or critic is lost and its devices are free: another may begin there."""
+
+
+class ReportedProgress:
+    """The run's progress as it was reported last, and who watches it."""
+
+    def __init__(self, register: Register, steps: int):
+        self._register = register
+        self._progress = Progress(steps=steps)
+        self._interrupted = False  # whether the run was asked to end
+        self._watchers: set[asyncio.Event] = set()
+
+    def report(self, progress: Progress) -> None:
+        lost = self._register.units("", UnitState.LOST)
+        losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
+        self._progress = msgspec.structs.replace(progress, lost=losses, stopping=self._interrupted)
+        for watcher in self._watchers:
+            watcher.set()
+
+    async def watch(self, _: None) -> AsyncGenerator[Progress, None]:
+        """Yield the progress at each change. Changes that come together yield once."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                progress = self._progress
+                yield progress
+                if progress.phase in ("finished", "failed"):
+                    return
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed)
 
 
 @dataclass(kw_only=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 import numpy as np
 from msgspec import Struct, structs
@@ -140,6 +141,11 @@ def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
     causes = [reason for group in scores for reason in group.errors]
     cause = f"; the last cause is {causes[-1]}" if causes else ""
     return ServiceFault("reward", ", ".join(rules) or "score", f"no reply of {of} has a score{cause} (logs/reward-*.log)")
+
+
+async def score_all(scorers: Sequence[Callable[[ScoreRequest], Awaitable[Scores]]], request: ScoreRequest) -> Scores:
+    """Score a group by all scorers at once."""
+    return combine(await asyncio.gather(*(score(request) for score in scorers)))
 
 
 class RewardScorer:

@@ -6,9 +6,10 @@ once, and short replies need no padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import groupby
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -278,3 +279,29 @@ class OffloadableScorer:
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         self.handle(Onload())
         return self._scorer.logprobs(requests)
+
+
+def answers(scorers: Mapping[str, OffloadableScorer], requests: Sequence[Any]) -> list[bytes | None]:
+    """Answer requests for log-probabilities, and commands, in order. Adjacent requests for log-probabilities are computed
+    together. `scorers`: by the model's name in a request. Raises InvalidMessage for another model."""
+    out: list[bytes | None] = []
+    for asked, alike in groupby(requests, lambda request: isinstance(request, LogprobRequest)):
+        together = list(alike)
+        if asked:
+            out += _logprobs(scorers, together)
+            continue
+        for command in together:
+            for scorer in scorers.values():
+                scorer.handle(command)
+        out += [None] * len(together)
+    return out
+
+
+def _logprobs(scorers: Mapping[str, OffloadableScorer], requests: Sequence[LogprobRequest]) -> list[bytes]:
+    found: dict[int, bytes] = {}
+    for model in {request.model for request in requests}:
+        if model not in scorers:
+            raise InvalidMessage(f"model {model!r} is not one of {list(scorers)}")
+        own = [at for at, request in enumerate(requests) if request.model == model]
+        found |= zip(own, map(types.encode, scorers[model].logprobs([requests[at] for at in own])), strict=True)
+    return [found[at] for at in range(len(requests))]

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +28,7 @@ from msgspec import Struct, msgpack
 
 from runtime.errors import InvariantViolated, UserError
 from runtime.types import PolicyVersion
-from runtime.weights.group import Deferred, Link, Transfer, wait_until
+from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import DTYPES, TRAILER, TensorSpec
 
 # ---- Tensor files
@@ -46,114 +46,89 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 
 class TensorReader:
-    """A file's tensors, by name. Opens the file only to read: a layout may have more files than a process may open."""
+    """The tensors of files, by name. A file is open only while it is read: a layout may have more than a process may open."""
 
-    def __init__(self, path: Path):
-        """Read the header. Raises UserError if the file is missing, incomplete, or of another format."""
-        self.path = path
+    def __init__(self, *paths: Path):
+        """Read the headers. Raises UserError if a file is missing, incomplete or no safetensors, or a name occurs twice."""
         self.specs: dict[str, TensorSpec] = {}
-        self.metadata: dict[str, str] = {}
-        self._starts: dict[str, int] = {}
-        try:
-            with path.open("rb") as file:
-                self._read_header(file)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-            raise UserError(f"{path}: is not a whole safetensors file: {error}") from error
-
-    def _read_header(self, file: BinaryIO) -> None:
-        size = os.fstat(file.fileno()).st_size
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        data = _LENGTH.size + length
-        if length > min(_MOST_HEADER, size):
-            raise ValueError(f"its header has {length} bytes")
-        header: dict[str, Any] = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no object")
-        self.metadata = header.pop("__metadata__", {})
-        if not all(isinstance(value, str) for value in self.metadata.values()):
-            raise TypeError("its metadata are not strings")
-        end = 0
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if entry["dtype"] not in _NAMES:
-                raise ValueError(f"{name} is of the dtype {entry['dtype']}")
-            spec = TensorSpec(name, _NAMES[entry["dtype"]], tuple(entry["shape"]))
-            start, stop = entry["data_offsets"]
-            if start != end or stop != start + spec.nbytes:
-                raise ValueError(f"{name} lies at {start} to {stop}")
-            self.specs[name], self._starts[name], end = spec, data + start, stop
-        if data + end != size:
-            raise ValueError(f"it has {size} bytes instead of {data + end}")
-
-    def get(self, name: str) -> StoredTensor:
-        """Return the tensor, without reading its data."""
-        return StoredTensor(self, self.specs[name])
-
-    def rows(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
-        """Read rows `start` to `stop` of a tensor into a new tensor."""
-        tensor = torch.empty((max(0, stop - start), *spec.shape[1:]), dtype=getattr(torch, spec.dtype))
-        self._read(spec.name, start * _row_bytes(spec), memory(tensor))
-        return tensor
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill `tensor`, contiguous and of the stored dtype and shape."""
-        self._read(name, 0, memory(tensor))
-
-    def _read(self, name: str, offset: int, into: memoryview) -> None:
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self._starts[name] + offset)
-            while into:
-                count = file.readinto(into)
-                if not count:
-                    raise UserError(f"{self.path}: ended within {name}")
-                into = into[count:]
-
-
-class TensorFolder:
-    """The tensors of several files, by name."""
-
-    def __init__(self, paths: Iterable[Path]):
-        """Read the headers. Raises UserError as `TensorReader` does, and if two files have a tensor of the same name."""
-        self.specs: dict[str, TensorSpec] = {}
-        self._readers: dict[str, TensorReader] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # by tensor: its file, and its first byte there
         for path in paths:
-            reader = TensorReader(path)
-            if twice := self.specs.keys() & reader.specs.keys():
-                raise UserError(f"{path}: has {min(twice)}, as another file of the folder does")
-            self.specs.update(reader.specs)
-            self._readers.update(dict.fromkeys(reader.specs, reader))
+            try:
+                with path.open("rb") as file:
+                    found = _read_header(file)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+                raise UserError(f"{path}: is not a whole safetensors file: {error}") from error
+            for spec, start in found:
+                if spec.name in self.specs:
+                    raise UserError(f"{path}: has {spec.name}, as another file of the folder does")
+                self.specs[spec.name], self._places[spec.name] = spec, (path, start)
 
     def get(self, name: str) -> StoredTensor:
         """Return the tensor, without reading its data."""
-        return self._readers[name].get(name)
+        return StoredTensor(self.specs[name], *self._places[name])
+
+
+def _read_header(file: BinaryIO) -> list[tuple[TensorSpec, int]]:
+    """Return each tensor, and its first byte in the file."""
+    size = os.fstat(file.fileno()).st_size
+    (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    data = _LENGTH.size + length
+    if length > min(_MOST_HEADER, size):
+        raise ValueError(f"its header has {length} bytes")
+    header: dict[str, Any] = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    header.pop("__metadata__", None)
+    found, end = [], 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in _NAMES:
+            raise ValueError(f"{name} is of the dtype {entry['dtype']}")
+        spec = TensorSpec(name, _NAMES[entry["dtype"]], tuple(entry["shape"]))
+        start, stop = entry["data_offsets"]
+        if start != end or stop != start + spec.nbytes:
+            raise ValueError(f"{name} lies at {start} to {stop}")
+        found.append((spec, data + start))
+        end = stop
+    if data + end != size:
+        raise ValueError(f"it has {size} bytes instead of {data + end}")
+    return found
 
 
 class StoredTensor:
     """A tensor in a file, read when indexed: by rows `[a:b]`, or by columns `[:, a:b]`. The latter reads all rows."""
 
-    def __init__(self, file: TensorReader, spec: TensorSpec):
-        self._file = file
-        self._spec = spec
+    def __init__(self, spec: TensorSpec, path: Path, start: int):
+        self._spec, self._path, self._start = spec, path, start
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         """Return a new, contiguous tensor. Raises InvariantViolated for a row step other than 1."""
+        spec = self._spec
         rows, *columns = index if isinstance(index, tuple) else (index,)
-        start, stop, step = rows.indices(self._spec.shape[0])
+        start, stop, step = rows.indices(spec.shape[0])
         if step != 1:
-            raise InvariantViolated(f"{self._spec.name}: is read with a step of {step} between rows; must be 1")
-        tensor = self._file.rows(self._spec, start, stop)
+            raise InvariantViolated(f"{spec.name}: is read with a step of {step} between rows; must be 1")
+        tensor = torch.empty((max(0, stop - start), *spec.shape[1:]), dtype=getattr(torch, spec.dtype))
+        into = memory(tensor)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._start + start * _row_bytes(spec))
+            while into:
+                count = file.readinto(into)
+                if not count:
+                    raise UserError(f"{self._path}: ended within {spec.name}")
+                into = into[count:]
         return tensor[:, columns[0]].contiguous() if columns else tensor
 
 
 class TensorWriter:
     """A file whose tensors are written in any order, and by rows. A context manager; the file is whole after the block."""
 
-    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None):
-        """Write the header. `specs`: all of the file's tensors; `metadata`: further header entries."""
+    def __init__(self, path: Path, specs: Iterable[TensorSpec]):
+        """Write the header. `specs`: all of the file's tensors."""
         # Wide dtypes first, as in the package: then each tensor lies at a multiple of its item size.
         ordered = sorted(specs, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for spec in ordered:
             offsets = [end, end + spec.nbytes]
@@ -222,27 +197,25 @@ class Shard:
 
 
 class ShardChange(Struct, frozen=True, array_like=True):
-    """The header of a changed shard's payload, which follows."""
+    """A changed shard on its way to the rank that sends its tensor."""
 
     place: int
     span: Span
-    nbytes: int  # of the payload of `encode`; or the shard's own size: then the payload has the shard's words
+    payload: memoryview  # uint8: of `encode`; or of the shard's own size: then its words
 
 
 class TensorChanges:
     """One tensor's changes since the last sent version."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Span, Bytes]] = []
-
-    def add(self, span: Span, payload: Bytes) -> None:
-        self._parts.append((span, payload))
+        self.parts: list[ShardChange] = []
 
     def apply(self, tensor: torch.Tensor) -> Positions:
         """Apply the changes to `tensor`, whole and as last sent. Returns positions of words that may have changed, unordered.
         Raises RuntimeError for a payload that does not fit the tensor."""
         changed = [np.empty(0, np.int64)]
-        for span, payload in self._parts:
+        for change in self.parts:
+            span, payload = change.span, np.frombuffer(change.payload, np.uint8)
             part = tensor[tuple(slice(*bounds) for bounds in span)]
             block = part.contiguous()
             words = _words(block)
@@ -275,7 +248,7 @@ class ShardDelta:
         `shards`: all ranks together hold each tensor once. `current`: whether this rank's buckets hold the last gathering.
         """
         current, self._complete = current and self._complete, False
-        found: list[tuple[ShardChange, Bytes]] = []
+        found: list[ShardChange] = []
         total = moved = 0
         for shard in shards:
             span, words = tuple((part.start, part.stop) for part in shard.index), _words(shard.block)
@@ -283,7 +256,7 @@ class ShardDelta:
             current = current and payload is not None
             total += words.nbytes
             if payload is not None and payload.nbytes:
-                found.append((ShardChange(shard.place, span, payload.nbytes), payload))
+                found.append(ShardChange(shard.place, span, payload.data))
                 moved += payload.nbytes
         exchanges = list(_exchanges(found))
         outdated, dense, count = self._most(not current, 2 * moved > total, len(exchanges))
@@ -292,8 +265,8 @@ class ShardDelta:
             return None
         changes = {place: TensorChanges() for place in self._own}
         for number in range(count):
-            for change, payload in self._exchange(exchanges[number] if number < len(exchanges) else []):
-                changes[change.place].add(change.span, payload)
+            for change in self._exchange(exchanges[number] if number < len(exchanges) else []):
+                changes[change.place].parts.append(change)
         self._complete = True
         return iter(changes.values())
 
@@ -313,52 +286,35 @@ class ShardDelta:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         return maxima.tolist()
 
-    def _exchange(self, found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[tuple[ShardChange, Bytes]]:
+    def _exchange(self, found: Sequence[ShardChange]) -> Iterator[ShardChange]:
         """Send each change to its tensor's target, and yield the changes for this rank."""
-        messages: list[list[Bytes]] = []
-        for target in range(dist.get_world_size()):
-            there = [each for each in found if self._targets[each[0].place] == target]
-            messages.append(_packed(there) if there else [])
-        sizes = [sum(part.nbytes for part in message) for message in messages]
+        messages: list[list[ShardChange]] = [[] for _ in range(dist.get_world_size())]
+        for change in found:
+            messages[self._targets[change.place]].append(change)
+        packed = [msgpack.encode(message) for message in messages]
+        sizes = list(map(len, packed))
         sent_sizes = torch.tensor(sizes, device=self._device)
         received_sizes = torch.empty_like(sent_sizes)
         dist.all_to_all_single(received_sizes, sent_sizes)
-        parts = [np.empty(0, np.uint8), *(part for message in messages for part in message)]
-        sent = torch.from_numpy(np.concatenate(parts)).to(self._device)
+        sent = torch.frombuffer(bytearray().join(packed), dtype=torch.uint8).to(self._device)
         received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8, device=self._device)
         dist.all_to_all_single(received, sent, received_sizes.tolist(), sizes)
         for message in received.cpu().split(received_sizes.tolist()):
-            yield from _unpacked(message.numpy())
+            yield from msgpack.decode(message.numpy().data, type=list[ShardChange])
 
 
-def _exchanges(found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[list[tuple[ShardChange, Bytes]]]:
+def _exchanges(found: Sequence[ShardChange]) -> Iterator[list[ShardChange]]:
     """Split `found` into parts of at most `EXCHANGE_BYTES`, or of a single change."""
-    part: list[tuple[ShardChange, Bytes]] = []
+    part: list[ShardChange] = []
     filled = 0
-    for change, payload in found:
-        if part and filled + payload.nbytes > EXCHANGE_BYTES:
+    for change in found:
+        if part and filled + change.payload.nbytes > EXCHANGE_BYTES:
             yield part
             part, filled = [], 0
-        part.append((change, payload))
-        filled += payload.nbytes
+        part.append(change)
+        filled += change.payload.nbytes
     if part:
         yield part
-
-
-def _packed(changes: Sequence[tuple[ShardChange, Bytes]]) -> list[Bytes]:
-    """Encode a message: the length of its table in 8 bytes, little-endian, the table, and the payloads."""
-    table = msgpack.encode([change for change, _ in changes])
-    head = len(table).to_bytes(8, "little") + table
-    return [np.frombuffer(head, np.uint8), *(payload for _, payload in changes)]
-
-
-def _unpacked(message: Bytes) -> Iterator[tuple[ShardChange, Bytes]]:
-    if not len(message):
-        return
-    end = 8 + int.from_bytes(message[:8].tobytes(), "little")
-    for change in msgpack.decode(message[8:end].tobytes(), type=list[ShardChange]):
-        yield change, message[end : end + change.nbytes]
-        end += change.nbytes
 
 
 def _in_whole(positions: Positions, span: Span, tensor: torch.Tensor) -> Positions:
@@ -474,36 +430,6 @@ class DeltaEncoder:
         return changes
 
 
-class DeltaDecoder:
-    """A receiver's state: each bucket's last words."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, Words] = {}
-
-    def keep(self, index: int, buffer: torch.Tensor) -> None:
-        """Keep the words of bucket `index`, which came whole."""
-        _keep(self._last, index, words_of(buffer))
-
-    def require(self, index: int, header: bytes) -> int:
-        """Return the bytes of the payload; -1: the bucket comes whole. Raises RuntimeError for a delta of another version."""
-        kind, nbytes, base, _ = HEADER.unpack(header)
-        if kind == FULL:
-            return -1
-        old = self._last.get(index)
-        if old is None or _trailer(old) != base:
-            mine = "none" if old is None else _name(_trailer(old))
-            raise RuntimeError(f"the delta of bucket {index} starts from {_name(base)}, and this member has {mine}")
-        return int(nbytes)
-
-    def apply(self, index: int, header: bytes, payload: npt.NDArray[np.uint8], buffer: torch.Tensor) -> None:
-        """Fill `buffer` with the bucket, after `require`. Raises RuntimeError if the payload gives another version."""
-        old, trailer = self._last[index], HEADER.unpack(header)[3]
-        decode(old, payload)
-        if _trailer(old) != trailer:
-            raise RuntimeError(f"the delta of bucket {index} leads to {_name(_trailer(old))} instead of {_name(trailer)}")
-        words_of(buffer)[:] = old
-
-
 def _keep(last: dict[int, Words], index: int, words: Words) -> None:
     if index in last:
         last[index][:] = words
@@ -518,50 +444,48 @@ class DeltaLink(Link):
         """Wrap `inner`. `full_every`: as in `DeltaEncoder`."""
         self._inner = inner
         self._encoder = DeltaEncoder(full_every)
-        self._decoder = DeltaDecoder()
+        self._last: dict[int, Words] = {}  # at a receiver: each bucket's last words
 
     def set_changed(self, index: int, changed: Positions | None) -> None:
         self._encoder.set_changed(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         header, changes = self._encoder.encode(index, buffer)
-        parts = [self._send(index, np.frombuffer(header, np.uint8))]
-        if changes is None:
-            parts.append((self._inner.send(index, buffer), buffer))
-        elif len(changes):
-            parts.append(self._send(index, changes))
+        payload = buffer if changes is None else torch.from_numpy(changes)
+        parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *([payload] if len(payload) else [])]
+        pending = [(self._inner.send(index, part), part) for part in parts]  # keeps the parts alive
         self.sent_bytes = self._inner.sent_bytes
 
-        def wait(timeout: float) -> None:
-            give_up = time.monotonic() + timeout
-            for part, _ in parts:  # `parts` also keeps the buffers alive
-                wait_until(part, give_up)
+        def wait(give_up: float) -> None:
+            for transfer, _ in pending:
+                transfer(give_up)
 
-        return Deferred(wait)
-
-    def _send(self, index: int, part: npt.NDArray[np.uint8]) -> tuple[Transfer, torch.Tensor]:
-        buffer = self._inner.buffer(len(part))
-        np.copyto(buffer.numpy(), part)
-        return self._inner.send(index, buffer), buffer
+        return wait
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Post nothing until `wait`: only the header says which payload follows."""
-        return Deferred(self._take, index, buffer)
+        """Post nothing before the transfer is waited for: only the header says which payload follows."""
+        return partial(self._take, index, buffer)
 
-    def _take(self, index: int, buffer: torch.Tensor, timeout: float) -> None:
-        give_up = time.monotonic() + timeout
-        received = torch.empty(HEADER.size, dtype=torch.uint8)
-        wait_until(self._inner.receive(index, received), give_up)
-        header = received.numpy().tobytes()
-        nbytes = self._decoder.require(index, header)
-        if nbytes < 0:
-            wait_until(self._inner.receive(index, buffer), give_up)
-            self._decoder.keep(index, buffer)
+    def _take(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
+        """Fill `buffer`. Raises RuntimeError for a delta that starts from another version, or leads to another."""
+        header = torch.empty(HEADER.size, dtype=torch.uint8)
+        self._inner.receive(index, header)(give_up)
+        kind, nbytes, base, trailer = HEADER.unpack(header.numpy())
+        if kind == FULL:
+            self._inner.receive(index, buffer)(give_up)
+            _keep(self._last, index, words_of(buffer))
             return
+        old = self._last.get(index)
+        if old is None or _trailer(old) != base:
+            mine = "none" if old is None else _name(_trailer(old))
+            raise RuntimeError(f"the delta of bucket {index} starts from {_name(base)}, and this member has {mine}")
         payload = torch.empty(min(nbytes, buffer.nbytes), dtype=torch.uint8)
         if nbytes:
-            wait_until(self._inner.receive(index, payload), give_up)
-        self._decoder.apply(index, header, payload.numpy(), buffer)
+            self._inner.receive(index, payload)(give_up)
+        decode(old, payload.numpy())
+        if _trailer(old) != trailer:
+            raise RuntimeError(f"the delta of bucket {index} leads to {_name(_trailer(old))} instead of {_name(trailer)}")
+        words_of(buffer)[:] = old
 
     def set_timeout(self, seconds: float) -> None:
         self._inner.set_timeout(seconds)

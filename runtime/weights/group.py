@@ -1,38 +1,28 @@
-"""What a transport implements: `WeightGroup`, the connected members of one epoch, and `Link`, which moves one sender's buckets.
-
-`sender` opens a group by the name of its transport.
-
-No bucket moves before the sender announces the transfer (`announce`, `await_announcement`). A receiver may therefore be posted
-a whole training step ahead. The wait occupies no device stream, and deadlines count from the announcement.
-"""
+"""What all transports share: the group's key, the buckets' buffers and tags, and `Link`, which moves one sender's buckets."""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
 import hashlib
-import math
 import mmap
 import os
 import secrets
 import struct
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from runtime import timeouts
 from runtime.errors import UserError
 from runtime.types import PolicyVersion
-from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, aligned
+from runtime.weights.plan import TRAILER, Bucket, Manifest, aligned
 
 # ---- Authentication
 #
@@ -185,16 +175,6 @@ _FILES: dict[int, int] = {}  # descriptors of the buffers that live, by address
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 
 
-class Location(NamedTuple):
-    """The place of one tensor in shared memory. Plain values, so that any codec can send it."""
-
-    name: str
-    path: str  # readable by every process of the same user, as long as the buffer lives
-    offset: int  # bytes
-    dtype: str  # torch's name
-    shape: list[int]
-
-
 def memory_file(nbytes: int) -> torch.Tensor:
     """Return a zeroed uint8 tensor [nbytes] in a new memory file. Raises UserError if the system has no memory files."""
     if not AVAILABLE:
@@ -226,8 +206,7 @@ def _forget(address: int) -> None:
 
 
 def arena(sizes: Sequence[int], pin: bool = False) -> list[torch.Tensor]:
-    """Return one tensor for each of `sizes`, as `memory_file` does, all in one memory file. `pin` page-locks the file for CUDA
-    copies."""
+    """Return one tensor for each of `sizes`, as `memory_file` does, all in one file. `pin` page-locks it for CUDA's copies."""
     ends = list(accumulate(aligned(size) for size in sizes))
     whole = memory_file(max(ends, default=1))
     if pin:
@@ -248,7 +227,7 @@ def in_memory_file(buffer: torch.Tensor) -> torch.Tensor:
     """Return `buffer`, uint8, or a copy in a memory file if `buffer` does not lie in one."""
     if buffer.untyped_storage().data_ptr() in _FILES:
         return buffer
-    return memory_file(buffer.numel()).copy_(buffer)
+    return memory_file(max(1, buffer.numel()))[: buffer.numel()].copy_(buffer)
 
 
 def file_of(buffer: torch.Tensor) -> tuple[int, int]:
@@ -256,51 +235,12 @@ def file_of(buffer: torch.Tensor) -> tuple[int, int]:
     return _FILES[buffer.untyped_storage().data_ptr()], int(buffer.storage_offset())
 
 
-def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[torch.Tensor]]:
-    """Return the locations of `tensors`, and copies of tensors outside shared memory. Keep the copies until they are read."""
-    copies = []
-    locations = []
-    for name, tensor in tensors.items():
-        descriptor = _FILES.get(tensor.untyped_storage().data_ptr())
-        offset = int(tensor.storage_offset()) * tensor.itemsize
-        if descriptor is None or not tensor.is_contiguous():
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            copy = memory_file(max(1, flat.numel()))
-            copy[: flat.numel()].copy_(flat)
-            copies.append(copy)
-            descriptor, offset = _FILES[copy.data_ptr()], 0
-        path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        locations.append(Location(name, path, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-    return locations, copies
-
-
-class Mapped:
-    """Buffers of another process, mapped here while tensors made of the buffers live."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def tensor(self, location: Location) -> torch.Tensor:
-        """Return a view of the other process's memory. Raises OSError if that process has freed the memory."""
-        buffer = self._buffers.get(location.path)
-        if buffer is None:
-            descriptor = os.open(location.path, os.O_RDWR)
-            try:
-                buffer = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-            self._buffers[location.path] = buffer
-        dtype: torch.dtype = getattr(torch, location.dtype)
-        nbytes = math.prod(location.shape) * dtype.itemsize
-        return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
-
-
 # ---- Buckets in buffers
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """Return one zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding. `shared`:
-    put all buffers into one memory file, which other processes can map."""
+    """Return one uint8 buffer per bucket, trailer included, zeroed, because the checksum covers the padding. `shared`: put all
+    into one memory file, which other processes can map."""
     if shared:
         return arena([bucket.total_bytes for bucket in buckets], pin)
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
@@ -310,27 +250,14 @@ def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[
     """Return the tensors of several buckets by manifest index, in the manifest's order, as views into `buffers`."""
     out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
-        out.update(tensors_in(manifest, bucket, buffer))
+        for entry in bucket.entries:
+            spec = manifest.tensors[entry.tensor]
+            flat = buffer[entry.offset : entry.offset + entry.nbytes]
+            out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
     return dict(sorted(out.items()))
 
 
-def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the tensors of one bucket by manifest index, as views into `buffer`."""
-    out = {}
-    for entry in bucket.entries:
-        spec = manifest.tensors[entry.tensor]
-        flat = buffer[entry.offset : entry.offset + entry.nbytes]
-        out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-    return out
-
-
-def clear(bucket: Bucket, buffer: torch.Tensor) -> None:
-    """Zero the padding, which another bucket may have used."""
-    for gap in bucket.padding:
-        buffer[gap] = 0
-
-
-# ---- Groups and links
+# ---- Links
 
 
 class BucketReceipt(NamedTuple):
@@ -341,21 +268,10 @@ class BucketReceipt(NamedTuple):
     hash_seconds: float
 
 
-class Transfer(Protocol):
-    """A bucket under way."""
-
-    def wait(self, timeout: float) -> BucketReceipt | None:
-        """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`.
-
-        Returns a receipt at a receiver whose transport copied and hashed the bucket itself, else None.
-        """
-
-
-class Deferred(partial[None]):
-    """A bucket under way, as a partial call: `wait` adds the timeout and blocks."""
-
-    def wait(self, timeout: float) -> None:
-        self(timeout)
+Transfer = Callable[[float], BucketReceipt | None]
+"""A bucket under way. Called with a time of time.monotonic, it returns when the buffer may be reused (sender) or is filled
+(receiver), with a receipt if the receiver's transport copied and hashed the bucket itself. Raises RuntimeError, at that time at
+the latest."""
 
 
 class Link(ABC):
@@ -364,20 +280,16 @@ class Link(ABC):
     sent_bytes = 0
     """Rank 0: the bytes sent to each receiver so far."""
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return memory, uint8 [nbytes], from which rank 0 can send."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
     def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
         """Set at rank 0 the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
 
-    @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Start at rank 0 to send bucket `index`, `buffer` (uint8, host memory), to all receivers. Raises RuntimeError."""
+        raise NotImplementedError
 
-    @abstractmethod
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
+        raise NotImplementedError
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
         """Let buckets that start from now on block a thread for at most `seconds`, even if `abort` cannot end them."""
@@ -385,89 +297,3 @@ class Link(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Leave for good, and free the threads that wait for a transfer. Idempotent, from any thread."""
-
-
-class WeightGroup(ABC):
-    """The first ranks are senders, each with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member
-    makes the same calls in the same order, from one thread."""
-
-    sent_bytes = 0
-    """At a sender: the bytes sent to each receiver so far."""
-
-    def __init__(self, address: GroupAddress, name: str):
-        self.name = name
-        self.epoch = address.epoch
-        self.rank = address.rank
-        self.world_size = address.world_size
-        self.tags = BucketTags(address.key)
-        self.aborted = False
-
-    def set_manifest(self, manifest: Manifest) -> None:  # noqa: B027 - most transports move bytes, whatever they are
-        """Set the tensors that the buckets hold, before the first bucket is sent or received."""
-
-    @abstractmethod
-    def announce(self, version: PolicyVersion) -> None:
-        """Begin the transfer of `version` at a sender. Rank 0 notifies the receivers."""
-
-    @abstractmethod
-    def await_announcement(self, version: PolicyVersion) -> None:
-        """Block a receiver until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
-
-    def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - of use to deltas alone
-        """Set at the root the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
-
-    @abstractmethod
-    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Start at the root to send bucket `index`, `buffer` (uint8, host memory). Raises RuntimeError, as does the `wait`."""
-
-    @abstractmethod
-    def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does the `wait`. A single
-        sender is the root of all buckets."""
-
-    def wait_for_senders(self, nbytes: int, give_up: float) -> int:
-        """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
-
-        Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`. It returns
-        the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason.
-        """
-        return nbytes
-
-    def report_failure(self, message: str) -> None:  # noqa: B027 - a single sender has no other sender to notify
-        """Report from any other sender to rank 0 that this sender's part has failed."""
-
-    def sender_name(self, root: int) -> str | None:
-        """Return the name of sender `root` for messages, or None if the group has one sender."""
-        return None
-
-    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - most transports can be ended at any moment
-        """Let buckets that start from now on block a thread for at most `seconds`, even if `abort` cannot end them."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Leave for good. Blocked threads fail here at once, at the peers once these see it. Idempotent, from any thread.
-
-        `abort` is also the normal end of a group. Call it only after every receiver has verified the last transfer: an arrived
-        bucket may still fail when its connection closes. A process should leave its groups before it exits.
-        """
-
-
-class PendingGroup(ABC):
-    """A rendezvous that is open until `connect` returns or fails, `abort` is called, or this object is dropped."""
-
-    address: GroupAddress
-    """Rank 0's address; each other member gets it with its own rank in it."""
-
-    @abstractmethod
-    def connect(self) -> WeightGroup:
-        """Block until every member is connected. Call this once only. Raises ServiceFault, phase "rendezvous", with the ranks
-        that did not come within the address's timeout."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Make `connect` fail here; at rank 0 also for every member that has come. Idempotent, from any thread."""
-
-
-def wait_until(transfer: Transfer, give_up: float) -> BucketReceipt | None:
-    """Wait for `transfer` until the monotonic time `give_up`. Raises RuntimeError."""
-    return transfer.wait(max(give_up - time.monotonic(), timeouts.TORCH_LEAST))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
@@ -35,36 +36,30 @@ class Malformed(Exception):
 FAULTS = (Malformed, ArithmeticError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Function:
     """A function that a pickle may call by name. `work` returns plain values, or objects closed to pickles."""
 
-    __slots__ = ("name", "work")
-
-    def __init__(self, name: str, work: Callable[..., Any]):
-        self.name = name
-        self.work = work
+    name: str
+    work: Callable[..., Any]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Opaque:
     """A placeholder for an object of another program. Has only the object's name there."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str):
-        self.name = name
+    name: str
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Attributes:
     """An object with attributes, such as an `argparse.Namespace`. `name`: its class; `values`: a dict or a tuple."""
 
-    __slots__ = ("name", "values")
-
-    def __init__(self, name: str, values: Any):
-        self.name = name
-        self.values = values
+    name: str
+    values: Any
 
 
 def excerpt(value: Any) -> str:
@@ -112,6 +107,8 @@ def load(code: bytes, surroundings: UnpickleHooks, scale: int = 1) -> Any:
             machine.stack.append(bytes(argument) if isinstance(argument, bytearray) else argument)
         elif opcode.name in _CONSTANTS:
             machine.stack.append(_CONSTANTS[opcode.name])
+        elif opcode.name in _EMPTY:
+            machine.stack.append(_EMPTY[opcode.name]())
         elif (work := _STEPS.get(opcode.name)) is not None:
             work(machine, argument)
         elif opcode.name not in ("PROTO", "FRAME"):
@@ -153,13 +150,6 @@ class _Machine:
     def get(self, index: int) -> None:
         self.stack.append(self._memo[index])
 
-    def empty_list(self, _: None) -> None:
-        """Push an empty list, also for a set: a set's items need not be hashable here."""
-        self.stack.append([])
-
-    def empty_dict(self, _: None) -> None:
-        self.stack.append({})
-
     def tuple_of(self, length: int) -> None:
         items = tuple(self.stack.pop() for _ in range(length))
         self.stack.append(items[::-1])
@@ -173,8 +163,7 @@ class _Machine:
         self.stack.append(items)
 
     def append(self, _: None) -> None:
-        item = self.stack.pop()
-        self._extend([item])
+        self._extend([self.stack.pop()])
 
     def appends(self, _: None) -> None:
         self._extend(self.since_mark())
@@ -187,8 +176,8 @@ class _Machine:
             raise Malformed(f"its pickle appends to {excerpt(target)}")
 
     def set_item(self, _: None) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update([key, value])
+        value = self.stack.pop()
+        self._update([self.stack.pop(), value])
 
     def set_items(self, _: None) -> None:
         self._update(self.since_mark())
@@ -272,6 +261,8 @@ _ARGUMENTS = {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
 }
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+# An empty set is a list: a set's items need not be hashable here.
+_EMPTY: dict[str, type] = {"EMPTY_LIST": list, "EMPTY_SET": list, "EMPTY_DICT": dict}
 _STEPS: dict[str, Callable[[_Machine, Any], object]] = {
     "MARK": _Machine.mark,
     "POP": _Machine.pop,
@@ -281,9 +272,6 @@ _STEPS: dict[str, Callable[[_Machine, Any], object]] = {
     "MEMOIZE": _Machine.memoize,
     "BINGET": _Machine.get,
     "LONG_BINGET": _Machine.get,
-    "EMPTY_LIST": _Machine.empty_list,
-    "EMPTY_SET": _Machine.empty_list,
-    "EMPTY_DICT": _Machine.empty_dict,
     "TUPLE": _Machine.tuple_since_mark,
     "TUPLE1": lambda machine, _: machine.tuple_of(1),
     "TUPLE2": lambda machine, _: machine.tuple_of(2),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, structs
 
@@ -102,15 +102,6 @@ class Bucket(Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         return self.data_bytes + TRAILER.size
-
-    @property
-    def padding(self) -> Iterator[slice]:
-        """The gaps between the tensors. The checksum covers the gaps too."""
-        end = 0
-        for entry in self.entries:
-            yield slice(end, entry.offset)
-            end = entry.offset + entry.nbytes
-        yield slice(end, self.data_bytes)
 
 
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:

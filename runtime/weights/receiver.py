@@ -21,27 +21,18 @@ import torch
 import xxhash
 from msgspec.structs import replace
 
+from runtime import commands
 from runtime.cluster.topology import takes_turns
-from runtime.commands import (
-    CommitWeights,
-    InitWeightGroup,
-    JoinWeights,
-    ReceiveWeights,
-    ResendWeights,
-    WeightGroupReady,
-    WeightsReceived,
-    WeightsSent,
-)
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process import platform, spans
 from runtime.process.spans import WEIGHT_SYNC
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
-from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import BucketReceipt, BucketTags, Transfer, WeightGroup, allocate, tensors_of, wait_until
+from runtime.weights.collective import reason
+from runtime.weights.group import BucketReceipt, BucketTags, Transfer, allocate, tensors_of
 from runtime.weights.plan import TRAILER, Manifest, plan_buckets
-from runtime.weights.sender import DEPTH, SendBuffers, WeightSender, join_rendezvous
+from runtime.weights.sender import DEPTH, SendBuffers, WeightGroup, WeightSender, join_rendezvous
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
@@ -70,7 +61,7 @@ class StagedWeights:
         found = tensors_of(self.manifest, self.buckets, self._buffers)
         return {self.manifest.tensors[index].name: tensor for index, tensor in found.items()}
 
-    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> WeightsReceived:
+    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
         """Receive and verify `version`, in a thread. Returns how the time since the sender's announcement was spent.
 
         The first reception allocates the memory. A second set allocates after the engine has freed its initial weights, so that
@@ -79,7 +70,6 @@ class StagedWeights:
         if self.taken:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
         self._buffers = self._buffers or allocate(self.buckets, pin=False, shared=self._shared)
-        group.set_manifest(self.manifest)
         # The sender's `announce` unblocks this, once its first bucket is whole. An abort, or the sender's loss, ends it.
         with spans.log.span("await sender", WEIGHT_SYNC, step=version.step):
             self._await_sender(group, version)
@@ -121,7 +111,7 @@ class StagedWeights:
             group.abort()
             raise ServiceFault(group.name, "announce", f"the sender of version {version} is lost: {reason(error)}") from error
 
-    def _take(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> WeightsReceived:
+    def _take(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
         """Receive every bucket, also after a bad one. A failure aborts the group; a wrong checksum keeps it usable. Raises
         ServiceFault of phase "transfer" (DeadlineExceeded if late), or of phase "verify" with the buckets; Cancelled."""
         give_up, pending, wrong, posted, index = time.monotonic() + deadline, list[Transfer](), list[str](), 0, 0
@@ -132,7 +122,7 @@ class StagedWeights:
                     pending.append(group.receive(posted, self._buffers[posted], self.buckets[posted].root))
                     posted += 1
                 before = time.monotonic()
-                receipt = wait_until(pending.pop(0), give_up)
+                receipt = pending.pop(0)(give_up)
                 arrived = time.monotonic()
                 wrong += self._faults(index, buffer, receipt, group.tags, version)
                 # In the last part of the wait the transport was at work on the bucket: count this part as copy and hash.
@@ -145,13 +135,13 @@ class StagedWeights:
             if group.aborted:
                 raise Cancelled(f"{group.name}: version {version} was withdrawn during its transfer") from error
             group.abort()
-            source = "" if (sender := group.sender_name(self.buckets[index].root)) is None else f" from {sender}"
+            source = f" from {group.address.label(self.buckets[index].root)}" if group.address.senders > 1 else ""
             message = f"bucket {index} of {len(self.buckets)} of version {version} did not arrive{source}: {reason(error)}"
             kind = DeadlineExceeded if time.monotonic() >= give_up else ServiceFault
             raise kind(group.name, "transfer", message, deadline) from error
         if wrong:
             raise ServiceFault(group.name, "verify", f"version {version}: {'; '.join(wrong)}", deadline)
-        return WeightsReceived(waiting, copying, hashing)
+        return commands.WeightsReceived(waiting, copying, hashing)
 
     def _faults(
         self, index: int, buffer: torch.Tensor, receipt: BucketReceipt | None, tags: BucketTags, version: PolicyVersion
@@ -190,18 +180,18 @@ class WeightReceiver:
         self._staged: StagedWeights | None = None  # in the engine, before the swap
         self._received: PolicyVersion | None = None  # verified, and neither committed nor withdrawn
         self._committed: PolicyVersion | None = None
-        self._reception: asyncio.Task[WeightsReceived] | None = None
+        self._reception: asyncio.Task[commands.WeightsReceived] | None = None
         self._peer: WeightSender | None = None
         self._hosting = 0  # the epoch that this rollout hosts or is about to host
-        self._sending: asyncio.Task[WeightsSent] | None = None
+        self._sending: asyncio.Task[commands.WeightsSent] | None = None
 
     @property
     def held(self) -> StagedWeights | None:
         """The buckets that hold the engine's version, if any."""
-        kept = (each for each in (self._adopted, *self._sets) if each is not None and each.version == self._committed)
+        kept = (each for each in self._sets if each.version == self._committed)
         return None if self._committed is None else next(kept, None)
 
-    async def join(self, command: JoinWeights, require_base: Callable[[str], None]) -> None:
+    async def join(self, command: commands.JoinWeights, require_base: Callable[[str], None]) -> None:
         """Join the group of an epoch. Leaves the epoch before, also an epoch that this rollout hosts. `require_base` raises if
         the adapters' base model, given by its fingerprint, is not this rollout's model."""
         self.leave()
@@ -230,7 +220,7 @@ class WeightReceiver:
             self._sets = [StagedWeights(manifest, shared=self._shared) for _ in range(1 + self._adopts)]
             self._adopted = None
 
-    async def receive(self, command: ReceiveWeights) -> WeightsReceived:
+    async def receive(self, command: commands.ReceiveWeights) -> commands.WeightsReceived:
         """Receive and verify a version during generation. Stage it in the engine, unless the engine has the version already: a
         version is sent again for a newcomer. Returns how the time was spent.
 
@@ -245,7 +235,7 @@ class WeightReceiver:
         self._reception = asyncio.create_task(self._receive(self.group, command.version))
         return await asyncio.shield(self._reception)
 
-    async def _receive(self, group: WeightGroup, version: PolicyVersion) -> WeightsReceived:
+    async def _receive(self, group: WeightGroup, version: PolicyVersion) -> commands.WeightsReceived:
         if self._staged is not None:
             raise InvariantViolated(f"{self._name}: cannot receive {version}: {self._staged.version} is still staged")
         free = next(each for each in self._sets if not each.taken)
@@ -271,7 +261,7 @@ class WeightReceiver:
         self._received = version
         return replace(took, stage_seconds=time.monotonic() - before)
 
-    def needs_swap(self, command: CommitWeights) -> bool:
+    def needs_swap(self, command: commands.CommitWeights) -> bool:
         """Return whether the engine lacks the version. Raises ServiceFault if the version was not received."""
         if self._received != command.version or command.epoch != self.epoch:
             raise ServiceFault(self._name, "commit", f"version {command.version} is not staged")
@@ -293,8 +283,7 @@ class WeightReceiver:
         self.swaps += 1
 
     def leave(self, epoch: int | None = None) -> None:
-        """Leave the group of `epoch`, or any group if None, and forget the version under way. Keeps the engine's weights.
-        Idempotent."""
+        """Leave the group of `epoch`, or any group if None, and forget the version under way, not the engine's. Idempotent."""
         if epoch in (None, self._hosting):
             self._stop_sending()
         if epoch not in (None, self.epoch):
@@ -307,7 +296,7 @@ class WeightReceiver:
             self._staged.release()
             self._staged = None
 
-    async def host(self, command: InitWeightGroup) -> WeightGroupReady:
+    async def host(self, command: commands.InitWeightGroup) -> commands.WeightGroupReady:
         """Host an epoch with the rollouts that lack the engine's version, and send from the buckets of its reception. Raises
         ServiceFault, phase "snapshot", if no buckets hold the version unchanged."""
         held, backend = self.held, "gloo" if takes_turns(self._config) else self._settings.backend
@@ -326,7 +315,7 @@ class WeightReceiver:
         self._peer = WeightSender(buffers, self._config, self._name, backend=backend)
         return await self._peer.open(command)
 
-    async def resend(self, command: ResendWeights) -> WeightsSent:
+    async def resend(self, command: commands.ResendWeights) -> commands.WeightsSent:
         """Send the engine's version in the epoch that this rollout hosts."""
         if self._peer is None:
             raise ServiceFault(self._name, "transfer", f"there is no sync group of epoch {command.epoch}")

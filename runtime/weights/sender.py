@@ -28,42 +28,36 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.commands import InitWeightGroup, WeightGroupReady, WeightsSent
 from runtime.config import Config
-from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.process.spans import WEIGHT_SYNC
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights import collective, shared_memory
+from runtime.weights.collective import meet, reason, shut_down
 from runtime.weights.delta import DeltaLink
-from runtime.weights.gloo_mesh import SocketAddress, meet, reason, shut_down
 from runtime.weights.group import (
     AVAILABLE,
     AuthenticatedStore,
     BucketTags,
     Link,
-    PendingGroup,
     Transfer,
-    WeightGroup,
     allocate,
     new_key,
     populate,
     tensors_of,
-    wait_until,
 )
 from runtime.weights.plan import GroupAddress, Manifest, plan_buckets
 
 if TYPE_CHECKING:
     from runtime.weights.delta import Positions, TensorChanges
 
-# ---- Rendezvous
+# ---- Groups
 #
-# The rendezvous of an epoch's members: `open_rendezvous` opens a group by its transport's name, `join_rendezvous` enters it.
 # Members meet in a TCPStore that rank 0 hosts; buckets move over links, one from each sender to all receivers.
 
 
-BACKENDS = ("gloo", "nccl", "hccl")
-TRANSPORTS = ("collective", "shared_memory")
 BACKLOG = 1024  # members that connect at once
 
 LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
@@ -73,30 +67,77 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
 """By transport: (store, address, all labels by rank, own name, own interface's address) -> link, within the timeout."""
 
 
-class StoreGroup(WeightGroup):
-    def __init__(
-        self,
-        address: GroupAddress,
-        name: str,
-        store: AuthenticatedStore,
-        links: Sequence[Link],
-        paths: frozenset[SocketAddress],
-    ):
-        """Make the group over `links`: at a receiver one link from each sender, by the sender's rank; at a sender its own."""
-        super().__init__(address, name)
-        self._senders = address.senders
-        self._label = address.label
+class WeightGroup:
+    """The members of one epoch: a rendezvous that is open, and after `connect` the group.
+
+    The first ranks are senders, each with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member
+    makes the same calls in the same order, from one thread.
+
+    No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole training step ahead.
+    The wait occupies no device stream, and deadlines count from the announcement.
+    """
+
+    def __init__(self, address: GroupAddress, name: str, store: AuthenticatedStore, interface: str):
+        """Make a group that is not connected. `address`: rank 0's, with the own rank in it. `interface`: own IP address."""
+        self.address = address
+        self.name = name
+        self.epoch = address.epoch
+        self.rank = address.rank
+        self.tags = BucketTags(address.key)
+        self.aborted = False
         self._store: AuthenticatedStore | None = store
-        self._links = links
-        self._paths = paths
+        self._interface = interface
+        self._links: list[Link] = []  # at a receiver one from each sender, by the sender's rank; at a sender its own
         self._transfers = 0
 
+    def connect(self) -> WeightGroup:
+        """Block until every member is connected, and return the group. Call this once only. Raises ServiceFault, phase
+        "rendezvous", with the ranks that did not come within the address's timeout."""
+        address, store = self.address, self._running_store()
+        give_up = time.monotonic() + address.timeout
+        labels = list(map(address.label, range(address.world_size)))
+        links: list[Link] = []
+        try:
+            if address.senders > 1:  # meet first: otherwise errors would name members that only wait for the missing one
+                meet(store.within("all"), address.rank, "", labels, self.name, address.timeout)
+            mine = [address.rank] if address.rank < address.senders else range(address.senders)
+            for sender in mine:
+                timeout = _left(give_up) if address.senders > 1 else address.timeout
+                links.append(self._link_from(sender, store, labels, timeout))
+        except BaseException:
+            for link in links:
+                link.abort()
+            self._store = None
+            raise
+        self._links = links
+        return self
+
+    def _link_from(self, sender: int, store: AuthenticatedStore, labels: Sequence[str], timeout: float) -> Link:
+        """Connect and return the link from `sender`. The sender is the link's rank 0; the receivers follow."""
+        address, first = self.address, self.address.senders
+        part = replace(
+            address,
+            rank=0 if address.rank < first else address.rank - first + 1,
+            world_size=address.world_size - first + 1,
+            timeout=timeout,
+        )
+        apart = store.within(f"sender/{sender}")
+        link = LINKS[address.transport](apart, part, [labels[sender], *labels[first:]], self.name, self._interface)
+        return DeltaLink(link, address.full_every) if address.full_every else link
+
+    @property
+    def sent_bytes(self) -> int:
+        """At a sender: the bytes sent to each receiver so far."""
+        return self._links[0].sent_bytes
+
     def announce(self, version: PolicyVersion) -> None:
+        """Begin the transfer of `version` at a sender. Rank 0 notifies the receivers."""
         self._transfers += 1
         if self.rank == 0:
             self._running_store().set(f"transfer/{self._transfers}", b"")
 
     def await_announcement(self, version: PolicyVersion) -> None:
+        """Block a receiver until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
         self._transfers += 1
         self._running_store().await_value(f"transfer/{self._transfers}", timeouts.GLOO_BACKSTOP)
 
@@ -104,34 +145,36 @@ class StoreGroup(WeightGroup):
         self._links[0].set_changed(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        transfer = self._links[0].send(index, buffer)
-        self.sent_bytes = self._links[0].sent_bytes
-        return transfer
+        return self._links[0].send(index, buffer)
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        return self._links[root if self._senders > 1 else 0].receive(index, buffer)
+        """Start at a receiver to fill `buffer`, as `Link.receive` does. One sender is the root of all buckets."""
+        return self._links[root if self.address.senders > 1 else 0].receive(index, buffer)
 
     def wait_for_senders(self, nbytes: int, give_up: float) -> int:
+        """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
+
+        Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`. It returns
+        the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason.
+        """
         if self.rank:
             self._running_store().set(self._part(self.rank), str(nbytes))
             return nbytes
         # Each other sender sets its part after its own receivers have taken all its buckets, or reports its failure.
-        return nbytes + sum(self._await_part(sender, give_up) for sender in range(1, self._senders))
+        return nbytes + sum(self._await_part(sender, give_up) for sender in range(1, self.address.senders))
 
     def report_failure(self, message: str) -> None:
+        """Report from any other sender to rank 0 that this sender's part has failed."""
         if self.rank:
             with suppress(RuntimeError):  # rank 0 has left
                 self._running_store().set(self._part(self.rank), message)
-
-    def sender_name(self, root: int) -> str | None:
-        return self._label(root) if self._senders > 1 else None
 
     def _part(self, sender: int) -> str:
         return f"part/{self._transfers}/{sender}"
 
     def _await_part(self, sender: int, give_up: float) -> int:
         """Wait until the receivers have the sender's part, and return its bytes."""
-        store, label = self._running_store(), self._label(sender)
+        store, label = self._running_store(), self.address.label(sender)
         try:
             message = store.await_value(self._part(sender), max(give_up - time.monotonic(), timeouts.TORCH_LEAST)).decode()
         except RuntimeError as error:
@@ -147,11 +190,19 @@ class StoreGroup(WeightGroup):
             link.set_timeout(seconds)
 
     def abort(self) -> None:
+        """Leave for good. Blocked threads fail here at once, at the peers once these see it. At rank 0 a rendezvous ends for
+        every member that has come. Idempotent, from any thread.
+
+        `abort` is also the normal end of a group. Call it only after every receiver has verified the last transfer: an arrived
+        bucket may still fail when its connection closes. A process should leave its groups before it exits.
+        """
         self.aborted = True
+        here, connected = frozenset({(self.address.host, self.address.port)}), bool(self._links)
         for link in self._links:
             link.abort()
-        shut_down(frozenset(), self._paths)
-        self._store = None
+        shut_down(frozenset() if connected else here, here)
+        if connected:
+            self._store = None
 
     def _running_store(self) -> AuthenticatedStore:
         store = self._store
@@ -160,66 +211,18 @@ class StoreGroup(WeightGroup):
         return store
 
 
-class PendingStoreGroup(PendingGroup):
-    def __init__(self, address: GroupAddress, name: str, store: AuthenticatedStore, interface: str):
-        self.address = address
-        self._name = name
-        self._store: Any = store
-        self._interface = interface
-
-    def abort(self) -> None:
-        here = frozenset({(self.address.host, self.address.port)})
-        shut_down(here, here)
-
-    def connect(self) -> WeightGroup:
-        address = self.address
-        give_up = time.monotonic() + address.timeout
-        labels = list(map(address.label, range(address.world_size)))
-        store, self._store = self._store, None
-        links: list[Link] = []
-        try:
-            if address.senders > 1:  # meet first: otherwise errors would name members that only wait for the missing one
-                meet(store.within("all"), address.rank, "", labels, self._name, address.timeout)
-            mine = [address.rank] if address.rank < address.senders else range(address.senders)
-            for sender in mine:
-                timeout = _left(give_up) if address.senders > 1 else address.timeout
-                links.append(self._link_from(sender, store, labels, timeout))
-        except BaseException:
-            for link in links:
-                link.abort()
-            raise
-        return StoreGroup(address, self._name, store, links, frozenset({(address.host, address.port)}))
-
-    def _link_from(self, sender: int, store: AuthenticatedStore, labels: Sequence[str], timeout: float) -> Link:
-        """Connect and return the link from `sender`. The sender is the link's rank 0; the receivers follow."""
-        address, first = self.address, self.address.senders
-        part = replace(
-            address,
-            rank=0 if address.rank < first else address.rank - first + 1,
-            world_size=address.world_size - first + 1,
-            timeout=timeout,
-        )
-        apart = store.within(f"sender/{sender}")
-        link = LINKS[address.transport](apart, part, [labels[sender], *labels[first:]], self._name, self._interface)
-        return DeltaLink(link, address.full_every) if address.full_every else link
-
-
 def _left(give_up: float) -> float:
     return max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST)
 
 
 def open_rendezvous(
     address: GroupAddress, interface: str, port_range: PortRange | None = None, name: str = "sender"
-) -> PendingGroup:
+) -> WeightGroup:
     """Open the rendezvous of `address` as rank 0, on a free port of `interface` within `port_range`. Does not block.
 
     `address` lacks its host, its port and its key. With `full_every` = n > 0 versions are deltas, except one of every n, which
-    is whole. Raises UserError for an unknown interface, backend or transport, or a range without a free port.
+    is whole. Raises UserError for an unknown interface, or a range without a free port.
     """
-    if address.backend not in BACKENDS:
-        raise UserError(f"weight_sync.backend: {address.backend!r} is not one of {', '.join(BACKENDS)}")
-    if address.transport not in TRANSPORTS:
-        raise UserError(f"weight_sync.transport: {address.transport!r} is not one of {', '.join(TRANSPORTS)}")
     address = replace(address, key=new_key())
     ip, patience = own_address(interface), timedelta(seconds=address.timeout)
     with listen(ip, port_range, BACKLOG) as listener:
@@ -227,22 +230,20 @@ def open_rendezvous(
         descriptor = listener.detach()
         store = dist.TCPStore(ip, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor)
     address = replace(address, host=ip, port=port)
-    return PendingStoreGroup(address, name, _members_store(store, address), ip)
+    return WeightGroup(address, name, _members_store(store, address), ip)
 
 
-def join_rendezvous(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
-    """Enter the rendezvous as `address.rank`, and block until every member is connected. `interface` defaults to the local
-    address that reaches `address.host`. Raises ServiceFault, phase "rendezvous"."""
-    name = name or f"rank {address.rank}"
+def join_rendezvous(address: GroupAddress, name: str) -> WeightGroup:
+    """Enter the rendezvous as `address.rank`, and block until every member is connected. Raises ServiceFault, phase
+    "rendezvous"."""
     give_up, patience = time.monotonic() + address.timeout, timedelta(seconds=address.timeout)
     try:
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience, wait_for_workers=False)
     except RuntimeError as error:
         message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
-    ip = own_address(interface or AUTO, address.host)
     left = replace(address, timeout=_left(give_up))
-    return PendingStoreGroup(left, name, _members_store(store, address), ip).connect()
+    return WeightGroup(left, name, _members_store(store, address), own_address(AUTO, address.host)).connect()
 
 
 def _members_store(store: Any, address: GroupAddress) -> AuthenticatedStore:
@@ -387,7 +388,6 @@ class SendBuffers:
             if self._own:
                 self._await_whole(0, group, give_up)
                 began = time.monotonic()
-            group.set_manifest(self.manifest)
             group.set_timeout(deadline)
             group.announce(version)
             with spans.log.span("send", WEIGHT_SYNC, step=version.step):
@@ -453,7 +453,7 @@ class SendBuffers:
     def _take(self, pending: list[Transfer], most: int, give_up: float) -> None:
         """Wait until at most `most` transfers are under way."""
         while len(pending) > most:
-            wait_until(pending.pop(0), give_up)
+            pending.pop(0)(give_up)
             with self._changed:
                 self._taken += 1
                 self._changed.notify_all()
@@ -464,7 +464,7 @@ class _Joining(NamedTuple):
 
     epoch: int
     group: Future[WeightGroup]
-    pending: PendingGroup | None  # at rank 0, which hosts the rendezvous: its `abort` ends the joining of all members
+    pending: WeightGroup | None  # at rank 0, which hosts the rendezvous: its `abort` ends the joining of all members
 
 
 class WeightSender:
@@ -474,14 +474,7 @@ class WeightSender:
     """
 
     def __init__(
-        self,
-        buffers: SendBuffers,
-        config: Config,
-        name: str,
-        *,
-        backend: str = "gloo",
-        names: tuple[str, ...] = (),
-        full_every: int = 0,
+        self, buffers: SendBuffers, config: Config, name: str, *, backend: str, names: tuple[str, ...] = (), full_every: int = 0
     ):
         """Make a sender of `buffers`. `names`: the manifest's senders, `name` among them. Rank 0 sends `backend` and
         `full_every` to the other members in `GroupAddress`."""
@@ -510,7 +503,7 @@ class WeightSender:
             senders=len(self._names),
         )
 
-        def host() -> PendingGroup:
+        def host() -> WeightGroup:
             with _HOSTING:
                 pending = open_rendezvous(address, self._network.interface, self._network.port_range, self._name)
                 if self._left is not left:
@@ -607,13 +600,12 @@ class WeightSender:
         return left
 
     def _require_in(self, epoch: int, left: Future[None]) -> None:
-        """Raise Cancelled if the epoch was left. `left`: the result of `_enter`. The number does not suffice: an epoch
-        may be opened again."""
+        """Raise Cancelled if the epoch was left. `left`: of `_enter`; the number may be of an epoch that was opened again."""
         if self._left is not left:
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")
 
     def _connect(
-        self, epoch: int, connect: Callable[[], WeightGroup], pending: PendingGroup | None = None
+        self, epoch: int, connect: Callable[[], WeightGroup], pending: WeightGroup | None = None
     ) -> Future[WeightGroup]:
         self._joining = _Joining(epoch, in_thread("join-weights", connect), pending)
         return self._joining.group
@@ -642,7 +634,7 @@ def _done(error: Exception | None = None) -> Future[Any]:
     return future
 
 
-def _abandon(made: Future[PendingGroup] | Future[WeightGroup]) -> None:
+def _abandon(made: Future[WeightGroup]) -> None:
     """Leave the rendezvous or group `made` as soon as it exists."""
     if made.exception() is None:
         made.result().abort()

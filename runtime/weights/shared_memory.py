@@ -23,25 +23,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
-from runtime.weights.gloo_mesh import card_of, meet
-from runtime.weights.group import (
-    AVAILABLE,
-    BucketReceipt,
-    BucketTags,
-    Deferred,
-    Link,
-    Transfer,
-    file_of,
-    in_memory_file,
-    memory_file,
-)
+from runtime.weights.collective import card_of, meet
+from runtime.weights.group import AVAILABLE, BucketReceipt, BucketTags, Link, Transfer, file_of, in_memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
@@ -88,9 +79,6 @@ class SendingLink(_SocketLink):
         self._sent = 0
         self._taken = dict.fromkeys(peers, 0)
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return memory_file(nbytes)
-
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         shared = in_memory_file(buffer)  # the file lives as long as any descriptor, also a descriptor in a sent message
         descriptor, offset = file_of(shared)
@@ -106,14 +94,10 @@ class SendingLink(_SocketLink):
             self._sent += 1
             self.sent_bytes += buffer.numel()
             number = self._sent
-        return Deferred(self._await_taken, number)
+        return partial(self._await_taken, number)
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        raise RuntimeError("rank 0 receives nothing")
-
-    def _await_taken(self, number: int, timeout: float) -> None:
+    def _await_taken(self, number: int, give_up: float) -> None:
         """Wait until all receivers have taken the `number`th sent bucket. Raises RuntimeError if any receiver ends, or late."""
-        give_up = time.monotonic() + timeout
         with self._using:
             self._check()
             labels = {peer.fileno(): label for label, peer in self._peers.items()}
@@ -139,26 +123,12 @@ class SendingLink(_SocketLink):
         self._taken[label] += 1
 
 
-class _Copy:
-    """A bucket to copy. `copied` is done after the copy."""
+class _Copy(NamedTuple):
+    """A bucket to copy."""
 
-    def __init__(self, link: ReceivingLink, index: int, buffer: torch.Tensor):
-        self._link = link
-        self.index = index
-        self.buffer = buffer
-        self.copied: Future[BucketReceipt] = Future()
-
-    def fail(self, error: RuntimeError) -> None:
-        # Drop the traceback: its frames would keep the sender's memory alive as long as the error.
-        self.copied.set_exception(error.with_traceback(None))
-
-    def wait(self, timeout: float) -> BucketReceipt:
-        try:
-            copied = self.copied.result(timeout)
-        except futures.TimeoutError as error:
-            raise RuntimeError(f"timed out waiting for {self._link.label}") from error
-        self._link.taken()
-        return copied
+    index: int
+    buffer: torch.Tensor
+    copied: Future[BucketReceipt]
 
 
 class ReceivingLink(_SocketLink):
@@ -167,7 +137,7 @@ class ReceivingLink(_SocketLink):
     def __init__(self, sender: socket.socket, label: str, tags: BucketTags):
         """Make the receiver's end. `label`: the sender's name for messages. `tags`: of the sender's buckets."""
         super().__init__((sender,))
-        self.label = label
+        self._label = label
         self._sender = sender
         self._tags = tags
         self._inode = 0
@@ -176,11 +146,8 @@ class ReceivingLink(_SocketLink):
         self._posted: deque[_Copy] = deque()
         self._lanes: set[threading.Thread] = set()
 
-    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        raise RuntimeError("only rank 0 sends")
-
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        copy = _Copy(self, index, buffer)
+        copy = _Copy(index, buffer, Future())
         with self._changed:
             self._check()
             self._posted.append(copy)
@@ -188,16 +155,21 @@ class ReceivingLink(_SocketLink):
                 lane = threading.Thread(target=self._run_lane, name="copy-weights", daemon=True)
                 self._lanes.add(lane)
                 lane.start()
-        return copy
+        return partial(self._take, copy.copied)
 
-    def taken(self) -> None:
-        """Notify the sender that the next bucket, in order, was copied. Raises RuntimeError."""
+    def _take(self, copied: Future[BucketReceipt], give_up: float) -> BucketReceipt:
+        """Wait until the next bucket, in order, was copied, and notify the sender. Raises RuntimeError."""
+        try:
+            receipt = copied.result(give_up - time.monotonic())
+        except futures.TimeoutError as error:
+            raise RuntimeError(f"timed out waiting for {self._label}") from error
         try:
             with self._changed:
                 self._check()
                 self._sender.send(_TAKEN)
         except OSError as error:
             raise self._gone(error) from error
+        return receipt
 
     def abort(self) -> None:
         super().abort()
@@ -217,17 +189,17 @@ class ReceivingLink(_SocketLink):
                 try:
                     source = self._await(copy.index, copy.buffer.numel())
                 except (RuntimeError, OSError) as error:
-                    copy.fail(self._gone(error) if isinstance(error, OSError) else error)
+                    _fail(copy.copied, self._gone(error) if isinstance(error, OSError) else error)
                     continue
             try:
                 copy.copied.set_result(copy_and_hash(source, copy.buffer.numpy(), self._tags.hasher(), self._check))
             except RuntimeError as error:
-                copy.fail(error)
+                _fail(copy.copied, error)
 
     def _gone(self, error: OSError) -> RuntimeError:
         if self._aborted:
             return RuntimeError("the group was aborted")
-        return RuntimeError(f"{self.label} is gone: {error}")
+        return RuntimeError(f"{self._label} is gone: {error}")
 
     def _await(self, index: int, nbytes: int) -> Any:
         """Wait for the sender's message, and return the bucket in the sender's memory. Raises RuntimeError, OSError."""
@@ -237,11 +209,11 @@ class ReceivingLink(_SocketLink):
             self._map(descriptor)
         self._check()
         if not message:
-            raise RuntimeError(f"{self.label} is gone")
+            raise RuntimeError(f"{self._label} is gone")
         number, offset, size = _WHOLE.unpack(message)
         if (number, size) != (index, nbytes) or self._memory is None or offset + size > len(self._memory):
             raise RuntimeError(
-                f"{self.label} sent bucket {number}, {size} bytes at {offset}, for bucket {index}, {nbytes} bytes"
+                f"{self._label} sent bucket {number}, {size} bytes at {offset}, for bucket {index}, {nbytes} bytes"
             )
         return self._memory[offset : offset + size]
 
@@ -259,6 +231,10 @@ class ReceivingLink(_SocketLink):
         with self._changed:
             super()._close()
             self._memory = None
+
+
+def _fail(copied: Future[BucketReceipt], error: RuntimeError) -> None:
+    copied.set_exception(error.with_traceback(None))  # the traceback's frames would keep the sender's memory alive
 
 
 def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> BucketReceipt:

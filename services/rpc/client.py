@@ -25,7 +25,7 @@ from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, BeginStep
 from runtime.config import Config
 from runtime.errors import ServiceFault, Unanswered, Unreachable
-from runtime.process.keys import COORDINATOR, Keys, process
+from runtime.process.keys import COORDINATOR, Keys
 from runtime.status import Progress, Status
 from runtime.types import SCHEMA_VERSION, Command
 from services.rpc import contract, security
@@ -51,7 +51,8 @@ class Channel:
         """Open the channel. `silence`: see `server.options`. `token`: given by the coordinator, to be shown to this peer."""
         self.address = address
         self.grpc: grpc.aio.Channel = security.connection(grpc.aio, address, keys, called, options(silence))
-        self.metadata = security.shown_to(called, keys, token)
+        shown = "" if keys is None else token or keys.token(called)
+        self.metadata = ((security.HEADER, security.SCHEME + shown),) if shown else ()
 
     async def __aenter__(self) -> Channel:
         return self
@@ -82,8 +83,7 @@ class Channel:
 async def call(
     channel: Channel, name: str, method: contract.Method, request: Any = None, timeout: float = timeouts.CONTROL_CALL
 ) -> Any:
-    """Make one unary call to the process called `name`. Raises the peer's error, DeadlineExceeded, or Unreachable if the
-    connection broke meanwhile."""
+    """Make one unary call to the process called `name`. Raises the peer's error, DeadlineExceeded, or Unreachable."""
     stub = channel.grpc.unary_unary(method.path, method.request.serialize, method.reply.parse)
     try:
         return await stub(request, timeout=timeout, wait_for_ready=True, metadata=channel.metadata)
@@ -109,9 +109,7 @@ async def items(channel: Channel, name: str, method: contract.Method, request: A
 
 
 async def watch(address: str, silence: float = 0.0, keys: Keys | None = None) -> AsyncGenerator[Progress, None]:
-    """Yield the coordinator's reports on the run until it ends. Raises ServiceFault if the coordinator cannot be reached.
-    `silence`: see `server.options`.
-    """
+    """Yield the coordinator's reports until the run ends. Raises ServiceFault. `silence`: see `server.options`."""
     channel = Channel(address, keys, silence=silence)
     async with channel, aclosing(items(channel, COORDINATOR, WATCH)) as progress:
         async for one in progress:
@@ -133,25 +131,13 @@ class Session:
     calls raise ServiceFault. `machine`: where the peer runs.
     """
 
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        service: str,
-        machine: str = "",
-        silence: float = 0.0,
-        term: int = 0,
-        keys: Keys | None = None,
-        incarnation: int = 0,
-        token: str = "",
-    ):
-        """Create the session. `silence`, `token`: see `Channel`. `term`: of the coordinator. `incarnation`: of the peer."""
+    def __init__(self, channel: Channel, name: str, service: str, machine: str = "", term: int = 0):
+        """Create the session over `channel`, and own it. `term`: of the coordinator."""
         self.name = name
         self.machine = machine
-        self.address = address
         self._service = service
         self._term = term
-        self._channel = Channel(address, keys, process(name, incarnation), silence, token)
+        self._channel = channel
         self._ids = itertools.count(1)
         self._outbox = contract.SendQueue()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
@@ -191,8 +177,7 @@ class Session:
     def post(self, method: contract.Method, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
         """Send a call now, and return the coroutine that waits for its answer. Calls reach the peer in the order of posting.
 
-        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken. Cancelling withdraws the
-        call.
+        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken; cancelling withdraws it.
         """
         id_, urgent = next(self._ids), method.priority is contract.Priority.CONTROL
         body = method.request.pack(request)
@@ -317,42 +302,32 @@ class RequestBatcher:
         """Create the batcher. `client` posts the command of `method`, which is made of the requests."""
         self._client, self._method = client, method
         self._asked: list[tuple[Any, asyncio.Future[bytes]]] = []
+        self._room = asyncio.Semaphore(UNDER_WAY)
         self._computing: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: Any) -> Any:
         """Return the encoded answer."""
-        loop = asyncio.get_running_loop()
-        if not self._asked:
-            loop.call_soon(self._flush)
-        future: asyncio.Future[bytes] = loop.create_future()
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked.append((request, future))
+        if len(self._asked) == 1:
+            task = asyncio.create_task(self._compute())
+            self._computing.add(task)
+            task.add_done_callback(self._computing.discard)
         return await future
 
-    def _flush(self) -> None:
-        if not self._asked or len(self._computing) >= UNDER_WAY:
-            return
-        asked, self._asked = self._asked, []
-        assert self._method.command is not None
-        command = self._method.command([request for request, _ in asked])
-        task = asyncio.create_task(self._compute(self._client.post(command), asked))
-        self._computing.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._computing.discard(task)
-        self._flush()
-
-    async def _compute(
-        self, answering: Coroutine[Any, Any, list[bytes]], asked: list[tuple[Any, asyncio.Future[bytes]]]
-    ) -> None:
-        """Answer the requests of one command. It goes on even if its callers withdraw: the ranks compute it together."""
-        try:
-            answers = await answering
-        except Exception as error:  # noqa: BLE001 - the error goes to every caller
-            for _, future in asked:
-                if not future.done():
-                    future.set_exception(error)
-            return
+    async def _compute(self) -> None:
+        """Answer the requests that are there once there is room. It goes on even if its callers withdraw: the ranks compute it
+        together."""
+        async with self._room:  # until one of the commands under way is answered
+            asked, self._asked = self._asked, []
+            assert self._method.command is not None
+            try:
+                answers = await self._client.post(self._method.command([request for request, _ in asked]))
+            except Exception as error:  # noqa: BLE001 - the error goes to every caller
+                for _, future in asked:
+                    if not future.done():
+                        future.set_exception(error)
+                return
         for (_, future), answer in zip(asked, answers, strict=True):
             if not future.done():
                 future.set_result(answer)

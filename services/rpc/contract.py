@@ -33,22 +33,7 @@ from runtime.errors import InvalidMessage
 from runtime.process import keys
 from runtime.rewards.remote import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
-from runtime.types import (
-    GATEWAY_GROUPS,
-    SCHEMA_VERSION,
-    SCORERS,
-    SMALL,
-    Body,
-    GroupRequest,
-    LogprobRequest,
-    Parts,
-    RunEpisodesRequest,
-    ScoreRequest,
-    ValueRequest,
-    answer_of,
-    parts_of,
-    snake,
-)
+from runtime.types import SCHEMA_VERSION, SMALL, Body, Parts, parts_of, snake
 from services.rpc import generated
 from services.rpc.generated import common_pb2
 
@@ -60,10 +45,9 @@ from services.rpc.generated import common_pb2
 CHUNK = 1 << 20  # bytes of one body that one frame carries
 FRAME = 4 << 20  # bytes after which a frame is full
 MAX_BATCH = 32  # messages that fill a frame too: it leaves at once, and the peer works on it while the next is made
-LARGEST = 1 << 30  # bytes of one body
-UNFINISHED = 4  # bodies of one stream: a sender puts all of a body on its way before the next
-HELD = LARGEST + (64 << 20)  # bytes of unfinished bodies of one stream
-HELD_IN_ALL = 2 * HELD  # ... and of all streams of a service: those of the coordinator and of the earlier one
+LARGEST = 1 << 30  # bytes of one body; a sender puts all of a body on its way before the next
+# Bytes of unfinished bodies of all streams of a service: those of the coordinator and of the earlier one.
+HELD_IN_ALL = 2 * (LARGEST + (64 << 20))
 
 
 def size_of(body: Body) -> int:
@@ -94,8 +78,7 @@ class LargeBody(NamedTuple):
 
 
 def wire_frame(head: Any, name: str, messages: Sequence[Any]) -> bytes:
-    """Return the serialized frame `head` with `messages` of a `SendQueue` in its field `name`. Large bodies are copied only
-    here."""
+    """Return the serialized frame `head` with `messages` of a `SendQueue` in its field `name`. Copies large bodies."""
     if LargeBody not in map(type, messages):
         getattr(head, name).extend(messages)
         return bytes(head.SerializeToString())
@@ -133,43 +116,39 @@ class BufferedBytes:
 
 
 class Reassembler:
-    """Joins split bodies, by their id. `held` counts the bytes that it holds, until `close`."""
+    """Joins the chunks of a body, by its id. `held` counts the bytes that it holds, until `close`."""
 
     def __init__(self, held: BufferedBytes | None = None):
         self._held = held or BufferedBytes()
-        self._bodies: dict[int, bytearray] = {}  # the unfinished bodies
+        self._id, self._body = 0, bytearray()  # of the unfinished body
 
     def add(self, id_: int, chunk: bytes, more: bool) -> bytes | None:
-        """Return the whole body once its last chunk is in. Raises InvalidMessage if a limit of `_check` is passed."""
-        if not more and id_ not in self._bodies:
+        """Return the whole body once its last chunk is in. Raises InvalidMessage for a second one, or one beyond a limit."""
+        if not more and id_ != self._id:
             return chunk
-        body = self._bodies.setdefault(id_, bytearray())
-        body += chunk
+        if self._body and id_ != self._id:
+            raise InvalidMessage("more than one unfinished message")
+        self._id = id_
+        self._body += chunk
         self._held.size += len(chunk)
-        self._check(len(body))
-        if more:
-            return None
-        self.forget(id_)
-        return bytes(body)
-
-    def forget(self, id_: int) -> None:
-        self._held.size -= len(self._bodies.pop(id_, b""))
-
-    def close(self) -> None:
-        """Drop the unfinished bodies: the stream has ended."""
-        for id_ in list(self._bodies):
-            self.forget(id_)
-
-    def _check(self, size: int) -> None:
-        """Check the limits. `size`: of the body that has grown. Raises InvalidMessage."""
-        if size > LARGEST:
+        if len(self._body) > LARGEST:
             raise InvalidMessage(f"a message of more than {LARGEST} bytes")
-        if len(self._bodies) > UNFINISHED:
-            raise InvalidMessage(f"more than {UNFINISHED} unfinished messages")
-        if sum(map(len, self._bodies.values())) > HELD:
-            raise InvalidMessage(f"unfinished messages of more than {HELD} bytes")
         if self._held.size > HELD_IN_ALL:
             raise InvalidMessage(f"unfinished messages of more than {HELD_IN_ALL} bytes, over all streams")
+        if more:
+            return None
+        whole = bytes(self._body)
+        self.forget(id_)
+        return whole
+
+    def forget(self, id_: int) -> None:
+        if id_ == self._id:
+            self.close()
+
+    def close(self) -> None:
+        """Drop the unfinished body: the stream has ended, or the call was withdrawn."""
+        self._held.size -= len(self._body)
+        self._id, self._body = 0, bytearray()
 
 
 def _fitting(messages: list[Any]) -> list[Any]:
@@ -229,15 +208,8 @@ class SendQueue:
 # Errors that arrive unchanged. Unreachable and Unanswered are not among them: they describe a caller's own peer. The caller's
 # caller must not take them for a fault of its own peer.
 UNCHANGED = (
-    errors.UserError,
-    errors.StorageFull,
-    errors.ConfigError,
-    errors.InvalidMessage,
-    errors.Cancelled,
-    errors.Forbidden,
-    errors.ServiceFault,
-    errors.DeadlineExceeded,
-    errors.InvariantViolated,
+    *(errors.UserError, errors.StorageFull, errors.ConfigError, errors.InvalidMessage, errors.Cancelled),
+    *(errors.Forbidden, errors.ServiceFault, errors.DeadlineExceeded, errors.InvariantViolated),
 )
 
 
@@ -304,15 +276,13 @@ class MethodSide:
     def serialize(self, value: Any) -> bytes:
         return b"".join(parts_of(self.pack(value)))
 
-    def unpack(self, message: Message) -> Any:
+    def parse(self, data: bytes) -> Any:
+        """Return the value of a serialized message. Raises InvalidMessage."""
+        message = _parsed(self.message, data)
         if not self.whole:
             return None if self.kind is type(None) else _read(message, self.kind)
         held = getattr(message, self.whole)
         return self.kind(held) if self.plain else types.decode(self.kind, held)
-
-    def parse(self, data: bytes) -> Any:
-        """Return the value of a serialized message. Raises InvalidMessage."""
-        return self.unpack(_parsed(self.message, data))
 
 
 def _parsed(message: type[_M], data: bytes) -> _M:
@@ -380,7 +350,7 @@ class Method:
 
     def speaker_of(self, command: Any) -> str:
         """Return the only caller who may send it, "" if all callers may. A gateway may generate only groups of its own."""
-        if isinstance(command, GroupRequest) and command.group_id >= GATEWAY_GROUPS:
+        if isinstance(command, types.GroupRequest) and command.group_id >= types.GATEWAY_GROUPS:
             return keys.COORDINATOR
         named = [getattr(command, field) for field in self.speaker]
         return (keys.node_agent if keys.NODE_AGENT in self.callers else keys.process)(*named) if named else ""
@@ -394,11 +364,11 @@ class Method:
         if not section:
             return float(getattr(timeouts, key))
         seconds: float = getattr(getattr(config, section), key)
-        if self.command is GroupRequest and config.training.partial_rollouts:  # other roles compute in between
+        if self.command is types.GroupRequest and config.training.partial_rollouts:  # other roles compute in between
             seconds += config.training.staleness * (seconds + config.deadlines.score + config.deadlines.train)
-        return seconds + timeouts.EPISODE_END * (
-            self.command is RunEpisodesRequest
-        )  # the gateway ends its episodes at the deadline
+        if self.command is types.RunEpisodesRequest:
+            seconds += timeouts.EPISODE_END  # the gateway ends its episodes at the deadline
+        return seconds
 
 
 def _field(message: type[Message], name: str, body: Body) -> Parts:
@@ -431,20 +401,17 @@ def _write(message: Any, value: msgspec.Struct, large: Parts | None = None) -> N
 
 
 @cache
-def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
-    return tuple((field.name, field.type) for field in msgspec.structs.fields(type_))
-
-
-def _value(message: Message, name: str, type_: Any) -> Any:
-    """Return a field's value; None if the field is `optional` and absent."""
-    absent = type(None) in typing.get_args(type_) and not message.HasField(name)
-    return None if absent else getattr(message, name)
+def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any, bool], ...]:
+    """Return each field's name and type, and whether it may be absent."""
+    found = msgspec.structs.fields(type_)
+    return tuple((field.name, field.type, type(None) in typing.get_args(field.type)) for field in found)
 
 
 def _read(item: Any, type_: Any) -> Any:
     if isinstance(item, Message):
         type_ = next((one for one in typing.get_args(type_) if one is not type(None)), type_)
-        return type_(**{name: _read(_value(item, name, kind), kind) for name, kind in _fields(type_)})
+        there = ((name, kind) for name, kind, optional in _fields(type_) if not optional or item.HasField(name))
+        return type_(**{name: _read(getattr(item, name), kind) for name, kind in there})
     if isinstance(item, bytes) and type_ is not bytes:
         return types.decode(type_, item)
     origin = typing.get_origin(type_)
@@ -475,7 +442,7 @@ def service_of(role: str, config: Config) -> str:
     for a reference whose ranks are a group."""
     if role == "reference" and config.services.reference.engine == "megatron":
         return "ReferenceGroup"
-    return "Reward" if role in SCORERS else "".join(map(str.capitalize, role.split("_")))
+    return "Reward" if role in types.SCORERS else "".join(map(str.capitalize, role.split("_")))
 
 
 def _method(service: str, name: str, request: Any, reply: Any, **more: Any) -> Method:
@@ -485,7 +452,9 @@ def _method(service: str, name: str, request: Any, reply: Any, **more: Any) -> M
 
 
 def _command(service: str, command: type, deadline: str, *, name: str = "", **more: Any) -> Method:
-    return _method(service, name or command.__name__, command, answer_of(command), deadline=deadline, **more)
+    name = name or command.__name__.removeprefix("Compute").removesuffix("Request")
+    ranks = {"ranks": Ranks.SHARES} if "share" in more else {}
+    return _method(service, name, command, types.answer_of(command), deadline=deadline, **ranks, **more)
 
 
 def _by_tokens(command: commands.Accumulate, leaders: int) -> list[list[int]]:
@@ -510,7 +479,7 @@ _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")
 _OBSERVERS = (keys.COORDINATOR, keys.NODE_AGENT, keys.OPERATOR)
-_GATEWAYS = (keys.GATEWAY,)
+_AGENTS, _GATEWAYS, _GENERATE = (keys.NODE_AGENT,), (keys.GATEWAY,), (keys.COORDINATOR, keys.GATEWAY)
 
 
 _ROWS = (
@@ -519,24 +488,19 @@ _ROWS = (
     _method("Process", "Profile", status.Profile, status.Profiled, callers=(keys.OPERATOR,), **_CONTROL),
     _method("Coordinator", "Register", status.Registration, None, callers=(keys.PROCESS,), speaker=("name", "incarnation")),
     _method("Coordinator", "Processes", None, status.Topology, callers=_OBSERVERS),
-    _method("Coordinator", "Watch", None, status.Progress, callers=_OBSERVERS),
-    _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment, callers=(keys.NODE_AGENT,), speaker=("name",)),
-    _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=(keys.NODE_AGENT,), speaker=("node",)),
-    _method("Coordinator", "ReportDeath", nodes.Death, None, callers=(keys.NODE_AGENT,), speaker=("node",)),
+    _method("Coordinator", "Watch", None, status.Progress, callers=_OBSERVERS, streamed=True),
+    _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment, callers=_AGENTS, speaker=("name",), streamed=True),
+    _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=_AGENTS, speaker=("node",)),
+    _method("Coordinator", "ReportDeath", nodes.Death, None, callers=_AGENTS, speaker=("node",)),
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
-    _command("Gateway", RunEpisodesRequest, "deadlines.episode", name="RunEpisodes", key=_OF_GROUP),
+    _command("Gateway", types.RunEpisodesRequest, "deadlines.episode", key=_OF_GROUP),
     _command("Gateway", commands.UpdateEndpoints, _JOIN, **_CONTROL),
     _command("Gateway", commands.FinishGroup, _JOIN, **_CONTROL),
     _method("Environment", "Describe", None, EnvironmentDescription, callers=_GATEWAYS),
     _method("Environment", "Run", EpisodeRequest, EpisodeEvent, callers=_GATEWAYS, streamed=True),
     _method("Environment", "Cancel", CancelRequest, None, callers=_GATEWAYS),
-    _command(
-        *("Rollout", GroupRequest, "deadlines.generate"),
-        name="Generate",
-        key=_OF_GROUP,
-        callers=(keys.COORDINATOR, keys.GATEWAY),
-    ),
+    _command("Rollout", types.GroupRequest, "deadlines.generate", name="Generate", key=_OF_GROUP, callers=_GENERATE),
     _command("Rollout", commands.InitWeightGroup, _JOIN, **_CONTROL),
     _command("Rollout", commands.ResendWeights, WEIGHT_SYNC, **_CONTROL),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
@@ -544,17 +508,11 @@ _ROWS = (
     _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),
     _command("Rollout", commands.AbortWeights, _ABORT, **_CONTROL),
     _command("Rollout", commands.SetLevel, _COMMIT, **_CONTROL),  # may take as long as a commit
-    _command("Reward", ScoreRequest, _SCORE, name="Score", key=_OF_GROUP),
-    _command("Reference", LogprobRequest, _SCORE, name="Logprobs", key=_OF_GROUP),
+    _command("Reward", types.ScoreRequest, _SCORE, key=_OF_GROUP),
+    _command("Reference", types.LogprobRequest, _SCORE, name="Logprobs", key=_OF_GROUP),
     _command("Reference", commands.Onload, _SCORE),
     _command("Reference", commands.Offload, _SCORE),
-    _command(
-        *("ReferenceGroup", commands.ComputeLogprobs, _SCORE),
-        name="Logprobs",
-        ranks=Ranks.SHARES,
-        share=_by_bytes,
-        gathered=LogprobRequest,
-    ),
+    _command("ReferenceGroup", commands.ComputeLogprobs, _SCORE, share=_by_bytes, gathered=types.LogprobRequest),
     _command("ReferenceGroup", commands.Onload, _SCORE, **_ALL),
     _command("ReferenceGroup", commands.Offload, _SCORE, **_ALL),
     _command("Trainer", commands.InitWeightGroup, _JOIN, **_CONTROL),
@@ -563,20 +521,14 @@ _ROWS = (
     _command("Trainer", commands.ResendWeights, WEIGHT_SYNC, **_CONTROL, **_ALL),
     _command("Trainer", commands.AbortWeights, _ABORT, **_CONTROL, **_ALL),
     _command("Trainer", commands.Export, _SAVE, **_ALL),
-    _command(
-        *("Critic", commands.ComputeValues, _TRAIN),
-        name="Values",
-        ranks=Ranks.SHARES,
-        share=_by_values,
-        gathered=ValueRequest,
-    ),
+    _command("Critic", commands.ComputeValues, _TRAIN, share=_by_values, gathered=types.ValueRequest),
     *(
         row
         for service in ("Trainer", "Critic")
         for row in (
             _command(service, commands.Restore, _START, **_ALL),
             _command(service, commands.BeginStep, _TRAIN, **_ALL),
-            _command(service, commands.Accumulate, _TRAIN, ranks=Ranks.SHARES, share=_by_tokens),
+            _command(service, commands.Accumulate, _TRAIN, share=_by_tokens),
             _command(service, commands.Apply, _TRAIN, **_ALL, key=("step",)),
             _command(service, commands.Save, _SAVE, ranks=Ranks.EACH),
             _command(service, commands.Onload, _TRAIN, **_ALL),

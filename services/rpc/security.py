@@ -211,11 +211,6 @@ def connection(kind: Any, address: str, keys: Keys | None, called: str, options:
     return kind.secure_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.own), options=options)
 
 
-def shown_to(called: str, keys: Keys | None, token: str = "") -> Metadata:
-    """Return the metadata of each call to `called`: the `token` that was given for it, or else the key."""
-    return () if keys is None else ((HEADER, SCHEME + (token or keys.token(called))),)
-
-
 def to_server(server: RemoteServer, key: str, options: Sequence[tuple[str, Any]]) -> tuple[grpc.aio.Channel, Metadata]:
     """Open a channel to a server of the user's; returns it and the metadata of its calls. Raises UserError if the token is not
     in this process's environment. `key`: of the settings."""

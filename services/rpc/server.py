@@ -7,25 +7,32 @@ coroutine: a coroutine's task costs as much as the rest of a small call. The sam
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any
+from inspect import isawaitable
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from runtime import errors, timeouts
-from runtime.process import network
+from runtime.process import network, spans
 from runtime.process.keys import Keys
-from runtime.types import SCHEMA_VERSION, Body
+from runtime.status import CallStats, State, Status
+from runtime.types import SCHEMA_VERSION, Body, PolicyVersion
 from services.rpc import contract, security
 from services.rpc.generated import common_pb2
 
-Handler = Callable[[Any], Awaitable[Any]]
-StreamHandler = Callable[[Any], AsyncGenerator[Any, None]]
+log = logging.getLogger("sluice")
+
+Handler = Callable[[Any], Any]
+"""Returns an awaitable of the reply, or of a unary call the reply itself; of a streamed method an asynchronous generator."""
+Handlers = Mapping[str, Handler]
 
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -74,26 +81,23 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
 
 
 class Server:
-    """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method.
+    """One process's gRPC server. Bind first, then `start`; `services` maps a service to its handlers by method.
 
     `silence`: see `options`. `fence`: accepts coordinators. `keys`: of the server's party; None: any process may call it.
     """
 
     def __init__(
-        self,
-        services: Mapping[str, Mapping[str, Handler]],
-        streams: Mapping[tuple[str, str], StreamHandler],
-        silence: float = 0.0,
-        fence: Fence | None = None,
-        keys: Keys | None = None,
+        self, services: Mapping[str, Handlers], *, silence: float = 0.0, fence: Fence | None = None, keys: Keys | None = None
     ):
         guards = () if keys is None else (security.Guard(keys),)
-        self._credentials = security.server_credentials(keys) if keys is not None and keys.tls else None
         self._server = grpc.aio.server(options=options(silence), interceptors=guards, maximum_concurrent_rpcs=RPCS)
+        self._listen = self._server.add_insecure_port
+        if keys is not None and keys.tls:
+            self._listen = partial(self._server.add_secure_port, server_credentials=security.server_credentials(keys))
         self._health = health.aio.HealthServicer()
         self._names = [f"{contract.PACKAGE}.{service}" for service in services]
         for service, handlers in services.items():
-            self._server.add_generic_rpc_handlers((_service_handlers(service, handlers, streams, fence or Fence()),))
+            self._server.add_generic_rpc_handlers((_service_handlers(service, handlers, fence or Fence()),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -108,26 +112,18 @@ class Server:
         address = network.host_port(host, port)
         raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
 
-    async def rebind(self, address: str) -> None:
+    async def rebind(self, address: str) -> str:
         """Listen on the address of the process that this one replaces, since others know it. A connection of another program
         may hold the port for a while. Raises UserError after `PORT_AGAIN`."""
         host, _, port = address.rpartition(":")
         deadline = time.monotonic() + timeouts.PORT_AGAIN
         while True:
             try:
-                self.bind(host.strip("[]"), int(port))
+                return self.bind(host.strip("[]"), int(port))
             except errors.UserError:
                 if time.monotonic() > deadline:
                     raise
-                await asyncio.sleep(timeouts.PORT_POLL)
-            else:
-                return
-
-    def _listen(self, address: str) -> int:
-        """Listen, and return the port. Raises RuntimeError."""
-        if self._credentials is None:
-            return int(self._server.add_insecure_port(address))
-        return int(self._server.add_secure_port(address, self._credentials))
+            await asyncio.sleep(timeouts.PORT_POLL)
 
     async def start(self) -> None:
         await self._server.start()
@@ -142,17 +138,15 @@ class Server:
         await self._server.stop(grace)
 
 
-def _service_handlers(
-    service: str, handlers: Mapping[str, Handler], streams: Mapping[tuple[str, str], StreamHandler], fence: Fence
-) -> grpc.GenericRpcHandler:
+def _service_handlers(service: str, handlers: Handlers, fence: Fence) -> grpc.GenericRpcHandler:
     out: dict[str, grpc.RpcMethodHandler] = {}
     for name, handler in handlers.items():
         method = contract.METHODS[service, name]
-        out[name] = grpc.unary_unary_rpc_method_handler(_unary(method, handler))
-    for (owner, name), source in streams.items():
-        if owner == service:
-            out[name] = grpc.unary_stream_rpc_method_handler(_streaming(contract.METHODS[owner, name], source))
-    if any(owner == service for owner, _ in contract.METHODS if owner not in ("Process", "Coordinator")):
+        if method.streamed:
+            out[name] = grpc.unary_stream_rpc_method_handler(_streaming(method, handler))
+        else:
+            out[name] = grpc.unary_unary_rpc_method_handler(_unary(method, handler))
+    if service not in ("Process", "Coordinator"):
         session = _SessionHandler(service, handlers, fence)
         out["Session"] = grpc.stream_stream_rpc_method_handler(session.serve)
     return grpc.method_handlers_generic_handler(f"{contract.PACKAGE}.{service}", out)
@@ -164,7 +158,8 @@ def _unary(method: contract.Method, handler: Handler) -> Any:
             security.check_certificate(context)
             command = method.request.parse(data)
             security.check_speaker(method, command)
-            return method.reply.serialize(await handler(command))
+            answer = handler(command)
+            return method.reply.serialize(await answer if isawaitable(answer) else answer)
         except errors.SluiceError as error:
             await _refuse(error, context)
             raise AssertionError from error  # `_refuse` has raised
@@ -172,7 +167,7 @@ def _unary(method: contract.Method, handler: Handler) -> Any:
     return call
 
 
-def _streaming(method: contract.Method, source: StreamHandler) -> Any:
+def _streaming(method: contract.Method, source: Handler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         try:
             security.check_certificate(context)
@@ -219,27 +214,23 @@ class _SessionHandler:
     a key is cancelled when its stream ends. Only the coordinator has terms, keys and kept answers.
     """
 
-    def __init__(self, service: str, handlers: Mapping[str, Handler], fence: Fence):
+    def __init__(self, service: str, handlers: Handlers, fence: Fence):
         self._service = service
         self._handlers = handlers
         self._fence = fence
         self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by the key
         self._kept = ReplyCache(KEPT)
-        self._held = {
-            True: contract.BufferedBytes(),
-            False: contract.BufferedBytes(),
-        }  # of the coordinator's streams, and of all others
+        self._held = [contract.BufferedBytes() for _ in range(2)]  # at 1: of the coordinator's streams; at 0: of all others
 
     async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         try:
             security.check_certificate(context)
         except errors.Forbidden as error:  # before the stream is read
             await _refuse(error, context)
-        outbox = contract.SendQueue()
-        answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by call: its key, and the answer to come
-        reader = asyncio.create_task(self._read(frames, outbox, answering))
+        stream = _Stream()
+        reader = asyncio.create_task(self._read(frames, stream))
         try:
-            while replies := await outbox.frame():  # until the reader has closed the outbox
+            while replies := await stream.outbox.frame():  # until the reader has closed the outbox
                 await context.write(contract.wire_frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
             await reader  # raises the reader's error
         except (errors.InvalidMessage, errors.Fenced, errors.Forbidden) as error:
@@ -247,16 +238,11 @@ class _SessionHandler:
             await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             reader.cancel()
-            for key, answer in list(answering.values()):
+            for key, answer in list(stream.answering.values()):
                 if not key:
                     answer.cancel()
 
-    async def _read(
-        self,
-        frames: AsyncIterator[bytes],
-        outbox: contract.SendQueue,
-        answering: dict[int, tuple[str, asyncio.Future[Any]]],
-    ) -> None:
+    async def _read(self, frames: AsyncIterator[bytes], stream: _Stream) -> None:
         joiner = contract.Reassembler(self._held[security.is_coordinator()])
         try:
             async for data in frames:
@@ -270,32 +256,26 @@ class _SessionHandler:
                 for call in frame.calls:
                     if call.cancel:
                         joiner.forget(call.id)
-                        self._withdraw(call, answering)
+                        self._withdraw(call, stream)
                     elif (body := joiner.add(call.id, call.body, call.more)) is not None:
-                        self._begin(call, body, outbox, answering)
+                        self._begin(call, body, stream)
         finally:
             joiner.close()
-            outbox.close()
+            stream.outbox.close()
 
-    def _withdraw(self, call: common_pb2.Call, answering: dict[int, tuple[str, asyncio.Future[Any]]]) -> None:
+    def _withdraw(self, call: common_pb2.Call, stream: _Stream) -> None:
         """Cancel a call whose answer is not wanted any more, and drop its kept answer."""
         self._kept.forget(call.key)
-        if call.id in answering:
-            key, answer = answering[call.id]
+        if call.id in stream.answering:
+            key, answer = stream.answering[call.id]
             self._running.pop(key, None)
             answer.cancel()
 
-    def _begin(
-        self,
-        call: common_pb2.Call,
-        body: bytes,
-        outbox: contract.SendQueue,
-        answering: dict[int, tuple[str, asyncio.Future[Any]]],
-    ) -> None:
+    def _begin(self, call: common_pb2.Call, body: bytes, stream: _Stream) -> None:
         """Hand a call over; its answer leaves when it is there. No task per call: a task costs as much as the call."""
         method = contract.METHODS.get((self._service, call.method))
         try:
-            if method is None or call.method not in self._handlers:
+            if method is None or method.streamed or call.method not in self._handlers:
                 raise errors.InvalidMessage(f"{self._service} has no method {call.method!r}")
             security.check_caller(method)
             command = method.request.parse(body)
@@ -303,50 +283,48 @@ class _SessionHandler:
             if call.key != (key := method.key_of(command)):
                 raise errors.InvalidMessage(f"{method.name}: the key of {key or 'a call without a key'} is not {call.key!r}")
             if (kept := self._kept.get(key)) is not None:
-                _put(outbox, call.id, kept, urgent=True)
+                stream.put(call.id, kept, urgent=True)
                 return
             answer = self._running.get(key) or asyncio.ensure_future(self._handlers[method.name](command))
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
-            _put_error(outbox, call.id, error)
+            stream.put_error(call.id, error)
             return
-        answering[call.id] = key, answer
+        stream.answering[call.id] = key, answer
         if key:
             self._running[key] = answer
-        answer.add_done_callback(partial(self._reply, call.id, key, method, outbox, answering))
+        answer.add_done_callback(partial(self._reply, call.id, key, method, stream))
 
-    def _reply(
-        self,
-        id_: int,
-        key: str,
-        method: contract.Method,
-        outbox: contract.SendQueue,
-        answering: dict[int, tuple[str, asyncio.Future[Any]]],
-        answer: asyncio.Future[Any],
-    ) -> None:
-        """Put `answer`, or its error, into the outbox as the reply to call `id_`: Cancelled if the caller has withdrawn the
+    def _reply(self, id_: int, key: str, method: contract.Method, stream: _Stream, answer: asyncio.Future[Any]) -> None:
+        """Put `answer`, or its error, into the stream as the reply to call `id_`: Cancelled if the caller has withdrawn the
         call. A successful reply is kept under `key`, if there is one, for a repeated call."""
-        answering.pop(id_, None)
+        stream.answering.pop(id_, None)
         if self._running.get(key) is answer:  # else it was withdrawn and sent again
             del self._running[key]
         try:
             body = method.reply.pack(answer.result())
         except asyncio.CancelledError:
-            _put_error(outbox, id_, errors.Cancelled(f"{method.name} was withdrawn"))
+            stream.put_error(id_, errors.Cancelled(f"{method.name} was withdrawn"))
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
-            _put_error(outbox, id_, error)
+            stream.put_error(id_, error)
         else:
             if key:
                 self._kept.put(key, body)
-            _put(outbox, id_, body, urgent=method.priority is contract.Priority.CONTROL)
+            stream.put(id_, body, urgent=method.priority is contract.Priority.CONTROL)
 
 
-def _put(outbox: contract.SendQueue, id_: int, body: Body, urgent: bool) -> None:
-    for chunk, more in contract.split(body):
-        outbox.put(common_pb2.Reply(id=id_, more=more), chunk, urgent)
+class _Stream:
+    """The replies to the calls of one stream."""
 
+    def __init__(self) -> None:
+        self.outbox = contract.SendQueue()
+        self.answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by call: its key, and the answer to come
 
-def _put_error(outbox: contract.SendQueue, id_: int, error: BaseException) -> None:
-    outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
+    def put(self, id_: int, body: Body, urgent: bool) -> None:
+        for chunk, more in contract.split(body):
+            self.outbox.put(common_pb2.Reply(id=id_, more=more), chunk, urgent)
+
+    def put_error(self, id_: int, error: BaseException) -> None:
+        self.outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
 
 
 class ReplyCache:
@@ -369,3 +347,130 @@ class ReplyCache:
 
     def forget(self, key: str) -> None:
         self._bytes -= contract.size_of(self._answers.pop(key, []))
+
+
+# ---- A process's calls and status
+
+
+RATE_WINDOW = 0.5  # seconds
+SMOOTHING = 0.1  # weight of the newest call in the moving mean
+
+
+class Calls:
+    """The calls of a process: counts them, takes no new ones once the process drains, and cancels the rest at its end."""
+
+    def __init__(self, name: str):
+        self.stats = CallStats()
+        self.busy_seconds = 0.0  # while any call was open, up to the newest answer
+        self._busy_since = 0.0
+        self._name = name
+        self._draining = False
+        self._open: set[asyncio.Future[Any]] = set()
+        self._logged: BaseException | None = None  # the newest; several calls may get one error
+
+    def counted(self, method: contract.Method, handler: Handler) -> Handler:
+        """Wrap `handler` to count its calls, unless they are streamed. A data call that arrives while the process drains gets
+        no answer: its caller sees a lost connection, as from a killed process."""
+        if method.streamed:
+            return handler
+
+        def begin(command: Any) -> Awaitable[Any]:
+            if self._draining and method.priority is contract.Priority.DATA:
+                return asyncio.get_running_loop().create_future()
+            answer, now = asyncio.ensure_future(handler(command)), time.monotonic()
+            if not self._open:
+                self._busy_since = now
+            self._open.add(answer)
+            self.stats.open = len(self._open)
+            answer.add_done_callback(partial(self._ended, method, now, *_of(command)))
+            return answer
+
+        return begin
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new calls, and wait at most `seconds` until the earlier ones are answered."""
+        self._draining = True
+        if not self._open:
+            return
+        _, late = await asyncio.wait(self._open, timeout=seconds)
+        if late:
+            log.warning("%s: %d calls were dropped at the end", self._name, len(late))
+            for answer in late:
+                answer.cancel()
+            await asyncio.wait(late)
+
+    def _ended(self, method: contract.Method, began: float, group: int, step: int, answer: asyncio.Future[Any]) -> None:
+        stats, now = self.stats, time.monotonic()
+        spans.log.add(method.name, began, now, spans.CALLS, group, step)
+        self._open.discard(answer)
+        self.busy_seconds, self._busy_since = self.busy_seconds + now - self._busy_since, now
+        stats.open = len(self._open)
+        stats.seconds += SMOOTHING * (now - began - stats.seconds)
+        if answer.cancelled():
+            stats.withdrawn += 1
+        elif (error := answer.exception()) is None:
+            stats.answered += 1
+        else:
+            stats.failed += 1
+            if not isinstance(error, errors.SluiceError) and error is not self._logged:  # the caller gets only the last line
+                self._logged = error
+                log.error("%s: %s failed", self._name, method.name, exc_info=error)
+
+
+def _of(command: Any) -> tuple[int, int]:
+    """Return the group and the step of a command, or the step of the version that it moves; -1 if it has none."""
+    step: int = getattr(command if hasattr(command, "step") else getattr(command, "version", None), "step", -1)
+    return getattr(command, "group_id", -1), step
+
+
+class Reported(Protocol):
+    """What a role reports for the status of its process."""
+
+    role: str
+    name: str
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    @property
+    def state(self) -> State: ...
+
+    def gauges(self) -> dict[str, float]: ...
+
+
+class ProcessStatus:
+    """The status of a process."""
+
+    def __init__(self, service: Reported, calls: CallStats, began: float):
+        """Create it. `began`: the time of the process's start."""
+        self.state: State = "starting"
+        self.loaded = False  # whether `service` has figures
+        self.address = self.metrics = ""
+        self._service, self._calls, self._began = service, calls, began
+        self._previous: tuple[float, dict[str, float]] = (began, {})
+
+    def status(self, _: None = None) -> Status:
+        """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
+        now, gauges = time.monotonic(), self._service.gauges() if self.loaded else {}
+        then, earlier = self._previous
+        if now - then >= RATE_WINDOW:
+            self._previous = (now, gauges)
+        rates = {
+            name.removesuffix("_total"): (value - earlier.get(name, 0.0)) / max(now - then, 1e-3)
+            for name, value in gauges.items()
+            if name.endswith("_total")
+        }
+        return Status(
+            role=self._service.role,
+            name=self._service.name,
+            state=self._service.state if self.state == "ready" else self.state,
+            detail=spans.work.shown(),
+            version=self._service.version if self.loaded else PolicyVersion(),
+            calls=self._calls,
+            rates=rates,
+            gauges=gauges,
+            pid=os.getpid(),
+            address=self.address,
+            uptime_seconds=now - self._began,
+            metrics=self.metrics,
+        )

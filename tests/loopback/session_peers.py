@@ -71,13 +71,13 @@ async def started(server: Server) -> AsyncIterator[str]:
 @asynccontextmanager
 async def serving(handler: Handler, **others: Mapping[str, Handler]) -> AsyncIterator[str]:
     """A server of the reference role with one handler; yields its address."""
-    async with started(Server({"Reference": {"Logprobs": handler}, **others}, {})) as address:
+    async with started(Server({"Reference": {"Logprobs": handler}, **others})) as address:
         yield address
 
 
 @asynccontextmanager
 async def connected(address: str, service: str = "Reference") -> AsyncIterator[Session]:
-    session = Session(address, f"{service.lower()}-0", service)
+    session = Session(Channel(address), f"{service.lower()}-0", service)
     try:
         await session.open(PATIENCE)
         yield session

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult
-from runtime.weights import group, sender
+from runtime.weights import sender
 from runtime.weights.plan import GroupAddress, TensorSpec
 from runtime.weights.receiver import StagedWeights
 from services.rollout import RolloutService
@@ -287,7 +286,7 @@ async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() ->
 async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     opening, may_open, host, opened = threading.Event(), threading.Event(), sender.open_rendezvous, []
 
-    def slow(address: GroupAddress, *arguments: Any) -> group.PendingGroup:
+    def slow(address: GroupAddress, *arguments: Any) -> sender.WeightGroup:
         opening.set()
         assert may_open.wait(DEADLINE / 2)
         opened.append(host(address, *arguments))
@@ -499,14 +498,14 @@ async def test_a_reception_that_goes_wrong_costs_an_attempt_and_no_member(raises
         def spoiled(index: int, buffer: torch.Tensor, *root: int) -> Any:
             transfer = receive(index, buffer, *root)
 
-            def wait(timeout: float) -> None:
-                transfer.wait(timeout)
+            def wait(give_up: float) -> None:
+                transfer(give_up)
                 if left and raises:
                     raise RuntimeError(f"bucket {left.pop()} is lost")
                 if left:
                     buffer[left.pop()] ^= 1
 
-            return SimpleNamespace(wait=wait)
+            return wait
 
         group.receive = spoiled
         assert (await here.publish(2)).aborts == 1

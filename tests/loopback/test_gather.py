@@ -28,7 +28,7 @@ from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import policy_trainer
 from runtime.types import PolicyVersion
 from runtime.weights import delta as delta_module
-from runtime.weights.delta import Shard, ShardDelta, Span, TensorChanges, encode, words_of
+from runtime.weights.delta import Shard, ShardChange, ShardDelta, Span, TensorChanges, encode, words_of
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.receiver import StagedWeights
 from runtime.weights.sender import SendBuffers, join_rendezvous
@@ -77,7 +77,7 @@ def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
     assert sender is not None
     hosted = asyncio.run(sender.open(InitWeightGroup(version, 2, "collective", (rank.role, "rollout-0"))))
     address = replace(hosted.address, rank=rank.manifest.senders)
-    joining = in_thread("join", lambda: join_rendezvous(address))
+    joining = in_thread("join", lambda: join_rendezvous(address, "rollout-0"))
     if several:
         of_rank_0(hosted.address)
         dist.barrier()
@@ -278,7 +278,8 @@ def changed(before: torch.Tensor, now: torch.Tensor) -> TensorChanges:
         index = tuple(slice(*bounds) for bounds in span)
         old, new = (words_of(tensor[index].contiguous().view(-1).view(torch.uint8)) for tensor in (before, now))
         payload = encode(old, new)
-        changes.add(span, new.view(np.uint8) if payload is None else payload)
+        payload = new.view(np.uint8) if payload is None else payload
+        changes.parts.append(ShardChange(0, span, payload.data))
     return changes
 
 

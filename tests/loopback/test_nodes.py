@@ -81,7 +81,7 @@ class Desk:
         async def paths(found: NodePaths) -> None:
             self.nodes.report_paths(found)
 
-        server = Server({"Coordinator": {"ReportPaths": paths}}, {("Coordinator", "Join"): self.nodes.join})
+        server = Server({"Coordinator": {"ReportPaths": paths, "Join": self.nodes.join}})
         self.address = server.bind("127.0.0.1", 0)
         await server.start()
         try:
@@ -363,7 +363,7 @@ class Coordinator:
         self.ends = asyncio.Event()
         self.refuses = ""
         self.name = "first"
-        self._server = Server({"Coordinator": {"ReportPaths": self._paths}}, {("Coordinator", "Join"): self._join}, keys=own)
+        self._server = Server({"Coordinator": {"ReportPaths": self._paths, "Join": self._join}}, keys=own)
         self.address = self._server.bind("127.0.0.1", port)
 
     async def _paths(self, found: NodePaths) -> None:

@@ -42,7 +42,7 @@ class Rank:
         self.gate = asyncio.Event()
         self.gate.set()
         service, methods = SERVED[role]
-        self._server = Server({service: dict.fromkeys(methods, self._carry_out)}, {})
+        self._server = Server({service: dict.fromkeys(methods, self._carry_out)})
         address = self._server.bind("127.0.0.1", 0)
         name = f"{role}-{rank}"
         self.registration = Registration(

@@ -47,7 +47,7 @@ async def coordinating(refusal: Exception | None = None) -> AsyncIterator[tuple[
             raise refusal
         registrations.put_nowait(registration)
 
-    async with serves(Server({"Coordinator": {"Register": register}}, {})) as address:
+    async with serves(Server({"Coordinator": {"Register": register}})) as address:
         yield address, registrations
 
 
@@ -112,7 +112,7 @@ async def registered(folder: Path, **sections: Any) -> AsyncIterator[tuple[Servi
     """A process that has registered, and a session to it."""
     async with coordinating() as (address, found), started(write_config(folder, **sections), address) as service:
         registration = await asyncio.wait_for(found.get(), START)
-        session = Session(registration.address, "reward-0", "Reward")
+        session = Session(Channel(registration.address), "reward-0", "Reward")
         try:
             await session.open(END)
             yield service, registration, session
@@ -143,7 +143,7 @@ async def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: P
     async with coordinating() as (address, found), started(write_config(tmp_path, deadlines=late), address) as service:
         service.process.terminate()
         registration = await asyncio.wait_for(found.get(), START)
-        session = Session(registration.address, "reward-0", "Reward")
+        session = Session(Channel(registration.address), "reward-0", "Reward")
         await session.open(END)
         assert (registration.role, registration.name, registration.rank) == ("reward", "reward-0", 0)
         assert registration.pid == service.process.pid
@@ -260,7 +260,7 @@ async def test_a_process_dies_with_its_parent_and_the_calls_under_way_fail(tmp_p
             loop.add_reader(descriptor, gone.set)
             registration = await asyncio.wait_for(found.get(), START)
             assert registration.pid == child
-            session = Session(registration.address, "reward-0", "Reward")
+            session = Session(Channel(registration.address), "reward-0", "Reward")
             await session.open(END)
             assert not gone.is_set()
             signal.pidfd_send_signal(descriptor, signal.SIGSTOP)  # so that it cannot answer first

@@ -21,12 +21,11 @@ from runtime.errors import Cancelled, InvalidMessage, SluiceError
 from runtime.process.waiting import in_thread
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
-from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
-from runtime.weights.sender import SendBuffers, open_rendezvous
+from runtime.weights.sender import SendBuffers, WeightGroup, open_rendezvous
 from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms
-from tests.loopback.weight_cases import settles, unhosted
+from tests.loopback.weight_cases import settles, soon, unhosted
 from tests.unit.actor_desk import running
 from tests.unit.rollout_cases import from_scratch, request, samples
 from tests.unit.test_rollout_in_flight import versions
@@ -133,7 +132,7 @@ class Site:
             self.group.announce(version(step))
             for index, bucket in enumerate(self.sender.buckets[:buckets]):
                 self.group.tags.stamp(index, bucket, self.sender._buffers[index], version(step))
-                self.group.send(index, self.sender._buffers[index]).wait(DEADLINE)
+                self.group.send(index, self.sender._buffers[index])(soon())
 
         await asyncio.wrap_future(in_thread("send", send))
         self.group.abort()

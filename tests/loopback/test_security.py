@@ -73,7 +73,7 @@ async def served(own: Keys | None, service: str = "") -> AsyncIterator[tuple[str
 
     def handlers_of(owner: str) -> dict[str, Any]:
         def handler(name: str) -> Any:
-            async def answer(_: Any) -> None:
+            def answer(_: Any) -> None:
                 asked.append(name)
                 raise errors.InvalidMessage("asked")
 
@@ -81,7 +81,7 @@ async def served(own: Keys | None, service: str = "") -> AsyncIterator[tuple[str
 
         return {name: handler(name) for of, name in contract.METHODS if of == owner}
 
-    server = Server({owner: handlers_of(owner) for owner in ("Process", service) if owner}, {}, keys=own)
+    server = Server({owner: handlers_of(owner) for owner in ("Process", service) if owner}, keys=own)
     async with started(server) as address:
         yield address, asked
 
@@ -174,7 +174,7 @@ async def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_genera
 
     async def told(address: str, own: Keys, shown: str) -> list[str]:
         """What the session answers to a call for replies, and to one of the coordinator's."""
-        session = Session(address, "rollout-0", "Rollout", keys=own, incarnation=3, token=shown)
+        session = Session(Channel(address, own, "rollout-0/3", token=shown), "rollout-0", "Rollout")
         answers = []
         try:
             await session.open(PATIENCE)
@@ -257,7 +257,7 @@ async def test_a_gateway_touches_nothing_of_the_coordinators_at_a_rollout(monkey
     monkeypatch.setattr(contract, "HELD_IN_ALL", 1000)
     rollout, coordinator, gateway = of_process("rollout-0", 3), holder(keys.COORDINATOR), of_process("gateway-0", 1)
     token = coordinator.token_of("gateway-0/1", "rollout-0/3")
-    server = Server({"Rollout": {"Generate": generate}}, {}, keys=rollout)
+    server = Server({"Rollout": {"Generate": generate}}, keys=rollout)
     async with started(server) as address:
         async with speaking(address, gateway, "rollout-0/3", token) as rpc:
             assert await answered(rpc, generates(OWN, 6)) == "reply to 6"

@@ -72,7 +72,7 @@ async def test_a_watch_gives_what_the_source_gives_and_ends_with_it() -> None:
         for step in range(3):
             yield Progress(phase="training", step=step, steps=3, detail=f"{step / 2}")
 
-    server = Server({"Coordinator": {}}, {("Coordinator", "Watch"): source})
+    server = Server({"Coordinator": {"Watch": source}})
     async with started(server) as address:
         assert [(one.step, one.detail) async for one in watch(address)] == [(step, f"{step / 2}") for step in range(3)]
 
@@ -109,9 +109,9 @@ async def test_an_address_of_ipv6_has_brackets_and_a_port_that_is_taken_is_the_u
     async with serving(echo) as address:
         port = int(address.rpartition(":")[2])
         with pytest.raises(errors.UserError, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use") as taken:
-            Server({"Reference": {"Logprobs": echo}}, {}).bind("127.0.0.1", port)
+            Server({"Reference": {"Logprobs": echo}}).bind("127.0.0.1", port)
         assert "\n" not in str(taken.value)
-    server = Server({"Reference": {"Logprobs": echo}}, {})
+    server = Server({"Reference": {"Logprobs": echo}})
     try:
         assert server.bind("::1", 0).startswith("[::1]:")
     finally:
@@ -122,7 +122,7 @@ async def test_an_address_of_ipv6_has_brackets_and_a_port_that_is_taken_is_the_u
 @driven_by(run)
 async def test_the_port_of_whom_it_follows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection of another program's may have got it meanwhile."""
-    server, held = Server({"Reference": {"Logprobs": echo}}, {}), socket.create_server(("127.0.0.1", 0))
+    server, held = Server({"Reference": {"Logprobs": echo}}), socket.create_server(("127.0.0.1", 0))
     port = held.getsockname()[1]
     monkeypatch.setattr(timeouts, "PORT_POLL", 0.0)
     binding = asyncio.create_task(server.rebind(f"127.0.0.1:{port}"))
@@ -136,7 +136,7 @@ async def test_the_port_of_whom_it_follows_is_waited_for(monkeypatch: pytest.Mon
     with socket.create_server(("127.0.0.1", port)):  # held for ever
         monkeypatch.setattr(timeouts, "PORT_AGAIN", 0.0)
         with pytest.raises(errors.UserError, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use"):
-            await Server({"Reference": {"Logprobs": echo}}, {}).rebind(f"127.0.0.1:{port}")
+            await Server({"Reference": {"Logprobs": echo}}).rebind(f"127.0.0.1:{port}")
 
 
 @driven_by(run)
@@ -145,7 +145,7 @@ async def test_a_range_of_ports_is_taken_port_by_port_until_none_is_left() -> No
         # Below the ports that the system gives away by itself, and hardly those of a run of this test beside this one.
         first = 20_000 + 3 * (listener.getsockname()[1] % 4_000)
     ports = (first, first + 2)
-    servers = [Server({"Reference": {"Logprobs": echo}}, {}) for _ in range(4)]
+    servers = [Server({"Reference": {"Logprobs": echo}}) for _ in range(4)]
     try:
         addresses = {server.bind("127.0.0.1", 0, ports) for server in servers[:3]}
         assert addresses == {f"127.0.0.1:{port}" for port in range(first, first + 3)}
@@ -176,7 +176,7 @@ def probe(*arguments: str) -> tuple[Any, str]:
 
 @driven_by(run)
 async def test_it_says_whether_a_process_and_its_services_serve() -> None:
-    server = Server({"Reference": {"Logprobs": echo}}, {})
+    server = Server({"Reference": {"Logprobs": echo}})
     async with started(server) as address:
         for serves, more, said in (
             (False, (), (1, "not serving")),
@@ -396,7 +396,7 @@ async def test_who_pings_without_end_is_told_to_be_calm() -> None:
                 return found[2][4:]
         raise AssertionError("closed without a word")
 
-    held = Server({"Reference": {"Logprobs": echo}}, {}, silence=30.0)
+    held = Server({"Reference": {"Logprobs": echo}}, silence=30.0)
     async with started(held) as address:
         assert await beside(address, flood) == CALM.to_bytes(4, "big") + b"too_many_pings"
         assert await unary(address, request(b"x")) == b"x"

@@ -290,7 +290,7 @@ async def test_a_long_error_arrives_over_a_unary_call_too() -> None:
 @driven_by(run)
 async def test_a_dead_peer_fails_the_calls_under_way_and_every_later_one() -> None:
     peer = Peer()
-    server = Server({"Reference": {"Logprobs": peer.logprobs}}, {})
+    server = Server({"Reference": {"Logprobs": peer.logprobs}})
     address = server.bind("127.0.0.1", 0)
     await server.start()
     async with connected(address) as session:
@@ -309,7 +309,7 @@ async def test_a_dead_peer_fails_the_calls_under_way_and_every_later_one() -> No
 async def test_nobody_there_is_a_deadline_that_names_the_address() -> None:
     async with serving(echo) as address:
         pass
-    session = Session(address, "reference-0", "Reference")
+    session = Session(Channel(address), "reference-0", "Reference")
     with pytest.raises(
         errors.DeadlineExceeded,
         match=rf"reference-0: connect: no connection to {address}: no process listens there \(deadline 0.2 s\)",
@@ -331,7 +331,7 @@ from services.rpc.server import Server
 from tests.loopback.session_peers import Peer
 
 async def serve():
-    server = Server({"Reference": {"Logprobs": Peer().logprobs}}, {}, silence=1.0)
+    server = Server({"Reference": {"Logprobs": Peer().logprobs}}, silence=1.0)
     print(server.bind("127.0.0.1", 0), flush=True)
     await server.start()
     await asyncio.Event().wait()
@@ -347,7 +347,7 @@ async def test_a_peer_that_is_stopped_is_silent_and_one_that_only_computes_is_no
     try:
         assert process.stdout is not None
         address = (await asyncio.wait_for(process.stdout.readline(), PATIENCE)).decode().strip()
-        session = Session(address, "reference-0", "Reference", silence=1.0)
+        session = Session(Channel(address, silence=1.0), "reference-0", "Reference")
         await session.open(PATIENCE)
         asking = asyncio.ensure_future(session.post(LOGPROBS, request(), PATIENCE))
         await asyncio.wait({asking}, timeout=2.5)  # longer than the silence that is allowed

@@ -15,7 +15,7 @@ from benchmarks.weight_sync.slices import Parts, SliceExchange, SliceTransfer, p
 from runtime.errors import ServiceFault
 from runtime.models.families import Family, Layout
 from runtime.types import PolicyVersion
-from runtime.weights.gloo_mesh import GlooMesh
+from runtime.weights.collective import GlooLink
 from runtime.weights.plan import TRAILER
 from tests.unit.family_cases import make_family, make_tensors
 
@@ -90,13 +90,13 @@ def test_a_part_that_nobody_holds_is_told() -> None:
 
 
 @pytest.fixture(scope="module")
-def meshes() -> Iterator[list[GlooMesh]]:
+def meshes() -> Iterator[list[GlooLink]]:
     """16 sources and 4 targets, which are threads."""
     store, count = dist.HashStore(), 20
     labels = [f"rank {rank}" for rank in range(count)]
 
-    def meet(rank: int) -> GlooMesh:
-        return GlooMesh(Apart(store), rank, labels, "127.0.0.1", PATIENCE, name=labels[rank])
+    def meet(rank: int) -> GlooLink:
+        return GlooLink(Apart(store), rank, labels, "127.0.0.1", PATIENCE, name=labels[rank])
 
     with ThreadPoolExecutor(count) as pool:
         made = list(pool.map(meet, range(count)))
@@ -118,7 +118,7 @@ class Apart(dist.PrefixStore):
         return Apart(self._inner, prefix)
 
 
-def exchange(meshes: list[GlooMesh], case: str, source: Layout, target: Layout) -> tuple[int, list[SliceTransfer]]:
+def exchange(meshes: list[GlooLink], case: str, source: Layout, target: Layout) -> tuple[int, list[SliceTransfer]]:
     """Each target has what cutting the whole tensors gives it; the bytes that were sent."""
     family, _ = model(case)
     held, wanted = shards(case, source), shards(case, target)
@@ -138,7 +138,7 @@ def exchange(meshes: list[GlooMesh], case: str, source: Layout, target: Layout) 
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_every_layout_up_to_4x4_arrives_over_gloo_with_the_fewest_bytes(meshes: list[GlooMesh], number: int) -> None:
+def test_every_layout_up_to_4x4_arrives_over_gloo_with_the_fewest_bytes(meshes: list[GlooLink], number: int) -> None:
     dense = zip(["qwen2"] * 4, DENSE[number::4], TARGETS[number:] + TARGETS[:number], strict=True)
     for case, source, target in (*dense, ("qwen3_moe", MIXED[4 * number], Layout(tensor=1 << number % 3))):
         least = 2 * elements(parts(model(case)[0], target))
@@ -147,7 +147,7 @@ def test_every_layout_up_to_4x4_arrives_over_gloo_with_the_fewest_bytes(meshes: 
         assert sent <= 1.02 * least, f"from {source.tensor}x{source.pipeline}"
 
 
-def test_a_part_that_changed_on_its_way_is_named(meshes: list[GlooMesh], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_changed_on_its_way_is_named(meshes: list[GlooLink], monkeypatch: pytest.MonkeyPatch) -> None:
     family, _ = model("qwen2")
     transfers = plan(parts(family, Layout(tensor=2)), parts(family, Layout()))[:1]
     sender, receiver = (SliceExchange(mesh.pg, transfers, 16, KEY, "rollout-0") for mesh in (meshes[0], meshes[16]))

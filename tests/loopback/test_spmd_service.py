@@ -28,7 +28,7 @@ from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 from services.model_service import SpmdService
 from services.rpc import contract
-from services.rpc.client import GroupClient, Session
+from services.rpc.client import Channel, GroupClient, Session
 from services.rpc.server import Server
 from tests.loopback.session_peers import PATIENCE, run
 
@@ -104,11 +104,11 @@ class Group:
         for service in self.services:
             await service.start()
             rows = [row for row in contract.METHODS.values() if row.service == "Critic"]
-            server = Server({"Critic": {row.name: service.handler(row) for row in rows}}, {})
+            server = Server({"Critic": {row.name: service.handler(row) for row in rows}})
             address = server.bind("127.0.0.1", 0)
             await server.start()
             servers.append(server)
-            self.sessions.append(Session(address, service.name, "Critic"))
+            self.sessions.append(Session(Channel(address), service.name, "Critic"))
         try:
             for session in self.sessions:
                 await session.open(PATIENCE)

@@ -27,8 +27,6 @@ from runtime.weights.group import (
     BucketTags,
     ForgedValue,
     Link,
-    PendingGroup,
-    WeightGroup,
     arena,
     file_of,
     memory_file,
@@ -36,7 +34,7 @@ from runtime.weights.group import (
 )
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress
 from runtime.weights.receiver import StagedWeights
-from runtime.weights.sender import SendBuffers, join_rendezvous, open_rendezvous
+from runtime.weights.sender import SendBuffers, WeightGroup, join_rendezvous, open_rendezvous
 from tests.loopback.weight_cases import (
     MANIFEST,
     PATIENCE,
@@ -47,6 +45,7 @@ from tests.loopback.weight_cases import (
     posted,
     same,
     settles,
+    soon,
     threads_and_files,
     transport_and_encoding,
     unhosted,
@@ -99,10 +98,10 @@ def test_buckets_of_any_size_arrive(pair: list[Link], shared: bool) -> None:
         sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
         for index, buffer in enumerate(sources):
             arrived = torch.zeros_like(buffer)
-            pair[1].receive(index, arrived).wait(PATIENCE)
+            pair[1].receive(index, arrived)(soon())
             assert torch.equal(arrived, buffer)
         for transfer in sent:
-            transfer.wait(PATIENCE)
+            transfer(soon())
         del sources, buffer
     assert not shared or len(mappings() - before) == 1  # the receiver's, of the last file
 
@@ -110,14 +109,14 @@ def test_buckets_of_any_size_arrive(pair: list[Link], shared: bool) -> None:
 def test_another_bucket_than_the_one_awaited_is_refused(pair: list[Link]) -> None:
     pair[0].send(3, memory_file(64))
     with pytest.raises(RuntimeError, match="trainer sent bucket 3, 64 bytes at 0, for bucket 0, 32 bytes"):
-        pair[1].receive(0, torch.zeros(32, dtype=torch.uint8)).wait(PATIENCE)
+        pair[1].receive(0, torch.zeros(32, dtype=torch.uint8))(soon())
 
 
 def test_nothing_is_read_beyond_the_memory_file(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "file_of", lambda buffer: (file_of(buffer)[0], 1 << 20))
     pair[0].send(0, memory_file(64))
     with pytest.raises(RuntimeError, match="trainer sent bucket 0, 64 bytes at 1048576, "):
-        pair[1].receive(0, torch.zeros(64, dtype=torch.uint8)).wait(PATIENCE)
+        pair[1].receive(0, torch.zeros(64, dtype=torch.uint8))(soon())
 
 
 def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +130,11 @@ def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch:
     bucket.copy_(torch.arange(bucket.numel()) % 251)
     arrived = torch.zeros_like(bucket)
     pair[0].send(0, bucket)
-    assert pair[1].receive(0, arrived).wait(PATIENCE).digest == digest_of(bucket)
+    assert pair[1].receive(0, arrived)(soon()).digest == digest_of(bucket)
     with monkeypatch.context() as patch:
         patch.setattr(np, "copyto", faulty)
         pair[0].send(1, bucket)
-        digest = pair[1].receive(1, arrived).wait(PATIENCE).digest
+        digest = pair[1].receive(1, arrived)(soon()).digest
     assert not torch.equal(arrived, bucket)
     assert digest == digest_of(arrived)
 
@@ -168,12 +167,12 @@ def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkey
     copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(sources)]
     second = copies[1].copied.result(PATIENCE).digest  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="timed out waiting for rollout-0"):
-        sent[0].wait(0.1)
+        sent[0](soon(0.1))
     held.go.set()
-    copies[0].wait(PATIENCE)
-    sent[0].wait(PATIENCE)
-    assert copies[1].wait(PATIENCE).digest == second
-    sent[1].wait(PATIENCE)
+    copies[0](soon())
+    sent[0](soon())
+    assert copies[1](soon()).digest == second
+    sent[1](soon())
 
 
 def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +184,7 @@ def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monke
     assert held.begun.wait(PATIENCE)
     ended = in_thread("abort", pair[1].abort)
     with pytest.raises(RuntimeError, match=r"the group was aborted|timed out waiting"):
-        copy.wait(0.1)
+        copy(soon(0.1))
     assert not ended.done()
     held.go.set()
     ended.result(PATIENCE)
@@ -199,13 +198,13 @@ def test_who_ends_is_named_whoever_is_waited_for() -> None:
     trainer, *others = links(3)
     buffer = memory_file(64)
     transfer = trainer.send(0, buffer)
-    others[0].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
+    others[0].receive(0, torch.zeros_like(buffer))(soon())
     others[0].abort()
     with pytest.raises(RuntimeError, match="rollout-0 is gone"):
-        transfer.wait(PATIENCE)
+        transfer(soon())
     trainer.abort()
     with pytest.raises(RuntimeError, match="trainer is gone"):
-        others[1].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
+        others[1].receive(0, torch.zeros_like(buffer))(soon())
     others[1].abort()
 
 
@@ -214,9 +213,9 @@ def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
 
     def one_epoch(posted: bool) -> None:
         trainer, *others = links(3)
-        waits = [other.receive(0, torch.empty_like(buffer)).wait for other in others]
-        waits += [trainer.send(0, buffer).wait] if posted else []
-        blocked = [in_thread("blocked", lambda wait=wait: wait(60.0)) for wait in waits]
+        waits = [other.receive(0, torch.empty_like(buffer)) for other in others]
+        waits += [trainer.send(0, buffer)] if posted else []
+        blocked = [in_thread("blocked", lambda wait=wait: wait(soon(60.0))) for wait in waits]
         for link in (trainer, *others):
             link.abort()
         for each in blocked:
@@ -360,12 +359,9 @@ def test_the_rendezvous_takes_a_port_of_the_range() -> None:
     pending.abort()
 
 
-@pytest.mark.parametrize(
-    ("interface", "backend", "fault"), [("nowhere0", "gloo", "network.interface"), ("lo", "mpi", "backend")]
-)
-def test_a_user_mistake_is_one_line(interface: str, backend: str, fault: str) -> None:
-    with pytest.raises(UserError, match=fault) as caught:
-        open_rendezvous(unhosted(backend=backend), interface)
+def test_a_user_mistake_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"network\.interface") as caught:
+        open_rendezvous(unhosted(), "nowhere0")
     assert "\n" not in str(caught.value)
 
 
@@ -383,14 +379,14 @@ def test_a_process_that_ends_as_it_leaves_its_groups_ends_well() -> None:
 
 # ------------------------------------------------------------------------------------------------ strangers
 @pytest.fixture(params=("collective", "shared_memory"))
-def pending(request: pytest.FixtureRequest) -> Iterator[PendingGroup]:
+def pending(request: pytest.FixtureRequest) -> Iterator[WeightGroup]:
     pending = open_rendezvous(unhosted(transport=request.param), "127.0.0.1", name="trainer")
     yield pending
     pending.abort()
 
 
 @pytest.fixture
-def met(pending: PendingGroup) -> Iterator[list[WeightGroup]]:
+def met(pending: WeightGroup) -> Iterator[list[WeightGroup]]:
     other = in_thread("join", lambda: join_rendezvous(second(pending.address), "rollout-0"))
     members = [pending.connect(), other.result(PATIENCE)]
     yield members
@@ -419,7 +415,7 @@ def appear(store: Any, before: frozenset[str] = frozenset()) -> frozenset[str]:
     return new
 
 
-def test_what_a_stranger_sets_announces_nothing_and_the_next_comes(met: list[WeightGroup], pending: PendingGroup) -> None:
+def test_what_a_stranger_sets_announces_nothing_and_the_next_comes(met: list[WeightGroup], pending: WeightGroup) -> None:
     receiver = StagedWeights(MANIFEST)
     reception = posted(receiver, met[1], VERSION, PATIENCE)
     store = stranger(pending.address)
@@ -434,7 +430,7 @@ def test_what_a_stranger_sets_announces_nothing_and_the_next_comes(met: list[Wei
     assert same(reception.result(PATIENCE).tensors(), 1)
 
 
-def test_an_announcement_that_was_overwritten_is_refused_by_name(met: list[WeightGroup], pending: PendingGroup) -> None:
+def test_an_announcement_that_was_overwritten_is_refused_by_name(met: list[WeightGroup], pending: WeightGroup) -> None:
     store = stranger(pending.address)
     before = frozenset(names(store))
     met[0].announce(VERSION)
@@ -444,7 +440,7 @@ def test_an_announcement_that_was_overwritten_is_refused_by_name(met: list[Weigh
         posted(StagedWeights(MANIFEST), met[1], VERSION, PATIENCE).result(PATIENCE)
 
 
-def test_a_member_that_a_stranger_planted_is_refused_by_name(pending: PendingGroup) -> None:
+def test_a_member_that_a_stranger_planted_is_refused_by_name(pending: WeightGroup) -> None:
     store, connecting = stranger(pending.address), in_thread("connect", pending.connect)
     for name in appear(store):
         store.set(name, "127.0.0.1 1 2")
@@ -455,7 +451,7 @@ def test_a_member_that_a_stranger_planted_is_refused_by_name(pending: PendingGro
         connecting.result(PATIENCE)
 
 
-def test_who_has_another_key_meets_nobody(pending: PendingGroup) -> None:
+def test_who_has_another_key_meets_nobody(pending: WeightGroup) -> None:
     connecting = in_thread("connect", pending.connect)
     with pytest.raises(ServiceFault, match=r"rendezvous: rank 0.* did not join"):
         join_rendezvous(msgspec.structs.replace(second(pending.address), key=new_key(), timeout=0.1), "stranger")

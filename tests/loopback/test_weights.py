@@ -21,10 +21,10 @@ from runtime.config import Config, Run
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
-from runtime.weights.group import BucketTags, WeightGroup
+from runtime.weights.group import BucketTags
 from runtime.weights.plan import Manifest, plan_buckets, roots
 from runtime.weights.receiver import StagedWeights, WeightReceiver
-from runtime.weights.sender import SendBuffers, join_rendezvous, open_rendezvous
+from runtime.weights.sender import SendBuffers, WeightGroup, join_rendezvous, open_rendezvous
 from tests.loopback.ranks import Helper
 from tests.loopback.test_epochs import BufferedBytes
 from tests.loopback.weight_cases import (
@@ -45,6 +45,7 @@ from tests.loopback.weight_cases import (
     posted,
     same,
     settles,
+    soon,
     threads_and_files,
     unhosted,
 )
@@ -246,7 +247,7 @@ class Endless:
 @pytest.mark.parametrize(("leaves", "said"), [(0, "the group was aborted"), (1, "the connection to a member was lost")])
 @pytest.mark.parametrize("pair", ["collective"], indirect=True)
 def test_who_leaves_frees_the_sender_of_a_broadcast_that_gloo_forgot(pair: list[WeightGroup], leaves: int, said: str) -> None:
-    mesh = pair[0]._links[0]._mesh  # type: ignore[attr-defined]
+    mesh = pair[0]._links[0]  # type: ignore[attr-defined]
     begun, freed = threading.Event(), threading.Event()
     whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
     try:
@@ -463,7 +464,7 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
         for (index, bucket), buffer in zip(sender._own, sender._buffers, strict=True):
             groups[number].tags.stamp(index, bucket, buffer, VERSION)
             buffer[0] ^= number
-            groups[number].send(index, buffer).wait(PATIENCE)
+            groups[number].send(index, buffer)(soon())
 
     for sending in [in_thread("send", lambda number=number: tampered(number)) for number in range(2)]:
         sending.result(PATIENCE)

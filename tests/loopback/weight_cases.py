@@ -22,10 +22,9 @@ from runtime.errors import Cancelled, ServiceFault
 from runtime.process import platform
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
-from runtime.weights.group import WeightGroup
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import StagedWeights
-from runtime.weights.sender import SendBuffers, join_rendezvous, open_rendezvous
+from runtime.weights.sender import SendBuffers, WeightGroup, join_rendezvous, open_rendezvous
 from tests.loopback.ranks import FORKED, Helper, heard
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +122,10 @@ def settles(counts: Callable[[], list[int]], most: list[int]) -> bool:
         gc.collect()  # an exception and the frames of its traceback hold each other
         time.sleep(0.01)
     return True
+
+
+def soon(seconds: float = PATIENCE) -> float:
+    return time.monotonic() + seconds
 
 
 def unhosted(world_size: int = 2, timeout: float = PATIENCE, **more: Any) -> GroupAddress:

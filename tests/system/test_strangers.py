@@ -208,7 +208,7 @@ async def paths(found):
 async def main():
     network = loading.load(config).network
     held = keys.holder(network, keys.COORDINATOR, bytes.fromhex(own)) if own else None
-    server = Server({"Coordinator": {"ReportPaths": paths}}, {("Coordinator", "Join"): told}, keys=held)
+    server = Server({"Coordinator": {"ReportPaths": paths, "Join": told}}, keys=held)
     server.bind(*address.split(":")[:1], int(address.split(":")[1]))
     await server.start()
     print("listening", flush=True)

@@ -26,8 +26,8 @@ from runtime.telemetry import startup
 from runtime.telemetry.startup import Phases, Startup
 from runtime.types import LogprobRequest
 from services.coordinator import CoordinatorProcess
-from services.process import Calls
 from services.rpc import contract
+from services.rpc.server import Calls
 from tests.unit.actor_desk import run as run_desk
 from tests.unit.actor_desk import settle
 
@@ -249,11 +249,11 @@ def test_a_death_that_an_agent_tells_of_is_the_loss_of_the_process_though_its_se
         found._register.add("reward", session)
         found.report(Progress(phase="training"))
         death = Death(node="b", name="reward-1", incarnation=2, reason="reward-1: run: was killed by SIGKILL")
-        await found._coordinator_handlers()["ReportDeath"](death)
+        found._died(death)
         assert session.given_up == death.reason
         assert found._progress.lost == [Loss(name="reward-1", incarnation=2, reason=death.reason)]
         assert not found._failed.done()  # there is another
-        await found._coordinator_handlers()["ReportDeath"](msgspec.structs.replace(death, name="reward-0", incarnation=0))
+        found._died(msgspec.structs.replace(death, name="reward-0", incarnation=0))
         assert found._failed.exception() is not None
 
     asyncio.run(test())

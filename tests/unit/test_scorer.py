@@ -199,7 +199,7 @@ def test_the_service_takes_its_own_decoder_where_that_knows_the_family(tmp_path:
     save_model(tmp_path, family)
     service = ReferenceService(make_config(str(tmp_path)), "reference-0", 0)
     service.load()
-    assert type(service._scorers[""]._scorer).__name__ == kind
+    assert type(service.answers.args[0][""]._scorer).__name__ == kind  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------------- teachers

@@ -25,8 +25,9 @@ from runtime.rollout.vllm import arguments, leftovers, shim
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.rollout.vllm.leftovers import Leftovers
+from runtime.rollout.vllm.worker import Location, Mapped, locate
 from runtime.types import SamplingParams
-from runtime.weights.group import Location, Mapped, locate, memory_file
+from runtime.weights.group import memory_file
 from tests.loopback.ranks import Helper
 from tests.unit.rollout_cases import request
 from tests.unit.training_cases import make_policy

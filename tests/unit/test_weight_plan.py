@@ -87,15 +87,6 @@ def test_a_bad_manifest_is_refused(specs: tuple[TensorSpec, ...], bucket_bytes: 
         plan_buckets(Manifest(specs, bucket_bytes, senders))
 
 
-def test_padding_is_all_that_no_tensor_covers() -> None:
-    specs = tuple(TensorSpec(f"t{size}", "uint8", (size,)) for size in (10, 64, 70))
-    (bucket,) = plan_buckets(Manifest(specs, 1024))
-    covered = {byte for entry in bucket.entries for byte in range(entry.offset, entry.offset + entry.nbytes)}
-    gaps = [range(bucket.data_bytes)[gap] for gap in bucket.padding]
-    assert [byte for gap in gaps for byte in gap] == [byte for byte in range(256) if byte not in covered]
-    assert bucket.data_bytes == 256
-
-
 def test_messages_call_a_member_by_its_rank_and_name() -> None:
     names = ("trainer-0", "rollout-1")
     address = GroupAddress(

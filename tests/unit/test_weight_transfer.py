@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,10 +23,21 @@ from runtime.types import PolicyVersion
 from runtime.weights import receiver
 from runtime.weights import sender as sender_module
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
-from runtime.weights.group import BucketReceipt, BucketTags, Link, WeightGroup, allocate, arena, new_key, populate, tensors_of
+from runtime.weights.group import (
+    AuthenticatedStore,
+    BucketReceipt,
+    BucketTags,
+    Link,
+    Transfer,
+    allocate,
+    arena,
+    new_key,
+    populate,
+    tensors_of,
+)
 from runtime.weights.plan import ITEM_BYTES, Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.receiver import StagedWeights
-from runtime.weights.sender import SendBuffers
+from runtime.weights.sender import SendBuffers, WeightGroup
 
 COUNT = 24
 MANIFEST = Manifest(tuple(TensorSpec(f"t{index}", "float32", (3, 5)) for index in range(COUNT)), 128)  # two to a bucket
@@ -35,10 +49,11 @@ class Memory(WeightGroup):
     """Keeps what is sent. `gone[i]` is set once bucket i is on its way, and it is taken only if `may_take`."""
 
     await_announcement = receive = None  # are the receivers'
+    sent_bytes = 0  # type: ignore[assignment]
 
     def __init__(self, buckets: tuple[Bucket, ...]) -> None:
         address = GroupAddress(epoch=1, host="", port=0, rank=0, world_size=2, backend="gloo", timeout=1.0, key=new_key())
-        super().__init__(address, "trainer")
+        super().__init__(address, "trainer", AuthenticatedStore(dist.HashStore(), address.key), "")
         self.buckets = buckets
         self.gone = [threading.Event() for _ in buckets]
         self.may_take = threading.Event()
@@ -48,29 +63,24 @@ class Memory(WeightGroup):
     def announce(self, version: PolicyVersion) -> None:
         """Nobody waits for it."""
 
-    def send(self, index: int, buffer: torch.Tensor) -> Taking:
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         if self.aborted:
             raise RuntimeError("the group was aborted")
         assert index == len(self.sent)
         self.sent.append(buffer.clone())
         self.sent_bytes += buffer.nbytes
         self.gone[index].set()
-        return Taking(self, buffer, self.sent[-1])
+        return partial(self._take, buffer, self.sent[-1])
+
+    def _take(self, buffer: torch.Tensor, sent: torch.Tensor, give_up: float) -> None:
+        taken = self.may_take.wait(give_up - time.monotonic())
+        if self.aborted or not taken:
+            raise RuntimeError("the receiver is lost")
+        assert torch.equal(buffer, sent)
 
     def abort(self) -> None:
         self.aborted = True
         self.may_take.set()
-
-
-class Taking:
-    def __init__(self, group: Memory, buffer: torch.Tensor, sent: torch.Tensor):
-        self._group, self._buffer, self._sent = group, buffer, sent
-
-    def wait(self, timeout: float) -> None:
-        taken = self._group.may_take.wait(timeout)
-        if self._group.aborted or not taken:
-            raise RuntimeError("the receiver is lost")
-        assert torch.equal(self._buffer, self._sent)
 
 
 def tensor(index: int, version: int = 1) -> torch.Tensor:
@@ -239,7 +249,7 @@ class Arriving:
     def __init__(self, clock: Clock, seconds: float, taken: BucketReceipt):
         self._clock, self._seconds, self._taken = clock, seconds, taken
 
-    def wait(self, timeout: float) -> BucketReceipt:
+    def __call__(self, give_up: float) -> BucketReceipt:
         self._clock.now += self._seconds
         return self._taken
 
@@ -290,22 +300,21 @@ class Wire(Link):
     def __init__(self, bytes_on_it: deque[torch.Tensor]):
         self.on_it = bytes_on_it
 
-    def send(self, index: int, buffer: torch.Tensor) -> Done:
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         self.sent_bytes += buffer.nbytes
         self.on_it.append(buffer.clone())
-        return Done()
+        return done
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Done:
+    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         buffer.copy_(self.on_it.popleft())
-        return Done()
+        return done
 
     def abort(self) -> None:
         self.on_it.clear()
 
 
-class Done:
-    def wait(self, timeout: float) -> None:
-        assert timeout > 0
+def done(give_up: float) -> None:
+    assert give_up > time.monotonic()
 
 
 TAGS = BucketTags(bytes(32))
@@ -331,9 +340,9 @@ class Pair:
         before = self.sender.sent_bytes
         for index, (bucket, buffer) in enumerate(zip(self.buckets, self.sent, strict=True)):
             TAGS.stamp(index, bucket, buffer, PolicyVersion(0, step))
-            self.sender.send(index, buffer).wait(1.0)
+            self.sender.send(index, buffer)(time.monotonic() + 1.0)
             if taken:
-                self.receiver.receive(index, self.received[index]).wait(1.0)
+                self.receiver.receive(index, self.received[index])(time.monotonic() + 1.0)
                 assert torch.equal(self.received[index], buffer)
             else:
                 self.sender.abort()
@@ -441,7 +450,7 @@ def test_a_delta_that_does_not_lead_to_its_version_is_refused() -> None:
     wire = pair.receiver._inner.on_it
     wire[1][8] ^= 1  # after the change and three fillers the entries are those of the trailer
     with pytest.raises(RuntimeError, match=r"^the delta of bucket 0 leads to version 0\.1 \(.* instead of version 0\.1 \("):
-        pair.receiver.receive(0, pair.received[0]).wait(1.0)
+        pair.receiver.receive(0, pair.received[0])(time.monotonic() + 1.0)
 
 
 @pytest.mark.parametrize("payload", [[1, 0, 200], [1, 0, 5, 0], [1]])

@@ -38,9 +38,9 @@ from runtime.process.spans import work
 from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests, make_sample
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
-from runtime.rollout.vllm.worker import MENDABLE
+from runtime.rollout.vllm.worker import MENDABLE, Location, locate
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts
-from runtime.weights.group import Location, arena, locate
+from runtime.weights.group import arena
 
 # ---- Shared weights
 #

@@ -24,7 +24,7 @@ from runtime.config.secret_values import resolved
 from runtime.errors import UserError
 from runtime.rollout.vllm.arguments import KEY, own_faults, unknown_faults
 from runtime.rollout.vllm.leftovers import Leftovers
-from runtime.weights.group import Location
+from runtime.rollout.vllm.worker import Location
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
+import mmap
+import os
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +18,56 @@ from torch.utils._pytree import tree_leaves
 from runtime.errors import UserError
 from runtime.models.families.family import LM_HEAD
 from runtime.process import platform
-from runtime.weights.group import Location, Mapped
+from runtime.weights.group import file_of, in_memory_file
+
+# ---- Shared buffers
+#
+# The tensors of a version, as the rollout's process stages them, and as its workers read them.
+
+
+class Location(NamedTuple):
+    """The place of one tensor in shared memory. Plain values, so that any codec can send it."""
+
+    name: str
+    path: str  # readable by every process of the same user, as long as the buffer lives
+    offset: int  # bytes
+    dtype: str  # torch's name
+    shape: list[int]
+
+
+def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[torch.Tensor]]:
+    """Return the locations of `tensors`, and copies of tensors outside shared memory. Keep the copies until they are read."""
+    locations, copies = [], []
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        if (shared := in_memory_file(flat)) is not flat:
+            copies.append(shared)
+        descriptor, offset = file_of(shared)
+        path, dtype = f"/proc/{os.getpid()}/fd/{descriptor}", str(tensor.dtype).removeprefix("torch.")
+        locations.append(Location(name, path, offset, dtype, list(tensor.shape)))
+    return locations, copies
+
+
+class Mapped:
+    """Buffers of another process, mapped here while tensors made of the buffers live."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def tensor(self, location: Location) -> torch.Tensor:
+        """Return a view of the other process's memory. Raises OSError if that process has freed the memory."""
+        buffer = self._buffers.get(location.path)
+        if buffer is None:
+            descriptor = os.open(location.path, os.O_RDWR)
+            try:
+                buffer = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+            finally:
+                os.close(descriptor)
+            self._buffers[location.path] = buffer
+        dtype: torch.dtype = getattr(torch, location.dtype)
+        nbytes = math.prod(location.shape) * dtype.itemsize
+        return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
+
 
 # ---- Delivery
 #

@@ -131,7 +131,7 @@ class CoreFolder:
         for part in (part for column in columns(family, layout) for part in column.parts):
             reader = TensorReader(folder / part.name)
             needed = {parameter.name: parameter.shape for parameter in part.parameters}
-            require_same(str(reader.path), needed, {name: spec.shape for name, spec in reader.specs.items()})
+            require_same(str(folder / part.name), needed, {name: spec.shape for name, spec in reader.specs.items()})
             self._readers[part.name] = reader
 
     def part(self, part: CoreFile) -> TensorReader:
