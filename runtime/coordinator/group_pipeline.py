@@ -15,11 +15,11 @@ from typing import Any
 from runtime import types
 from runtime.commands import RolePort
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
-from runtime.coordinator.devices import Devices
 from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.metrics_recorder import RunContext
 from runtime.coordinator.pools import GatewayPool, Load, RewardScoring, Roles, RolloutPool, concurrency_of, request_for
 from runtime.coordinator.register import member_of
+from runtime.coordinator.weight_sync import Devices
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.journal import Note, Ticket

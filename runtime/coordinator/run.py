@@ -39,7 +39,7 @@ from runtime.commands import Export, Restore
 from runtime.config import Config
 from runtime.coordinator import failover
 from runtime.coordinator.buffer import Buffer, DynamicSampling
-from runtime.coordinator.devices import ColocatedDevices, Devices
+from runtime.coordinator.devices import ColocatedDevices
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.group_pipeline import STREAM, GroupStage
@@ -61,7 +61,7 @@ from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.coordinator.staleness import PipelineDepth, most_live
 from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainLoop
-from runtime.coordinator.weight_sync import WeightPublisher
+from runtime.coordinator.weight_sync import Devices, WeightPublisher
 from runtime.data.prompts import PromptStream, StreamState
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation import results as evaluation

@@ -18,10 +18,9 @@ from runtime.chosen_algorithm import groups_per_update, streams
 from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload, RolePort, TrainerPort
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer, Group
-from runtime.coordinator.devices import Devices, Lease
 from runtime.coordinator.metrics_recorder import Probes, TrainedStep
 from runtime.coordinator.recovery import Checkpoints
-from runtime.coordinator.weight_sync import WeightSync
+from runtime.coordinator.weight_sync import Devices, Lease, WeightSync
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter
 from runtime.process.os_process import now

@@ -25,9 +25,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 from msgspec.structs import replace
@@ -47,7 +48,9 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.config import WeightSyncConfig as Settings
+from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.pools import RolloutPool
+from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState
 from runtime.coordinator.weight_sync_protocol import (
     Action,
     Commit,
@@ -537,3 +540,69 @@ def _event(name: str, phase: Phase, task: asyncio.Task[Any]) -> Event | BaseExce
     if isinstance(error, SluiceError):
         return Failed(name, str(error))
     return error
+
+
+# ---- Devices
+
+Role = Literal["rollout", "reference", "trainer"]
+
+
+class Lease:
+    """The right to use a role's devices. On dedicated devices a version is published as soon as the trainer has it."""
+
+    figures: WeightSyncFigures | None = None  # of the version published at the lease's end
+    version: PolicyVersion | None = None  # to be published at the lease's end
+
+    def __init__(self, publisher: WeightPublisher):
+        self._publisher = publisher
+
+    async def begin_sync(self, version: PolicyVersion) -> WeightSync | None:
+        """Begin the weight sync of `version`, right after posting the commands that make the version. Return None if the lease
+        publishes nothing before its end, and then only its newest version."""
+        return await self._publisher.begin(version)
+
+    async def sync(self, version: PolicyVersion) -> None:
+        """Publish `version`, which the trainer has, before the lease ends."""
+        await self._publisher.publish(version)
+
+
+class Devices:
+    """Dedicated devices: every role has its own, and a lease does nothing."""
+
+    def __init__(self, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer):
+        self._pool = pool
+        self._register = pool.register
+        self._publisher = publisher
+        self._buffer = buffer
+        self._register.subscribe(self._look)
+        for unit in self._register.units(ROLLOUT, UnitState.CONNECTED):
+            self._arrive(unit.member)
+
+    def close(self) -> None:
+        """Stop following rollouts: later connections join in the next attempt. Idempotent."""
+        self._register.unsubscribe(self._look)
+
+    def _look(self, change: UnitChange) -> None:
+        if change.unit.role == ROLLOUT and change.unit.state is UnitState.CONNECTED:
+            self._arrive(change.unit.member)
+
+    def _arrive(self, member: Member) -> None:
+        """Let a connected rollout join the sync group."""
+        self._register.join(member)
+
+    async def vacate(self) -> None:
+        """Free the devices for the replacement of a lost trainer or critic. Call it after `close`."""
+
+    async def next_lease(self) -> bool:
+        """Wait until the trainer should take the devices. Return False if the run ends without another step."""
+        return self._buffer.step < self._buffer.last_step
+
+    def have_batch(self) -> bool:
+        """Return True if the step being filled needs no more groups from the rollouts."""
+        return self._buffer.fills
+
+    @asynccontextmanager
+    async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
+        """Hold the devices of `role`. `last`: the run ends in this lease, and no role needs the devices after it. Raises the
+        error of trainer or reference if one fails while devices change hands; this ends the run."""
+        yield Lease(self._publisher)

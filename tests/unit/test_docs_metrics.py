@@ -48,9 +48,6 @@ def spans() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_spans.span"):
                 argument = node.args[0]
-                if ast.unparse(argument) == "self.phase":  # of shared devices, while the reference moves
-                    named |= {"ref_onload", "ref_offload"}
-                    continue
                 assert isinstance(argument, (ast.Constant, ast.Name)), f"{path.name}: {ast.unparse(node)}"
                 named |= {str(argument.value)} if isinstance(argument, ast.Constant) else set()
     return named
