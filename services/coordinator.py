@@ -288,7 +288,7 @@ class CoordinatorProcess:
                 self._run = TrainingRun(context, self._register, RunHistory(self._nodes.resume()))
                 context.startup.phases["services"] = time.monotonic() - before
                 context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
-            self._run.pool.slots = slots(self._nodes.config)  # the number of rollouts may have changed since
+            self._run.pool.slots |= slots(self._nodes.config)  # the number of rollouts may have changed since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
             summary = await self._run.execute()  # until the last step, a stop, or a fault
@@ -391,7 +391,7 @@ class CoordinatorProcess:
         async def scale(wanted: Scale) -> Scaled:
             scaled = self._nodes.scale(wanted)
             if self._run is not None:
-                self._run.pool.slots = slots(self._nodes.config)
+                self._run.pool.slots |= slots(self._nodes.config)
             return scaled
 
         return {"Register": register, "Processes": processes, "ReportPaths": paths, "ReportDeath": died, "Scale": scale}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
@@ -25,8 +25,9 @@ from runtime import types
 from runtime.cluster.topology import slots, takes_turns
 from runtime.commands import Level, SetLevel
 from runtime.config import Rule
+from runtime.coordinator.gateways import rollout_pool
 from runtime.coordinator.metrics_recorder import EvaluationContext
-from runtime.coordinator.pools import EvaluationRoles, GatewayPool, RewardScoring, RolloutPool, request_for
+from runtime.coordinator.pools import Replicas, RewardScoring, RolloutPool, request_for, scorers
 from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
@@ -90,13 +91,13 @@ class _EvaluationRun:
 class Evaluator:
     """Evaluates the same problems, with the same seeds, each time."""
 
-    def __init__(self, context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool, judge: Rule):
+    def __init__(self, context: EvaluationContext, scorers: Mapping[str, Replicas], pool: RolloutPool, judge: Rule):
         """Create the evaluator. `judge`: the rule whose verdicts make the figures."""
         self._config = context.config
         self._folder = context.folder
         self._sets = context.held_out
-        self._pool = pool.players
-        self._scoring = RewardScoring(roles, context.config.rewards.environment)
+        self._pool = pool
+        self._scoring = RewardScoring(scorers, context.config.rewards.environment)
         self._text = context.text
         self._judge = judge
         self._sampling = [_sampling(context, held_out) for held_out in self._sets]
@@ -206,10 +207,10 @@ class Evaluator:
         )
 
 
-def evaluator_of(context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool) -> Evaluator | None:
+def evaluator_of(context: EvaluationContext, scorers: Mapping[str, Replicas], pool: RolloutPool) -> Evaluator | None:
     """Create the evaluator. Return None if there are no problems or no judge."""
     judge = judge_of(context.config) if context.held_out else None
-    return None if judge is None else Evaluator(context, roles, pool, judge)
+    return None if judge is None else Evaluator(context, scorers, pool, judge)
 
 
 def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
@@ -230,9 +231,7 @@ class ServingRun:
         config = context.config
         self._context = context
         self._register = register
-        self._pool = RolloutPool(register, slots(config), config.deadlines.start)
-        if config.gateway is not None:
-            GatewayPool(self._pool, config, context.keys)
+        self._pool = rollout_pool(config, register, context.keys)
         self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
         register.subscribe(self._look)
         self._stopped = asyncio.Event()
@@ -277,7 +276,7 @@ class EvaluationRun(ServingRun):
 
     def __init__(self, context: EvaluationContext, register: Register):
         super().__init__(context, register)
-        evaluator = evaluator_of(context, EvaluationRoles(register, context.config.deadlines.start), self._pool)
+        evaluator = evaluator_of(context, scorers(register, context.config.deadlines.start), self._pool)
         assert evaluator is not None, "a configuration without problems or a judge is refused"
         self._evaluator = evaluator
         self._evaluating: asyncio.Task[EvaluationResult] | None = None

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from runtime import types
-from runtime.commands import RolePort
+from runtime.commands import FinishGroup, RolePort
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.failover import FailoverState
+from runtime.coordinator.gateways import Load, concurrency_of
 from runtime.coordinator.metrics_recorder import RunContext
-from runtime.coordinator.pools import GatewayPool, Load, RewardScoring, Roles, RolloutPool, concurrency_of, request_for
+from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool, request_for
 from runtime.coordinator.register import member_of
 from runtime.coordinator.weight_sync import Devices
 from runtime.data.prompts import PromptStream
-from runtime.errors import Cancelled, Unreachable
+from runtime.errors import Cancelled, SluiceError, Unreachable
 from runtime.ledger.journal import Note, Ticket
 from runtime.ledger.states import Mark, Phase
 from runtime.telemetry.metrics import SpanClock
@@ -51,7 +53,7 @@ class GroupStage:
         sampling = context.config.sampling
         self._size = sampling.group_size
         self._roles = roles
-        self._rollouts, self._pool, self._config = pool, pool.players, context.config
+        self._pool, self._config = pool, context.config
         self._concurrency = concurrency_of(context.config)
         self._devices = devices
         self._buffer = buffer
@@ -61,7 +63,7 @@ class GroupStage:
         self._spans = spans
         self._dynamic_sampling = dynamic_sampling
         unrewarded = self._size if context.config.algorithm.advantage == "none" else 0
-        self._scoring = RewardScoring(roles, context.config.rewards.environment, spans, unrewarded)
+        self._scoring = RewardScoring(roles.scorers, context.config.rewards.environment, spans, unrewarded)
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -101,7 +103,7 @@ class GroupStage:
 
     def _hurry(self, tasks: asyncio.TaskGroup) -> None:
         """Notify the gateways of the groups for which alone the trainer waits."""
-        if not isinstance(self._pool, GatewayPool):
+        if self._config.gateway is None:
             return
         if self._alarm is not None:
             self._alarm.cancel()
@@ -112,9 +114,13 @@ class GroupStage:
                 soonest = min(seconds, soonest)
             elif gateway is not None and group.hurried != group.attempt:
                 group.hurried = group.attempt
-                self._spawn(tasks, self._pool.finish_group(gateway, group.group_id))
+                self._spawn(tasks, self._finish(gateway, group.group_id))
         if soonest < math.inf:
             self._alarm = asyncio.get_running_loop().call_later(soonest, self._buffer.room_changed.set)
+
+    async def _finish(self, gateway: RolePort, group_id: int) -> None:
+        with suppress(SluiceError):  # a lost gateway's groups are repeated
+            await gateway.call(FinishGroup(group_id))
 
     def _former(self, group: Group, taken_up: FailoverState | None) -> RolePort | None:
         """Return the rollout that an earlier coordinator asked for a group, or None if it is lost or was replaced."""
@@ -163,7 +169,7 @@ class GroupStage:
         if not self._pool.admits:
             return 0
         if self._most is None and self._concurrency is not None:
-            self._most = self._concurrency.limit(sum(self._rollouts.slots[each.name] for each in self._rollouts.serving))
+            self._most = self._concurrency.limit(sum(self._pool.slots[each.name] for each in self._pool.units()))
         elif self._most is None:
             self._most = sum(map(self._max_groups, self._pool.admitting))
         return self._most

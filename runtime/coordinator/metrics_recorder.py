@@ -21,7 +21,8 @@ from runtime.cluster.topology import instances, settings_of, uses_reference
 from runtime.commands import RolePort
 from runtime.config import Computing, Config, Rollout
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
-from runtime.coordinator.pools import Load, Roles, RolloutPool, load_of
+from runtime.coordinator.gateways import Load, load_of
+from runtime.coordinator.pools import Roles, RolloutPool
 from runtime.coordinator.register import Member, member_of
 from runtime.data.prompts import Prompts, group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, UserError
@@ -29,7 +30,7 @@ from runtime.evaluation.results import HeldOut, TextDecoder
 from runtime.ledger.journal import LedgerWriter, Note
 from runtime.ledger.states import Mark
 from runtime.process import spans
-from runtime.process.keys import Keys
+from runtime.process.keys import GATEWAY, Keys
 from runtime.process.os_process import now
 from runtime.rewards.scorer import UnscoredSteps
 from runtime.status import Progress, Status
@@ -271,7 +272,7 @@ class BusyMeter:
 
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
         """Return the gauges of each process that answers."""
-        rollouts, asked = [*self._pool.serving, *self._pool.gateways], now()
+        rollouts, asked = [*self._pool.units(), *self._pool.units(GATEWAY)], now()
         self._heard = {rollout: self._heard.get(rollout, asked) for rollout in rollouts}
         answers = await asyncio.gather(*(rollout.status() for rollout in rollouts), return_exceptions=True)
         found = {rollout: self._gauges(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}

@@ -34,7 +34,7 @@ from typing import Any
 
 from runtime import run_files, types
 from runtime.chosen_algorithm import streams
-from runtime.cluster.topology import alternates, slots, takes_turns
+from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import Export, Restore
 from runtime.config import Config
 from runtime.coordinator import failover
@@ -42,6 +42,7 @@ from runtime.coordinator.buffer import Buffer, DynamicSampling
 from runtime.coordinator.devices import ColocatedDevices
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.failover import FailoverState
+from runtime.coordinator.gateways import rollout_pool
 from runtime.coordinator.group_pipeline import STREAM, GroupStage
 from runtime.coordinator.metrics_recorder import (
     BusyMeter,
@@ -56,7 +57,7 @@ from runtime.coordinator.metrics_recorder import (
     needs,
     save_run_state,
 )
-from runtime.coordinator.pools import GatewayPool, Roles, RolloutPool, models
+from runtime.coordinator.pools import Roles, RolloutPool, models
 from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.coordinator.staleness import PipelineDepth, most_live
@@ -138,7 +139,7 @@ class Attempt:
         self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._spans, self._dynamic)
         self._training = self._train_loop()
         self._training.next = first
-        self._evaluator = evaluator_of(context, roles, pool)
+        self._evaluator = evaluator_of(context, roles.scorers, pool)
         self._evaluating: asyncio.Task[Any] | None = None
         self._admission: asyncio.Task[None] | None = None
         self._recovery = Recovery(context, roles, pool.register, history)
@@ -474,9 +475,7 @@ class TrainingRun:
         config = context.config
         self._context, self._config, self._register = context, config, register
         self._started = now()
-        self.pool = RolloutPool(register, slots(config), config.deadlines.start, context.term)
-        if config.gateway is not None:
-            GatewayPool(self.pool, config, context.keys)
+        self.pool = rollout_pool(config, register, context.keys, context.term)
         self._history = history or RunHistory(config.run.resume)
         self._attempt = self._begin(taken_up)
         self._interrupted = False

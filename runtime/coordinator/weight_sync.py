@@ -337,7 +337,7 @@ class WeightPublisher:
         """Let the nearest serving rollout send `version` to the newcomers. If this fails, the trainer sends it."""
         register = self._pool.register
         newcomers = [register.port(member) for member in self._pool.membership.newcomers]
-        peer = nearest(newcomers, self._pool.serving, self.group.machines.values())
+        peer = nearest(newcomers, self._pool.units(), self.group.machines.values())
         if peer is None:
             return
         group = PeerGroup(peer, self._pool, self._settings)
