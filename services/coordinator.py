@@ -285,7 +285,8 @@ class CoordinatorProcess:
             else:
                 before = time.monotonic()
                 await self._peers.connect(placed)  # returns once every placed unit has its sessions
-                self._run = TrainingRun(context, self._register, RunHistory(self._nodes.resume()))
+                context.history.folder = self._nodes.resume()
+                self._run = TrainingRun(context, self._register)
                 context.startup.phases["services"] = time.monotonic() - before
                 context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
             self._run.pool.slots |= slots(self._nodes.config)  # the number of rollouts may have changed since
@@ -348,6 +349,7 @@ class CoordinatorProcess:
             keys=self._keys,
             epoch=time.time() - time.monotonic(),
             launched=self._launched,
+            history=RunHistory() if self._left is None else self._left.course.history,
             startup=began or Startup(phases=phases, processes={"coordinator": self._phases.seconds}),
         )
 

@@ -22,7 +22,7 @@ from runtime.ledger.payloads import Handle
 from runtime.ledger.reader import PARTS, GroupRow
 from runtime.ledger.states import Event, GroupState, Mark, Phase
 from runtime.rewards.scorer import unscored
-from runtime.types import GeneratedGroup, Scores
+from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
 # ---- Group
 #
@@ -137,6 +137,7 @@ class Buffer:
         self.staleness = staleness
         self.step = step
         self.committed = step
+        self.incarnation = 0  # of the attempt
         self.last_step = step
         """The run ends before this step."""
         self.stop_reason = ""
@@ -170,6 +171,10 @@ class Buffer:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def version(self, step: int) -> PolicyVersion:
+        """Return the version that this attempt has after `step` steps."""
+        return PolicyVersion(self.incarnation, step)
 
     def stop(self, reason: str) -> None:
         """End the run after the last complete batch; give up the batch that is being filled. Only the first reason is kept."""

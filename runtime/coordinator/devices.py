@@ -25,15 +25,14 @@ from functools import partial
 
 from runtime.cluster.topology import alternates, reference_takes_part
 from runtime.commands import Level, Offload, Onload, RolePort, SetLevel
-from runtime.config import Config
 from runtime.coordinator.buffer import Buffer, Group
-from runtime.coordinator.metrics_recorder import Probes
+from runtime.coordinator.metrics_recorder import Probes, RunContext
 from runtime.coordinator.pools import Roles, RolloutPool
 from runtime.coordinator.register import LIVING, ROLLOUT, Member, UnitChange, UnitState
 from runtime.coordinator.weight_sync import Devices, Lease, Role, WeightPublisher
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ledger.states import Mark, Phase
-from runtime.telemetry.metrics import SpanClock, WeightSyncFigures
+from runtime.telemetry.metrics import WeightSyncFigures
 from runtime.types import PolicyVersion
 
 TO_TRAIN, TO_INFER = "onload", "weight_sync"
@@ -69,17 +68,17 @@ class ColocatedDevices(Devices):
 
     def __init__(
         self,
-        config: Config,
+        context: RunContext,
         roles: Roles,
         pool: RolloutPool,
         publisher: WeightPublisher,
         buffer: Buffer,
         probes: Probes,
-        spans: SpanClock,
     ):
+        config = context.config
         self._roles = roles
         self._probes = probes
-        self._spans = spans
+        self._spans = context.spans
         self._refers = reference_takes_part(config)
         self._onloads_trainer = not alternates(config)  # otherwise `AlternatingUpdates` does it
         self._partial = config.training.partial_rollouts

@@ -26,7 +26,6 @@ from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, SluiceError, Unreachable
 from runtime.ledger.journal import Note, Ticket
 from runtime.ledger.states import Mark, Phase
-from runtime.telemetry.metrics import SpanClock
 from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
 
 STREAM = "stream"  # the key of the ledger's note with the position of the prompt stream
@@ -47,7 +46,6 @@ class GroupStage:
         devices: Devices,
         buffer: Buffer,
         stream: PromptStream,
-        spans: SpanClock,
         dynamic_sampling: DynamicSampling | None,
     ):
         sampling = context.config.sampling
@@ -60,10 +58,10 @@ class GroupStage:
         self._ledger = context.ledger
         self._stream = stream
         self._prompts = context.train
-        self._spans = spans
+        self._spans = context.spans
         self._dynamic_sampling = dynamic_sampling
         unrewarded = self._size if context.config.algorithm.advantage == "none" else 0
-        self._scoring = RewardScoring(roles.scorers, context.config.rewards.environment, spans, unrewarded)
+        self._scoring = RewardScoring(roles.scorers, context.config.rewards.environment, context.spans, unrewarded)
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,

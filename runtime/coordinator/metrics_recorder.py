@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -29,13 +29,13 @@ from runtime.errors import InvariantViolated, ServiceFault, SluiceError, UserErr
 from runtime.evaluation.results import HeldOut, TextDecoder
 from runtime.ledger.journal import LedgerWriter, Note
 from runtime.ledger.states import Mark
-from runtime.process import spans
+from runtime.process import disk, spans
 from runtime.process.keys import GATEWAY, Keys
 from runtime.process.os_process import now
 from runtime.rewards.scorer import UnscoredSteps
 from runtime.status import Progress, Status
+from runtime.telemetry import startup
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyncFigures, idle_fraction, step_metrics
-from runtime.telemetry.startup import Startup
 from runtime.telemetry.summary import Totals
 from runtime.telemetry.trackers import Trackers
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult
@@ -61,7 +61,7 @@ class RunHistory(Struct):
     resumes, else "", the beginning. Checkpoints that a former run left in the same folder do not count.
     """
 
-    folder: str
+    folder: str = ""
     version: PolicyVersion = PolicyVersion()
     """All steps up to this version are over: applied, published and recorded."""
     attempts: int = 0  # attempts that have ended
@@ -105,8 +105,11 @@ class RunHistory(Struct):
 
     def resumes_at(self, step: int) -> None:
         """Begin another attempt at `step`: forget the evaluations of later steps."""
-        for later in [known for known in self.accuracy if known > step]:
-            del self.accuracy[later]
+        self.accuracy = {known: accuracy for known, accuracy in self.accuracy.items() if known <= step}
+
+    @property
+    def newest_accuracy(self) -> float | None:
+        return self.accuracy[max(self.accuracy)] if self.accuracy else None
 
 
 class RunState(Struct, kw_only=True):
@@ -119,8 +122,8 @@ class RunState(Struct, kw_only=True):
     rl_seconds: float = 0.0
 
 
-def save_run_state(context: RunContext, roles: Roles, history: RunHistory) -> None:
-    models = [member_of(model) for model in (roles.trainer, roles.critic) if model is not None]
+def save_run_state(context: RunContext, roles: Roles) -> None:
+    models, history = [member_of(model) for model in roles.models], context.history
     seconds = now() - history.rl_began if history.rl_began else 0.0
     course = RunState(run=context.run, models=models, history=history, rl_seconds=seconds)
     context.ledger.record(Note(key=COURSE, value=types.encode(course)))
@@ -164,9 +167,11 @@ class RunContext(EvaluationContext):
     train: Prompts
     epoch: float  # the seconds since the epoch when the loop's clock shows 0: the ledger's times do not jump
     launched: float  # when the user started the run, on the loop's clock
+    history: RunHistory
+    spans: SpanClock = field(default_factory=lambda: SpanClock(now))
     run: str = ""  # the id of this start of the run by its user
     term: int = 1  # one more with each coordinator of the ledger
-    startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
+    startup: startup.Startup = field(default_factory=lambda: startup.Startup(phases={}))  # so far
 
 
 def needs(config: Config) -> Mark:
@@ -295,36 +300,78 @@ class MetricsRecorder:
     def __init__(
         self,
         context: RunContext,
-        spans: SpanClock,
-        buffer: Buffer,
-        meter: BusyMeter,
+        roles: Roles,
         pool: RolloutPool,
-        totals: Totals,
+        buffer: Buffer,
         dynamic_sampling: DynamicSampling | None,
-        probes: Probes,
+        evaluate: Callable[[int], Awaitable[None]] | None,
     ):
-        self._trackers = context.trackers
-        self._spans = spans
-        self._buffer = buffer
-        self._meter = meter
-        self._world_size = accelerators(context.config)
+        """Begin with an attempt. `evaluate`: begins an evaluation beside training, of the version after so many steps."""
+        self._context = context
+        self._roles = roles
         self._pool = pool
+        self._buffer = buffer
         self._dynamic_sampling = dynamic_sampling
-        self._totals = totals
-        self._probes = probes
+        self._evaluate = evaluate
+        self._world_size = accelerators(context.config)
         self._unscored = UnscoredSteps()
-        self.incarnation = 0
+        self.meter = BusyMeter(pool, context.config.deadlines.keepalive)
+        self.probes = Probes(context, pool, buffer.ready_changed)
         self.newest: Metrics = {}
         self.evaluated: Metrics = {}
         """The metrics of the newest evaluation."""
         self.stepped = 0.0
         """When the newest step was recorded, on the loop's clock."""
+        self.first_applied = 0.0
+        """When all of the first step was submitted, on the loop's clock."""
+
+    async def finished(self, trained: TrainedStep) -> None:
+        """Record a step: its metrics, an evaluation if one is due, and the stop conditions. Call it for each step, in order."""
+        context, history, step = self._context, self._context.history, trained.step + 1
+        config, alarms = context.config, history.alarms
+        history.version = self._buffer.version(step)
+        await self.step(trained)
+        if startup.TOTAL not in context.startup.phases:
+            await self._started_up()
+        if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
+            self._buffer.stop(f"{config.stop.hours:g} hours are over")
+        if config.mismatch.action == "stop" and history.alarms > alarms:
+            self._buffer.stop(f"mismatch.action is stop: {history.alarm}")
+        if self._evaluate is not None and self.evaluates(step):
+            await self._evaluate(step)
+        save_run_state(context, self._roles)
+        self.report("training")
+
+    def evaluates(self, step: int) -> bool:
+        """Return True if version `step` is to be evaluated beside training."""
+        every = self._context.config.evaluation.every
+        return self._evaluate is not None and every > 0 and step % every == 0 and step < self._buffer.last_step
+
+    async def _started_up(self) -> None:
+        """Record the start-up time after the first step: start-up ended when the trainer had this step's whole batch."""
+        context, figures = self._context, self._context.startup
+        figures.phases["first step"] = self.first_applied - context.history.rl_began
+        figures.phases[startup.TOTAL] = self.first_applied - context.launched - figures.phases.get(startup.NOT_COUNTED, 0.0)
+        await disk.done(lambda: figures.write(context.folder), context.folder)
+
+    def report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
+        """Report the run's progress to its supervisor."""
+        figures, history = self.figures, self._context.history
+        if (newest := history.newest_accuracy) is not None:
+            figures["eval/accuracy"] = newest
+        step, steps = self._buffer.committed, self._context.config.training.steps
+        if phase == "training":
+            done, total = step, steps
+        detail, alarm = detail or line(figures), history.alarm
+        self._context.supervisor.report(
+            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
+        )
 
     async def step(self, trained: TrainedStep) -> Metrics:
         """Log the step's metrics and return them. Then raises ServiceFault if replies get no score (`UnscoredSteps`)."""
-        timing = self._spans.close_step()
+        timing = self._context.spans.close_step()
         groups = trained.groups
-        probed = self._probes.close_step(PolicyVersion(self.incarnation, trained.step), trained.result.probes)
+        probed = self.probes.close_step(self._buffer.version(trained.step), trained.result.probes)
         ages = [
             trained.step - group.generated.oldest.step
             for group in groups
@@ -339,19 +386,20 @@ class MetricsRecorder:
                 timing=timing,
                 trained=trained.result,
                 world_size=self._world_size,
-                incarnation=self.incarnation,
+                incarnation=self._buffer.incarnation,
                 queues=self._queues(),
                 idle={"trainer": idle_fraction(trained.result.seconds, timing["timing/all"])},
                 weight_sync=trained.weight_sync,
-                rollouts=self._pool.close_step() | self._meter.close_step() | probed,
+                rollouts=self._pool.close_step() | self.meter.close_step() | probed,
                 dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
         )
-        if self._trackers.dropped:
-            metrics["trackers/dropped"] = float(self._trackers.dropped)
-        self._totals.add(metrics)
+        trackers = self._context.trackers
+        if trackers.dropped:
+            metrics["trackers/dropped"] = float(trackers.dropped)
+        self._context.history.totals.add(metrics)
         self.newest, self.stepped = metrics, now()
-        await self._trackers.log(trained.step + 1, metrics)
+        await trackers.log(trained.step + 1, metrics)
         scores = [group.scores for group in groups if group.scores is not None]
         self._unscored.step(scores, last=trained.step + 1 >= self._buffer.last_step)
         return metrics
@@ -362,8 +410,8 @@ class MetricsRecorder:
         return {name: value for name, value in self.newest.items() if isinstance(value, float)}
 
     async def evaluation(self, step: int, metrics: Metrics) -> None:
-        self.evaluated = metrics
-        await self._trackers.log(step, metrics)
+        self.evaluated = metrics | {"eval/skipped": float(self._context.history.skipped_evaluations)}
+        await self._context.trackers.log(step, self.evaluated)
 
     def _queues(self) -> dict[str, int]:
         counts = self._buffer.counts()
@@ -413,8 +461,8 @@ FIRST_ID = -(1 << 62)  # one group id a version: far from the ids of training, w
 class Probes:
     """Probes each rollout that reaches the committed version. A probe without an answer is counted, and fails nothing."""
 
-    def __init__(self, context: RunContext, pool: RolloutPool, history: RunHistory, spans: SpanClock, answered: asyncio.Event):
-        """Subscribe to the pool. `history` gets the alarms. `answered` is set after each answer or missed deadline."""
+    def __init__(self, context: RunContext, pool: RolloutPool, answered: asyncio.Event):
+        """Subscribe to the pool. `answered` is set after each answer or missed deadline."""
         config = context.config
         self._prompts, self._seed = context.train.tokens, config.run.seed
         self._limit, self._seconds = config.mismatch.limit, config.weight_sync.commit_timeout
@@ -425,7 +473,8 @@ class Probes:
             experts_from=0 if config.moe.router_replay == "routing" else -1,
             stop_token_ids=context.stop_token_ids,
         )
-        self._pool, self._history, self._spans, self._answered = pool, history, spans, answered
+        self._pool, self._answered = pool, answered
+        self._history, self._spans = context.history, context.spans
         self._version: PolicyVersion | None = None
         self._asked: dict[Member, asyncio.Task[bytes | None]] = {}
         self._compared: list[str] = []  # the rollouts of the probes that the trainer got last

@@ -145,6 +145,7 @@ class Roles:
         trained = models(register)
         if lost := next((unit for unit in trained if unit.port is None), None):
             raise Unreachable(lost.name, "start", lost.reason)
+        self.models: list[RolePort] = [unit.port for unit in trained]
         self.trainer: TrainerPort = trained[0].port
         self.critic: RolePort | None = trained[1].port if len(trained) > 1 else None
 

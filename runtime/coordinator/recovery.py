@@ -31,7 +31,7 @@ from runtime.cluster.topology import alternates
 from runtime.commands import Offload, RolePort, Save, TrainerPort
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.metrics_recorder import RunContext, RunHistory, save_run_state
+from runtime.coordinator.metrics_recorder import RunContext, save_run_state
 from runtime.coordinator.pools import Roles, models, wait_for
 from runtime.coordinator.register import Register, UnitChange
 from runtime.data.prompts import PromptStream
@@ -42,7 +42,6 @@ from runtime.ledger.journal import CheckpointSaved
 from runtime.process.os_process import first_error, now
 from runtime.status import Progress
 from runtime.telemetry.summary import Totals
-from runtime.types import PolicyVersion
 
 log = logging.getLogger("sluice")
 
@@ -51,14 +50,14 @@ class Recovery:
     """Watches trainer and critic during one attempt. If one is lost the other is given up, because both have to go back to the
     same checkpoint. `begun`: the first version is published."""
 
-    def __init__(self, context: RunContext, roles: Roles, register: Register, history: RunHistory):
-        self.models: list[RolePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
-        self.begun = history.attempts > 0
+    def __init__(self, context: RunContext, roles: Roles, register: Register):
+        self._models = roles.models
+        self.begun = context.history.attempts > 0
         self._register = register
         self._config = context.config
         self._allowed = context.config.services.trainer.restarts
         self._replaceable = context.supervisor.restarts
-        self._history = history
+        self._history = context.history
         self._lost = asyncio.Event()
         self._name = self._reason = ""
         self._interrupted = False
@@ -116,7 +115,7 @@ class Recovery:
             raise
 
     def _look(self, _: UnitChange | None = None) -> None:
-        for model in self.models:
+        for model in self._models:
             unit = self._register.find(model.name)
             if unit is not None and unit.port is not model and not self._lost.is_set():
                 self._lose(model, unit.reason)
@@ -129,13 +128,13 @@ class Recovery:
         self._name, self._reason = model.name, reason
         self._lost.set()
         if self._replaced():
-            for other in self.models:
+            for other in self._models:
                 if other is not model:
                     self._register.lose(other, f"goes back to a checkpoint with {model.name}")
 
     def _find_lost(self, error: BaseException) -> None:
         """Mark a model as lost if it failed a weight sync."""
-        for model in self.models:
+        for model in self._models:
             if isinstance(error, ServiceFault) and error.phase == "publish" and model.name in error.service.split(", "):
                 self._register.lose(model, error.reason)
 
@@ -156,9 +155,9 @@ async def models_back(config: Config, register: Register) -> None:
 
 
 class Checkpoints:
-    """Saves and prunes checkpoints. `accuracy` has the results of evaluations by step: the best checkpoint is one of these."""
+    """Saves and prunes checkpoints. The best one is that of the best evaluation."""
 
-    def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer, history: RunHistory):
+    def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer):
         config = context.config
         self._context = context
         self._folder = context.folder
@@ -167,52 +166,39 @@ class Checkpoints:
         self._roles = roles
         self._stream = stream
         self._buffer = buffer
-        self._incarnation = 0
         self._lineage = node_checkpoints.lineage(config)
-        self._history = history
+        self._history = context.history
         self._alarm = ""  # the newest alarm about missing room
-        self.accuracy = history.accuracy
 
-    def take_up(self, incarnation: int) -> None:
-        """Go on as `incarnation`. A checkpoint that was being written as the coordinator was lost counts if it is complete."""
-        self._incarnation = incarnation
+    def take_up(self) -> None:
+        """Go on. A checkpoint that was being written as the coordinator was lost counts if it is complete."""
         with _as_service_fault(self._folder):
             checkpoint.sweep(self._folder)
 
-    def resume(self, incarnation: int, position: Position) -> None:
-        """Go on after `position`, as `incarnation`. Later checkpoints are set aside: their steps are made again."""
-        self._incarnation = incarnation
+    def resume(self, position: Position) -> None:
+        """Go on after `position`. Later checkpoints are set aside: their steps are made again."""
         step = position.version.step
+        self.take_up()
         with _as_service_fault(self._folder):
-            checkpoint.sweep(self._folder)
-            if left := checkpoint.set_aside(self._folder, step, incarnation):
+            if left := checkpoint.set_aside(self._folder, step, self._buffer.incarnation):
                 steps = ", ".join(map(str, left))
                 log.warning("the run goes on from step %d: its checkpoints of steps %s are set aside", step, steps)
         if position.best_step is not None and position.best_accuracy is not None:
-            self.accuracy[position.best_step] = position.best_accuracy
-
-    @property
-    def newest_accuracy(self) -> float | None:
-        return self.accuracy[max(self.accuracy)] if self.accuracy else None
-
-    async def due(self, step: int) -> Position | None:
-        """Return the run's position once version `step` is made, or None if no checkpoint is due then. Call it before this step
-        is applied, when all of its groups have been taken."""
-        if not self._settings.every or step % self._settings.every:
-            return None
-        return await self.position(step)
+            self._history.accuracy[position.best_step] = position.best_accuracy
 
     async def position(self, step: int) -> Position:
-        """Return the run's position once version `step` is made."""
-        best = self._best(self.accuracy)
+        """Return the run's position once version `step` is made. Call it before this step is applied, when all of its groups
+        have been taken."""
+        accuracy = self._history.accuracy
+        best = self._best(accuracy)
         untrained = [group for group in self._buffer if group.taken is None or group.taken >= step]
         return Position(
-            version=PolicyVersion(self._incarnation, step),
+            version=self._buffer.version(step),
             stream=self._stream.state(),
             trained=await self._context.ledger.trained(step),
             pending=[group.ticket.problem for group in sorted(untrained, key=lambda group: group.group_id)],
-            accuracy=self.newest_accuracy,
-            best_accuracy=None if best is None else self.accuracy[best],
+            accuracy=self._history.newest_accuracy,
+            best_accuracy=None if best is None else accuracy[best],
             best_step=best,
             run=self._lineage,
         )
@@ -253,14 +239,14 @@ class Checkpoints:
         self,
         step: int,
         position: Position,
-        finishing: asyncio.Future[None] | None = None,
+        recorded: asyncio.Future[Totals] | None = None,
         written: asyncio.Future[None] | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Order the checkpoint of version `step`, behind the commands before. Done once old checkpoints are pruned.
 
-        The checkpoint counts only once `finishing` is done, when the metrics of its step are recorded: an attempt that begins
-        with it does not repeat this step. `written` is done once the models no longer need their devices for it.
-        Awaiting raises StorageFull if there is no room.
+        The checkpoint counts only once its step is recorded, as an attempt that begins with it does not repeat this step:
+        `recorded` gets the totals up to this step; None: it is recorded. `written` is done once the models no longer need
+        their devices for the checkpoint. Awaiting raises StorageFull if there is no room.
         """
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles
         try:
@@ -278,7 +264,7 @@ class Checkpoints:
             saving = [self._one_by_one(own, critics, roles.trainer, roles.critic)]
         else:
             saving = [roles.trainer.post(own), roles.critic.post(critics)]
-        return self._saved_at(step, folder, partial, saving, position, self._entered(finishing), written)
+        return self._saved_at(step, folder, partial, saving, position, recorded, written)
 
     async def _one_by_one(self, own: Save, critics: Save, trainer: TrainerPort, critic: RolePort) -> list[str]:
         """Save the critic, then the trainer, which have the same devices."""
@@ -295,7 +281,7 @@ class Checkpoints:
         partial: Path,
         saving: list[Coroutine[Any, Any, list[str]]],
         position: Position,
-        entered: asyncio.Future[Totals],
+        recorded: asyncio.Future[Totals] | None,
         written: asyncio.Future[None] | None,
     ) -> None:
         # The processes write their parts. Then wait until the step is recorded, else a resume would repeat a saved step.
@@ -303,7 +289,7 @@ class Checkpoints:
             position = replace(position, parts=[part for found in await asyncio.gather(*saving) for part in found])
             if written is not None:
                 written.set_result(None)
-            totals = await entered
+            totals = self._history.totals.copy() if recorded is None else await recorded
         except BaseException:
             checkpoint.discard(partial)
             raise
@@ -319,11 +305,12 @@ class Checkpoints:
                     if self._history.alarm == self._alarm:
                         self._history.alarm = ""
         at = self._context.epoch + now()
-        self._context.ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=at))
-        save_run_state(self._context, self._roles, self._history)
+        self._context.ledger.record(CheckpointSaved(step=step, incarnation=self._buffer.incarnation, path=str(folder), at=at))
+        save_run_state(self._context, self._roles)
         await self._context.ledger.flush()
         # Prune old checkpoints and the ledger's data for them, now that no attempt would go back to these.
-        best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
+        kept = set(checkpoint.steps(self._folder)) if self._settings.keep_best else set()
+        best = self._best(self._history.accuracy.keys() & kept)
         with _as_service_fault(folder):
             await self._on_disk(asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best)), folder)
         oldest = min(checkpoint.steps(self._folder), default=step)
@@ -336,24 +323,8 @@ class Checkpoints:
         except TimeoutError:
             raise DeadlineExceeded("coordinator", "save", f"{folder}: the file system does not answer", self._seconds) from None
 
-    def _entered(self, finishing: asyncio.Future[None] | None) -> asyncio.Future[Totals]:
-        """Return a copy of the totals, taken when `finishing` is done, before later steps are added."""
-        entered: asyncio.Future[Totals] = asyncio.get_running_loop().create_future()
-
-        def copy(finished: asyncio.Future[None] | None = None) -> None:
-            if finished is None or not (finished.cancelled() or finished.exception()):
-                entered.set_result(self._history.totals.copy())
-            else:
-                entered.cancel()
-
-        if finishing is None:
-            copy()
-        else:
-            finishing.add_done_callback(copy)
-        return entered
-
     def _best(self, steps: Iterable[int]) -> int | None:
-        return max(steps, key=lambda step: self.accuracy[step], default=None)
+        return max(steps, key=lambda step: self._history.accuracy[step], default=None)
 
 
 async def _raised(error: StorageFull) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 
 from runtime import run_files, types
 from runtime.chosen_algorithm import streams
-from runtime.cluster.topology import alternates, takes_turns
+from runtime.cluster.topology import takes_turns
 from runtime.commands import Export, Restore
 from runtime.config import Config
 from runtime.coordinator import failover
@@ -45,15 +45,11 @@ from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.gateways import rollout_pool
 from runtime.coordinator.group_pipeline import STREAM, GroupStage
 from runtime.coordinator.metrics_recorder import (
-    BusyMeter,
     MetricsRecorder,
-    Probes,
     RunContext,
     RunHistory,
     RunState,
-    TrainedStep,
     gap,
-    line,
     needs,
     save_run_state,
 )
@@ -61,7 +57,7 @@ from runtime.coordinator.pools import Roles, RolloutPool, models
 from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.coordinator.staleness import PipelineDepth, most_live
-from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainLoop
+from runtime.coordinator.train_loop import TrainLoop
 from runtime.coordinator.weight_sync import Devices, WeightPublisher
 from runtime.data.prompts import PromptStream, StreamState
 from runtime.errors import SluiceError, UserError
@@ -72,11 +68,9 @@ from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import Note
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process import disk
 from runtime.process.os_process import now
 from runtime.status import Progress, RunFigures
 from runtime.telemetry import startup
-from runtime.telemetry.metrics import SpanClock
 from runtime.telemetry.summary import Summary
 from runtime.types import PolicyVersion
 
@@ -96,22 +90,18 @@ WHY_ENDED, INTERRUPTED = "run ended", "interrupted"
 class Attempt:
     """`execute` runs the attempt; `stop` ends it in order."""
 
-    def __init__(
-        self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory, taken_up: FailoverState | None = None
-    ):
-        """Create an attempt. `pool` and `history` belong to the run, and outlive the attempt. `taken_up`: go on where an
+    def __init__(self, context: RunContext, roles: Roles, pool: RolloutPool, taken_up: FailoverState | None = None):
+        """Create an attempt. `context` and `pool` belong to the run, and outlive the attempt. `taken_up`: go on where an
         earlier coordinator was lost."""
-        config = context.config
+        config, history = context.config, context.history
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
         train, data = context.train, config.data
         self._stream = PromptStream(train.problems, config.run.seed, data.shuffle, train.shares, data.curriculum)
         self._taken_up = taken_up
         self._position = None if taken_up else self._first_position()
         first = taken_up.version.step if taken_up else self._position.version.step if self._position else 0
-        self._incarnation = 0
-        self._needs = needs(config)
         self.buffer = Buffer(
-            needs=self._needs,
+            needs=needs(config),
             groups_per_step=config.training.groups_per_step,
             staleness=config.training.staleness,
             journal=context.ledger,
@@ -121,28 +111,23 @@ class Attempt:
         )
         self.buffer.last_step = config.training.steps
         history.resumes_at(first)
-        self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer, history)
-        self._spans = SpanClock(now)
+        self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer)
         self.publisher = WeightPublisher(roles.trainer, pool, config.weight_sync, config.deadlines.train)
-        self._meter = BusyMeter(pool, config.deadlines.keepalive)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self.buffer, limit) if config.algorithm.dynamic_sampling else None
-        self._probes = Probes(context, pool, history, self._spans, self.buffer.ready_changed)
-        self.recorder = MetricsRecorder(
-            context, self._spans, self.buffer, self._meter, pool, history.totals, self._dynamic, self._probes
-        )
+        self._evaluator = evaluator_of(context, roles.scorers, pool)
+        evaluate = None if self._evaluator is None else self._evaluate_beside
+        self.recorder = MetricsRecorder(context, roles, pool, self.buffer, self._dynamic, evaluate)
         self._devices = (
-            ColocatedDevices(config, roles, pool, self.publisher, self.buffer, self._probes, self._spans)
+            ColocatedDevices(context, roles, pool, self.publisher, self.buffer, self.recorder.probes)
             if takes_turns(config)
             else Devices(pool, self.publisher, self.buffer)
         )
-        self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._spans, self._dynamic)
-        self._training = self._train_loop()
-        self._training.next = first
-        self._evaluator = evaluator_of(context, roles.scorers, pool)
+        self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._dynamic)
+        self._training = TrainLoop(context, roles, self._devices, self.buffer, self.recorder, self._checkpoints)
         self._evaluating: asyncio.Task[Any] | None = None
         self._admission: asyncio.Task[None] | None = None
-        self._recovery = Recovery(context, roles, pool.register, history)
+        self._recovery = Recovery(context, roles, pool.register)
         self.accuracy_after: float | None = None
         self.vacated = False  # after a loss: the devices are free for another trainer
         self._interrupted = False
@@ -169,7 +154,7 @@ class Attempt:
             if (loss := await self._recovery.run_until_lost(self._until_saved())) is not None:
                 # Rollouts go on meanwhile, unless they share devices. Wait for the registration of trainer and critic.
                 self._recovery.check_progress(loss, self.buffer.committed)
-                self._report("recovering", detail=str(loss))
+                self.recorder.report("recovering", detail=str(loss))
                 await self._vacate()
                 await self._recovery.wait_restarted(loss)
             await self._close()  # ends the tasks before the last records are written
@@ -182,7 +167,7 @@ class Attempt:
         for task in (*self._beside, self._admission, self._evaluating):
             if task is not None:
                 task.cancel()
-        self._probes.close()
+        self.recorder.probes.close()
         self._devices.close()
         await self._groups.close()
         self.publisher.close()
@@ -195,23 +180,6 @@ class Attempt:
         self.vacated = True
         self._context.supervisor.vacated()
 
-    def _train_loop(self) -> TrainLoop:
-        config, roles = self._config, self._roles
-        updates = ModelUpdates(roles.trainer, roles.critic, self._spans)
-        if alternates(config) and roles.critic is not None:
-            updates = AlternatingUpdates(roles.trainer, roles.critic, self._spans)
-        return TrainLoop(
-            config=config,
-            updates=updates,
-            devices=self._devices,
-            probes=self._probes,
-            buffer=self.buffer,
-            ledger=self._context.ledger,
-            spans=self._spans,
-            checkpoints=self._checkpoints,
-            observer=self,
-        )
-
     # ------------------------------------------------------------------------------------------ from begin to save
 
     async def _until_saved(self) -> None:
@@ -222,9 +190,12 @@ class Attempt:
             await self._begin()
             keeper = tasks.create_task(self.publisher.run())
             if not history.evaluated_before:
-                history.accuracy_before = await self._evaluate_before()
+                began = now()
+                history.accuracy_before = await self._evaluate_alone(config.evaluation.before)
                 history.evaluated_before = True
-                self._write_course()
+                if history.accuracy_before is not None:
+                    self._context.startup.phases[startup.NOT_COUNTED] = now() - began
+                save_run_state(self._context, self._roles)
             # Wait for all steps. Then drop the groups that no step has taken, and evaluate and save the result.
             await self._train(tasks)
             await self._end_groups()
@@ -234,89 +205,59 @@ class Attempt:
 
     async def _begin(self) -> None:
         """Restore, connect the sync group, and bring the first version to every rollout."""
-        self._report("recovering" if self._history.attempts or self._taken_up else "starting")
+        self.recorder.report("recovering" if self._history.attempts or self._taken_up else "starting")
         # Restore or take over first: this sets the incarnation and step of the first version.
         if self._position is not None:
             await self._restore(self._position)
         if self._taken_up is not None:
             await self._take_up(self._taken_up)
-        before, version = now(), PolicyVersion(self._incarnation, self.buffer.committed)
+        before, version = now(), self.buffer.version(self.buffer.committed)
         if self._pool.membership.committed != version and not self.publisher.waits_for_next:
             # Wait for the rollouts to have the version; with shared devices the lease's end publishes it.
             async with self._devices.lease("trainer") as lease:
                 await lease.sync(version)
             self._context.startup.phases.setdefault("first weight sync", now() - before)
         self._recovery.begun, self._history.version = True, version
-        self._write_course()
-        self._beside += [self._tasks.create_task(each) for each in (self._pool.guard(), self._meter.run(self._groups.measured))]
-
-    async def _evaluate_before(self) -> float | None:
-        began = now()
-        accuracy = await self._evaluate_alone(self._config.evaluation.before)
-        if accuracy is not None:
-            self._context.startup.phases[startup.NOT_COUNTED] = now() - began
-        return accuracy
+        save_run_state(self._context, self._roles)
+        beside = (self._pool.guard(), self.recorder.meter.run(self._groups.measured))
+        self._beside += [self._tasks.create_task(each) for each in beside]
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """Admit and train until the last step."""
         history = self._history
         history.rl_began = history.rl_began or now()
-        self._spans.close_step()
-        self._report("training")
+        self._context.spans.close_step()
+        self.recorder.report("training")
         if self.buffer.stop_reason:
             return
         self._admission = self._tasks.create_task(self._groups.run(self._tasks, self._taken_up))
         if history.evaluating is not None:  # interrupted with the coordinator: begin it again, with the current weights
-            self._evaluating = self._tasks.create_task(self._evaluate_beside(history.evaluating))
+            self._evaluating = self._tasks.create_task(self._evaluated(history.evaluating))
         await self._training.run(tasks)
         self._admission.cancel()
-        await self._evaluation_over()
+        if self._evaluating is not None:
+            await asyncio.wait([self._evaluating])  # it may be cancelled
         self.buffer.stop("all steps done")
         history.rl_seconds = now() - history.rl_began
 
     async def _end_groups(self) -> None:
         """Drop the groups that are still under way; a resumed run begins with their prompts."""
-        self._probes.close()
+        self.recorder.probes.close()
         await self._groups.close()
         for group in sorted(self.buffer, key=lambda group: group.group_id):
             self._stream.give_back(self.buffer.drop(group.group_id, WHY_ENDED).problem)
         self._context.ledger.record(Note(key=STREAM, value=types.encode(self._stream.state())))
 
-    async def finished(self, trained: TrainedStep) -> None:
-        """Record a step: its metrics, an evaluation if one is due, and the stop conditions."""
-        config, step, history = self._config, trained.step + 1, self._history
-        history.version = PolicyVersion(self._incarnation, step)
-        alarms = history.alarms
-        await self.recorder.step(trained)
-        if startup.TOTAL not in self._context.startup.phases:
-            await self._started_up()
-        if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
-            self.stop(f"{config.stop.hours:g} hours are over")
-        if config.mismatch.action == "stop" and history.alarms > alarms:
-            self.stop(f"mismatch.action is stop: {history.alarm}")
-        if self.evaluates(step):
-            if self._evaluating is not None and not self._evaluating.done():
-                history.skipped_evaluations += 1  # training waits for no evaluation
-            else:
-                history.evaluating = step
-                self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
-                await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer takes its own
-        self._write_course()
-        self._report("training")
-
-    def evaluates(self, step: int) -> bool:
-        """Return True if version `step` is to be evaluated beside training."""
-        every = self._config.evaluation.every
-        return self._evaluator is not None and every > 0 and step % every == 0 and step < self.buffer.last_step
-
-    async def _started_up(self) -> None:
-        """Record the start-up time after the first step: start-up ended when the trainer had this step's whole batch."""
-        figures, submitted = self._context.startup, self._training.first_applied
-        figures.phases["first step"] = submitted - self._history.rl_began
-        figures.phases[startup.TOTAL] = submitted - self._context.launched - figures.phases.get(startup.NOT_COUNTED, 0.0)
-        await disk.done(lambda: figures.write(self._context.folder), self._context.folder)
-
     async def _evaluate_beside(self, step: int) -> None:
+        """Begin an evaluation beside training, unless one runs: training waits for no evaluation."""
+        if self._evaluating is not None and not self._evaluating.done():
+            self._history.skipped_evaluations += 1
+        else:
+            self._history.evaluating = step
+            self._evaluating = self._tasks.create_task(self._evaluated(step))
+            await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer takes its own
+
+    async def _evaluated(self, step: int) -> None:
         assert self._evaluator is not None
         async with self._devices.lease("rollout"):
             found = await self._evaluator.run(step, alone=False)
@@ -325,11 +266,6 @@ class Attempt:
         if goal and found.accuracy >= goal:
             self.stop(f"accuracy {found.accuracy:.1%} reached {goal:.1%}")
 
-    async def _evaluation_over(self) -> None:
-        """Wait for the evaluation under way, if there is one; it may have been cancelled."""
-        if self._evaluating is not None:
-            await asyncio.wait([self._evaluating])
-
     async def _evaluate_alone(self, wanted: bool) -> float | None:
         """Evaluate before or after training. Return None if not wanted or cancelled."""
         if self._evaluator is None or not wanted or self._interrupted:
@@ -337,10 +273,10 @@ class Attempt:
         step = self.buffer.committed
 
         def report(done: int, total: int) -> None:
-            self._report("evaluating", done, total)
+            self.recorder.report("evaluating", done, total)
 
         evaluating = self._evaluating = self._tasks.create_task(self._evaluator.run(step, alone=True, progress=report))
-        await self._evaluation_over()
+        await asyncio.wait([evaluating])
         if evaluating.cancelled():
             return None
         found = evaluating.result()
@@ -348,16 +284,14 @@ class Attempt:
         return found.accuracy
 
     async def _note(self, step: int, found: EvaluationResult) -> None:
-        self._checkpoints.accuracy[step] = found.accuracy
+        self._history.accuracy[step] = found.accuracy
         self._history.evaluating = None
-        await self.recorder.evaluation(
-            step, {**evaluation.metrics(found), "eval/skipped": float(self._history.skipped_evaluations)}
-        )
+        await self.recorder.evaluation(step, evaluation.metrics(found))
 
     # ------------------------------------------------------------------------------------------ save and restore
 
     async def _save_end(self) -> None:
-        self._report("saving")
+        self.recorder.report("saving")
         # Wait for the checkpoint ordered before: it may be of the same step.
         await self._training.saved()
         async with self._devices.lease("trainer", last=True):
@@ -381,8 +315,8 @@ class Attempt:
         if (newest := await self._context.ledger.note(STREAM)) is not None:
             self._stream.restore(types.decode(StreamState, newest))
         self.buffer.take_up(await self._context.ledger.take_up(found.version.step))
-        self._set_incarnation(found.version.incarnation)
-        self._checkpoints.take_up(self._incarnation)
+        self.buffer.incarnation = found.version.incarnation
+        self._checkpoints.take_up()
         if takes_turns(self._config):
             # The rollouts were put to sleep, so the groups in generation are generated again, from the same seeds.
             for group in [one for one in self.buffer if one.state.phase == Phase.GENERATING]:
@@ -390,13 +324,7 @@ class Attempt:
         else:
             self._pool.take_up(found.version, found.having)
             self.publisher.kept = found.version  # an earlier coordinator had the trainer gather it into its buckets
-        self.publisher.waits_for_next = self._probes.given_before = found.ahead
-
-    def _set_incarnation(self, incarnation: int) -> None:
-        self._incarnation = self._training.incarnation = self.recorder.incarnation = incarnation
-
-    def _write_course(self) -> None:
-        save_run_state(self._context, self._roles, self._history)
+        self.publisher.waits_for_next = self.recorder.probes.given_before = found.ahead
 
     async def _restore(self, position: Position) -> None:
         """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
@@ -405,7 +333,7 @@ class Attempt:
         newest = types.decode(StreamState, note) if (note := await ledger.note(STREAM)) is not None else None
         own = bool(folder) and checkpoint.is_of(self._context.folder, Path(folder))
         behind = own and position.stream.ordinal > (newest.ordinal if newest is not None else 0)
-        restored = await ledger.restore(position.version.step, position.trained, self._needs, own, behind)
+        restored = await ledger.restore(position.version.step, position.trained, self.buffer.needs, own, behind)
         if newest is not None and not restored.damaged:
             self._stream.restore(newest)
         else:  # use the checkpoint: the groups under way are in the ledger of another folder, or lost
@@ -414,30 +342,11 @@ class Attempt:
         evaluation.forget_after(self._context.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
-        self._set_incarnation(max(restored.incarnation, position.version.incarnation + 1))
-        self._checkpoints.resume(self._incarnation, position)
+        self.buffer.incarnation = max(restored.incarnation, position.version.incarnation + 1)
+        self._checkpoints.resume(position)
         if folder:
-            command = Restore(folder, types.encode(position), self._incarnation)
-            await asyncio.gather(*(model.post(command) for model in self._recovery.models))
-
-    # ------------------------------------------------------------------------------------------ status
-
-    def _report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
-        figures = self.recorder.figures
-        if (newest := self._checkpoints.newest_accuracy) is not None:
-            figures["eval/accuracy"] = newest
-        step, steps = self.buffer.committed, self._config.training.steps
-        if phase == "training":
-            done, total = step, steps
-        detail, alarm = detail or line(figures), self._history.alarm
-        self._context.supervisor.report(
-            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
-        )
-
-
-# ---- Run figures
-#
-# The current state of the run, in plain values.
+            command = Restore(folder, types.encode(position), self.buffer.incarnation)
+            await asyncio.gather(*(model.post(command) for model in self._roles.models))
 
 
 def run_figures(config: Config, register: Register, progress: Progress, run: TrainingRun | None) -> RunFigures:
@@ -468,15 +377,13 @@ log = logging.getLogger("sluice")
 class TrainingRun:
     """One run. `stop` ends it in order; `execute` does the work."""
 
-    def __init__(
-        self, context: RunContext, register: Register, history: RunHistory | None = None, taken_up: FailoverState | None = None
-    ):
-        """Create the run. `history`, `taken_up`: from an earlier coordinator. Raises Unreachable without trainer or critic."""
+    def __init__(self, context: RunContext, register: Register, taken_up: FailoverState | None = None):
+        """Create the run. `taken_up`: from an earlier coordinator. Raises Unreachable without trainer or critic."""
         config = context.config
         self._context, self._config, self._register = context, config, register
         self._started = now()
         self.pool = rollout_pool(config, register, context.keys, context.term)
-        self._history = history or RunHistory(config.run.resume)
+        self._history = context.history
         self._attempt = self._begin(taken_up)
         self._interrupted = False
 
@@ -484,7 +391,7 @@ class TrainingRun:
     async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
         """Go on after `course`; without its trainer or critic, from the newest checkpoint. Raises DeadlineExceeded if these
         stay away."""
-        config, history = context.config, course.history
+        config, history = context.config, context.history
         history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
         try:
             found = await failover.take_up(config, register, course)
@@ -495,12 +402,12 @@ class TrainingRun:
             history.lost(history.version.step)
             await models_back(config, register)
             await _require_whole(history)
-            return cls(context, register, history)
-        return cls(context, register, history, found)
+            return cls(context, register)
+        return cls(context, register, found)
 
     def _begin(self, taken_up: FailoverState | None = None) -> Attempt:
         roles = Roles(self._register, self._config.deadlines.start)
-        return Attempt(self._context, roles, self.pool, self._history, taken_up)
+        return Attempt(self._context, roles, self.pool, taken_up)
 
     def stop(self, reason: str) -> None:
         """End after the step under way and save. INTERRUPTED also skips later evaluations."""

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from runtime import config, run_files, types
 from runtime.commands import Level, WeightGroupReady, WeightsCommitted, WeightsReceived, WeightsSent
 from runtime.config import Config
-from runtime.coordinator.metrics_recorder import COUNTED, RunContext
+from runtime.coordinator.metrics_recorder import COUNTED, RunContext, RunHistory
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.data.handlers import Problem
@@ -597,6 +597,7 @@ class RunFolder:
                 supervisor=FakeSupervisor(register, self.progress, self.losses, cast.regroup),
                 epoch=time.time() - time.monotonic(),
                 launched=time.monotonic(),
+                history=RunHistory(resume),
             )
             run = TrainingRun(context, register)
             beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]

@@ -249,6 +249,9 @@ class Pool:
         self.serving = rollouts
         self.gateways = gateways
 
+    def units(self, role: str = "rollout") -> tuple[Working | Telling, ...]:
+        return self.gateways if role == "gateway" else self.serving
+
 
 async def looks(meter: BusyMeter, enough: asyncio.Event, tell: Callable[[Load], None] = lambda _: None) -> None:
     running = asyncio.create_task(meter.run(tell))
