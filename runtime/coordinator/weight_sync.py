@@ -51,19 +51,7 @@ from runtime.config import WeightSyncConfig as Settings
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState
-from runtime.coordinator.weight_sync_protocol import (
-    Action,
-    Commit,
-    Epoch,
-    Event,
-    Failed,
-    MemberUnreachable,
-    Phase,
-    PhaseAnswered,
-    PhaseSeconds,
-    SyncAttempt,
-    Tick,
-)
+from runtime.coordinator.weight_sync_protocol import Answer, Epoch, Order, Phase, SyncAttempt
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.os_process import done_within
 from runtime.telemetry.metrics import WeightSyncFigures
@@ -225,13 +213,7 @@ class WeightPublisher:
         """Create the publisher. `step_seconds`: how long a gather may have to wait for the trainer's current step."""
         self._pool = pool
         self._settings = settings
-        self._seconds = PhaseSeconds(
-            transfer=settings.transfer_timeout,
-            verify=settings.transfer_timeout,
-            commit=settings.commit_timeout,
-            abort=timeouts.SYNC_ABORT,
-        )
-        self._step_seconds = step_seconds
+        self.step_seconds = step_seconds
         self._lock = asyncio.Lock()  # held by the weight sync that is under way
         self._held = False  # between `hold` and `free`: newcomers are not sent the committed version
         self.waits_for_next = False
@@ -247,19 +229,6 @@ class WeightPublisher:
     @property
     def committed(self) -> PolicyVersion | None:
         return self._pool.membership.committed
-
-    def sending(self, version: PolicyVersion, epoch: int) -> SendWeights | ResendWeights:
-        """Return the trainer's command: gather and send `version`, or send it again if the buckets hold it."""
-        if self.kept == version:
-            return ResendWeights(version, epoch)
-        self.kept = version
-        return SendWeights(version, epoch)
-
-    def seconds(self, behind: bool) -> PhaseSeconds:
-        """Return the deadlines of an attempt. `behind`: the gather queues behind the trainer's current command, so the transfer
-        may take one step longer."""
-        seconds = self._seconds
-        return replace(seconds, transfer=seconds.transfer + self._step_seconds) if behind else seconds
 
     async def run(self) -> None:
         """Open a new epoch when the living rollouts change, until cancelled. Raises ServiceFault, unless a rollout caused
@@ -353,7 +322,7 @@ class WeightPublisher:
 
 
 class WeightSync:
-    """The weight sync of one version: calls to the ports become events, and the state machine's actions become calls.
+    """The weight sync of one version: the state machine gets the answers of the ports, and its orders become calls.
 
     An aborted attempt is followed by another attempt in a new epoch, without the lost members.
     """
@@ -372,13 +341,13 @@ class WeightSync:
         self._lock = lock
         self._clock = asyncio.get_running_loop().time
         self._calls: set[asyncio.Task[Any]] = set()
-        self._events: deque[Event | BaseException] = deque()  # from the answers, in order of arrival
-        self._event_arrived = asyncio.Event()
+        self._answers: deque[Answer | BaseException] = deque()  # in order of arrival
+        self._answer_arrived = asyncio.Event()
         self._pause = self._swap = 0.0
         self._sent = WeightsSent(0, 0.0)
         self._received = WeightsReceived()  # from the rollout that finished last
         self._aborts = self._fruitless = 0
-        self._behind = False  # the weights may have to be gathered again
+        self._behind = False  # the weights may have to be gathered again, behind the trainer's current command
         self.past = False
         """The version is committed, but the trainer has neither these weights nor their buckets any more to send again."""
         self._post()
@@ -416,7 +385,7 @@ class WeightSync:
         for task in self._calls:
             task.cancel()
         self._calls.clear()
-        self._events.clear()
+        self._answers.clear()
 
     def _post(self) -> None:
         """Post the calls of one attempt, in the newest epoch."""
@@ -428,12 +397,22 @@ class WeightSync:
             self._call(name, self._receive(rollout.post(ReceiveWeights(self._version, number))), "verify")
 
     def _command(self, epoch: int) -> SendWeights | ResendWeights:
-        return self._publisher.sending(self._version, epoch)
+        """Return the sender's command: gather and send the version, or send it again if the buckets hold it."""
+        if self._publisher.kept == self._version:
+            return ResendWeights(self._version, epoch)
+        self._publisher.kept = self._version
+        return SendWeights(self._version, epoch)
 
     async def attempt(self) -> bool:
         """Drive one attempt to its end. Return True if the version is committed, False if the attempt was aborted."""
-        now = self._clock()
-        machine = SyncAttempt(self._version, self._ports, self._group.trainer.name, self._publisher.seconds(self._behind), now)
+        settings, gather = self._group.settings, self._publisher.step_seconds if self._behind else 0.0
+        seconds: dict[Phase, float] = {
+            "transfer": settings.transfer_timeout + gather,
+            "verify": settings.transfer_timeout,
+            "commit": settings.commit_timeout,
+            "abort": timeouts.SYNC_ABORT,
+        }
+        machine = SyncAttempt(self._version, self._ports, self._group.trainer.name, seconds, self._clock())
         while not machine.final:
             await self._step(machine)
         self._withdraw()
@@ -462,23 +441,23 @@ class WeightSync:
         return False
 
     async def _step(self, machine: SyncAttempt) -> None:
-        """Wait for an answer or the deadline, pass it to the state machine, and carry out the machine's actions."""
+        """Wait for an answer or the deadline, pass it to the state machine, and carry out the machine's orders."""
         assert machine.next_deadline is not None
         timeout = max(0.0, machine.next_deadline - self._clock())
-        self._event_arrived.clear()
-        if not self._events:
-            await done_within(self._event_arrived.wait(), timeout)
-        while self._events:
-            event = self._events.popleft()
-            if isinstance(event, BaseException):
-                raise event
-            self._act(machine.handle(event, self._clock()))
-        self._act(machine.handle(Tick(), self._clock()))
+        self._answer_arrived.clear()
+        if not self._answers:
+            await done_within(self._answer_arrived.wait(), timeout)
+        while self._answers:
+            answer = self._answers.popleft()
+            if isinstance(answer, BaseException):
+                raise answer
+            self._carry_out(machine.handle(answer, self._clock()))
+        self._carry_out(machine.handle(None, self._clock()))
 
-    def _act(self, actions: list[Action]) -> None:
-        for action in actions:
-            for name in action.members:
-                if isinstance(action, Commit):
+    def _carry_out(self, orders: list[Order]) -> None:
+        for order in orders:
+            for name in order.members:
+                if order.phase == "commit":
                     self._call(name, self._commit(self._ports[name]), "commit")
                 else:
                     member = self._ports.get(name, self._group.trainer)
@@ -494,8 +473,8 @@ class WeightSync:
         seen(task)
         if task in self._calls:  # otherwise it was withdrawn
             self._calls.discard(task)
-            self._events.append(_event(name, phase, task))
-            self._event_arrived.set()
+            self._answers.append(_answer(name, phase, task))
+            self._answer_arrived.set()
 
     async def _commit(self, rollout: RolePort) -> None:
         ordered = self._clock()
@@ -530,15 +509,13 @@ class PeerSync(WeightSync):
         self._sent = await answer
 
 
-def _event(name: str, phase: Phase, task: asyncio.Task[Any]) -> Event | BaseException:
-    """Return the event for an ended call, or the error itself if it is not a SluiceError."""
+def _answer(name: str, phase: Phase, task: asyncio.Task[Any]) -> Answer | BaseException:
+    """Return the answer of an ended call, or the error itself if it is not a SluiceError."""
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
-        return PhaseAnswered(phase, name)
-    if isinstance(error, Unreachable | Unanswered):
-        return MemberUnreachable(name, str(error))
+        return Answer(phase, name)
     if isinstance(error, SluiceError):
-        return Failed(name, str(error))
+        return Answer(phase, name, str(error), isinstance(error, Unreachable | Unanswered))
     return error
 
 
