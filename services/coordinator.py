@@ -270,7 +270,7 @@ class CoordinatorProcess:
             self._nodes.take_up(self._left.members)
         began = self._term if self._left is None else self._left.members.began
         self._nodes.run = f"{run_files.run_id(self._folder)}.{began}"
-        self._keeper = MembershipStore(self._register, self._ledger, self._nodes, began)
+        self._keeper = MembershipStore(self._register, self._ledger, partial(self._nodes.members, began))
 
     async def _train(self) -> None:
         assert self._ledger is not None

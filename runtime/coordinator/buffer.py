@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from msgspec import Struct, field, structs
 
@@ -17,7 +16,7 @@ from runtime.coordinator import staleness
 from runtime.coordinator.staleness import LATE, PipelineDepth, most_live
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
-from runtime.ledger.journal import Change, Ticket
+from runtime.ledger.journal import Change, LedgerWriter, Ticket
 from runtime.ledger.payloads import Handle
 from runtime.ledger.reader import PARTS, GroupRow
 from runtime.ledger.states import Event, GroupState, Mark, Phase
@@ -101,22 +100,6 @@ def asked_of(group: Group) -> str:
     return "reference" if missing & Mark.REFERENCED else "critic"
 
 
-class Wait(Struct, frozen=True):
-    """The wait of a step: the group, the service that works on it, and the group's phase."""
-
-    group_id: int
-    service: str
-    phase: str
-    seconds: float
-    deadline: int | None
-
-
-class ChangeJournal(Protocol):
-    """Stores every change of a group."""
-
-    def record(self, change: Change) -> None: ...
-
-
 class Buffer:
     """The live groups. `step`: the next step to fill; at a (re)start also the committed version. `clock`: seconds since the
     epoch. `depth`: None for as many groups as the staleness bound allows."""
@@ -127,7 +110,7 @@ class Buffer:
         needs: Mark,
         groups_per_step: int,
         staleness: int,
-        journal: ChangeJournal,
+        journal: LedgerWriter,
         clock: Callable[[], float],
         step: int = 0,
         depth: PipelineDepth | None = None,
@@ -381,14 +364,11 @@ class Buffer:
         """Return the number of groups by phase: live groups, and groups retired or dropped since the (re)start."""
         return {phase.value: number for phase, number in (self._phases | self._finished).items()}
 
-    def oldest_wait(self) -> Wait | None:
-        """Return the wait for the unready group with the earliest deadline, or None if no group is under way."""
+    def oldest_wait(self) -> Group | None:
+        """Return the unready group with the earliest deadline, or None if no group is under way."""
         phases = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED)
-        waiting = [group for group in self if group.state.phase in phases]
-        if not waiting:
-            return None
-        group = min(waiting, key=lambda g: (g.deadline is None, g.deadline or 0, g.since, g.group_id))
-        return Wait(group.group_id, asked_of(group), group.state.phase.value, self._clock() - group.since, group.deadline)
+        waiting = (group for group in self if group.state.phase in phases)
+        return min(waiting, key=lambda g: (g.deadline is None, g.deadline or 0, g.since, g.group_id), default=None)
 
     # ------------------------------------------------------------------------------------------ internals
 
@@ -457,8 +437,13 @@ NO_SIGNAL = "no signal"  # why such groups are dropped
 
 
 class DynamicSampling:
-    """Drops scored groups without signal. Stops the run if a step cannot be filled: `limit` groups were dropped since the last
-    complete batch, and the step still lacks groups."""
+    """Drops scored groups without signal: the advantages of equal rewards are all 0 (DAPO, arXiv:2503.14476, section 3.2). A
+    dropped group's prompt is used up, since the policy solves it always or never, and admission draws another prompt. Stops the
+    run if a step cannot be filled: `limit` groups were dropped since the last complete batch, and the step still lacks groups.
+
+    The rewards are judged as the rules gave them. Length penalties, which the trainer adds, and a KL in the reward would make a
+    difference between replies that are all right, or all wrong.
+    """
 
     def __init__(self, buffer: Buffer, limit: int):
         self._buffer = buffer

@@ -39,16 +39,6 @@ TO_TRAIN, TO_INFER = "onload", "weight_sync"
 _ANY = 1 << 30  # groups: ignore the rollouts' slots
 
 
-class ColocatedLease(Lease):
-    """During the lease's steps the rollouts have no memory to receive weights, so the lease ends with the weight sync."""
-
-    async def begin_sync(self, version: PolicyVersion) -> None:
-        self.version = version
-
-    async def sync(self, version: PolicyVersion) -> None:
-        self.version = version
-
-
 class ColocatedDevices(Devices):
     """Shared devices. At first the rollouts are asleep, and no role has the devices. Each turn of the trainer::
 
@@ -96,7 +86,7 @@ class ColocatedDevices(Devices):
 
     @asynccontextmanager
     async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
-        lease = ColocatedLease(self._publisher)
+        lease = Lease()
         if role == "rollout":
             self._rollout_leases += 1
             try:

@@ -27,7 +27,7 @@ from runtime.commands import Level, SetLevel
 from runtime.config import Rule
 from runtime.coordinator.gateways import rollout_pool
 from runtime.coordinator.metrics_recorder import EvaluationContext
-from runtime.coordinator.pools import Replicas, RewardScoring, RolloutPool, request_for, scorers
+from runtime.coordinator.pools import Replicas, RewardScoring, RolloutPool, request_for, score_request, scorers
 from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
@@ -36,7 +36,7 @@ from runtime.evaluation.results import SUFFIX, EvaluatedProblem, EvaluationResul
 from runtime.process import disk
 from runtime.process.os_process import now
 from runtime.status import Progress
-from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, ScoreRequest, Scores
+from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, Scores
 
 SHARE = 4  # an evaluation during training takes at most this fraction (1/4) of the rollouts' slots
 
@@ -100,7 +100,17 @@ class Evaluator:
         self._scoring = RewardScoring(scorers, context.config.rewards.environment)
         self._text = context.text
         self._judge = judge
-        self._sampling = [_sampling(context, held_out) for held_out in self._sets]
+        settings = context.config.evaluation
+        self._sampling = [
+            SamplingParams(
+                max_new_tokens=held_out.settings.max_new_tokens,
+                temperature=held_out.settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                stop_token_ids=context.stop_token_ids,
+            )
+            for held_out in self._sets
+        ]
         self._ids = count(-1, -1)  # negative, so never the id of a training group
 
     async def run(self, step: int, alone: bool, progress: ReportDone = lambda done, total: None) -> EvaluationResult:
@@ -177,15 +187,7 @@ class Evaluator:
                 purpose="eval",
             )
             generated = await self._pool.generate_anywhere(request)
-            scoring = ScoreRequest(
-                group_id=request.group_id,
-                label=problem.label,
-                payload=generated.payload,
-                source=problem.source,
-                answers=True,
-                messages=problem.messages,
-                extra=problem.extra,
-            )
+            scoring = score_request(problem, group_id=request.group_id, payload=generated.payload, answers=True)
             return generated, await self._scoring.score(scoring, generated.rewards, index)
 
     def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
@@ -211,17 +213,6 @@ def evaluator_of(context: EvaluationContext, scorers: Mapping[str, Replicas], po
     """Create the evaluator. Return None if there are no problems or no judge."""
     judge = judge_of(context.config) if context.held_out else None
     return None if judge is None else Evaluator(context, scorers, pool, judge)
-
-
-def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
-    settings = context.config.evaluation
-    return SamplingParams(
-        max_new_tokens=held_out.settings.max_new_tokens,
-        temperature=held_out.settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        stop_token_ids=context.stop_token_ids,
-    )
 
 
 class ServingRun:

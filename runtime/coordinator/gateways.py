@@ -18,11 +18,8 @@ from runtime.process.keys import GATEWAY, Keys, process
 
 # ---- Concurrency
 #
-# How many episodes are played at once: as many as keep the rollouts busy, by measured load. No I/O.
-#
-# While a tool runs, its episode has no slot. So the number of episodes that fills the slots depends on the tools' run time,
-# which differs by task and changes as the policy learns. The limit is x episodes for each slot of the serving rollouts, and
-# x follows the gauges of rollouts and gateways:
+# How many episodes are played at once: as many as keep the rollouts busy, by measured load (ADR 34). No I/O. The limit is x
+# episodes for each slot of the serving rollouts, and x follows the gauges of rollouts and gateways:
 #
 #     limit = ⌊x · slots / n⌋ + 1 groups of n episodes, x = 2 at first, as for plain replies
 #
@@ -38,17 +35,15 @@ from runtime.process.keys import GATEWAY, Keys, process
 #
 # The demand is proportional to the episodes while the slots take it (Little's law). So an increase fills the slots, and then
 # adds an eighth of the slots to the demand. It at most doubles x. After the first decrease it adds at most an eighth of x,
-# unless half of the slots are empty: while episodes begin or end, the measured demand is not the final one. An increase
-# must not bring use above 0.6.
+# unless half of the slots are empty: while episodes begin or end, the measured demand is not the final one.
 #
 # Few sequences wait if they are at most half of the running ones: demand varies, and slots are full most of the time only if
 # some sequences wait most of the time. Many sequences wait if they are one and a half times the running ones: they only make
 # episodes late and tokens stale.
 #
 # Use is of the room that growing sequences share, which can run out: vLLM's, unless it holds the longest sequences of all
-# slots. Preemptions prove that the room ran out. prime-rl's controller also grows, trims and cuts at 0.6, 0.8 and 0.9
-# (module `concurrency` of its orchestrator). In the embedded engine each slot has its own room, and a full engine shows in
-# its queue.
+# slots. Preemptions prove that the room ran out. In the embedded engine each slot has its own room, and a full engine shows
+# in its queue. prime-rl's controller also grows, trims and cuts at 0.6, 0.8 and 0.9 (`concurrency` of its orchestrator).
 
 START = 2.0  # episodes per slot
 STEP = 1 / 8  # of the slots

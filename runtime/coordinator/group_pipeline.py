@@ -19,14 +19,14 @@ from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.gateways import Load, concurrency_of
 from runtime.coordinator.metrics_recorder import RunContext
-from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool, request_for
+from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool, request_for, score_request
 from runtime.coordinator.register import member_of
 from runtime.coordinator.weight_sync import Devices
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, SluiceError, Unreachable
 from runtime.ledger.journal import Note, Ticket
 from runtime.ledger.states import Mark, Phase
-from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
+from runtime.types import LogprobRequest, ValueRequest
 
 STREAM = "stream"  # the key of the ledger's note with the position of the prompt stream
 
@@ -48,8 +48,7 @@ class GroupStage:
         stream: PromptStream,
         dynamic_sampling: DynamicSampling | None,
     ):
-        sampling = context.config.sampling
-        self._size = sampling.group_size
+        self._size = context.config.sampling.group_size
         self._roles = roles
         self._pool, self._config = pool, context.config
         self._concurrency = concurrency_of(context.config)
@@ -62,13 +61,7 @@ class GroupStage:
         self._dynamic_sampling = dynamic_sampling
         unrewarded = self._size if context.config.algorithm.advantage == "none" else 0
         self._scoring = RewardScoring(roles.scorers, context.config.rewards.environment, context.spans, unrewarded)
-        self._sampling = SamplingParams(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            **sampling.filters,
-            experts_from=0 if context.config.moe.router_replay == "routing" else -1,
-            stop_token_ids=context.stop_token_ids,
-        )
+        self._sampling = context.sampling
         self._most: int | None = None  # the most groups on all rollouts; None: compute it again after a change
         self._pool.subscribe(self._look)
         self._lives: set[asyncio.Task[None]] = set()
@@ -239,17 +232,8 @@ class GroupStage:
         await asyncio.gather(*jobs)
 
     async def _score(self, group: Group, payload: bytes) -> None:
-        ticket = group.ticket
-        problem = self._prompts.problems[ticket.problem]
-        request = ScoreRequest(
-            group_id=group.group_id,
-            attempt=group.attempt,
-            label=ticket.label,
-            payload=payload,
-            source=ticket.source,
-            messages=problem.messages,
-            extra=problem.extra,
-        )
+        problem = self._prompts.problems[group.ticket.problem]
+        request = score_request(problem, group_id=group.group_id, attempt=group.attempt, payload=payload)
         # Replicas take turns by group, so a new coordinator asks the replica that has the answer.
         answered: list[Callable[[], None]] = []
         given = group.generated.rewards if group.generated is not None else []
@@ -283,15 +267,3 @@ class GroupStage:
         except Unreachable:
             return  # the run goes back to its checkpoint with another critic, which is asked again
         self._buffer.valued(group.group_id, values)
-
-
-# ---- Dynamic sampling
-#
-# DAPO, arXiv:2503.14476, section 3.2: a step trains only on groups whose rewards differ. No I/O.
-#
-# The advantages of a group with equal valid rewards are all 0: it costs a place in the batch and changes nothing. It is
-# dropped as soon as it is scored. Its prompt is used up, since the policy solves it always or never. As the group no longer
-# holds a place, admission draws another prompt.
-#
-# The rewards are judged as the rules gave them. Length penalties, which the trainer adds, and a KL in the reward would make a
-# difference between replies that are all right, or all wrong.

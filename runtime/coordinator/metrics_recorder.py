@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from runtime import timeouts, types
 from runtime.chosen_algorithm import choose
@@ -39,11 +40,6 @@ from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyn
 from runtime.telemetry.summary import Totals
 from runtime.telemetry.trackers import Trackers
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult
-
-# ---- Context
-#
-# The inputs of a run besides its roles, and values that follow from its configuration alone.
-
 
 # ---- History
 #
@@ -172,6 +168,18 @@ class RunContext(EvaluationContext):
     run: str = ""  # the id of this start of the run by its user
     term: int = 1  # one more with each coordinator of the ledger
     startup: startup.Startup = field(default_factory=lambda: startup.Startup(phases={}))  # so far
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How replies for training are sampled."""
+        sampling = self.config.sampling
+        return SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            **sampling.filters,
+            experts_from=0 if self.config.moe.router_replay == "routing" else -1,
+            stop_token_ids=self.stop_token_ids,
+        )
 
 
 def needs(config: Config) -> Mark:
@@ -370,24 +378,21 @@ class MetricsRecorder:
     async def step(self, trained: TrainedStep) -> Metrics:
         """Log the step's metrics and return them. Then raises ServiceFault if replies get no score (`UnscoredSteps`)."""
         timing = self._context.spans.close_step()
-        groups = trained.groups
+        generated = [group.generated for group in trained.groups if group.generated is not None]
+        scores = [group.scores for group in trained.groups if group.scores is not None]
         probed = self.probes.close_step(self._buffer.version(trained.step), trained.result.probes)
-        ages = [
-            trained.step - group.generated.oldest.step
-            for group in groups
-            if group.generated is not None
-            for _ in range(group.generated.n)
-        ]
+        counts = self._buffer.counts()
+        queues = {name: counts[name] for name in ("admitted", "generating", "generated", "ready")}
         metrics = step_metrics(
             StepFigures(
-                generated=[group.generated for group in groups if group.generated is not None],
-                scores=[group.scores for group in groups if group.scores is not None],
-                staleness=ages,
+                generated=generated,
+                scores=scores,
+                staleness=[trained.step - group.oldest.step for group in generated for _ in range(group.n)],
                 timing=timing,
                 trained=trained.result,
                 world_size=self._world_size,
                 incarnation=self._buffer.incarnation,
-                queues=self._queues(),
+                queues=queues | {"limit": self._buffer.limit, "depth": self._buffer.depth},
                 idle={"trainer": idle_fraction(trained.result.seconds, timing["timing/all"])},
                 weight_sync=trained.weight_sync,
                 rollouts=self._pool.close_step() | self.meter.close_step() | probed,
@@ -400,7 +405,6 @@ class MetricsRecorder:
         self._context.history.totals.add(metrics)
         self.newest, self.stepped = metrics, now()
         await trackers.log(trained.step + 1, metrics)
-        scores = [group.scores for group in groups if group.scores is not None]
         self._unscored.step(scores, last=trained.step + 1 >= self._buffer.last_step)
         return metrics
 
@@ -412,13 +416,6 @@ class MetricsRecorder:
     async def evaluation(self, step: int, metrics: Metrics) -> None:
         self.evaluated = metrics | {"eval/skipped": float(self._context.history.skipped_evaluations)}
         await self._context.trackers.log(step, self.evaluated)
-
-    def _queues(self) -> dict[str, int]:
-        counts = self._buffer.counts()
-        return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")} | {
-            "limit": self._buffer.limit,
-            "depth": self._buffer.depth,
-        }
 
 
 def gap(figures: dict[str, float]) -> str:
@@ -466,13 +463,8 @@ class Probes:
         config = context.config
         self._prompts, self._seed = context.train.tokens, config.run.seed
         self._limit, self._seconds = config.mismatch.limit, config.weight_sync.commit_timeout
-        self._sampling = SamplingParams(
-            max_new_tokens=min(NEW_TOKENS, config.sampling.max_new_tokens),
-            temperature=config.sampling.temperature,
-            **config.sampling.filters,
-            experts_from=0 if config.moe.router_replay == "routing" else -1,
-            stop_token_ids=context.stop_token_ids,
-        )
+        sampling = context.sampling
+        self._sampling = replace(sampling, max_new_tokens=min(NEW_TOKENS, sampling.max_new_tokens))
         self._pool, self._answered = pool, answered
         self._history, self._spans = context.history, context.spans
         self._version: PolicyVersion | None = None

@@ -412,6 +412,11 @@ def _names(members: Sequence[Member]) -> str:
     return ", ".join(member.name for member in members)
 
 
+def score_request(problem: Problem, **rest: Any) -> ScoreRequest:
+    """Build the request for the scores of replies to `problem`. `rest`: the other fields."""
+    return ScoreRequest(label=problem.label, source=problem.source, messages=problem.messages, extra=problem.extra, **rest)
+
+
 def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | RunEpisodesRequest:
     """Build the request for replies to `prompt`, or for episodes of the task with gateways. `rest`: the other fields."""
     if config.gateway is None:

@@ -58,8 +58,7 @@ class Recovery:
         self._allowed = context.config.services.trainer.restarts
         self._replaceable = context.supervisor.restarts
         self._history = context.history
-        self._lost = asyncio.Event()
-        self._name = self._reason = ""
+        self._loss: asyncio.Future[Unreachable] = asyncio.get_running_loop().create_future()
         self._interrupted = False
         self._waiting: asyncio.Future[None] | None = None
 
@@ -74,25 +73,23 @@ class Recovery:
         `work`, or the loss if it ends the run. Call this once."""
         self._register.subscribe(self._look)
         self._look()
-        working, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
+        working = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, self._loss}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 error = working.exception()
                 if error is None:
                     return None
                 self._find_lost(first_error(error))
-                if not (self._lost.is_set() and self._replaced()):
+                if not (self._loss.done() and self._replaced()):
                     raise error
-            loss = Unreachable(self._name, "run", self._reason)
             if not self._replaced():
-                raise loss
-            return loss
+                raise self._loss.result()
+            return self._loss.result()
         finally:
             self._register.unsubscribe(self._look)
-            for task in (working, lost):
-                task.cancel()
-            await asyncio.gather(working, lost, return_exceptions=True)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
     def check_progress(self, loss: ServiceFault, step: int) -> None:
         """Record that the attempt ended at `step`. Raises `loss` if too many attempts in a row made no progress."""
@@ -117,20 +114,15 @@ class Recovery:
     def _look(self, _: UnitChange | None = None) -> None:
         for model in self._models:
             unit = self._register.find(model.name)
-            if unit is not None and unit.port is not model and not self._lost.is_set():
-                self._lose(model, unit.reason)
+            if unit is not None and unit.port is not model and not self._loss.done():
+                self._loss.set_result(Unreachable(model.name, "run", unit.reason))
+                for other in self._models:
+                    if other is not model and self._replaced():
+                        self._register.lose(other, f"goes back to a checkpoint with {model.name}")
 
     def _replaced(self) -> bool:
         """Return True if lost models are started again, False if a loss ends the run."""
         return self._replaceable and self.begun and not self._interrupted
-
-    def _lose(self, model: RolePort, reason: str) -> None:
-        self._name, self._reason = model.name, reason
-        self._lost.set()
-        if self._replaced():
-            for other in self._models:
-                if other is not model:
-                    self._register.lose(other, f"goes back to a checkpoint with {model.name}")
 
     def _find_lost(self, error: BaseException) -> None:
         """Mark a model as lost if it failed a weight sync."""

@@ -38,7 +38,7 @@ from runtime.cluster.topology import takes_turns
 from runtime.commands import Export, Restore
 from runtime.config import Config
 from runtime.coordinator import failover
-from runtime.coordinator.buffer import Buffer, DynamicSampling
+from runtime.coordinator.buffer import Buffer, DynamicSampling, asked_of
 from runtime.coordinator.devices import ColocatedDevices
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.failover import FailoverState
@@ -441,8 +441,9 @@ class TrainingRun:
 
     def status_lines(self) -> Iterator[str]:
         """Yield the status lines: the oldest wait, the rollouts, the transport of weights, and problems."""
-        if (wait := self.buffer.oldest_wait()) is not None:
-            yield f"waits for group {wait.group_id} ({wait.phase}, {wait.service}, {wait.seconds:.1f} s)"
+        if (group := self.buffer.oldest_wait()) is not None:
+            seconds = self._context.epoch + now() - group.since
+            yield f"waits for group {group.group_id} ({group.state.phase.value}, {asked_of(group)}, {seconds:.1f} s)"
         yield str(self.pool)
         publisher = self._attempt.publisher
         if publisher.group.transport:

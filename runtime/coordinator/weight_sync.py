@@ -70,8 +70,10 @@ log = logging.getLogger("sluice")
 class SyncGroup:
     """The trainer and the rollouts of one epoch, connected for weights. Callers read `epoch`, `members`, `transport`."""
 
-    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings):
+    def __init__(self, trainer: RolePort, pool: RolloutPool, settings: Settings, machines: Mapping[str, str]):
+        """Create the group. `machines`: of the processes that send weights, by name."""
         self.trainer = trainer
+        self.machines = machines
         self.pool = pool
         self.settings = settings
         self.epoch = Epoch(0, ())
@@ -80,11 +82,6 @@ class SyncGroup:
         """The rollouts of this epoch by name."""
         self.transport = ""
         """The transport of this epoch; "" before the first epoch."""
-
-    @property
-    def machines(self) -> Mapping[str, str]:
-        """The machines of the processes that send weights, by process name."""
-        return self.trainer.machines
 
     def lost(self, reason: str) -> None:
         """Handle the loss of the sender. Nothing to do for the trainer: the caller that publishes raises."""
@@ -162,15 +159,6 @@ class SyncGroup:
 class PeerGroup(SyncGroup):
     """A rollout with the committed version, as sender instead of the trainer, and the newcomers. The trainer takes no part."""
 
-    trainer: RolePort  # type: ignore[assignment]
-
-    def __init__(self, peer: RolePort, pool: RolloutPool, settings: Settings):
-        super().__init__(peer, pool, settings)  # type: ignore[arg-type]
-
-    @property
-    def machines(self) -> Mapping[str, str]:
-        return {self.trainer.name: self.trainer.machine}
-
     def lost(self, reason: str) -> None:
         self.pool.register.lose(self.trainer, reason)
 
@@ -218,7 +206,7 @@ class WeightPublisher:
         self._held = False  # between `hold` and `free`: newcomers are not sent the committed version
         self.waits_for_next = False
         """The trainer is past the committed version: newcomers get it from another rollout, or the next version by `begin`."""
-        self.group = SyncGroup(trainer, pool, settings)
+        self.group = SyncGroup(trainer, pool, settings, trainer.machines)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
         self.kept: PolicyVersion | None = None
@@ -309,10 +297,10 @@ class WeightPublisher:
         peer = nearest(newcomers, self._pool.units(), self.group.machines.values())
         if peer is None:
             return
-        group = PeerGroup(peer, self._pool, self._settings)
+        group = PeerGroup(peer, self._pool, self._settings, {peer.name: peer.machine})
         try:
             await group.open()
-            sync = PeerSync(self, version, group=group)
+            sync = WeightSync(self, version, group=group)
             try:
                 await sync.attempt()
             finally:
@@ -336,7 +324,7 @@ class WeightSync:
     ):
         """Post the first attempt. `close` releases `lock`. `group`: None for the trainer's group."""
         self._publisher = publisher
-        self._group = group or publisher.group
+        self._group, self._from_peer = group or publisher.group, group is not None
         self._version = version
         self._lock = lock
         self._clock = asyncio.get_running_loop().time
@@ -397,8 +385,8 @@ class WeightSync:
             self._call(name, self._receive(rollout.post(ReceiveWeights(self._version, number))), "verify")
 
     def _command(self, epoch: int) -> SendWeights | ResendWeights:
-        """Return the sender's command: gather and send the version, or send it again if the buckets hold it."""
-        if self._publisher.kept == self._version:
+        """Return the sender's command: gather and send the version, or send it again if the buckets, or a peer, hold it."""
+        if self._from_peer or self._publisher.kept == self._version:
             return ResendWeights(self._version, epoch)
         self._publisher.kept = self._version
         return SendWeights(self._version, epoch)
@@ -489,6 +477,8 @@ class WeightSync:
         try:
             self._sent = await answer
         except SluiceError as error:
+            if self._from_peer:  # the trainer's state is not touched
+                raise
             # Gather again after a failed resend: of several senders one may have found a changed bucket in its memory, while
             # another sender, whose transfer failed because of that, answered first.
             phase = error.phase if isinstance(error, ServiceFault) else ""
@@ -497,16 +487,6 @@ class WeightSync:
             counts = self._version == self._publisher.committed
             self.past = counts and isinstance(command, SendWeights) and phase == "snapshot"
             raise
-
-
-class PeerSync(WeightSync):
-    """Brings the committed version from a rollout to newcomers. The trainer's state is not touched."""
-
-    def _command(self, epoch: int) -> ResendWeights:
-        return ResendWeights(self._version, epoch)
-
-    async def _send(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
-        self._sent = await answer
 
 
 def _answer(name: str, phase: Phase, task: asyncio.Task[Any]) -> Answer | BaseException:
@@ -525,22 +505,29 @@ Role = Literal["rollout", "reference", "trainer"]
 
 
 class Lease:
-    """The right to use a role's devices. On dedicated devices a version is published as soon as the trainer has it."""
+    """The right to use a role's devices. On dedicated devices a version is published as soon as the trainer has it. On shared
+    ones the rollouts have no memory to receive weights during the lease, so it ends with the weight sync."""
 
-    figures: WeightSyncFigures | None = None  # of the version published at the lease's end
-    version: PolicyVersion | None = None  # to be published at the lease's end
-
-    def __init__(self, publisher: WeightPublisher):
+    def __init__(self, publisher: WeightPublisher | None = None):
+        """Create a lease. `publisher`: None on shared devices."""
         self._publisher = publisher
+        self.version: PolicyVersion | None = None  # to be published at the lease's end
+        self.figures: WeightSyncFigures | None = None  # of this version
 
     async def begin_sync(self, version: PolicyVersion) -> WeightSync | None:
         """Begin the weight sync of `version`, right after posting the commands that make the version. Return None if the lease
         publishes nothing before its end, and then only its newest version."""
-        return await self._publisher.begin(version)
+        if self._publisher is not None:
+            return await self._publisher.begin(version)
+        self.version = version
+        return None
 
     async def sync(self, version: PolicyVersion) -> None:
-        """Publish `version`, which the trainer has, before the lease ends."""
-        await self._publisher.publish(version)
+        """Publish `version`, which the trainer has, before the lease ends or at its end."""
+        if self._publisher is not None:
+            await self._publisher.publish(version)
+        else:
+            self.version = version
 
 
 class Devices:
