@@ -285,21 +285,17 @@ class BusyMeter:
 
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
         """Return the gauges of each process that answers."""
-        rollouts, asked = [*self._pool.units(), *self._pool.units(GATEWAY)], now()
-        self._heard = {rollout: self._heard.get(rollout, asked) for rollout in rollouts}
-        answers = await asyncio.gather(*(rollout.status() for rollout in rollouts), return_exceptions=True)
-        found = {rollout: self._gauges(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}
-        return {rollout: counts for rollout, counts in found.items() if counts is not None}
-
-    def _gauges(self, rollout: RolePort, answer: Status | BaseException) -> dict[str, float] | None:
-        if isinstance(answer, Status):
-            self._heard[rollout] = now()
-            return answer.gauges
-        if not isinstance(answer, ServiceFault):
-            raise answer
-        if now() - self._heard[rollout] >= self._silence:
-            self._pool.register.lose(rollout, f"no status for {self._silence:g} s (deadlines.keepalive)")
-        return None
+        asked, found = [*self._pool.units(), *self._pool.units(GATEWAY)], {}
+        self._heard = {each: self._heard.get(each, now()) for each in asked}
+        answers = await asyncio.gather(*(each.status() for each in asked), return_exceptions=True)
+        for each, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, Status):
+                found[each], self._heard[each] = answer.gauges, now()
+            elif not isinstance(answer, ServiceFault):
+                raise answer
+            elif now() - self._heard[each] >= self._silence:
+                self._pool.register.lose(each, f"no status for {self._silence:g} s (deadlines.keepalive)")
+        return found
 
 
 class MetricsRecorder:
@@ -474,28 +470,21 @@ class Probes:
         """An earlier coordinator has given the trainer the probes of the next step: their rollouts are not known."""
         self._unanswered = 0
         self._off: set[str] = set()  # the rollouts whose newest probe was over the limit
-        self._loop = asyncio.get_running_loop()
-        self._look_due: asyncio.Handle | None = None
-        pool.subscribe(self._changed)
+        pool.subscribe(self._look)
 
     def close(self) -> None:
         """Stop probing and cancel all open probes. Idempotent."""
-        self._pool.unsubscribe(self._changed)
-        if self._look_due is not None:
-            self._look_due.cancel()
-            self._look_due = None
+        self._pool.unsubscribe(self._look)
         self._drop()
 
     @property
     def pending(self) -> bool:
-        self._look_if_due()
         return not all(asked.done() for asked in self._asked.values())
 
     async def answers(self, version: PolicyVersion) -> list[bytes]:
         """Return the rollouts' answers for `version`, once each has answered or run out of time. Return an empty list if
         the rollouts have another version. `close_step` must follow."""
         self._compared, self._unanswered = [], 0
-        self._look_if_due()
         if version != self._version or self.given_before:
             return []
         while self.pending:
@@ -524,19 +513,8 @@ class Probes:
         finite = [gap for gap in gaps if math.isfinite(gap)]
         return figures | ({"mismatch/worst_rollout": max(finite)} if finite else {})
 
-    def _changed(self) -> None:
-        """Schedule one look for all changes of this turn of the event loop, as many rollouts may come together."""
-        if self._look_due is None:
-            self._look_due = self._loop.call_soon(self._look)
-
-    def _look_if_due(self) -> None:
-        if self._look_due is not None:
-            self._look_due.cancel()
-            self._look()
-
     def _look(self) -> None:
         """Probe each rollout that has reached the committed version since the last look."""
-        self._look_due = None
         version = self._pool.membership.committed
         if version != self._version:
             self._drop()

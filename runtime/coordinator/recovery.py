@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from runtime import timeouts, types
 from runtime.cluster.placement import backoff
 from runtime.cluster.topology import alternates
-from runtime.commands import Offload, RolePort, Save, TrainerPort
+from runtime.commands import Offload, RolePort, Save
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.metrics_recorder import RunContext, save_run_state
@@ -249,16 +249,14 @@ class Checkpoints:
         except StorageFull as error:
             return _raised(error)
         own = Save(str(partial), types.encode(position), tuple(checkpoint.steps(self._folder)))
-        critics = replace(own, folder=str(partial / checkpoint.CRITIC))
-        if roles.critic is None:
-            saving = [roles.trainer.post(own)]
-        elif alternates(self._context.config):
-            saving = [self._one_by_one(own, critics, roles.trainer, roles.critic)]
+        saves = (own, replace(own, folder=str(partial / checkpoint.CRITIC)))
+        if alternates(self._context.config):
+            saving = [self._one_by_one(*saves, *roles.models)]
         else:
-            saving = [roles.trainer.post(own), roles.critic.post(critics)]
+            saving = [model.post(save) for model, save in zip(roles.models, saves, strict=False)]
         return self._saved_at(step, folder, partial, saving, position, recorded, written)
 
-    async def _one_by_one(self, own: Save, critics: Save, trainer: TrainerPort, critic: RolePort) -> list[str]:
+    async def _one_by_one(self, own: Save, critics: Save, trainer: RolePort, critic: RolePort) -> list[str]:
         """Save the critic, then the trainer, which have the same devices."""
         # Each call waits until the model has moved or written: only one has its state on the devices at a time.
         await trainer.call(Offload())

@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,6 @@ class Attempt:
         self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._dynamic)
         self._training = TrainLoop(context, roles, self._devices, self.buffer, self.recorder, self._checkpoints)
         self._evaluating: asyncio.Task[Any] | None = None
-        self._admission: asyncio.Task[None] | None = None
         self._recovery = Recovery(context, roles, pool.register)
         self.accuracy_after: float | None = None
         self.vacated = False  # after a loss: the devices are free for another trainer
@@ -149,8 +148,8 @@ class Attempt:
         Raises ServiceFault, UserError (a full disk), InvariantViolated.
         """
         async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            self._beside = [tasks.create_task(self._context.ledger.run())]
+            self._tasks, self._beside = tasks, list[asyncio.Task[Any]]()
+            self._go_beside(self._context.ledger.run())
             if (loss := await self._recovery.run_until_lost(self._until_saved())) is not None:
                 # Rollouts go on meanwhile, unless they share devices. Wait for the registration of trainer and critic.
                 self._recovery.check_progress(loss, self.buffer.committed)
@@ -161,12 +160,16 @@ class Attempt:
         await self._context.ledger.flush()
         return loss is not None
 
+    def _go_beside(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Do `work` until `_close`."""
+        self._beside.append(self._tasks.create_task(work))
+        return self._beside[-1]
+
     async def _close(self) -> None:
         """End all remaining tasks. A group under way would mix the weights of two attempts, so the next attempt generates it
         again from the same seed."""
-        for task in (*self._beside, self._admission, self._evaluating):
-            if task is not None:
-                task.cancel()
+        for task in self._beside:
+            task.cancel()
         self.recorder.probes.close()
         self._devices.close()
         await self._groups.close()
@@ -219,8 +222,8 @@ class Attempt:
             self._context.startup.phases.setdefault("first weight sync", now() - before)
         self._recovery.begun, self._history.version = True, version
         save_run_state(self._context, self._roles)
-        beside = (self._pool.guard(), self.recorder.meter.run(self._groups.measured))
-        self._beside += [self._tasks.create_task(each) for each in beside]
+        self._go_beside(self._pool.guard())
+        self._go_beside(self.recorder.meter.run(self._groups.measured))
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """Admit and train until the last step."""
@@ -230,11 +233,11 @@ class Attempt:
         self.recorder.report("training")
         if self.buffer.stop_reason:
             return
-        self._admission = self._tasks.create_task(self._groups.run(self._tasks, self._taken_up))
+        admission = self._go_beside(self._groups.run(self._tasks, self._taken_up))
         if history.evaluating is not None:  # interrupted with the coordinator: begin it again, with the current weights
-            self._evaluating = self._tasks.create_task(self._evaluated(history.evaluating))
+            self._evaluating = self._go_beside(self._evaluated(history.evaluating))
         await self._training.run(tasks)
-        self._admission.cancel()
+        admission.cancel()
         if self._evaluating is not None:
             await asyncio.wait([self._evaluating])  # it may be cancelled
         self.buffer.stop("all steps done")
@@ -254,7 +257,7 @@ class Attempt:
             self._history.skipped_evaluations += 1
         else:
             self._history.evaluating = step
-            self._evaluating = self._tasks.create_task(self._evaluated(step))
+            self._evaluating = self._go_beside(self._evaluated(step))
             await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer takes its own
 
     async def _evaluated(self, step: int) -> None:
@@ -275,7 +278,7 @@ class Attempt:
         def report(done: int, total: int) -> None:
             self.recorder.report("evaluating", done, total)
 
-        evaluating = self._evaluating = self._tasks.create_task(self._evaluator.run(step, alone=True, progress=report))
+        evaluating = self._evaluating = self._go_beside(self._evaluator.run(step, alone=True, progress=report))
         await asyncio.wait([evaluating])
         if evaluating.cancelled():
             return None

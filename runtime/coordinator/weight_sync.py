@@ -68,7 +68,8 @@ log = logging.getLogger("sluice")
 
 
 class SyncGroup:
-    """The trainer and the rollouts of one epoch, connected for weights. Callers read `epoch`, `members`, `transport`."""
+    """The trainer and the rollouts of one epoch, connected for weights. Callers read `epoch`, `members`, `transport`. In the
+    trainer's place may be a rollout with the committed version, which sends it to newcomers."""
 
     def __init__(self, trainer: RolePort, pool: RolloutPool, settings: Settings, machines: Mapping[str, str]):
         """Create the group. `machines`: of the processes that send weights, by name."""
@@ -83,9 +84,6 @@ class SyncGroup:
         self.transport = ""
         """The transport of this epoch; "" before the first epoch."""
 
-    def lost(self, reason: str) -> None:
-        """Handle the loss of the sender. Nothing to do for the trainer: the caller that publishes raises."""
-
     async def open(self) -> None:
         """Connect the trainer and every living rollout. A rollout that does not join is lost, and left out of the next epoch.
 
@@ -95,7 +93,7 @@ class SyncGroup:
         while True:
             await self.pool.wait_for_living()
             epoch = self.pool.membership.open()
-            fault = await self._meet(epoch)
+            fault = await self.meet(epoch)
             if fault is None:
                 return
             log.warning("epoch %d: %s", epoch.number, fault)
@@ -104,7 +102,7 @@ class SyncGroup:
             if fruitless == TRIES:
                 raise fault
 
-    async def _meet(self, epoch: Epoch) -> SluiceError | None:
+    async def meet(self, epoch: Epoch) -> SluiceError | None:
         """Connect the group. Return None, or the fault. Raises UserError if the members cannot use the configured transport."""
         ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
         machines = {**self.machines, **{port.name: port.machine for port in ports}}
@@ -154,23 +152,6 @@ class SyncGroup:
                 self.pool.register.lose(port, str(error))
                 failed = failed if isinstance(failed, Unreachable | Unanswered) else error
         return failed
-
-
-class PeerGroup(SyncGroup):
-    """A rollout with the committed version, as sender instead of the trainer, and the newcomers. The trainer takes no part."""
-
-    def lost(self, reason: str) -> None:
-        self.pool.register.lose(self.trainer, reason)
-
-    async def open(self) -> None:
-        """Connect once, without retries. Raises SluiceError if a member does not join; that member is lost."""
-        try:
-            fault = await self._meet(self.pool.membership.open(self.pool.membership.newcomers))
-        except (Unreachable, Unanswered) as error:
-            self.lost(str(error))
-            raise
-        if fault is not None:
-            raise fault
 
 
 def nearest(newcomers: Sequence[RolePort], serving: Sequence[RolePort], trainer: Collection[str]) -> RolePort | None:
@@ -297,16 +278,22 @@ class WeightPublisher:
         peer = nearest(newcomers, self._pool.units(), self.group.machines.values())
         if peer is None:
             return
-        group = PeerGroup(peer, self._pool, self._settings, {peer.name: peer.machine})
+        group = SyncGroup(peer, self._pool, self._settings, {peer.name: peer.machine})
         try:
-            await group.open()
-            sync = WeightSync(self, version, group=group)
-            try:
-                await sync.attempt()
-            finally:
-                sync.close()
+            # Connect once. A newcomer that does not join is lost.
+            fault = await group.meet(self._pool.membership.open(self._pool.membership.newcomers))
+            if fault is None:
+                sync = WeightSync(self, version, group=group)
+                try:
+                    await sync.attempt()
+                finally:
+                    sync.close()
         except SluiceError as error:
-            log.warning("%s did not bring version %s to newcomers: %s", peer.name, version, error)
+            if isinstance(error, Unreachable | Unanswered):
+                register.lose(peer, str(error))
+            fault = error
+        if fault is not None:
+            log.warning("%s did not bring version %s to newcomers: %s", peer.name, version, fault)
 
 
 class WeightSync:
@@ -410,8 +397,8 @@ class WeightSync:
         pool = self._group.pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
         self._behind |= self._group.trainer.name in machine.failed  # the trainer may have to gather again
-        if self._group.trainer.name in machine.lost:
-            self._group.lost(machine.reason)
+        if self._group.trainer.name in machine.lost and self._from_peer:
+            pool.register.lose(self._group.trainer, machine.reason)
         if self._group.trainer.name in machine.lost or self._fruitless == TRIES:
             raise ServiceFault(", ".join(sorted(machine.lost)) or "weight sync", "publish", machine.reason)
         reason = machine.reason
