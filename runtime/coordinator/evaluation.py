@@ -32,7 +32,7 @@ from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, Un
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.results import SUFFIX, EvaluatedProblem, EvaluationResult, HeldOut, Transcript, judge_of, replies_to
+from runtime.evaluation.results import SUFFIX, EvaluatedProblem, EvaluationResult, Transcript, judge_of, replies_to
 from runtime.process import disk
 from runtime.process.os_process import now
 from runtime.status import Progress
@@ -64,28 +64,6 @@ class WeightedSemaphore:
         finally:
             self._free += samples
             self._given_back.set()
-
-
-class _EvaluationRun:
-    """The state of one evaluation: its output files and its progress."""
-
-    def __init__(self, folder: Path, sets: Sequence[HeldOut], room: WeightedSemaphore, largest: int, progress: ReportDone):
-        self.room, self.largest = room, largest
-        self.evaluated: list[list[EvaluatedProblem]] = [[] for _ in sets]
-        self.transcripts = [Transcript(folder / f"{each.settings.name}{SUFFIX}") for each in sets]
-        self.thread = ThreadPoolExecutor(1, "evaluation")
-        self._progress = progress
-        self._total = sum(len(each.prompts.problems) for each in sets)
-
-    def report(self) -> None:
-        self._progress(sum(map(len, self.evaluated)), self._total)
-
-    async def close(self) -> None:
-        """Write the replies so far and close the files."""
-        loop = asyncio.get_running_loop()
-        closing = [loop.run_in_executor(self.thread, transcript.close) for transcript in self.transcripts]
-        self.thread.shutdown(wait=False)
-        await asyncio.gather(*closing)
 
 
 class Evaluator:
@@ -124,19 +102,40 @@ class Evaluator:
         shutil.rmtree(folder, ignore_errors=True)
         # In threads, as these calls block until the disk has room.
         await asyncio.to_thread(disk.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
-        under_way = await asyncio.to_thread(self._begin, folder, alone, progress)
+        await asyncio.to_thread(self._begin, folder, alone)
+        total = sum(len(held_out.prompts.problems) for held_out in self._sets)
+
+        def report() -> None:
+            progress(sum(map(len, self._evaluated)), total)
+
         try:
-            # All problems at once; `room` limits the samples under way. The group ends with the last score.
+            # All problems at once; `_room` limits the samples under way. The group ends with the last score.
             async with asyncio.TaskGroup() as tasks:
                 for which, held_out in enumerate(self._sets):
                     for index in range(len(held_out.prompts.problems)):
-                        tasks.create_task(self._problem(under_way, which, index))
+                        tasks.create_task(self._problem(which, index, report))
         finally:
-            await under_way.close()  # waits for the writer thread
-        return await asyncio.to_thread(self._result, under_way.evaluated, folder, step, now() - before)
+            await self._close()
+        return await asyncio.to_thread(self._result, folder, step, now() - before)
 
-    def _result(self, evaluated: list[list[EvaluatedProblem]], folder: Path, step: int, seconds: float) -> EvaluationResult:
-        rule = self._judge.name.rpartition(":")[2]  # a user's rule is FILE.py:NAME
+    def _begin(self, folder: Path, alone: bool) -> None:
+        each = slots(self._config).values()
+        # Alone, a queue as long as the slots keeps them full.
+        free, largest = (2 * sum(each), min(each)) if alone else (sum(each) // SHARE, min(each) // SHARE)
+        self._room, self._largest = WeightedSemaphore(max(1, free)), max(1, largest)
+        self._evaluated: list[list[EvaluatedProblem]] = [[] for _ in self._sets]
+        self._transcripts = [Transcript(folder / f"{each.settings.name}{SUFFIX}") for each in self._sets]
+        self._thread = ThreadPoolExecutor(1, "evaluation")
+
+    async def _close(self) -> None:
+        """Write the replies so far, and close the files."""
+        loop = asyncio.get_running_loop()
+        closing = [loop.run_in_executor(self._thread, transcript.close) for transcript in self._transcripts]
+        self._thread.shutdown(wait=False)
+        await asyncio.gather(*closing)
+
+    def _result(self, folder: Path, step: int, seconds: float) -> EvaluationResult:
+        rule, evaluated = self._judge.name.rpartition(":")[2], self._evaluated  # a user's rule is FILE.py:NAME
         sets = [evaluation.set_result(each.settings, rule, of_set) for each, of_set in zip(self._sets, evaluated, strict=True)]
         result = EvaluationResult(
             model=self._config.model.path,
@@ -150,31 +149,24 @@ class Evaluator:
         disk.until_done(lambda: result.write(folder), folder)
         return result
 
-    def _begin(self, folder: Path, alone: bool, progress: ReportDone) -> _EvaluationRun:
-        each = slots(self._config).values()
-        if alone:  # a queue as long as the slots keeps them full
-            return _EvaluationRun(folder, self._sets, WeightedSemaphore(2 * sum(each)), min(each), progress)
-        room, largest = sum(each) // SHARE, min(each) // SHARE
-        return _EvaluationRun(folder, self._sets, WeightedSemaphore(max(1, room)), max(1, largest), progress)
-
-    async def _problem(self, under_way: _EvaluationRun, which: int, index: int) -> None:
-        samples, largest = self._sets[which].settings.samples, under_way.largest
+    async def _problem(self, which: int, index: int, report: Callable[[], None]) -> None:
+        samples, largest = self._sets[which].settings.samples, self._largest
         async with asyncio.TaskGroup() as tasks:
             parts = [
-                tasks.create_task(self._part(under_way, which, index, first, min(largest, samples - first)))
+                tasks.create_task(self._part(which, index, first, min(largest, samples - first)))
                 for first in range(0, samples, largest)
             ]
         done = [part.result() for part in parts]
         loop = asyncio.get_running_loop()
-        evaluated = await loop.run_in_executor(under_way.thread, self._keep, under_way.transcripts[which], which, index, done)
-        under_way.evaluated[which].append(evaluated)
-        under_way.report()
+        evaluated = await loop.run_in_executor(self._thread, self._keep, which, index, done)
+        self._evaluated[which].append(evaluated)
+        report()
 
-    async def _part(self, under_way: _EvaluationRun, which: int, index: int, first: int, samples: int) -> Part:
+    async def _part(self, which: int, index: int, first: int, samples: int) -> Part:
         """Generate and score one part of a problem, the samples from `first` on."""
         prompts = self._sets[which].prompts
         problem = prompts.problems[index]
-        async with under_way.room.taken(samples):
+        async with self._room.taken(samples):
             request = request_for(
                 self._config,
                 problem,
@@ -190,14 +182,14 @@ class Evaluator:
             scoring = score_request(problem, group_id=request.group_id, payload=generated.payload, answers=True)
             return generated, await self._scoring.score(scoring, generated.rewards, index)
 
-    def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
+    def _keep(self, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
         """Write the replies to one problem and return the data for its set's figures. Runs in the evaluation's thread."""
         held_out = self._sets[which]
         decoded = [(types.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
         problem = held_out.prompts.problems[index]
         outcomes = [each for generated, _ in parts if generated.outcomes is not None for each in generated.outcomes.reasons]
         found = replies_to(held_out.settings.name, problem, decoded, self._judge, self._text, outcomes)
-        transcript.add(index, found)
+        self._transcripts[which].add(index, found)
         return EvaluatedProblem(
             correct=[each.correct for each in found],
             answers=[answer for _, scores in parts for answer in scores.answers],
