@@ -121,17 +121,14 @@ class Buffer:
         self.step = step
         self.committed = step
         self.incarnation = 0  # of the attempt
-        self.last_step = step
-        """The run ends before this step."""
+        self.last_step = step  # the run ends before this step
         self.stop_reason = ""
         self.ready_changed = asyncio.Event()
         """Set when `take` may have become possible, or a group changed its state. Clear it, call `take`, then wait."""
         self.room_changed = asyncio.Event()
         """Set when `capacity` may have grown, a group must be dispatched again, or the trainer has nothing to do."""
-        self.trainer_waits = False
-        """No group can be taken, and the trainer has nothing else to do."""
-        self.limit = 0
-        """The most groups that rollouts may have, from the last call of `capacity`."""
+        self.trainer_waits = False  # no group can be taken, and the trainer has nothing else to do
+        self.limit = 0  # the most groups that rollouts may have, from the last call of `capacity`
         self._depth = depth or PipelineDepth(groups_per_step, most_live(staleness, groups_per_step), measured=False)
         self._journal = journal
         self._clock = clock

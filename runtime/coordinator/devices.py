@@ -57,13 +57,7 @@ class ColocatedDevices(Devices):
     """
 
     def __init__(
-        self,
-        context: RunContext,
-        roles: Roles,
-        pool: RolloutPool,
-        publisher: WeightPublisher,
-        buffer: Buffer,
-        probes: Probes,
+        self, context: RunContext, roles: Roles, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer, probes: Probes
     ):
         config = context.config
         self._roles = roles

@@ -134,13 +134,7 @@ class GroupStage:
     def _admit(self) -> Group:
         draw = self._stream.draw()
         problem = self._prompts.problems[draw.index]
-        ticket = Ticket(
-            group_id=draw.ordinal,
-            problem=draw.index,
-            source=problem.source,
-            label=problem.label,
-            seed=draw.seed,
-        )
+        ticket = Ticket(group_id=draw.ordinal, problem=draw.index, source=problem.source, label=problem.label, seed=draw.seed)
         group = self._buffer.admit(ticket)
         # In one transaction with the admission, so a resume always draws the next prompt.
         self._ledger.record(Note(key=STREAM, value=types.encode(self._stream.state())))

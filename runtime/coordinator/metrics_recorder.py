@@ -58,12 +58,10 @@ class RunHistory(Struct):
     """
 
     folder: str = ""
-    version: PolicyVersion = PolicyVersion()
-    """All steps up to this version are over: applied, published and recorded."""
+    version: PolicyVersion = PolicyVersion()  # all steps up to this version are over: applied, published and recorded
     attempts: int = 0  # attempts that have ended
     totals: Totals = msgspec.field(default_factory=Totals)
-    accuracy: dict[int, float] = {}
-    """The results of evaluations, by step."""
+    accuracy: dict[int, float] = {}  # the results of evaluations, by step
     evaluating: int | None = None  # the step whose evaluation runs beside training
     evaluated_before: bool = False  # the evaluation before training is done, or not wanted
     accuracy_before: float | None = None
@@ -322,12 +320,9 @@ class MetricsRecorder:
         self.meter = BusyMeter(pool, context.config.deadlines.keepalive)
         self.probes = Probes(context, pool, buffer.ready_changed)
         self.newest: Metrics = {}
-        self.evaluated: Metrics = {}
-        """The metrics of the newest evaluation."""
-        self.stepped = 0.0
-        """When the newest step was recorded, on the loop's clock."""
-        self.first_applied = 0.0
-        """When all of the first step was submitted, on the loop's clock."""
+        self.evaluated: Metrics = {}  # the metrics of the newest evaluation
+        self.stepped = 0.0  # when the newest step was recorded, on the loop's clock
+        self.first_applied = 0.0  # when all of the first step was submitted, on the loop's clock
 
     async def finished(self, trained: TrainedStep) -> None:
         """Record a step: its metrics, an evaluation if one is due, and the stop conditions. Call it for each step, in order."""

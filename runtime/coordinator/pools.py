@@ -82,11 +82,7 @@ class Replicas:
         return self._register.units(self._role, UnitState.SERVING)
 
     async def ask(
-        self,
-        turn: int,
-        request: Command[R],
-        asked: set[str] | None = None,
-        answered: list[Callable[[], None]] | None = None,
+        self, turn: int, request: Command[R], asked: set[str] | None = None, answered: list[Callable[[], None]] | None = None
     ) -> R:
         """Return the answer of a replica. `asked` has the replica's name until then; `answered` gets the callback that
         acknowledges the answer. Raises the replica's error, or ServiceFault if there is no replica for `patience` seconds."""

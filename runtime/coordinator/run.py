@@ -44,15 +44,7 @@ from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.gateways import rollout_pool
 from runtime.coordinator.group_pipeline import STREAM, GroupStage
-from runtime.coordinator.metrics_recorder import (
-    MetricsRecorder,
-    RunContext,
-    RunHistory,
-    RunState,
-    gap,
-    needs,
-    save_run_state,
-)
+from runtime.coordinator.metrics_recorder import MetricsRecorder, RunContext, RunHistory, RunState, gap, needs, save_run_state
 from runtime.coordinator.pools import Roles, RolloutPool, models
 from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
 from runtime.coordinator.register import ROLLOUT, Register, UnitState

@@ -57,8 +57,7 @@ class TrainLoop:
         self._running: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._recorded: asyncio.Future[Totals] | None = None  # done when the step of the checkpoint being written is recorded
-        self.next = buffer.step
-        """The step whose batch is to be applied next."""
+        self.next = buffer.step  # the step whose batch is to be applied next
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Train until the buffer's `last_step`. A failed command of the trainer fails the task group."""

@@ -77,12 +77,9 @@ class SyncGroup:
         self.machines = machines
         self.pool = pool
         self.settings = settings
-        self.epoch = Epoch(0, ())
-        """The newest epoch that was connected."""
-        self.members: dict[str, RolePort] = {}
-        """The rollouts of this epoch by name."""
-        self.transport = ""
-        """The transport of this epoch; "" before the first epoch."""
+        self.epoch = Epoch(0, ())  # the newest epoch that was connected
+        self.members: dict[str, RolePort] = {}  # the rollouts of this epoch by name
+        self.transport = ""  # the transport of this epoch; "" before the first epoch
 
     async def open(self) -> None:
         """Connect the trainer and every living rollout. A rollout that does not join is lost, and left out of the next epoch.
@@ -192,8 +189,7 @@ class WeightPublisher:
         pool.subscribe(self._changed.set)
         self.kept: PolicyVersion | None = None
         """The version in the trainer's buckets, or about to be there: the trainer can send it again while its engine works."""
-        self.abort = ""
-        """The reason of the newest abort; "" if there was none."""
+        self.abort = ""  # the reason of the newest abort; "" if there was none
 
     @property
     def committed(self) -> PolicyVersion | None:
