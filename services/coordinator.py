@@ -410,7 +410,7 @@ class CoordinatorProcess:
         elif self._progress.phase == "starting":
             self._failed.set_exception(SluiceError(death.reason))
         elif is_group(self._config, role):
-            if shares_devices(self._config, role) and self._run is not None and not self._run.vacated:
+            if shares_devices(self._config, role) and self._run is not None and not self._run.attempt.vacated:
                 self._absent.append(death)  # rollouts may still have its devices
             else:
                 self._start_again(death)

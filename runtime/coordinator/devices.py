@@ -44,13 +44,9 @@ class ColocatedDevices(Devices):
 
         sleep → (reference: onload, refer, offload →) onload → train → wake for weights → publish → offload → wake → generate
 
-    The rollouts free their memory before the reference or the trainer gets the devices. After the steps they allocate memory
-    only for their weights, into which the new weights are published; keys and values follow once the trainer is off the
-    devices. No turn waits for a lost rollout.
-
-    During a lease of the trainer the pool is closed, and newcomers do not get the committed version, as their memory may be off
-    the devices. A newcomer arrives asleep. It joins the pool once it has reached the level of the other rollouts, before the
-    next weight sync.
+    No turn waits for a lost rollout. During a lease of the trainer the pool is closed, and newcomers do not get the committed
+    version, as their memory may be off the devices. A newcomer arrives asleep. It joins the pool once it has reached the level
+    of the other rollouts, before the next weight sync.
 
     **The invariant.** At no time do two of these have the devices, or the order to take them: rollouts with keys and values,
     the reference, the trainer. Only the rollouts' weights may be there together with the trainer's.
@@ -99,7 +95,7 @@ class ColocatedDevices(Devices):
                 lease.figures = await self._release(lease.version)
 
     async def vacate(self) -> None:
-        """Put all rollouts to sleep, whatever they do."""
+        """Put all rollouts to sleep, whatever they do, for the replacement of a lost trainer or critic. Call it after `close`."""
         for move in self._moves.values():
             move.cancel()
         members = self._register.members(ROLLOUT, UnitState.CONNECTED, *LIVING)

@@ -169,7 +169,7 @@ class Attempt:
 
     async def _vacate(self) -> None:
         """Free shared devices for another trainer: stop all generation and put the rollouts to sleep."""
-        if takes_turns(self._config):
+        if isinstance(self._devices, ColocatedDevices):
             await self._close()
             await self._devices.vacate()
         self.vacated = True
@@ -208,9 +208,9 @@ class Attempt:
             await self._take_up(self._taken_up)
         before, version = now(), self.buffer.version(self.buffer.committed)
         if self._pool.membership.committed != version and not self.publisher.waits_for_next:
-            # Wait for the rollouts to have the version; with shared devices the lease's end publishes it.
+            # At its end the lease waits for the rollouts to have the version.
             async with self._devices.lease("trainer") as lease:
-                await lease.sync(version)
+                lease.version = version
             self._context.startup.phases.setdefault("first weight sync", now() - before)
         self._recovery.begun, self._history.version = True, version
         save_run_state(self._context, self._roles)
@@ -379,7 +379,7 @@ class TrainingRun:
         self._started = now()
         self.pool = rollout_pool(config, register, context.keys, context.term)
         self._history = context.history
-        self._attempt = self._begin(taken_up)
+        self.attempt = self._begin(taken_up)
         self._interrupted = False
 
     @classmethod
@@ -407,16 +407,11 @@ class TrainingRun:
     def stop(self, reason: str) -> None:
         """End after the step under way and save. INTERRUPTED also skips later evaluations."""
         self._interrupted = self._interrupted or reason == INTERRUPTED
-        self._attempt.stop(reason)
+        self.attempt.stop(reason)
 
     @property
     def buffer(self) -> Buffer:
-        return self._attempt.buffer
-
-    @property
-    def vacated(self) -> bool:
-        """Whether the devices of a lost trainer are free for another one."""
-        return self._attempt.vacated
+        return self.attempt.buffer
 
     def gauges(self) -> dict[str, float]:
         """Return figures for the status call."""
@@ -426,7 +421,7 @@ class TrainingRun:
 
     def figures(self) -> dict[str, Any]:
         """Return fields of `RunFigures`."""
-        recorder = self._attempt.recorder
+        recorder = self.attempt.recorder
         return {
             "groups": self.buffer.counts(),
             "newest": recorder.newest | recorder.evaluated,
@@ -440,10 +435,10 @@ class TrainingRun:
             seconds = self._context.epoch + now() - group.since
             yield f"waits for group {group.group_id} ({group.state.phase.value}, {asked_of(group)}, {seconds:.1f} s)"
         yield str(self.pool)
-        publisher = self._attempt.publisher
+        publisher = self.attempt.publisher
         if publisher.group.transport:
             yield f"weights by {publisher.group.transport}"
-        if apart := gap(self._attempt.recorder.figures):
+        if apart := gap(self.attempt.recorder.figures):
             yield apart
         if self._history.alarm:
             yield f"ALARM: {self._history.alarm}"
@@ -452,11 +447,11 @@ class TrainingRun:
 
     async def execute(self) -> Summary:
         """Run all attempts. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
-        while await self._attempt.execute():
+        while await self.attempt.execute():
             await _require_whole(self._history)
-            self._attempt = self._begin()
+            self.attempt = self._begin()
             if self._interrupted:
-                self._attempt.stop(INTERRUPTED)
+                self.attempt.stop(INTERRUPTED)
         return self._summary()
 
     def _summary(self) -> Summary:
@@ -470,7 +465,7 @@ class TrainingRun:
             rl_seconds=history.rl_seconds,
             stop_reason=self.buffer.stop_reason,
             accuracy_before=history.accuracy_before,
-            accuracy_after=self._attempt.accuracy_after,
+            accuracy_after=self.attempt.accuracy_after,
             total_seconds=now() - self._started,
             startup=self._context.startup.phases,
             startup_processes=self._context.startup.processes,

@@ -61,19 +61,20 @@ class TrainLoop:
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Train until the buffer's `last_step`. A failed command of the trainer fails the task group."""
+        self._tasks = tasks
         # On shared devices `next_lease` waits until the rollouts have generated all that the staleness bound admits.
         while self.next < self._buffer.step or await self._devices.next_lease():
             async with self._devices.lease("trainer") as lease:
-                unpublished = await self._steps(tasks, lease)
+                unpublished = await self._steps(lease)
             # A shared lease publishes its last version at its end. Then commit and record this version here.
             if lease.version is not None:
                 self._buffer.commit(lease.version.step)
             if unpublished is not None:
                 await self._finished(replace(unpublished, weight_sync=lease.figures))
 
-    async def _steps(self, tasks: asyncio.TaskGroup, lease: Lease) -> TrainedStep | None:
+    async def _steps(self, lease: Lease) -> TrainedStep | None:
         """Make the steps of a lease. Return the last step if it is published only at the lease's end."""
-        while (batch := await self._fill(tasks, self.next)) is not None:
+        while (batch := await self._fill(self.next)) is not None:
             step, self.next = self.next, self.next + 1
             # `_fill` waits for ready groups. The run's position must be read before the step is applied.
             position = None
@@ -85,14 +86,14 @@ class TrainLoop:
             # Write what a new coordinator must know of this step and the previous one, before the update is ordered.
             await self._ledger.flush()
             # Order the update, and right behind it the weight sync of the new version.
-            applying = await self._apply(tasks, step)
+            applying = await self._apply(step)
             sync = await lease.begin_sync(self._buffer.version(step + 1))
             if sync is not None:  # update and sync go on while the next batch is filled
-                self._running = tasks.create_task(self._finish(step, batch, applying, sync))
+                self._running = self._tasks.create_task(self._finish(step, batch, applying, sync))
                 if position is not None:
-                    self._save(tasks, step + 1, position)
+                    self._save(step + 1, position)
                 continue
-            trained = await self._finish_unpublished(tasks, step, batch, applying, position)
+            trained = await self._finish_unpublished(step, batch, applying, position)
             if not self._goes_on():
                 return trained
             await self._finished(trained)
@@ -107,12 +108,12 @@ class TrainLoop:
             return True
         return buffer.step < buffer.last_step and not self._recorder.evaluates(buffer.step) and self._devices.have_batch()
 
-    async def _apply(self, tasks: asyncio.TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
+    async def _apply(self, step: int) -> list[asyncio.Task[StepResult]]:
         """Order the update. Return the tasks of the trainer's result and of the critic's, if there is one."""
         if self._updates.alternating:
             await self.saved()  # saving uses the devices as well
         probes = await self._recorder.probes.answers(self._buffer.version(step))
-        applying = await self._updates.apply(tasks, step, probes)
+        applying = await self._updates.apply(self._tasks, step, probes)
         self._recorder.first_applied = self._recorder.first_applied or now()
         return applying
 
@@ -121,9 +122,7 @@ class TrainLoop:
         if self._saving is not None:
             await self._saving
 
-    def _save(
-        self, tasks: asyncio.TaskGroup, step: int, position: Position, written: asyncio.Future[None] | None = None
-    ) -> None:
+    def _save(self, step: int, position: Position, written: asyncio.Future[None] | None = None) -> None:
         """Order the checkpoint of version `step`, behind the commands before. `written`: see `Checkpoints.save`."""
 
         async def save(saving: Coroutine[Any, Any, None]) -> None:
@@ -131,15 +130,15 @@ class TrainLoop:
                 await self._checkpoints.unless_full(step, saving)
 
         self._recorded = asyncio.get_running_loop().create_future()
-        self._saving = tasks.create_task(save(self._checkpoints.save(step, position, self._recorded, written)))
+        self._saving = self._tasks.create_task(save(self._checkpoints.save(step, position, self._recorded, written)))
 
-    async def _fill(self, tasks: asyncio.TaskGroup, step: int) -> list[Group] | None:
+    async def _fill(self, step: int) -> list[Group] | None:
         """Take the groups of `step` as they become ready, and send them to the models. Return None if the run ends first."""
         buffer = self._buffer
         if batch := buffer.taken(step):  # taken by an earlier coordinator
-            self._updates.begin(tasks, step)
+            self._updates.begin(self._tasks, step)
             known = [await self._train_group(group) for group in batch]
-            self._updates.accumulate(tasks, step, known, len(batch) == buffer.groups_per_step)
+            self._updates.accumulate(self._tasks, step, known, len(batch) == buffer.groups_per_step)
         if self._running is not None:
             self._running.add_done_callback(lambda _: buffer.ready_changed.set())
         while buffer.step == step:
@@ -150,10 +149,10 @@ class TrainLoop:
             groups = buffer.take(step, whole=not self._may_stream())
             if groups:
                 if not batch:  # not earlier: between steps the trainer's devices may be lent out
-                    self._updates.begin(tasks, step)
+                    self._updates.begin(self._tasks, step)
                 batch += groups
                 last = buffer.step != step
-                self._updates.accumulate(tasks, step, [await self._train_group(group) for group in groups], last)
+                self._updates.accumulate(self._tasks, step, [await self._train_group(group) for group in groups], last)
             else:
                 buffer.trainer_waits = self._running is None or self._running.done()
                 if buffer.trainer_waits:
@@ -193,12 +192,7 @@ class TrainLoop:
         self._ledger.then(partial(self._updates.acknowledge, trained.step))
 
     async def _finish_unpublished(
-        self,
-        tasks: asyncio.TaskGroup,
-        step: int,
-        batch: list[Group],
-        applying: list[asyncio.Task[StepResult]],
-        position: Position | None,
+        self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], position: Position | None
     ) -> TrainedStep:
         """Finish a step whose version is published at the end of the lease. The models write their checkpoint before that. The
         checkpoint counts once the step is recorded."""
@@ -207,7 +201,7 @@ class TrainLoop:
         self._buffer.consume(step, result.seconds)
         if position is not None:
             written = asyncio.get_running_loop().create_future()
-            self._save(tasks, step + 1, position, written)
+            self._save(step + 1, position, written)
             assert self._saving is not None
             await asyncio.wait({written, self._saving}, return_when=asyncio.FIRST_COMPLETED)
         return TrainedStep(step=step, groups=batch, result=result, weight_sync=None)

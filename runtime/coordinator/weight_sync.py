@@ -494,7 +494,7 @@ class Lease:
     def __init__(self, publisher: WeightPublisher | None = None):
         """Create a lease. `publisher`: None on shared devices."""
         self._publisher = publisher
-        self.version: PolicyVersion | None = None  # to be published at the lease's end
+        self.version: PolicyVersion | None = None  # which the trainer has, to be published at the lease's end
         self.figures: WeightSyncFigures | None = None  # of this version
 
     async def begin_sync(self, version: PolicyVersion) -> WeightSync | None:
@@ -504,13 +504,6 @@ class Lease:
             return await self._publisher.begin(version)
         self.version = version
         return None
-
-    async def sync(self, version: PolicyVersion) -> None:
-        """Publish `version`, which the trainer has, before the lease ends or at its end."""
-        if self._publisher is not None:
-            await self._publisher.publish(version)
-        else:
-            self.version = version
 
 
 class Devices:
@@ -537,9 +530,6 @@ class Devices:
         """Let a connected rollout join the sync group."""
         self._register.join(member)
 
-    async def vacate(self) -> None:
-        """Free the devices for the replacement of a lost trainer or critic. Call it after `close`."""
-
     async def next_lease(self) -> bool:
         """Wait until the trainer should take the devices. Return False if the run ends without another step."""
         return self._buffer.step < self._buffer.last_step
@@ -552,4 +542,7 @@ class Devices:
     async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
         """Hold the devices of `role`. `last`: the run ends in this lease, and no role needs the devices after it. Raises the
         error of trainer or reference if one fails while devices change hands; this ends the run."""
-        yield Lease(self._publisher)
+        lease = Lease(self._publisher)
+        yield lease
+        if lease.version is not None:
+            await self._publisher.publish(lease.version)

@@ -130,7 +130,7 @@ class Shared:
             assert self.having.now == {"trainer-0"}
             await asyncio.sleep(self.seconds())
             if publishes:
-                await lease.sync(PolicyVersion())
+                lease.version = PolicyVersion()
 
     async def refer(self) -> None:
         """Answer for the groups that lack it, in the reference's turn."""
