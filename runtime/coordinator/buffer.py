@@ -23,10 +23,6 @@ from runtime.ledger.states import Event, GroupState, Mark, Phase
 from runtime.rewards.scorer import unscored
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
-# ---- Group
-#
-# A group under training, as the coordinator has it in memory.
-
 Part = bytes | Handle  # in memory; or on disk, if written before a restart
 
 

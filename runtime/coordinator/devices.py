@@ -95,7 +95,7 @@ class ColocatedDevices(Devices):
                 lease.figures = await self._release(lease.version)
 
     async def vacate(self) -> None:
-        """Put all rollouts to sleep, whatever they do, for the replacement of a lost trainer or critic. Call it after `close`."""
+        """Put all rollouts to sleep, whatever they do, to make room for another trainer or critic. Call it after `close`."""
         for move in self._moves.values():
             move.cancel()
         members = self._register.members(ROLLOUT, UnitState.CONNECTED, *LIVING)

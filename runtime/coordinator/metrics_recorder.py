@@ -41,11 +41,7 @@ from runtime.telemetry.summary import Totals
 from runtime.telemetry.trackers import Trackers
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult
 
-# ---- History
-#
-# The progress and results of a run: in memory, and as a note in the ledger for a coordinator that takes over.
-
-COURSE = "course"  # the key of the note
+COURSE = "course"  # the key of the ledger's note with a run's progress, for a coordinator that takes over
 
 log = logging.getLogger("sluice")
 

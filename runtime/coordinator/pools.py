@@ -35,10 +35,6 @@ from runtime.types import (
     Scores,
 )
 
-# ---- Roles
-#
-# The processes that the run calls, by role, and what becomes of a request after the loss of its replica.
-
 UPDATED = ("trainer", "critic")  # the roles whose state no other process can get, except from a checkpoint
 
 R = TypeVar("R")

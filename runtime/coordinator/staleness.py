@@ -36,20 +36,17 @@ from runtime.errors import InvariantViolated
 
 # ---- Depth
 #
-# How many groups hold a place at once: as many as keep the trainer busy, if that is fewer than the staleness bound allows.
-# Computed from measured times; no I/O.
+# How many groups hold a place at once: as many as keep the trainer busy, if that is fewer than the staleness bound allows
+# (ADR 35). Computed from measured times; no I/O.
 #
-# A step of the trainer takes S seconds and B groups. During a step, B groups have to become ready for the next step. These
-# were dispatched with the newest weights when the previous step was committed. So beside the groups of the current step the
-# trainer needs B · max(1, L / S) groups, where L is the time from a group's dispatch until it is ready (Little's law: the
-# number under way is the rate B / S times this time).
+# A step of the trainer takes S seconds and B groups. During a step, B groups have to become ready for the next one, which were
+# dispatched when the step before was committed. So beside the groups of the current step the trainer needs B · max(1, L / S)
+# groups, where L is the time from a group's dispatch until it is ready (Little's law).
 #
-# L is above the mean m of these times, as they have a standard deviation s. A batch that is sent whole waits for its slowest
+# L is above the mean m of these times, which have a standard deviation s. A batch that is sent whole waits for its slowest
 # group: the largest of B numbers from a normal distribution is at most m + s √(2 ln B) on average (Boucheron, Lugosi,
 # Massart: Concentration Inequalities, 2013, theorem 2.5). A trainer that gets parts of a batch begins with the ready groups,
 # and slower groups have until the step's end: L = m + s, which five of six groups meet.
-#
-# If rollouts are slower than the trainer, L grows with the groups under way, and the staleness bound limits the depth.
 
 FIRST = 3  # steps whose groups hold a place before the times are measured
 STEPS = 4  # over which the measured times are averaged

@@ -58,10 +58,6 @@ from runtime.telemetry.metrics import WeightSyncFigures
 from runtime.types import PolicyVersion
 from runtime.weights.plan import resolve_transport
 
-# ---- Sync group
-#
-# The trainer and the rollouts of one epoch, connected for weight sync.
-
 TRIES = 3  # of a rendezvous, or of a weight sync, that fails although no rollout is lost
 
 log = logging.getLogger("sluice")
@@ -116,12 +112,12 @@ class SyncGroup:
         try:
             # Wait for all joins together, as each blocks until all members are there. The first failure ends the wait.
             await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
-            if not any(join.done() and join.exception() for join in joins):
+            failed = next((error for join in joins if join.done() and (error := join.exception())), None)
+            if failed is None:
                 self.epoch, self.members, self.transport = epoch, {port.name: port for port in ports}, transport
                 log.info("epoch %d: %s to %s by %s", epoch.number, self.trainer.name, ", ".join(self.members), transport)
                 return None
             self.pool.membership.break_up(epoch.number)
-            failed = next(error for join in joins if join.done() and (error := join.exception()))
             if not isinstance(failed, SluiceError):
                 raise failed
             # The members that joined would wait for the failed one until their own deadline, so ask them to leave.

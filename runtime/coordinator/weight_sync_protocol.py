@@ -25,13 +25,6 @@ from runtime.coordinator.register import LIVING, ROLLOUT, Member, Register, Unit
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
 
-# ---- Membership
-#
-# The epochs of the sync group. Pure: no I/O, no clock. An epoch is a numbered list of members. It is stale when its members
-# are not exactly the living rollouts, or when its group is broken; then the next epoch must be opened. A member serves from
-# the first commit of an epoch with this member, so all serving rollouts have the committed version. The living rollouts are
-# those with the state joining (newcomers) or serving in the register.
-
 
 class Epoch(Struct, frozen=True):
     number: int
@@ -42,7 +35,12 @@ EPOCHS_OF_A_TERM = 10_000
 
 
 class Membership:
-    """The epochs of a run. `epoch` is the newest; `committed` is the version in use, None before the first."""
+    """The epochs of a run's sync group. `epoch` is the newest; `committed` is the version in use, None before the first.
+
+    An epoch is stale when its members are not exactly the living rollouts, or when its group is broken; then the next one must
+    be opened. A member serves from the first commit of an epoch with this member, so all serving rollouts have the committed
+    version. The living rollouts are those with the state joining (newcomers) or serving in the register.
+    """
 
     def __init__(self, register: Register, term: int = 1):
         """Begin before the first epoch of `term`, the coordinator's. No earlier term has the epoch numbers of this one."""
@@ -103,9 +101,6 @@ class Membership:
 
     def _members(self, *states: UnitState) -> tuple[Member, ...]:
         return self._register.members(ROLLOUT, *states)
-
-
-# ---- State machine
 
 
 Phase = Literal["transfer", "verify", "commit", "abort", "done", "aborted"]
