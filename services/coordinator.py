@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from runtime.config import Config
 from runtime.coordinator import failover
 from runtime.coordinator.evaluation import EvaluationRun, ServingRun
 from runtime.coordinator.failover import Failover, MembershipStore
-from runtime.coordinator.metrics_recorder import EvaluationContext, RunContext, RunHistory
+from runtime.coordinator.metrics_recorder import EvaluationContext, RunContext, RunHistory, RunSupervisor
 from runtime.coordinator.pools import wait_for
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.coordinator.run import INTERRUPTED, TrainingRun, run_figures
@@ -39,7 +39,7 @@ from runtime.process import disk, keys, os_process
 from runtime.process.keys import Keys
 from runtime.process.os_process import ending_signals, first_error, unless_failed
 from runtime.process.spans import STATE, LineStates
-from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
+from runtime.status import Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
 from services import process, profiles
@@ -170,30 +170,25 @@ def _registration_fields(registration: Registration) -> tuple[str, int, str, str
     return registration.name, registration.pid, registration.address, seconds
 
 
-class CoordinatorProcess:
+class CoordinatorProcess(RunSupervisor):
     """One coordinator process, from binding its port to its end."""
-
-    restarts = True
 
     def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
         """Create the coordinator. `phases`: the start-up phases so far. `trains`: False for an evaluation alone. `address`: of
         the earlier coordinator that this one replaces."""
+        super().__init__(Register(), Progress(steps=config.training.steps))
         self._config = config
         self._phases = phases
         self._trains = trains
         self._folder = Path(config.run.dir)
         self._started = time.monotonic()
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
-        self._progress = Progress(steps=config.training.steps)
-        self._watchers: set[asyncio.Event] = set()
         self._states = LineStates()
-        self._register = Register()
         self._register.subscribe(self._look)
         self._keys = keys.holder(config.network, keys.COORDINATOR, keys.known(self._folder))
         self._peers = Peers(config, self._register, self._keys)
         self._nodes = Nodes(config, trains, self._register)
         self._failed: asyncio.Future[None]  # fails when a node reports a death that the run cannot survive
-        self._interrupted = False
         self._run: TrainingRun | None = None
         self._evaluation: EvaluationRun | ServingRun | None = None
         self._address, self._metrics = address, ""
@@ -213,7 +208,7 @@ class CoordinatorProcess:
         os_process.heed_signals()
         server = Server(
             {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
-            {("Coordinator", "Watch"): self._watch, ("Coordinator", "Join"): self._nodes.join},
+            {("Coordinator", "Watch"): self.watch, ("Coordinator", "Join"): self._nodes.join},
             silence=self._config.deadlines.keepalive,
             keys=self._keys,
         )
@@ -453,28 +448,6 @@ class CoordinatorProcess:
         self._states.enter(f"{STATE}{change.unit.name}", change.unit.state.value, change.unit.reason)
         if UnitState.LOST in (change.was, change.unit.state):
             self.report(self._progress)
-
-    def report(self, progress: Progress) -> None:
-        lost = self._register.units("", UnitState.LOST)
-        losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
-        self._progress = msgspec.structs.replace(progress, lost=losses, stopping=self._interrupted)
-        for watcher in self._watchers:
-            watcher.set()
-
-    async def _watch(self, _: None) -> AsyncGenerator[Progress, None]:
-        """Yield the progress at each change. Changes that come together yield once."""
-        changed = asyncio.Event()
-        self._watchers.add(changed)
-        try:
-            while True:
-                changed.clear()
-                progress = self._progress
-                yield progress
-                if progress.phase in ("finished", "failed"):
-                    return
-                await changed.wait()
-        finally:
-            self._watchers.discard(changed)
 
 
 @asynccontextmanager

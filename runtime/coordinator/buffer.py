@@ -363,8 +363,6 @@ class Buffer:
         waiting = (group for group in self if group.state.phase in phases)
         return min(waiting, key=lambda g: (g.deadline is None, g.deadline or 0, g.since, g.group_id), default=None)
 
-    # ------------------------------------------------------------------------------------------ internals
-
     def _opened(self) -> list[staleness.OpenGroup]:
         return [
             staleness.OpenGroup(group.deadline, group.group_id, group.state.phase == Phase.READY)

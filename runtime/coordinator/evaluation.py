@@ -71,9 +71,7 @@ class Evaluator:
 
     def __init__(self, context: EvaluationContext, scorers: Mapping[str, Replicas], pool: RolloutPool, judge: Rule):
         """Create the evaluator. `judge`: the rule whose verdicts make the figures."""
-        self._config = context.config
-        self._folder = context.folder
-        self._sets = context.held_out
+        self._config, self._folder, self._sets = context.config, context.folder, context.held_out
         self._pool = pool
         self._scoring = RewardScoring(scorers, context.config.rewards.environment)
         self._text = context.text

@@ -50,14 +50,12 @@ class GroupStage:
     ):
         self._size = context.config.sampling.group_size
         self._roles = roles
-        self._pool, self._config = pool, context.config
+        self._pool, self._config, self._ledger = pool, context.config, context.ledger
         self._concurrency = concurrency_of(context.config)
         self._devices = devices
         self._buffer = buffer
-        self._ledger = context.ledger
         self._stream = stream
-        self._prompts = context.train
-        self._spans = context.spans
+        self._prompts, self._spans = context.train, context.spans
         self._dynamic_sampling = dynamic_sampling
         unrewarded = self._size if context.config.algorithm.advantage == "none" else 0
         self._scoring = RewardScoring(roles.scorers, context.config.rewards.environment, context.spans, unrewarded)
@@ -156,7 +154,7 @@ class GroupStage:
         if self._most is None and self._concurrency is not None:
             self._most = self._concurrency.limit(sum(self._pool.slots[each.name] for each in self._pool.units()))
         elif self._most is None:
-            self._most = sum(map(self._max_groups, self._pool.admitting))
+            self._most = sum(map(self._max_groups, self._pool.units()))
         return self._most
 
     def _max_groups(self, rollout: RolePort) -> int:

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -24,7 +23,7 @@ from runtime.config import Computing, Config, Rollout
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.gateways import Load, load_of
 from runtime.coordinator.pools import Roles, RolloutPool
-from runtime.coordinator.register import Member, member_of
+from runtime.coordinator.register import Member, Register, UnitState, member_of
 from runtime.data.prompts import Prompts, group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, UserError
 from runtime.evaluation.results import HeldOut, TextDecoder
@@ -34,7 +33,7 @@ from runtime.process import disk, spans
 from runtime.process.keys import GATEWAY, Keys
 from runtime.process.os_process import now
 from runtime.rewards.scorer import UnscoredSteps
-from runtime.status import Progress, Status
+from runtime.status import Loss, Progress, Status
 from runtime.telemetry import startup
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyncFigures, idle_fraction, step_metrics
 from runtime.telemetry.summary import Totals
@@ -86,17 +85,6 @@ class RunHistory(Struct):
         self.attempts_without_progress = 0 if step > self.best_step else self.attempts_without_progress + 1
         self.best_step = max(self.best_step, step)
 
-    def off(self, alarm: str) -> None:
-        """Count a probe over `mismatch.limit`. `alarm` describes it; "" if the same rollout's last probe was over it too."""
-        self.alarms += 1
-        if alarm:
-            self.alarm = alarm
-            log.warning("%s", alarm)
-
-    def resumes_at(self, step: int) -> None:
-        """Begin another attempt at `step`: forget the evaluations of later steps."""
-        self.accuracy = {known: accuracy for known, accuracy in self.accuracy.items() if known <= step}
-
     @property
     def newest_accuracy(self) -> float | None:
         return self.accuracy[max(self.accuracy)] if self.accuracy else None
@@ -119,16 +107,42 @@ def save_run_state(context: RunContext, roles: Roles) -> None:
     context.ledger.record(Note(key=COURSE, value=types.encode(course)))
 
 
-class RunSupervisor(Protocol):
-    """Runs the coordinator's logic in a process. Gets its progress, and starts lost processes again."""
+class RunSupervisor:
+    """Runs the coordinator's logic in a process: shows its progress, and starts lost processes again."""
 
-    restarts: bool
+    restarts = True
     """Whether trainer and critic are started again after a loss; if not, a loss ends the run."""
 
-    def report(self, progress: Progress) -> None: ...
+    def __init__(self, register: Register, progress: Progress):
+        self._register, self._progress = register, progress
+        self._interrupted = False
+        self._watchers: set[asyncio.Event] = set()
 
     def vacated(self) -> None:
         """Note that trainer or critic is lost and its devices are free: another may begin there."""
+
+    def report(self, progress: Progress) -> None:
+        """Show the progress to all that watch it."""
+        lost = self._register.units("", UnitState.LOST)
+        losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
+        self._progress = replace(progress, lost=losses, stopping=self._interrupted)
+        for watcher in self._watchers:
+            watcher.set()
+
+    async def watch(self, _: None) -> AsyncGenerator[Progress, None]:
+        """Yield the progress at each change. Changes that come together yield once."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                progress = self._progress
+                yield progress
+                if progress.phase in ("finished", "failed"):
+                    return
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed)
 
 
 @dataclass(kw_only=True)
@@ -497,7 +511,10 @@ class Probes:
                 f"{name}, version {version}: its log-probabilities are {gap:.3g} nats from the trainer's on average, more than "
                 f"mismatch.limit {self._limit:g}; it has other weights or computes in another dtype (sluice validate)"
             )
-            self._history.off(message if name not in self._off else "")
+            self._history.alarms += 1
+            if name not in self._off:
+                self._history.alarm = message
+                log.warning("%s", message)
             self._off.add(name)
         self.given_before = False
         figures = {"mismatch/probes": float(len(gaps)), "mismatch/unanswered": float(self._unanswered)}

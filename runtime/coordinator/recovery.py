@@ -53,11 +53,7 @@ class Recovery:
     def __init__(self, context: RunContext, roles: Roles, register: Register):
         self._models = roles.models
         self.begun = context.history.attempts > 0
-        self._register = register
-        self._config = context.config
-        self._allowed = context.config.services.trainer.restarts
-        self._replaceable = context.supervisor.restarts
-        self._history = context.history
+        self._context, self._register = context, register
         self._loss: asyncio.Future[Unreachable] = asyncio.get_running_loop().create_future()
         self._interrupted = False
         self._waiting: asyncio.Future[None] | None = None
@@ -93,9 +89,9 @@ class Recovery:
 
     def check_progress(self, loss: ServiceFault, step: int) -> None:
         """Record that the attempt ended at `step`. Raises `loss` if too many attempts in a row made no progress."""
-        history = self._history
+        history = self._context.history
         history.lost(step)
-        if (fruitless := history.attempts_without_progress) > self._allowed:
+        if (fruitless := history.attempts_without_progress) > self._context.config.services.trainer.restarts:
             message = f"{loss.reason}; {fruitless} times in a row before any step after {history.best_step}"
             raise ServiceFault(loss.service, loss.phase, message) from loss
 
@@ -103,7 +99,7 @@ class Recovery:
         """Wait until the models of the next attempt serve. Meanwhile rollouts generate, as far as the staleness bound allows.
         Raises `loss` if the run is interrupted. Raises DeadlineExceeded with the names of the missing models after
         `deadlines.start` plus the longest delay that `restarts` puts before a start."""
-        self._waiting = asyncio.ensure_future(models_back(self._config, self._register))
+        self._waiting = asyncio.ensure_future(models_back(self._context.config, self._register))
         try:
             await self._waiting
         except asyncio.CancelledError:
@@ -122,7 +118,7 @@ class Recovery:
 
     def _replaced(self) -> bool:
         """Return True if lost models are started again, False if a loss ends the run."""
-        return self._replaceable and self.begun and not self._interrupted
+        return self._context.supervisor.restarts and self.begun and not self._interrupted
 
     def _find_lost(self, error: BaseException) -> None:
         """Mark a model as lost if it failed a weight sync."""

@@ -155,8 +155,7 @@ class Register:
         self.late = 0
         self._units: dict[str, Unit] = {}
         self._unit_of: dict[str, str] = {}  # by the name of each rank
-        self._views: dict[tuple[str, tuple[UnitState, ...]], tuple[Unit, ...]] = {}  # until the next change
-        self._members: dict[tuple[str, tuple[UnitState, ...]], tuple[Member, ...]] = {}  # also until the next change
+        self._views: dict[tuple[str, tuple[UnitState, ...]], tuple[tuple[Unit, ...], tuple[Member, ...]]] = {}  # until a change
         self._watchers: list[Callable[[UnitChange], None]] = []
         self._pending: deque[UnitChange] = deque()
         self._notifying = False
@@ -174,18 +173,18 @@ class Register:
 
     def units(self, role: str = "", *states: UnitState) -> tuple[Unit, ...]:
         """Return the rows of `role` in these states, sorted by name. "" means all roles; no states means any state."""
-        key = (role, states)
-        if key not in self._views:
-            found = (unit for unit in self._units.values() if role in ("", unit.role) and (not states or unit.state in states))
-            self._views[key] = tuple(sorted(found, key=lambda unit: unit.name))
-        return self._views[key]
+        return self._view(role, states)[0]
 
     def members(self, role: str, *states: UnitState) -> tuple[Member, ...]:
         """Return the members of `units(role, *states)`."""
-        key = (role, states)
-        if key not in self._members:
-            self._members[key] = tuple(unit.member for unit in self.units(role, *states))
-        return self._members[key]
+        return self._view(role, states)[1]
+
+    def _view(self, role: str, states: tuple[UnitState, ...]) -> tuple[tuple[Unit, ...], tuple[Member, ...]]:
+        if (role, states) not in self._views:
+            found = (unit for unit in self._units.values() if role in ("", unit.role) and (not states or unit.state in states))
+            units = tuple(sorted(found, key=lambda unit: unit.name))
+            self._views[role, states] = units, tuple(unit.member for unit in units)
+        return self._views[role, states]
 
     def find(self, name: str) -> Unit | None:
         """Return the row of the unit, or of the rank's unit, called `name`."""
@@ -269,8 +268,6 @@ class Register:
         self.admit(port)
         self.connect(port)
 
-    # ------------------------------------------------------------------------------------------ internals
-
     def _report(self, who: Incarnated, state: UnitState, **fields: Any) -> bool:
         unit = self.find(who.name)
         if unit is None or self.is_followed(who) or (who.incarnation == unit.incarnation and unit.state.over):
@@ -294,7 +291,6 @@ class Register:
     def _put(self, unit: Unit, before: Unit | None) -> None:
         self._units[unit.name] = unit
         self._views.clear()
-        self._members.clear()
         self._pending.append(UnitChange(unit, before.state if before is not None else None))
         if before is not None and before.port is not None and unit.port is None:
             before.port.give_up(unit.reason)

@@ -102,7 +102,7 @@ class Attempt:
             depth=depth_of(config),
         )
         self.buffer.last_step = config.training.steps
-        history.resumes_at(first)
+        history.accuracy = {step: accuracy for step, accuracy in history.accuracy.items() if step <= first}
         self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer)
         self.publisher = WeightPublisher(roles.trainer, pool, config.weight_sync, config.deadlines.train)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step

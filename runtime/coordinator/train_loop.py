@@ -46,9 +46,7 @@ class TrainLoop:
         self._updates = updates(roles.models, context.spans)
         self._devices = devices
         self._buffer = buffer
-        self._ledger = context.ledger
-        self._spans = context.spans
-        self._history = context.history
+        self._ledger, self._spans, self._history = context.ledger, context.spans, context.history
         self._streams = streams(config)
         self._groups_per_update = groups_per_update(config)
         self._save_every = config.checkpoint.every
