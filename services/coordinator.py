@@ -285,7 +285,7 @@ class CoordinatorProcess(RunSupervisor):
                 context.startup.phases["services"] = time.monotonic() - before
                 context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
             self._run.pool.slots |= slots(self._nodes.config)  # the number of rollouts may have changed since
-            if self._interrupted:
+            if self.interrupted:
                 self._run.stop(INTERRUPTED)
             summary = await self._run.execute()  # until the last step, a stop, or a fault
         await disk.done(lambda: summary.write(self._folder), self._folder)  # after the trackers and the ledger are closed
@@ -309,7 +309,7 @@ class CoordinatorProcess(RunSupervisor):
         async with _closed(trackers):
             await self._peers.connect(placed)  # returns once every placed unit has its sessions
             self._evaluation = (ServingRun if serves else EvaluationRun)(context, self._register)
-            if self._interrupted:
+            if self.interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
 
@@ -349,7 +349,7 @@ class CoordinatorProcess(RunSupervisor):
         )
 
     def _interrupt(self) -> None:
-        self._interrupted = True
+        self.interrupted = True
         self.report(self._progress)
         if self._run is not None:
             self._run.stop(INTERRUPTED)

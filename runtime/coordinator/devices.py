@@ -56,9 +56,7 @@ class ColocatedDevices(Devices):
         self, context: RunContext, roles: Roles, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer, probes: Probes
     ):
         config = context.config
-        self._roles = roles
-        self._probes = probes
-        self._spans = context.spans
+        self._roles, self._probes, self._spans = roles, probes, context.spans
         self._refers = reference_takes_part(config)
         self._onloads_trainer = not alternates(config)  # otherwise `AlternatingUpdates` does it
         self._partial = config.training.partial_rollouts

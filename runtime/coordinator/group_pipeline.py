@@ -49,13 +49,9 @@ class GroupStage:
         dynamic_sampling: DynamicSampling | None,
     ):
         self._size = context.config.sampling.group_size
-        self._roles = roles
-        self._pool, self._config, self._ledger = pool, context.config, context.ledger
+        self._roles, self._pool, self._devices, self._buffer, self._stream = roles, pool, devices, buffer, stream
+        self._config, self._ledger, self._prompts, self._spans = context.config, context.ledger, context.train, context.spans
         self._concurrency = concurrency_of(context.config)
-        self._devices = devices
-        self._buffer = buffer
-        self._stream = stream
-        self._prompts, self._spans = context.train, context.spans
         self._dynamic_sampling = dynamic_sampling
         unrewarded = self._size if context.config.algorithm.advantage == "none" else 0
         self._scoring = RewardScoring(roles.scorers, context.config.rewards.environment, context.spans, unrewarded)
@@ -70,7 +66,7 @@ class GroupStage:
         buffer = self._buffer
         for group in list(buffer):
             if group.state.phase == Phase.GENERATED:
-                self._spawn(tasks, self._resume(group))
+                self._spawn(tasks, self._annotate(group))
             elif group.state.phase == Phase.GENERATING:
                 self._spawn(tasks, self._live(group, self._former(group, taken_up)))
         while True:
@@ -198,14 +194,12 @@ class GroupStage:
             return
         self._buffer.generated(result)
         self._ledger.then(partial(rollout.acknowledge, request))
-        await self._annotate(group, result.payload)
+        await self._annotate(group)
 
-    async def _resume(self, group: Group) -> None:
-        """Continue a group that an earlier coordinator left generated but not ready."""
+    async def _annotate(self, group: Group) -> None:
+        """Get the marks that a generated group lacks."""
         assert group.payload is not None
-        await self._annotate(group, await self._ledger.bytes_of(group.payload))
-
-    async def _annotate(self, group: Group, payload: bytes) -> None:
+        payload = await self._ledger.bytes_of(group.payload)
         missing = group.state.needs & ~group.state.marks
         jobs = []
         if missing & Mark.SCORED:

@@ -115,7 +115,7 @@ class RunSupervisor:
 
     def __init__(self, register: Register, progress: Progress):
         self._register, self._progress = register, progress
-        self._interrupted = False
+        self.interrupted = False  # the run is to end: a later loss ends it, and no evaluation begins
         self._watchers: set[asyncio.Event] = set()
 
     def vacated(self) -> None:
@@ -125,7 +125,7 @@ class RunSupervisor:
         """Show the progress to all that watch it."""
         lost = self._register.units("", UnitState.LOST)
         losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
-        self._progress = replace(progress, lost=losses, stopping=self._interrupted)
+        self._progress = replace(progress, lost=losses, stopping=self.interrupted)
         for watcher in self._watchers:
             watcher.set()
 
@@ -319,12 +319,8 @@ class MetricsRecorder:
         evaluate: Callable[[int], Awaitable[None]] | None,
     ):
         """Begin with an attempt. `evaluate`: begins an evaluation beside training, of the version after so many steps."""
-        self._context = context
-        self._roles = roles
-        self._pool = pool
-        self._buffer = buffer
-        self._dynamic_sampling = dynamic_sampling
-        self._evaluate = evaluate
+        self._context, self._roles, self._pool, self._buffer = context, roles, pool, buffer
+        self._dynamic_sampling, self._evaluate = dynamic_sampling, evaluate
         self._world_size = accelerators(context.config)
         self._unscored = UnscoredSteps()
         self.meter = BusyMeter(pool, context.config.deadlines.keepalive)
@@ -376,8 +372,8 @@ class MetricsRecorder:
             Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
         )
 
-    async def step(self, trained: TrainedStep) -> Metrics:
-        """Log the step's metrics and return them. Then raises ServiceFault if replies get no score (`UnscoredSteps`)."""
+    async def step(self, trained: TrainedStep) -> None:
+        """Log the step's metrics. Then raises ServiceFault if replies get no score (`UnscoredSteps`)."""
         timing = self._context.spans.close_step()
         generated = [group.generated for group in trained.groups if group.generated is not None]
         scores = [group.scores for group in trained.groups if group.scores is not None]
@@ -407,7 +403,6 @@ class MetricsRecorder:
         self.newest, self.stepped = metrics, now()
         await trackers.log(trained.step + 1, metrics)
         self._unscored.step(scores, last=trained.step + 1 >= self._buffer.last_step)
-        return metrics
 
     @property
     def figures(self) -> dict[str, float]:
@@ -429,15 +424,14 @@ def gap(figures: dict[str, float]) -> str:
 def line(figures: dict[str, float]) -> str:
     """Format the figures for which a progress bar has room."""
     shown = (
-        ("eval/accuracy", "accuracy {:.1%}"),
-        ("score/mean", "reward {:.2f}"),
-        ("timing/all", "{:.0f} ms/step"),
-        ("staleness/mean", "staleness {:.1f}"),
-        ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
-        ("trackers/dropped", "trackers miss {:.0f}"),
+        ("eval/accuracy", "accuracy {:.1%}", 1),
+        ("score/mean", "reward {:.2f}", 1),
+        ("timing/all", "{:.0f} ms/step", 1000),
+        ("staleness/mean", "staleness {:.1f}", 1),
+        ("mismatch/abs_logprob_p99", "log p gap {:.0e}", 1),
+        ("trackers/dropped", "trackers miss {:.0f}", 1),
     )
-    scale = {"timing/all": 1000.0}
-    parts = [form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures]
+    parts = [form.format(figures[name] * scale) for name, form, scale in shown if name in figures]
     if masked := figures.get("score/masked"):
         parts.append(f"not scored {masked:.0f} of {figures['samples']:.0f}")
     return "  ".join(parts)

@@ -55,12 +55,10 @@ class Recovery:
         self.begun = context.history.attempts > 0
         self._context, self._register = context, register
         self._loss: asyncio.Future[Unreachable] = asyncio.get_running_loop().create_future()
-        self._interrupted = False
         self._waiting: asyncio.Future[None] | None = None
 
     def interrupt(self) -> None:
-        """Make every later loss end the run."""
-        self._interrupted = True
+        """End the wait for restarts: the loss ends the run."""
         if self._waiting is not None:
             self._waiting.cancel()
 
@@ -103,7 +101,7 @@ class Recovery:
         try:
             await self._waiting
         except asyncio.CancelledError:
-            if self._interrupted:
+            if self._context.supervisor.interrupted:
                 raise loss from None
             raise
 
@@ -118,7 +116,8 @@ class Recovery:
 
     def _replaced(self) -> bool:
         """Return True if lost models are started again, False if a loss ends the run."""
-        return self._context.supervisor.restarts and self.begun and not self._interrupted
+        supervisor = self._context.supervisor
+        return supervisor.restarts and self.begun and not supervisor.interrupted
 
     def _find_lost(self, error: BaseException) -> None:
         """Mark a model as lost if it failed a weight sync."""
@@ -147,13 +146,8 @@ class Checkpoints:
 
     def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer):
         config = context.config
-        self._context = context
-        self._folder = context.folder
-        self._settings = config.checkpoint
-        self._seconds = config.deadlines.save
-        self._roles = roles
-        self._stream = stream
-        self._buffer = buffer
+        self._context, self._roles, self._stream, self._buffer = context, roles, stream, buffer
+        self._folder, self._settings, self._seconds = context.folder, config.checkpoint, config.deadlines.save
         self._lineage = node_checkpoints.lineage(config)
         self._history = context.history
         self._alarm = ""  # the newest alarm about missing room

@@ -61,11 +61,10 @@ LIVING = (UnitState.JOINING, UnitState.SERVING)
 
 
 class Incarnated(Protocol):
-    """A process, a unit, or a report about one of them."""
+    """A process, a unit, or a report about one of them. A rank's name stands for its unit."""
 
     @property
-    def name(self) -> str:
-        """The unit's name, or a rank's name, which stands for its unit."""
+    def name(self) -> str: ...
 
     @property
     def incarnation(self) -> int: ...

@@ -82,10 +82,11 @@ WHY_ENDED, INTERRUPTED = "run ended", "interrupted"
 class Attempt:
     """`execute` runs the attempt; `stop` ends it in order."""
 
-    def __init__(self, context: RunContext, roles: Roles, pool: RolloutPool, taken_up: FailoverState | None = None):
+    def __init__(self, context: RunContext, pool: RolloutPool, taken_up: FailoverState | None = None):
         """Create an attempt. `context` and `pool` belong to the run, and outlive the attempt. `taken_up`: go on where an
-        earlier coordinator was lost."""
+        earlier coordinator was lost. Raises Unreachable without trainer or critic."""
         config, history = context.config, context.history
+        roles = Roles(pool.register, config.deadlines.start)
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
         train, data = context.train, config.data
         self._stream = PromptStream(train.problems, config.run.seed, data.shuffle, train.shares, data.curriculum)
@@ -121,24 +122,21 @@ class Attempt:
         self._recovery = Recovery(context, roles, pool.register)
         self.accuracy_after: float | None = None
         self.vacated = False  # after a loss: the devices are free for another trainer
-        self._interrupted = False
 
     # ------------------------------------------------------------------------------------------ public
 
     def stop(self, reason: str) -> None:
         """End after the step under way, and save. `INTERRUPTED` also ends the evaluation under way and prevents later ones."""
         self.buffer.stop(reason)
-        self._interrupted = self._interrupted or reason == INTERRUPTED
-        if self._interrupted:
+        if reason == INTERRUPTED:
+            self._context.supervisor.interrupted = True
             self._recovery.interrupt()
             if self._evaluating is not None:
                 self._evaluating.cancel()
 
     async def execute(self) -> bool:
         """Run the attempt. Return False if the run is over, True if a model was lost and the models of the next attempt serve.
-
-        Raises ServiceFault, UserError (a full disk), InvariantViolated.
-        """
+        Raises ServiceFault, UserError (a full disk), InvariantViolated."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks, self._beside = tasks, list[asyncio.Task[Any]]()
             self._go_beside(self._context.ledger.run())
@@ -263,7 +261,7 @@ class Attempt:
 
     async def _evaluate_alone(self, wanted: bool) -> float | None:
         """Evaluate before or after training. Return None if not wanted or cancelled."""
-        if self._evaluator is None or not wanted or self._interrupted:
+        if self._evaluator is None or not wanted or self._context.supervisor.interrupted:
             return None
         step = self.buffer.committed
 
@@ -354,6 +352,12 @@ def run_figures(config: Config, register: Register, progress: Progress, run: Tra
         lost[unit.role] += unit.state is UnitState.LOST
         restarts[unit.role] += unit.incarnation
     there = [unit for unit in units if unit.state is not UnitState.DISMISSED]
+    of_run: dict[str, Any] = {}
+    if run is not None:
+        recorder = run.attempt.recorder
+        stepped = recorder.stepped and run.context.epoch + recorder.stepped
+        of_run = {"groups": run.buffer.counts(), "newest": recorder.newest | recorder.evaluated, "stepped": stepped}
+        of_run["alarms"] = run.context.history.alarms
     return RunFigures(
         progress=progress,
         processes=[process for unit in there for process in unit.processes if process is not None],
@@ -362,7 +366,7 @@ def run_figures(config: Config, register: Register, progress: Progress, run: Tra
         rollouts=dict(states),
         lost=dict(lost),
         restarts=dict(restarts),
-        **({} if run is None else run.figures()),
+        **of_run,
     )
 
 
@@ -375,12 +379,10 @@ class TrainingRun:
     def __init__(self, context: RunContext, register: Register, taken_up: FailoverState | None = None):
         """Create the run. `taken_up`: from an earlier coordinator. Raises Unreachable without trainer or critic."""
         config = context.config
-        self._context, self._config, self._register = context, config, register
+        self.context = context
         self._started = now()
         self.pool = rollout_pool(config, register, context.keys, context.term)
-        self._history = context.history
-        self.attempt = self._begin(taken_up)
-        self._interrupted = False
+        self.attempt = Attempt(context, self.pool, taken_up)
 
     @classmethod
     async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
@@ -400,13 +402,8 @@ class TrainingRun:
             return cls(context, register)
         return cls(context, register, found)
 
-    def _begin(self, taken_up: FailoverState | None = None) -> Attempt:
-        roles = Roles(self._register, self._config.deadlines.start)
-        return Attempt(self._context, roles, self.pool, taken_up)
-
     def stop(self, reason: str) -> None:
         """End after the step under way and save. INTERRUPTED also skips later evaluations."""
-        self._interrupted = self._interrupted or reason == INTERRUPTED
         self.attempt.stop(reason)
 
     @property
@@ -419,20 +416,10 @@ class TrainingRun:
         counts = {name: float(number) for name, number in self.buffer.counts().items()}
         return counts | {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
 
-    def figures(self) -> dict[str, Any]:
-        """Return fields of `RunFigures`."""
-        recorder = self.attempt.recorder
-        return {
-            "groups": self.buffer.counts(),
-            "newest": recorder.newest | recorder.evaluated,
-            "stepped": recorder.stepped and self._context.epoch + recorder.stepped,
-            "alarms": self._history.alarms,
-        }
-
     def status_lines(self) -> Iterator[str]:
         """Yield the status lines: the oldest wait, the rollouts, the transport of weights, and problems."""
         if (group := self.buffer.oldest_wait()) is not None:
-            seconds = self._context.epoch + now() - group.since
+            seconds = self.context.epoch + now() - group.since
             yield f"waits for group {group.group_id} ({group.state.phase.value}, {asked_of(group)}, {seconds:.1f} s)"
         yield str(self.pool)
         publisher = self.attempt.publisher
@@ -440,23 +427,23 @@ class TrainingRun:
             yield f"weights by {publisher.group.transport}"
         if apart := gap(self.attempt.recorder.figures):
             yield apart
-        if self._history.alarm:
-            yield f"ALARM: {self._history.alarm}"
+        if self.context.history.alarm:
+            yield f"ALARM: {self.context.history.alarm}"
         if publisher.abort:
             yield f"last abort: {publisher.abort}"
 
     async def execute(self) -> Summary:
         """Run all attempts. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
         while await self.attempt.execute():
-            await _require_whole(self._history)
-            self.attempt = self._begin()
-            if self._interrupted:
+            await _require_whole(self.context.history)
+            self.attempt = Attempt(self.context, self.pool)
+            if self.context.supervisor.interrupted:
                 self.attempt.stop(INTERRUPTED)
         return self._summary()
 
     def _summary(self) -> Summary:
-        history, config = self._history, self._config
-        with LedgerReader(self._context.ledger.folder) as reader:
+        history, config = self.context.history, self.context.config
+        with LedgerReader(self.context.ledger.folder) as reader:
             # A resumed run may have begun in another folder, or with other groups per step.
             groups = reader.check_final(None if config.run.resume else config.training.groups_per_step)
             dropped = reader.dropped()
@@ -467,8 +454,8 @@ class TrainingRun:
             accuracy_before=history.accuracy_before,
             accuracy_after=self.attempt.accuracy_after,
             total_seconds=now() - self._started,
-            startup=self._context.startup.phases,
-            startup_processes=self._context.startup.processes,
+            startup=self.context.startup.phases,
+            startup_processes=self.context.startup.processes,
             groups=final,
             mismatch_alarm=history.alarm,
             mismatch_alarms=history.alarms,

@@ -44,14 +44,11 @@ class TrainLoop:
         config = context.config
         updates = AlternatingUpdates if alternates(config) else ModelUpdates
         self._updates = updates(roles.models, context.spans)
-        self._devices = devices
-        self._buffer = buffer
+        self._devices, self._buffer, self._recorder, self._checkpoints = devices, buffer, recorder, checkpoints
         self._ledger, self._spans, self._history = context.ledger, context.spans, context.history
         self._streams = streams(config)
         self._groups_per_update = groups_per_update(config)
         self._save_every = config.checkpoint.every
-        self._checkpoints = checkpoints
-        self._recorder = recorder
         self._running: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._recorded: asyncio.Future[Totals] | None = None  # done when the step of the checkpoint being written is recorded
@@ -134,9 +131,7 @@ class TrainLoop:
         """Take the groups of `step` as they become ready, and send them to the models. Return None if the run ends first."""
         buffer = self._buffer
         if batch := buffer.taken(step):  # taken by an earlier coordinator
-            self._updates.begin(self._tasks, step)
-            known = [await self._train_group(group) for group in batch]
-            self._updates.accumulate(self._tasks, step, known, len(batch) == buffer.groups_per_step)
+            await self._send(step, batch, first=True)
         if self._running is not None:
             self._running.add_done_callback(lambda _: buffer.ready_changed.set())
         while buffer.step == step:
@@ -146,17 +141,22 @@ class TrainLoop:
             buffer.ready_changed.clear()
             groups = buffer.take(step, whole=not self._may_stream())
             if groups:
-                if not batch:  # not earlier: between steps the trainer's devices may be lent out
-                    self._updates.begin(self._tasks, step)
+                await self._send(step, groups, first=not batch)
                 batch += groups
-                last = buffer.step != step
-                self._updates.accumulate(self._tasks, step, [await self._train_group(group) for group in groups], last)
             else:
                 buffer.trainer_waits = self._running is None or self._running.done()
                 if buffer.trainer_waits:
                     buffer.room_changed.set()
                 await buffer.ready_changed.wait()
         return batch
+
+    async def _send(self, step: int, groups: list[Group], first: bool) -> None:
+        """Send a part of the batch to the models. The step begins with the first part, since between steps the trainer's
+        devices may be lent out."""
+        if first:
+            self._updates.begin(self._tasks, step)
+        last = self._buffer.step != step
+        self._updates.accumulate(self._tasks, step, [await self._train_group(group) for group in groups], last)
 
     def _may_stream(self) -> bool:
         """Return True if a part of the batch is worth sending: the trainer is idle, and the part is half of what is missing. So

@@ -10,14 +10,9 @@
              commit_weights ───┼───► rollouts: swap between two steps
              abort_weights ────┴───► all: leave the group
 
-Waits:
-
-- The trainer waits for no process until it has made the version.
-- Rollouts wait for the trainer's announcement.
-- `finish` waits for each answer or its deadline, as the pure state machine `SyncAttempt` (weight_sync_protocol.py) decides.
-- `run`, which brings newcomers the committed version, waits for the lock.
-
-The pool's `membership` has the members of an epoch. A loss or a newcomer makes the epoch stale.
+The trainer waits for no process until it has made the version; rollouts wait for its announcement. `finish` waits for each
+answer or its deadline, as the pure state machine `SyncAttempt` (weight_sync_protocol.py) decides. `run`, which brings newcomers
+the committed version, waits for the lock. A loss or a newcomer makes the epoch of the pool's `membership` stale.
 """
 
 from __future__ import annotations
@@ -69,10 +64,7 @@ class SyncGroup:
 
     def __init__(self, trainer: RolePort, pool: RolloutPool, settings: Settings, machines: Mapping[str, str]):
         """Create the group. `machines`: of the processes that send weights, by name."""
-        self.trainer = trainer
-        self.machines = machines
-        self.pool = pool
-        self.settings = settings
+        self.trainer, self.machines, self.pool, self.settings = trainer, machines, pool, settings
         self.epoch = Epoch(0, ())  # the newest epoch that was connected
         self.members: dict[str, RolePort] = {}  # the rollouts of this epoch by name
         self.transport = ""  # the transport of this epoch; "" before the first epoch
@@ -506,10 +498,7 @@ class Devices:
     """Dedicated devices: every role has its own, and a lease does nothing."""
 
     def __init__(self, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer):
-        self._pool = pool
-        self._register = pool.register
-        self._publisher = publisher
-        self._buffer = buffer
+        self._pool, self._register, self._publisher, self._buffer = pool, pool.register, publisher, buffer
         self._register.subscribe(self._look)
         for unit in self._register.units(ROLLOUT, UnitState.CONNECTED):
             self._arrive(unit.member)
