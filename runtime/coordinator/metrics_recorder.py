@@ -34,8 +34,8 @@ from runtime.process.keys import GATEWAY, Keys
 from runtime.process.os_process import now
 from runtime.rewards.scorer import UnscoredSteps
 from runtime.status import Loss, Progress, Status
-from runtime.telemetry import startup
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyncFigures, idle_fraction, step_metrics
+from runtime.telemetry.startup import NOT_COUNTED, TOTAL, Startup
 from runtime.telemetry.summary import Totals
 from runtime.telemetry.trackers import Trackers
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult
@@ -110,8 +110,7 @@ def save_run_state(context: RunContext, roles: Roles) -> None:
 class RunSupervisor:
     """Runs the coordinator's logic in a process: shows its progress, and starts lost processes again."""
 
-    restarts = True
-    """Whether trainer and critic are started again after a loss; if not, a loss ends the run."""
+    restarts = True  # of trainer and critic after a loss; if not, a loss ends the run
 
     def __init__(self, register: Register, progress: Progress):
         self._register, self._progress = register, progress
@@ -175,7 +174,7 @@ class RunContext(EvaluationContext):
     spans: SpanClock = field(default_factory=lambda: SpanClock(now))
     run: str = ""  # the id of this start of the run by its user
     term: int = 1  # one more with each coordinator of the ledger
-    startup: startup.Startup = field(default_factory=lambda: startup.Startup(phases={}))  # so far
+    startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
     @property
     def sampling(self) -> SamplingParams:
@@ -336,7 +335,7 @@ class MetricsRecorder:
         config, alarms = context.config, history.alarms
         history.version = self._buffer.version(step)
         await self.step(trained)
-        if startup.TOTAL not in context.startup.phases:
+        if TOTAL not in context.startup.phases:
             await self._started_up()
         if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
             self._buffer.stop(f"{config.stop.hours:g} hours are over")
@@ -356,7 +355,7 @@ class MetricsRecorder:
         """Record the start-up time after the first step: start-up ended when the trainer had this step's whole batch."""
         context, figures = self._context, self._context.startup
         figures.phases["first step"] = self.first_applied - context.history.rl_began
-        figures.phases[startup.TOTAL] = self.first_applied - context.launched - figures.phases.get(startup.NOT_COUNTED, 0.0)
+        figures.phases[TOTAL] = self.first_applied - context.launched - figures.phases.get(NOT_COUNTED, 0.0)
         await disk.done(lambda: figures.write(context.folder), context.folder)
 
     def report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
