@@ -209,10 +209,8 @@ class ServingRun:
     """`sluice serve`: rollouts and gateways of a run without training, with the rollouts' own weights, until `stop`."""
 
     def __init__(self, context: EvaluationContext, register: Register):
-        config = context.config
-        self._context = context
-        self._register = register
-        self._pool = rollout_pool(config, register, context.keys)
+        self._context, self._register = context, register
+        self._pool = rollout_pool(context.config, register, context.keys)
         self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
         register.subscribe(self._look)
         self._stopped = asyncio.Event()
@@ -237,8 +235,7 @@ class ServingRun:
     async def execute(self) -> Any:
         """Serve until `stop`. Raises ServiceFault, UserError."""
         self._context.supervisor.report(Progress(phase="serving"))
-        stopped = asyncio.create_task(self._stopped.wait())
-        await self._until_done(stopped)
+        await self._until_done(asyncio.create_task(self._stopped.wait()))
 
     async def _until_done(self, work: asyncio.Task[Any]) -> None:
         """Wait for `work`. Raises ServiceFault once no rollout has served for too long."""

@@ -230,8 +230,7 @@ class BusyMeter:
     `silence` seconds is lost: a process answers Status while its engine computes."""
 
     def __init__(self, pool: RolloutPool, silence: float):
-        self._pool = pool
-        self._silence = silence
+        self._pool, self._silence = pool, silence
         self._heard: dict[RolePort, float] = {}  # time of the newest status, or of the first request
         self._counts: dict[RolePort, dict[str, float]] = {}
         self._idle = 0.0

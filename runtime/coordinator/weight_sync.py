@@ -165,9 +165,7 @@ class WeightPublisher:
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, step_seconds: float):
         """Create the publisher. `step_seconds`: how long a gather may have to wait for the trainer's current step."""
-        self._pool = pool
-        self._settings = settings
-        self.step_seconds = step_seconds
+        self._pool, self._settings, self.step_seconds = pool, settings, step_seconds
         self._lock = asyncio.Lock()  # held by the weight sync that is under way
         self._held = False  # between `hold` and `free`: newcomers are not sent the committed version
         self.waits_for_next = False
