@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 from runtime.cluster.topology import ENVIRONMENT, slots
 from runtime.commands import PeerAddress, RolePort, UpdateEndpoints
 from runtime.config import Config
+from runtime.coordinator.metrics_recorder import Load
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Member, Register, UnitChange, UnitState, member_of
 from runtime.errors import SluiceError
@@ -55,43 +55,7 @@ FEW_PREEMPTED = 1 / 20  # of the running sequences, between two samples
 LOOKS = 4  # the fewest samples in a cycle
 
 
-class Load(NamedTuple):
-    """The gauges of all rollouts and gateways at one sample, summed."""
-
-    slots: int
-    running: float  # sequences with a slot
-    waiting: float  # sequences without a slot or room
-    kv_use: float  # share of the room that sequences share, 0 to 1, a mean over the rollouts
-    preempted: float  # sequences, since the sample before
-    calls: float  # of the policy, since the sample before
-    episodes: float  # that programs play
-    unasked: float  # tasks that wait for a program
-
-
 NOTHING = Load(*[0] * len(Load._fields))
-
-
-def load_of(before: Mapping[Any, Mapping[str, float]], now: Mapping[Any, Mapping[str, float]]) -> Load | None:
-    """Sum the gauges of rollouts and gateways from `now`. Counters count the growth since `before`, for processes in both.
-    Return None if no rollout reported."""
-    rollouts = [gauges for gauges in now.values() if "slots" in gauges]
-    gateways = [gauges for gauges in now.values() if "episodes" in gauges]
-    if not rollouts:
-        return None
-
-    def grown(counter: str) -> float:
-        return sum(gauges[counter] - before[key][counter] for key, gauges in now.items() if key in before and counter in gauges)
-
-    return Load(
-        slots=int(sum(gauges["slots"] for gauges in rollouts)),
-        running=sum(gauges["running"] for gauges in rollouts),
-        waiting=sum(gauges["waiting"] for gauges in rollouts),
-        kv_use=sum(gauges["kv_use"] * gauges["kv_shared"] for gauges in rollouts) / len(rollouts),
-        preempted=grown("preemptions_total"),
-        calls=grown("calls_total"),
-        episodes=sum(gauges["episodes"] for gauges in gateways),
-        unasked=sum(gauges["waiting"] for gauges in gateways),
-    )
 
 
 def concurrency_of(config: Config) -> Concurrency | None:

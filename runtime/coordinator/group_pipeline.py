@@ -17,8 +17,8 @@ from runtime import types
 from runtime.commands import FinishGroup, RolePort
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.failover import FailoverState
-from runtime.coordinator.gateways import Load, concurrency_of
-from runtime.coordinator.metrics_recorder import RunContext
+from runtime.coordinator.gateways import concurrency_of
+from runtime.coordinator.metrics_recorder import Load, RunContext
 from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool, request_for, score_request
 from runtime.coordinator.register import member_of
 from runtime.coordinator.weight_sync import Devices

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +22,6 @@ from runtime.cluster.topology import instances, settings_of, uses_reference
 from runtime.commands import RolePort
 from runtime.config import Computing, Config, Rollout
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
-from runtime.coordinator.gateways import Load, load_of
 from runtime.coordinator.pools import Roles, RolloutPool
 from runtime.coordinator.register import Member, Register, UnitState, member_of
 from runtime.data.prompts import Prompts, group_seed
@@ -176,6 +176,10 @@ class RunContext(EvaluationContext):
     term: int = 1  # one more with each coordinator of the ledger
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
+    def time(self) -> float:
+        """Return the time, in seconds since the epoch."""
+        return self.epoch + now()
+
     @property
     def sampling(self) -> SamplingParams:
         """How replies for training are sampled."""
@@ -223,6 +227,42 @@ class TrainedStep(Struct, kw_only=True):
 
 COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
 _OF_GATEWAYS = ("episodes", "calls", "forks", "overridden")
+
+
+class Load(NamedTuple):
+    """The gauges of all rollouts and gateways at one sample, summed."""
+
+    slots: int
+    running: float  # sequences with a slot
+    waiting: float  # sequences without a slot or room
+    kv_use: float  # share of the room that sequences share, 0 to 1, a mean over the rollouts
+    preempted: float  # sequences, since the sample before
+    calls: float  # of the policy, since the sample before
+    episodes: float  # that programs play
+    unasked: float  # tasks that wait for a program
+
+
+def load_of(before: Mapping[Any, Mapping[str, float]], now: Mapping[Any, Mapping[str, float]]) -> Load | None:
+    """Sum the gauges of rollouts and gateways from `now`. Counters count the growth since `before`, for processes in both.
+    Return None if no rollout reported."""
+    rollouts = [gauges for gauges in now.values() if "slots" in gauges]
+    gateways = [gauges for gauges in now.values() if "episodes" in gauges]
+    if not rollouts:
+        return None
+
+    def grown(counter: str) -> float:
+        return sum(gauges[counter] - before[key][counter] for key, gauges in now.items() if key in before and counter in gauges)
+
+    return Load(
+        slots=int(sum(gauges["slots"] for gauges in rollouts)),
+        running=sum(gauges["running"] for gauges in rollouts),
+        waiting=sum(gauges["waiting"] for gauges in rollouts),
+        kv_use=sum(gauges["kv_use"] * gauges["kv_shared"] for gauges in rollouts) / len(rollouts),
+        preempted=grown("preemptions_total"),
+        calls=grown("calls_total"),
+        episodes=sum(gauges["episodes"] for gauges in gateways),
+        unasked=sum(gauges["waiting"] for gauges in gateways),
+    )
 
 
 class BusyMeter:

@@ -284,8 +284,8 @@ class Checkpoints:
                     self._history.saved(folder, totals)
                     if self._history.alarm == self._alarm:
                         self._history.alarm = ""
-        at = self._context.epoch + now()
-        self._context.ledger.record(CheckpointSaved(step=step, incarnation=self._buffer.incarnation, path=str(folder), at=at))
+        at, incarnation = self._context.time(), self._buffer.incarnation
+        self._context.ledger.record(CheckpointSaved(step=step, incarnation=incarnation, path=str(folder), at=at))
         save_run_state(self._context, self._roles)
         await self._context.ledger.flush()
         # Prune old checkpoints and the ledger's data for them, now that no attempt would go back to these.

@@ -99,7 +99,7 @@ class Attempt:
             staleness=config.training.staleness,
             journal=context.ledger,
             step=first,
-            clock=lambda: context.epoch + now(),
+            clock=context.time,
             depth=depth_of(config),
         )
         self.buffer.last_step = config.training.steps
@@ -419,7 +419,7 @@ class TrainingRun:
     def status_lines(self) -> Iterator[str]:
         """Yield the status lines: the oldest wait, the rollouts, the transport of weights, and problems."""
         if (group := self.buffer.oldest_wait()) is not None:
-            seconds = self.context.epoch + now() - group.since
+            seconds = self.context.time() - group.since
             yield f"waits for group {group.group_id} ({group.state.phase.value}, {asked_of(group)}, {seconds:.1f} s)"
         yield str(self.pool)
         publisher = self.attempt.publisher

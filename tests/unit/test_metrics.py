@@ -15,8 +15,7 @@ from msgspec import structs
 
 from runtime import timeouts
 from runtime.coordinator import metrics_recorder
-from runtime.coordinator.gateways import Load
-from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter
+from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter, Load
 from runtime.errors import Unanswered
 from runtime.status import Status
 from runtime.telemetry import metrics
