@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -168,16 +169,14 @@ class TrainLoop:
     async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: WeightSync) -> None:
         """Finish a step whose version is published as soon as the trainer has it."""
         trainer, *others = applying
-        try:
-            # Wait until the trainer has the version; then publish it. The rollouts need not wait for the critic, whose result
-            # `joined` awaits meanwhile. Both must be done before the step is over.
+        # Wait until the trainer has the version; then publish it. The rollouts need not wait for the critic, whose result
+        # `joined` awaits meanwhile. Both must be done before the step is over.
+        with closing(sync):
             await trainer
             async with asyncio.TaskGroup() as both:
                 publishing = both.create_task(self._publish(sync))
                 result = await joined(trainer, others)
                 self._buffer.consume(step, result.seconds)
-        finally:
-            sync.close()
         self._buffer.commit(step + 1)
         trained = TrainedStep(step=step, groups=batch, result=result, weight_sync=publishing.result())
         await self._finished(trained)

@@ -21,7 +21,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any, Literal
 
@@ -229,11 +229,8 @@ class WeightPublisher:
 
     async def publish(self, version: PolicyVersion) -> WeightSyncFigures:
         """Run the weight sync of `version`, which the trainer has made already."""
-        sync = await self.begin(version)
-        try:
+        with closing(await self.begin(version)) as sync:
             return await sync.finish()
-        finally:
-            sync.close()
 
     async def _renew(self) -> None:
         """Open a new epoch if the current one is stale, and bring the committed version to the newcomers."""
@@ -246,12 +243,9 @@ class WeightPublisher:
             return
         await self.group.open()
         if membership.newcomers:
-            sync = WeightSync(self, self.committed)
-            try:
+            with closing(WeightSync(self, self.committed)) as sync:
                 await sync.finish()
                 self.waits_for_next = sync.past
-            finally:
-                sync.close()
 
     async def _sync_from_peer(self, version: PolicyVersion) -> None:
         """Let the nearest serving rollout send `version` to the newcomers. If this fails, the trainer sends it."""
@@ -265,11 +259,8 @@ class WeightPublisher:
             # Connect once. A newcomer that does not join is lost.
             fault = await group.meet(self._pool.membership.open(self._pool.membership.newcomers))
             if fault is None:
-                sync = WeightSync(self, version, group=group)
-                try:
+                with closing(WeightSync(self, version, group=group)) as sync:
                     await sync.attempt()
-                finally:
-                    sync.close()
         except SluiceError as error:
             if isinstance(error, Unreachable | Unanswered):
                 register.lose(peer, str(error))
