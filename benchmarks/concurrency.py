@@ -32,7 +32,8 @@ from benchmarks.process import end, service
 from runtime import run_files, timeouts
 from runtime.commands import PeerAddress, UpdateEndpoints
 from runtime.config import Gateway, Network, Rollout, loading
-from runtime.coordinator.pools import Concurrency, Load, load_of
+from runtime.coordinator.gateways import Concurrency
+from runtime.coordinator.metrics_recorder import Load, load_of
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError
 from runtime.models.tiny_model import Shape
 from runtime.status import Registration

@@ -26,7 +26,7 @@ from runtime.config import Config
 from runtime.coordinator import failover
 from runtime.coordinator.evaluation import EvaluationRun, ServingRun
 from runtime.coordinator.failover import Failover, MembershipStore
-from runtime.coordinator.metrics_recorder import EvaluationContext, ReportedProgress, RunContext, RunHistory
+from runtime.coordinator.metrics_recorder import EvaluationContext, RunContext, RunHistory, RunSupervisor
 from runtime.coordinator.pools import wait_for
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.coordinator.run import INTERRUPTED, TrainingRun, run_figures
@@ -166,15 +166,13 @@ def _absent(unit: Unit) -> list[str]:
     return [name for name, process in pairs if process is None or process.incarnation != unit.incarnation] or [unit.name]
 
 
-class CoordinatorProcess(ReportedProgress):
+class CoordinatorProcess(RunSupervisor):
     """One coordinator process, from binding its port to its end."""
-
-    restarts = True
 
     def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
         """Create the coordinator. `phases`: the start-up phases so far. `trains`: False for an evaluation alone. `address`: of
         the earlier coordinator that this one replaces."""
-        super().__init__(Register(), config.training.steps)
+        super().__init__(Register(), Progress(steps=config.training.steps))
         self._config = config
         self._phases = phases
         self._trains = trains
@@ -256,7 +254,7 @@ class CoordinatorProcess(ReportedProgress):
             self._nodes.take_up(self._left.members)
         began = self._term if self._left is None else self._left.members.began
         self._nodes.run = f"{run_files.run_id(self._folder)}.{began}"
-        self._keeper = MembershipStore(self._register, self._ledger, self._nodes, began)
+        self._keeper = MembershipStore(self._register, self._ledger, partial(self._nodes.members, began))
 
     async def _train(self) -> None:
         assert self._ledger is not None
@@ -271,11 +269,12 @@ class CoordinatorProcess(ReportedProgress):
             else:
                 before = time.monotonic()
                 await self._peers.connect(placed)  # returns once every placed unit has its sessions
-                self._run = TrainingRun(context, self._register, RunHistory(self._nodes.resume()))
+                context.history.folder = self._nodes.resume()
+                self._run = TrainingRun(context, self._register)
                 context.startup.phases["services"] = time.monotonic() - before
                 context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
-            self._run.pool.slots = slots(self._nodes.config)  # the number of rollouts may have changed since
-            if self._interrupted:
+            self._run.pool.slots |= slots(self._nodes.config)  # the number of rollouts may have changed since
+            if self.interrupted:
                 self._run.stop(INTERRUPTED)
             summary = await self._run.execute()  # until the last step, a stop, or a fault
         await waiting.done(lambda: summary.write(self._folder), self._folder)  # after the trackers and the ledger are closed
@@ -299,7 +298,7 @@ class CoordinatorProcess(ReportedProgress):
         async with _closed(trackers):
             await self._peers.connect(placed)  # returns once every placed unit has its sessions
             self._evaluation = (ServingRun if serves else EvaluationRun)(context, self._register)
-            if self._interrupted:
+            if self.interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
 
@@ -334,11 +333,12 @@ class CoordinatorProcess(ReportedProgress):
             keys=self._keys,
             epoch=time.time() - time.monotonic(),
             launched=self._launched,
+            history=RunHistory() if self._left is None else self._left.course.history,
             startup=began or Startup(phases=phases, processes={"coordinator": self._phases.seconds}),
         )
 
     def _interrupt(self, _: Stop | None = None) -> None:
-        self._interrupted = True
+        self.interrupted = True
         self.report(self._progress)
         if self._run is not None:
             self._run.stop(INTERRUPTED)
@@ -375,7 +375,7 @@ class CoordinatorProcess(ReportedProgress):
     def _scale(self, wanted: Scale) -> Scaled:
         scaled = self._nodes.scale(wanted)
         if self._run is not None:
-            self._run.pool.slots = slots(self._nodes.config)
+            self._run.pool.slots |= slots(self._nodes.config)
         return scaled
 
     def _died(self, death: Death) -> None:
@@ -390,7 +390,7 @@ class CoordinatorProcess(ReportedProgress):
         elif self._progress.phase == "starting":
             self._failed.set_exception(SluiceError(death.reason))
         elif is_group(self._config, role):
-            if shares_devices(self._config, role) and self._run is not None and not self._run.vacated:
+            if shares_devices(self._config, role) and self._run is not None and not self._run.attempt.vacated:
                 self._absent.append(death)  # rollouts may still have its devices
             else:
                 self._start_again(death)

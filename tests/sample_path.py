@@ -50,9 +50,9 @@ def entered(folder: Path, overrides: list[str]) -> set[str]:
     (file,) = folder.glob("runs/metrics.jsonl")
     written = [json.loads(line) for line in file.read_text().splitlines()]
     times = [line["time"] for line in written if "actor/lr" in line]
-    start, end = sorted(times)[1] * 10, sorted(times)[-1] * 10 - 1
+    start, end = sorted(times)[1] * 10, sorted(times)[-1] * 10 - 1  # a call is noted by the tenth of a second that it is in
     noted = [json.loads(each.read_text()) for each in folder.glob("*.json")]
-    return {name[len(str(ROOT)) + 1 :] for calls in noted for name, at in calls.items() if any(start < t < end for t in at)}
+    return {name[len(str(ROOT)) + 1 :] for calls in noted for name, at in calls.items() if any(start < t <= end for t in at)}
 
 
 def lines(file: Path) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from msgspec import Struct, field, structs
 
@@ -17,15 +16,11 @@ from runtime.coordinator import staleness
 from runtime.coordinator.staleness import LATE, PipelineDepth, most_live
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
-from runtime.ledger.journal import Change, Ticket
+from runtime.ledger.journal import Change, LedgerWriter, Ticket
 from runtime.ledger.reader import PARTS, GroupRow, Handle
 from runtime.ledger.states import Event, GroupState, Mark, Phase
 from runtime.rewards.scorer import unscored
-from runtime.types import GeneratedGroup, Scores
-
-# ---- Group
-#
-# A group under training, as the coordinator has it in memory.
+from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
 Part = bytes | Handle  # in memory; or on disk, if written before a restart
 
@@ -100,22 +95,6 @@ def asked_of(group: Group) -> str:
     return "reference" if missing & Mark.REFERENCED else "critic"
 
 
-class Wait(Struct, frozen=True):
-    """The wait of a step: the group, the service that works on it, and the group's phase."""
-
-    group_id: int
-    service: str
-    phase: str
-    seconds: float
-    deadline: int | None
-
-
-class ChangeJournal(Protocol):
-    """Stores every change of a group."""
-
-    def record(self, change: Change) -> None: ...
-
-
 class Buffer:
     """The live groups. `step`: the next step to fill; at a (re)start also the committed version. `clock`: seconds since the
     epoch. `depth`: None for as many groups as the staleness bound allows."""
@@ -126,7 +105,7 @@ class Buffer:
         needs: Mark,
         groups_per_step: int,
         staleness: int,
-        journal: ChangeJournal,
+        journal: LedgerWriter,
         clock: Callable[[], float],
         step: int = 0,
         depth: PipelineDepth | None = None,
@@ -136,17 +115,15 @@ class Buffer:
         self.staleness = staleness
         self.step = step
         self.committed = step
-        self.last_step = step
-        """The run ends before this step."""
+        self.incarnation = 0  # of the attempt
+        self.last_step = step  # the run ends before this step
         self.stop_reason = ""
         self.ready_changed = asyncio.Event()
         """Set when `take` may have become possible, or a group changed its state. Clear it, call `take`, then wait."""
         self.room_changed = asyncio.Event()
         """Set when `capacity` may have grown, a group must be dispatched again, or the trainer has nothing to do."""
-        self.trainer_waits = False
-        """No group can be taken, and the trainer has nothing else to do."""
-        self.limit = 0
-        """The most groups that rollouts may have, from the last call of `capacity`."""
+        self.trainer_waits = False  # no group can be taken, and the trainer has nothing else to do
+        self.limit = 0  # the most groups that rollouts may have, from the last call of `capacity`
         self._depth = depth or PipelineDepth(groups_per_step, most_live(staleness, groups_per_step), measured=False)
         self._journal = journal
         self._clock = clock
@@ -169,6 +146,10 @@ class Buffer:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def version(self, step: int) -> PolicyVersion:
+        """Return the version that this attempt has after `step` steps."""
+        return PolicyVersion(self.incarnation, step)
 
     def stop(self, reason: str) -> None:
         """End the run after the last complete batch; give up the batch that is being filled. Only the first reason is kept."""
@@ -375,16 +356,11 @@ class Buffer:
         """Return the number of groups by phase: live groups, and groups retired or dropped since the (re)start."""
         return {phase.value: number for phase, number in (self._phases | self._finished).items()}
 
-    def oldest_wait(self) -> Wait | None:
-        """Return the wait for the unready group with the earliest deadline, or None if no group is under way."""
+    def oldest_wait(self) -> Group | None:
+        """Return the unready group with the earliest deadline, or None if no group is under way."""
         phases = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED)
-        waiting = [group for group in self if group.state.phase in phases]
-        if not waiting:
-            return None
-        group = min(waiting, key=lambda g: (g.deadline is None, g.deadline or 0, g.since, g.group_id))
-        return Wait(group.group_id, asked_of(group), group.state.phase.value, self._clock() - group.since, group.deadline)
-
-    # ------------------------------------------------------------------------------------------ internals
+        waiting = (group for group in self if group.state.phase in phases)
+        return min(waiting, key=lambda g: (g.deadline is None, g.deadline or 0, g.since, g.group_id), default=None)
 
     def _opened(self) -> list[staleness.OpenGroup]:
         return [
@@ -451,8 +427,13 @@ NO_SIGNAL = "no signal"  # why such groups are dropped
 
 
 class DynamicSampling:
-    """Drops scored groups without signal. Stops the run if a step cannot be filled: `limit` groups were dropped since the last
-    complete batch, and the step still lacks groups."""
+    """Drops scored groups without signal: the advantages of equal rewards are all 0 (DAPO, arXiv:2503.14476, section 3.2). A
+    dropped group's prompt is used up, since the policy solves it always or never, and admission draws another prompt. Stops the
+    run if a step cannot be filled: `limit` groups were dropped since the last complete batch, and the step still lacks groups.
+
+    The rewards are judged as the rules gave them. Length penalties, which the trainer adds, and a KL in the reward would make a
+    difference between replies that are all right, or all wrong.
+    """
 
     def __init__(self, buffer: Buffer, limit: int):
         self._buffer = buffer

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
@@ -27,8 +27,9 @@ from runtime import run_files, types
 from runtime.cluster.topology import slots, takes_turns
 from runtime.commands import Level, SetLevel
 from runtime.config import Rule
+from runtime.coordinator.gateways import rollout_pool
 from runtime.coordinator.metrics_recorder import EvaluationContext
-from runtime.coordinator.pools import EvaluationRoles, GatewayPool, RewardScoring, RolloutPool, request_for
+from runtime.coordinator.pools import Replicas, RewardScoring, RolloutPool, request_for, score_request, scorers
 from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
@@ -39,14 +40,13 @@ from runtime.evaluation.results import (
     EvaluatedProblem,
     EvaluationResult,
     Generation,
-    HeldOut,
     judge_of,
     replies_to,
 )
 from runtime.process import waiting
 from runtime.process.waiting import now
 from runtime.status import Progress
-from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, ScoreRequest, Scores
+from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, Scores
 
 SHARE = 4  # an evaluation during training takes at most this fraction (1/4) of the rollouts' slots
 
@@ -98,41 +98,27 @@ class Transcript:
                 waiting.write(self._file, self._waiting.pop(place))
 
 
-class _EvaluationRun:
-    """The state of one evaluation: its output files and its progress."""
-
-    def __init__(self, folder: Path, sets: Sequence[HeldOut], room: WeightedSemaphore, largest: int, progress: ReportDone):
-        self.room, self.largest = room, largest
-        self.evaluated: list[list[EvaluatedProblem]] = [[] for _ in sets]
-        self.transcripts = [Transcript(folder / f"{each.settings.name}{SUFFIX}") for each in sets]
-        self.thread = ThreadPoolExecutor(1, "evaluation")
-        self._progress = progress
-        self._total = sum(len(each.prompts.problems) for each in sets)
-
-    def report(self) -> None:
-        self._progress(sum(map(len, self.evaluated)), self._total)
-
-    async def close(self) -> None:
-        """Write the replies so far and close the files."""
-        loop = asyncio.get_running_loop()
-        closing = [loop.run_in_executor(self.thread, transcript.close) for transcript in self.transcripts]
-        self.thread.shutdown(wait=False)
-        await asyncio.gather(*closing)
-
-
 class Evaluator:
     """Evaluates the same problems, with the same seeds, each time."""
 
-    def __init__(self, context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool, judge: Rule):
+    def __init__(self, context: EvaluationContext, scorers: Mapping[str, Replicas], pool: RolloutPool, judge: Rule):
         """Create the evaluator. `judge`: the rule whose verdicts make the figures."""
-        self._config = context.config
-        self._folder = context.folder
-        self._sets = context.held_out
-        self._pool = pool.players
-        self._scoring = RewardScoring(roles, context.config.rewards.environment)
+        self._config, self._folder, self._sets = context.config, context.folder, context.held_out
+        self._pool = pool
+        self._scoring = RewardScoring(scorers, context.config.rewards.environment)
         self._text = context.text
         self._judge = judge
-        self._sampling = [_sampling(context, held_out) for held_out in self._sets]
+        settings = context.config.evaluation
+        self._sampling = [
+            SamplingParams(
+                max_new_tokens=held_out.settings.max_new_tokens,
+                temperature=held_out.settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                stop_token_ids=context.stop_token_ids,
+            )
+            for held_out in self._sets
+        ]
         self._ids = count(-1, -1)  # negative, so never the id of a training group
 
     async def run(self, step: int, alone: bool, progress: ReportDone = lambda done, total: None) -> EvaluationResult:
@@ -146,19 +132,40 @@ class Evaluator:
         shutil.rmtree(folder, ignore_errors=True)
         # In threads, as these calls block until the disk has room.
         await asyncio.to_thread(waiting.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
-        under_way = await asyncio.to_thread(self._begin, folder, alone, progress)
+        await asyncio.to_thread(self._begin, folder, alone)
+        total = sum(len(held_out.prompts.problems) for held_out in self._sets)
+
+        def report() -> None:
+            progress(sum(map(len, self._evaluated)), total)
+
         try:
-            # All problems at once; `room` limits the samples under way. The group ends with the last score.
+            # All problems at once; `_room` limits the samples under way. The group ends with the last score.
             async with asyncio.TaskGroup() as tasks:
                 for which, held_out in enumerate(self._sets):
                     for index in range(len(held_out.prompts.problems)):
-                        tasks.create_task(self._problem(under_way, which, index))
+                        tasks.create_task(self._problem(which, index, report))
         finally:
-            await under_way.close()  # waits for the writer thread
-        return await asyncio.to_thread(self._result, under_way.evaluated, folder, step, now() - before)
+            await self._close()
+        return await asyncio.to_thread(self._result, folder, step, now() - before)
 
-    def _result(self, evaluated: list[list[EvaluatedProblem]], folder: Path, step: int, seconds: float) -> EvaluationResult:
-        rule = self._judge.name.rpartition(":")[2]  # a user's rule is FILE.py:NAME
+    def _begin(self, folder: Path, alone: bool) -> None:
+        each = slots(self._config).values()
+        # Alone, a queue as long as the slots keeps them full.
+        free, largest = (2 * sum(each), min(each)) if alone else (sum(each) // SHARE, min(each) // SHARE)
+        self._room, self._largest = WeightedSemaphore(max(1, free)), max(1, largest)
+        self._evaluated: list[list[EvaluatedProblem]] = [[] for _ in self._sets]
+        self._transcripts = [Transcript(folder / f"{each.settings.name}{SUFFIX}") for each in self._sets]
+        self._thread = ThreadPoolExecutor(1, "evaluation")
+
+    async def _close(self) -> None:
+        """Write the replies so far, and close the files."""
+        loop = asyncio.get_running_loop()
+        closing = [loop.run_in_executor(self._thread, transcript.close) for transcript in self._transcripts]
+        self._thread.shutdown(wait=False)
+        await asyncio.gather(*closing)
+
+    def _result(self, folder: Path, step: int, seconds: float) -> EvaluationResult:
+        rule, evaluated = self._judge.name.rpartition(":")[2], self._evaluated  # a user's rule is FILE.py:NAME
         sets = [evaluation.set_result(each.settings, rule, of_set) for each, of_set in zip(self._sets, evaluated, strict=True)]
         result = EvaluationResult(
             model=self._config.model.path,
@@ -172,31 +179,24 @@ class Evaluator:
         waiting.until_done(lambda: result.write(folder), folder)
         return result
 
-    def _begin(self, folder: Path, alone: bool, progress: ReportDone) -> _EvaluationRun:
-        each = slots(self._config).values()
-        if alone:  # a queue as long as the slots keeps them full
-            return _EvaluationRun(folder, self._sets, WeightedSemaphore(2 * sum(each)), min(each), progress)
-        room, largest = sum(each) // SHARE, min(each) // SHARE
-        return _EvaluationRun(folder, self._sets, WeightedSemaphore(max(1, room)), max(1, largest), progress)
-
-    async def _problem(self, under_way: _EvaluationRun, which: int, index: int) -> None:
-        samples, largest = self._sets[which].settings.samples, under_way.largest
+    async def _problem(self, which: int, index: int, report: Callable[[], None]) -> None:
+        samples, largest = self._sets[which].settings.samples, self._largest
         async with asyncio.TaskGroup() as tasks:
             parts = [
-                tasks.create_task(self._part(under_way, which, index, first, min(largest, samples - first)))
+                tasks.create_task(self._part(which, index, first, min(largest, samples - first)))
                 for first in range(0, samples, largest)
             ]
         done = [part.result() for part in parts]
         loop = asyncio.get_running_loop()
-        evaluated = await loop.run_in_executor(under_way.thread, self._keep, under_way.transcripts[which], which, index, done)
-        under_way.evaluated[which].append(evaluated)
-        under_way.report()
+        evaluated = await loop.run_in_executor(self._thread, self._keep, which, index, done)
+        self._evaluated[which].append(evaluated)
+        report()
 
-    async def _part(self, under_way: _EvaluationRun, which: int, index: int, first: int, samples: int) -> Part:
+    async def _part(self, which: int, index: int, first: int, samples: int) -> Part:
         """Generate and score one part of a problem, the samples from `first` on."""
         prompts = self._sets[which].prompts
         problem = prompts.problems[index]
-        async with under_way.room.taken(samples):
+        async with self._room.taken(samples):
             request = request_for(
                 self._config,
                 problem,
@@ -209,25 +209,17 @@ class Evaluator:
                 purpose="eval",
             )
             generated = await self._pool.generate_anywhere(request)
-            scoring = ScoreRequest(
-                group_id=request.group_id,
-                label=problem.label,
-                payload=generated.payload,
-                source=problem.source,
-                answers=True,
-                messages=problem.messages,
-                extra=problem.extra,
-            )
+            scoring = score_request(problem, group_id=request.group_id, payload=generated.payload, answers=True)
             return generated, await self._scoring.score(scoring, generated.rewards, index)
 
-    def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
+    def _keep(self, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
         """Write the replies to one problem and return the data for its set's figures. Runs in the evaluation's thread."""
         held_out = self._sets[which]
         decoded = [(types.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
         problem = held_out.prompts.problems[index]
         outcomes = [each for generated, _ in parts if generated.outcomes is not None for each in generated.outcomes.reasons]
         found = replies_to(held_out.settings.name, problem, decoded, self._judge, self._text, outcomes)
-        transcript.add(index, found)
+        self._transcripts[which].add(index, found)
         return EvaluatedProblem(
             correct=[each.correct for each in found],
             answers=[answer for _, scores in parts for answer in scores.answers],
@@ -239,33 +231,18 @@ class Evaluator:
         )
 
 
-def evaluator_of(context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool) -> Evaluator | None:
+def evaluator_of(context: EvaluationContext, scorers: Mapping[str, Replicas], pool: RolloutPool) -> Evaluator | None:
     """Create the evaluator. Return None if there are no problems or no judge."""
     judge = judge_of(context.config) if context.held_out else None
-    return None if judge is None else Evaluator(context, roles, pool, judge)
-
-
-def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
-    settings = context.config.evaluation
-    return SamplingParams(
-        max_new_tokens=held_out.settings.max_new_tokens,
-        temperature=held_out.settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        stop_token_ids=context.stop_token_ids,
-    )
+    return None if judge is None else Evaluator(context, scorers, pool, judge)
 
 
 class ServingRun:
     """`sluice serve`: rollouts and gateways of a run without training, with the rollouts' own weights, until `stop`."""
 
     def __init__(self, context: EvaluationContext, register: Register):
-        config = context.config
-        self._context = context
-        self._register = register
-        self._pool = RolloutPool(register, slots(config), config.deadlines.start)
-        if config.gateway is not None:
-            GatewayPool(self._pool, config, context.keys)
+        self._context, self._register = context, register
+        self._pool = rollout_pool(context.config, register, context.keys)
         self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
         register.subscribe(self._look)
         self._stopped = asyncio.Event()
@@ -290,8 +267,7 @@ class ServingRun:
     async def execute(self) -> Any:
         """Serve until `stop`. Raises ServiceFault, UserError."""
         self._context.supervisor.report(Progress(phase="serving"))
-        stopped = asyncio.create_task(self._stopped.wait())
-        await self._until_done(stopped)
+        await self._until_done(asyncio.create_task(self._stopped.wait()))
 
     async def _until_done(self, work: asyncio.Task[Any]) -> None:
         """Wait for `work`. Raises ServiceFault once no rollout has served for too long."""
@@ -310,7 +286,7 @@ class EvaluationRun(ServingRun):
 
     def __init__(self, context: EvaluationContext, register: Register):
         super().__init__(context, register)
-        evaluator = evaluator_of(context, EvaluationRoles(register, context.config.deadlines.start), self._pool)
+        evaluator = evaluator_of(context, scorers(register, context.config.deadlines.start), self._pool)
         assert evaluator is not None, "a configuration without problems or a judge is refused"
         self._evaluator = evaluator
         self._evaluating: asyncio.Task[EvaluationResult] | None = None

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -110,17 +111,12 @@ def known_units(register: Register) -> list[KnownUnit]:
     ]
 
 
-class PlacedMembers(Protocol):
-    def members(self, began: int) -> Members:
-        """Return the processes that take part now."""
-
-
 class MembershipStore:
     """Writes the note of the members, once for all changes of a turn of the event loop."""
 
-    def __init__(self, register: Register, ledger: LedgerWriter, placed: PlacedMembers, began: int):
-        """Subscribe to the register. `began`: see `Members`."""
-        self._ledger, self._placed, self._began = ledger, placed, began
+    def __init__(self, register: Register, ledger: LedgerWriter, members: Callable[[], Members]):
+        """Subscribe to the register. `members` returns the processes that take part now."""
+        self._ledger, self._members = ledger, members
         self._due: asyncio.Handle | None = None
         register.subscribe(self._look)
         self._look()
@@ -138,7 +134,7 @@ class MembershipStore:
 
     def _write(self) -> None:
         self._due = None
-        self._ledger.record(Note(key=MEMBERS, value=types.encode(self._placed.members(self._began))))
+        self._ledger.record(Note(key=MEMBERS, value=types.encode(self._members())))
 
 
 class FailoverState(Struct, frozen=True):

@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from runtime import types
-from runtime.commands import RolePort
+from runtime.commands import FinishGroup, RolePort
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
-from runtime.coordinator.devices import Devices
 from runtime.coordinator.failover import FailoverState
-from runtime.coordinator.metrics_recorder import RunContext
-from runtime.coordinator.pools import GatewayPool, Load, RewardScoring, Roles, RolloutPool, concurrency_of, request_for
+from runtime.coordinator.gateways import concurrency_of
+from runtime.coordinator.metrics_recorder import Load, RunContext
+from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool, request_for, score_request
 from runtime.coordinator.register import member_of
+from runtime.coordinator.weight_sync import Devices
 from runtime.data.prompts import PromptStream
-from runtime.errors import Cancelled, Unreachable
+from runtime.errors import Cancelled, SluiceError, Unreachable
 from runtime.ledger.journal import Note, Ticket
 from runtime.ledger.states import Mark, Phase
-from runtime.telemetry.metrics import SpanClock
-from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
+from runtime.types import LogprobRequest, ValueRequest
 
 STREAM = "stream"  # the key of the ledger's note with the position of the prompt stream
 
@@ -45,30 +46,16 @@ class GroupStage:
         devices: Devices,
         buffer: Buffer,
         stream: PromptStream,
-        spans: SpanClock,
         dynamic_sampling: DynamicSampling | None,
     ):
-        sampling = context.config.sampling
-        self._size = sampling.group_size
-        self._roles = roles
-        self._rollouts, self._pool, self._config = pool, pool.players, context.config
+        self._size = context.config.sampling.group_size
+        self._roles, self._pool, self._devices, self._buffer, self._stream = roles, pool, devices, buffer, stream
+        self._config, self._ledger, self._prompts, self._spans = context.config, context.ledger, context.train, context.spans
         self._concurrency = concurrency_of(context.config)
-        self._devices = devices
-        self._buffer = buffer
-        self._ledger = context.ledger
-        self._stream = stream
-        self._prompts = context.train
-        self._spans = spans
         self._dynamic_sampling = dynamic_sampling
         unrewarded = self._size if context.config.algorithm.advantage == "none" else 0
-        self._scoring = RewardScoring(roles, context.config.rewards.environment, spans, unrewarded)
-        self._sampling = SamplingParams(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            **sampling.filters,
-            experts_from=0 if context.config.moe.router_replay == "routing" else -1,
-            stop_token_ids=context.stop_token_ids,
-        )
+        self._scoring = RewardScoring(roles.scorers, context.config.rewards.environment, context.spans, unrewarded)
+        self._sampling = context.sampling
         self._most: int | None = None  # the most groups on all rollouts; None: compute it again after a change
         self._pool.subscribe(self._look)
         self._lives: set[asyncio.Task[None]] = set()
@@ -79,7 +66,7 @@ class GroupStage:
         buffer = self._buffer
         for group in list(buffer):
             if group.state.phase == Phase.GENERATED:
-                self._spawn(tasks, self._resume(group))
+                self._spawn(tasks, self._annotate(group))
             elif group.state.phase == Phase.GENERATING:
                 self._spawn(tasks, self._live(group, self._former(group, taken_up)))
         while True:
@@ -101,7 +88,7 @@ class GroupStage:
 
     def _hurry(self, tasks: asyncio.TaskGroup) -> None:
         """Notify the gateways of the groups for which alone the trainer waits."""
-        if not isinstance(self._pool, GatewayPool):
+        if self._config.gateway is None:
             return
         if self._alarm is not None:
             self._alarm.cancel()
@@ -112,9 +99,13 @@ class GroupStage:
                 soonest = min(seconds, soonest)
             elif gateway is not None and group.hurried != group.attempt:
                 group.hurried = group.attempt
-                self._spawn(tasks, self._pool.finish_group(gateway, group.group_id))
+                self._spawn(tasks, self._finish(gateway, group.group_id))
         if soonest < math.inf:
             self._alarm = asyncio.get_running_loop().call_later(soonest, self._buffer.room_changed.set)
+
+    async def _finish(self, gateway: RolePort, group_id: int) -> None:
+        with suppress(SluiceError):  # a lost gateway's groups are repeated
+            await gateway.call(FinishGroup(group_id))
 
     def _former(self, group: Group, taken_up: FailoverState | None) -> RolePort | None:
         """Return the rollout that an earlier coordinator asked for a group, or None if it is lost or was replaced."""
@@ -137,13 +128,7 @@ class GroupStage:
     def _admit(self) -> Group:
         draw = self._stream.draw()
         problem = self._prompts.problems[draw.index]
-        ticket = Ticket(
-            group_id=draw.ordinal,
-            problem=draw.index,
-            source=problem.source,
-            label=problem.label,
-            seed=draw.seed,
-        )
+        ticket = Ticket(group_id=draw.ordinal, problem=draw.index, source=problem.source, label=problem.label, seed=draw.seed)
         group = self._buffer.admit(ticket)
         # In one transaction with the admission, so a resume always draws the next prompt.
         self._ledger.record(Note(key=STREAM, value=types.encode(self._stream.state())))
@@ -163,9 +148,9 @@ class GroupStage:
         if not self._pool.admits:
             return 0
         if self._most is None and self._concurrency is not None:
-            self._most = self._concurrency.limit(sum(self._rollouts.slots[each.name] for each in self._rollouts.serving))
+            self._most = self._concurrency.limit(sum(self._pool.slots[each.name] for each in self._pool.units()))
         elif self._most is None:
-            self._most = sum(map(self._max_groups, self._pool.admitting))
+            self._most = sum(map(self._max_groups, self._pool.units()))
         return self._most
 
     def _max_groups(self, rollout: RolePort) -> int:
@@ -209,14 +194,12 @@ class GroupStage:
             return
         self._buffer.generated(result)
         self._ledger.then(partial(rollout.acknowledge, request))
-        await self._annotate(group, result.payload)
+        await self._annotate(group)
 
-    async def _resume(self, group: Group) -> None:
-        """Continue a group that an earlier coordinator left generated but not ready."""
+    async def _annotate(self, group: Group) -> None:
+        """Get the marks that a generated group lacks."""
         assert group.payload is not None
-        await self._annotate(group, await self._ledger.bytes_of(group.payload))
-
-    async def _annotate(self, group: Group, payload: bytes) -> None:
+        payload = await self._ledger.bytes_of(group.payload)
         missing = group.state.needs & ~group.state.marks
         jobs = []
         if missing & Mark.SCORED:
@@ -235,17 +218,8 @@ class GroupStage:
         await asyncio.gather(*jobs)
 
     async def _score(self, group: Group, payload: bytes) -> None:
-        ticket = group.ticket
-        problem = self._prompts.problems[ticket.problem]
-        request = ScoreRequest(
-            group_id=group.group_id,
-            attempt=group.attempt,
-            label=ticket.label,
-            payload=payload,
-            source=ticket.source,
-            messages=problem.messages,
-            extra=problem.extra,
-        )
+        problem = self._prompts.problems[group.ticket.problem]
+        request = score_request(problem, group_id=group.group_id, attempt=group.attempt, payload=payload)
         # Replicas take turns by group, so a new coordinator asks the replica that has the answer.
         answered: list[Callable[[], None]] = []
         given = group.generated.rewards if group.generated is not None else []
@@ -279,15 +253,3 @@ class GroupStage:
         except Unreachable:
             return  # the run goes back to its checkpoint with another critic, which is asked again
         self._buffer.valued(group.group_id, values)
-
-
-# ---- Dynamic sampling
-#
-# DAPO, arXiv:2503.14476, section 3.2: a step trains only on groups whose rewards differ. No I/O.
-#
-# The advantages of a group with equal valid rewards are all 0: it costs a place in the batch and changes nothing. It is
-# dropped as soon as it is scored. Its prompt is used up, since the policy solves it always or never. As the group no longer
-# holds a place, admission draws another prompt.
-#
-# The rewards are judged as the rules gave them. Length penalties, which the trainer adds, and a KL in the reward would make a
-# difference between replies that are all right, or all wrong.

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from runtime import timeouts, types
 from runtime.chosen_algorithm import choose
@@ -21,7 +22,7 @@ from runtime.cluster.topology import instances, settings_of, uses_reference
 from runtime.commands import RolePort
 from runtime.config import Computing, Config, Rollout
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
-from runtime.coordinator.pools import Load, Roles, RolloutPool, load_of
+from runtime.coordinator.pools import Roles, RolloutPool
 from runtime.coordinator.register import Member, Register, UnitState, member_of
 from runtime.data.prepared import Prompts
 from runtime.data.prompts import group_seed
@@ -29,27 +30,18 @@ from runtime.errors import InvariantViolated, ServiceFault, SluiceError, UserErr
 from runtime.evaluation.results import HeldOut
 from runtime.ledger.journal import LedgerWriter, Note
 from runtime.ledger.states import Mark
-from runtime.process import spans
-from runtime.process.keys import Keys
+from runtime.process import spans, waiting
+from runtime.process.keys import GATEWAY, Keys
 from runtime.process.waiting import now
 from runtime.rewards.scorer import UnscoredSteps
 from runtime.status import Loss, Progress, Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyncFigures, idle_fraction, step_metrics
-from runtime.telemetry.startup import Startup
+from runtime.telemetry.startup import NOT_COUNTED, TOTAL, Startup
 from runtime.telemetry.summary import Totals
 from runtime.telemetry.trackers import Trackers
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult, TextDecoder
 
-# ---- Context
-#
-# The inputs of a run besides its roles, and values that follow from its configuration alone.
-
-
-# ---- History
-#
-# The progress and results of a run: in memory, and as a note in the ledger for a coordinator that takes over.
-
-COURSE = "course"  # the key of the note
+COURSE = "course"  # the key of the ledger's note with a run's progress, for a coordinator that takes over
 
 log = logging.getLogger("sluice")
 
@@ -61,13 +53,11 @@ class RunHistory(Struct):
     resumes, else "", the beginning. Checkpoints that a former run left in the same folder do not count.
     """
 
-    folder: str
-    version: PolicyVersion = PolicyVersion()
-    """All steps up to this version are over: applied, published and recorded."""
+    folder: str = ""
+    version: PolicyVersion = PolicyVersion()  # all steps up to this version are over: applied, published and recorded
     attempts: int = 0  # attempts that have ended
     totals: Totals = msgspec.field(default_factory=Totals)
-    accuracy: dict[int, float] = {}
-    """The results of evaluations, by step."""
+    accuracy: dict[int, float] = {}  # the results of evaluations, by step
     evaluating: int | None = None  # the step whose evaluation runs beside training
     evaluated_before: bool = False  # the evaluation before training is done, or not wanted
     accuracy_before: float | None = None
@@ -96,17 +86,9 @@ class RunHistory(Struct):
         self.attempts_without_progress = 0 if step > self.best_step else self.attempts_without_progress + 1
         self.best_step = max(self.best_step, step)
 
-    def off(self, alarm: str) -> None:
-        """Count a probe over `mismatch.limit`. `alarm` describes it; "" if the same rollout's last probe was over it too."""
-        self.alarms += 1
-        if alarm:
-            self.alarm = alarm
-            log.warning("%s", alarm)
-
-    def resumes_at(self, step: int) -> None:
-        """Begin another attempt at `step`: forget the evaluations of later steps."""
-        for later in [known for known in self.accuracy if known > step]:
-            del self.accuracy[later]
+    @property
+    def newest_accuracy(self) -> float | None:
+        return self.accuracy[max(self.accuracy)] if self.accuracy else None
 
 
 class RunState(Struct, kw_only=True):
@@ -119,38 +101,31 @@ class RunState(Struct, kw_only=True):
     rl_seconds: float = 0.0
 
 
-def save_run_state(context: RunContext, roles: Roles, history: RunHistory) -> None:
-    models = [member_of(model) for model in (roles.trainer, roles.critic) if model is not None]
+def save_run_state(context: RunContext, roles: Roles) -> None:
+    models, history = [member_of(model) for model in roles.models], context.history
     seconds = now() - history.rl_began if history.rl_began else 0.0
     course = RunState(run=context.run, models=models, history=history, rl_seconds=seconds)
     context.ledger.record(Note(key=COURSE, value=types.encode(course)))
 
 
-class RunSupervisor(Protocol):
-    """Runs the coordinator's logic in a process. Gets its progress, and starts lost processes again."""
+class RunSupervisor:
+    """Runs the coordinator's logic in a process: shows its progress, and starts lost processes again."""
 
-    restarts: bool
-    """Whether trainer and critic are started again after a loss; if not, a loss ends the run."""
+    restarts = True  # of trainer and critic after a loss; if not, a loss ends the run
 
-    def report(self, progress: Progress) -> None: ...
+    def __init__(self, register: Register, progress: Progress):
+        self._register, self._progress = register, progress
+        self.interrupted = False  # the run is to end: a later loss ends it, and no evaluation begins
+        self._watchers: set[asyncio.Event] = set()
 
     def vacated(self) -> None:
         """Note that trainer or critic is lost and its devices are free: another may begin there."""
 
-
-class ReportedProgress:
-    """The run's progress as it was reported last, and who watches it."""
-
-    def __init__(self, register: Register, steps: int):
-        self._register = register
-        self._progress = Progress(steps=steps)
-        self._interrupted = False  # whether the run was asked to end
-        self._watchers: set[asyncio.Event] = set()
-
     def report(self, progress: Progress) -> None:
+        """Show the progress to all that watch it."""
         lost = self._register.units("", UnitState.LOST)
         losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
-        self._progress = msgspec.structs.replace(progress, lost=losses, stopping=self._interrupted)
+        self._progress = replace(progress, lost=losses, stopping=self.interrupted)
         for watcher in self._watchers:
             watcher.set()
 
@@ -196,9 +171,27 @@ class RunContext(EvaluationContext):
     train: Prompts
     epoch: float  # the seconds since the epoch when the loop's clock shows 0: the ledger's times do not jump
     launched: float  # when the user started the run, on the loop's clock
+    history: RunHistory
+    spans: SpanClock = field(default_factory=lambda: SpanClock(now))
     run: str = ""  # the id of this start of the run by its user
     term: int = 1  # one more with each coordinator of the ledger
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
+
+    def time(self) -> float:
+        """Return the time, in seconds since the epoch."""
+        return self.epoch + now()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How replies for training are sampled."""
+        sampling = self.config.sampling
+        return SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            **sampling.filters,
+            experts_from=0 if self.config.moe.router_replay == "routing" else -1,
+            stop_token_ids=self.stop_token_ids,
+        )
 
 
 def needs(config: Config) -> Mark:
@@ -237,13 +230,48 @@ COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
 _OF_GATEWAYS = ("episodes", "calls", "forks", "overridden")
 
 
+class Load(NamedTuple):
+    """The gauges of all rollouts and gateways at one sample, summed."""
+
+    slots: int
+    running: float  # sequences with a slot
+    waiting: float  # sequences without a slot or room
+    kv_use: float  # share of the room that sequences share, 0 to 1, a mean over the rollouts
+    preempted: float  # sequences, since the sample before
+    calls: float  # of the policy, since the sample before
+    episodes: float  # that programs play
+    unasked: float  # tasks that wait for a program
+
+
+def load_of(before: Mapping[Any, Mapping[str, float]], now: Mapping[Any, Mapping[str, float]]) -> Load | None:
+    """Sum the gauges of rollouts and gateways from `now`. Counters count the growth since `before`, for processes in both.
+    Return None if no rollout reported."""
+    rollouts = [gauges for gauges in now.values() if "slots" in gauges]
+    gateways = [gauges for gauges in now.values() if "episodes" in gauges]
+    if not rollouts:
+        return None
+
+    def grown(counter: str) -> float:
+        return sum(gauges[counter] - before[key][counter] for key, gauges in now.items() if key in before and counter in gauges)
+
+    return Load(
+        slots=int(sum(gauges["slots"] for gauges in rollouts)),
+        running=sum(gauges["running"] for gauges in rollouts),
+        waiting=sum(gauges["waiting"] for gauges in rollouts),
+        kv_use=sum(gauges["kv_use"] * gauges["kv_shared"] for gauges in rollouts) / len(rollouts),
+        preempted=grown("preemptions_total"),
+        calls=grown("calls_total"),
+        episodes=sum(gauges["episodes"] for gauges in gateways),
+        unasked=sum(gauges["waiting"] for gauges in gateways),
+    )
+
+
 class BusyMeter:
     """Measures the rollouts' busy time and sequences per decode step from their status. A rollout without a status for
     `silence` seconds is lost: a process answers Status while its engine computes."""
 
     def __init__(self, pool: RolloutPool, silence: float):
-        self._pool = pool
-        self._silence = silence
+        self._pool, self._silence = pool, silence
         self._heard: dict[RolePort, float] = {}  # time of the newest status, or of the first request
         self._counts: dict[RolePort, dict[str, float]] = {}
         self._idle = 0.0
@@ -304,21 +332,17 @@ class BusyMeter:
 
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
         """Return the gauges of each process that answers."""
-        rollouts, asked = [*self._pool.serving, *self._pool.gateways], now()
-        self._heard = {rollout: self._heard.get(rollout, asked) for rollout in rollouts}
-        answers = await asyncio.gather(*(rollout.status() for rollout in rollouts), return_exceptions=True)
-        found = {rollout: self._gauges(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}
-        return {rollout: counts for rollout, counts in found.items() if counts is not None}
-
-    def _gauges(self, rollout: RolePort, answer: Status | BaseException) -> dict[str, float] | None:
-        if isinstance(answer, Status):
-            self._heard[rollout] = now()
-            return answer.gauges
-        if not isinstance(answer, ServiceFault):
-            raise answer
-        if now() - self._heard[rollout] >= self._silence:
-            self._pool.register.lose(rollout, f"no status for {self._silence:g} s (deadlines.keepalive)")
-        return None
+        asked, found = [*self._pool.units(), *self._pool.units(GATEWAY)], {}
+        self._heard = {each: self._heard.get(each, now()) for each in asked}
+        answers = await asyncio.gather(*(each.status() for each in asked), return_exceptions=True)
+        for each, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, Status):
+                found[each], self._heard[each] = answer.gauges, now()
+            elif not isinstance(answer, ServiceFault):
+                raise answer
+            elif now() - self._heard[each] >= self._silence:
+                self._pool.register.lose(each, f"no status for {self._silence:g} s (deadlines.keepalive)")
+        return found
 
 
 class MetricsRecorder:
@@ -327,66 +351,97 @@ class MetricsRecorder:
     def __init__(
         self,
         context: RunContext,
-        spans: SpanClock,
-        buffer: Buffer,
-        meter: BusyMeter,
+        roles: Roles,
         pool: RolloutPool,
-        totals: Totals,
+        buffer: Buffer,
         dynamic_sampling: DynamicSampling | None,
-        probes: Probes,
+        evaluate: Callable[[int], Awaitable[None]] | None,
     ):
-        self._trackers = context.trackers
-        self._spans = spans
-        self._buffer = buffer
-        self._meter = meter
+        """Begin with an attempt. `evaluate`: begins an evaluation beside training, of the version after so many steps."""
+        self._context, self._roles, self._pool, self._buffer = context, roles, pool, buffer
+        self._dynamic_sampling, self._evaluate = dynamic_sampling, evaluate
         self._world_size = accelerators(context.config)
-        self._pool = pool
-        self._dynamic_sampling = dynamic_sampling
-        self._totals = totals
-        self._probes = probes
         self._unscored = UnscoredSteps()
-        self.incarnation = 0
+        self.meter = BusyMeter(pool, context.config.deadlines.keepalive)
+        self.probes = Probes(context, pool, buffer.ready_changed)
         self.newest: Metrics = {}
-        self.evaluated: Metrics = {}
-        """The metrics of the newest evaluation."""
-        self.stepped = 0.0
-        """When the newest step was recorded, on the loop's clock."""
+        self.evaluated: Metrics = {}  # the metrics of the newest evaluation
+        self.stepped = 0.0  # when the newest step was recorded, on the loop's clock
+        self.first_applied = 0.0  # when all of the first step was submitted, on the loop's clock
 
-    async def step(self, trained: TrainedStep) -> Metrics:
-        """Log the step's metrics and return them. Then raises ServiceFault if replies get no score (`UnscoredSteps`)."""
-        timing = self._spans.close_step()
-        groups = trained.groups
-        probed = self._probes.close_step(PolicyVersion(self.incarnation, trained.step), trained.result.probes)
-        ages = [
-            trained.step - group.generated.oldest.step
-            for group in groups
-            if group.generated is not None
-            for _ in range(group.generated.n)
-        ]
+    async def finished(self, trained: TrainedStep) -> None:
+        """Record a step: its metrics, an evaluation if one is due, and the stop conditions. Call it for each step, in order."""
+        context, history, step = self._context, self._context.history, trained.step + 1
+        config, alarms = context.config, history.alarms
+        history.version = self._buffer.version(step)
+        await self.step(trained)
+        if TOTAL not in context.startup.phases:
+            await self._started_up()
+        if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
+            self._buffer.stop(f"{config.stop.hours:g} hours are over")
+        if config.mismatch.action == "stop" and history.alarms > alarms:
+            self._buffer.stop(f"mismatch.action is stop: {history.alarm}")
+        if self._evaluate is not None and self.evaluates(step):
+            await self._evaluate(step)
+        save_run_state(context, self._roles)
+        self.report("training")
+
+    def evaluates(self, step: int) -> bool:
+        """Return True if version `step` is to be evaluated beside training."""
+        every = self._context.config.evaluation.every
+        return self._evaluate is not None and every > 0 and step % every == 0 and step < self._buffer.last_step
+
+    async def _started_up(self) -> None:
+        """Record the start-up time after the first step: start-up ended when the trainer had this step's whole batch."""
+        context, figures = self._context, self._context.startup
+        figures.phases["first step"] = self.first_applied - context.history.rl_began
+        figures.phases[TOTAL] = self.first_applied - context.launched - figures.phases.get(NOT_COUNTED, 0.0)
+        await waiting.done(lambda: figures.write(context.folder), context.folder)
+
+    def report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
+        """Report the run's progress to its supervisor."""
+        figures, history = self.figures, self._context.history
+        if (newest := history.newest_accuracy) is not None:
+            figures["eval/accuracy"] = newest
+        step, steps = self._buffer.committed, self._context.config.training.steps
+        if phase == "training":
+            done, total = step, steps
+        detail, alarm = detail or line(figures), history.alarm
+        self._context.supervisor.report(
+            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
+        )
+
+    async def step(self, trained: TrainedStep) -> None:
+        """Log the step's metrics. Then raises ServiceFault if replies get no score (`UnscoredSteps`)."""
+        timing = self._context.spans.close_step()
+        generated = [group.generated for group in trained.groups if group.generated is not None]
+        scores = [group.scores for group in trained.groups if group.scores is not None]
+        probed = self.probes.close_step(self._buffer.version(trained.step), trained.result.probes)
+        counts = self._buffer.counts()
+        queues = {name: counts[name] for name in ("admitted", "generating", "generated", "ready")}
         metrics = step_metrics(
             StepFigures(
-                generated=[group.generated for group in groups if group.generated is not None],
-                scores=[group.scores for group in groups if group.scores is not None],
-                staleness=ages,
+                generated=generated,
+                scores=scores,
+                staleness=[trained.step - group.oldest.step for group in generated for _ in range(group.n)],
                 timing=timing,
                 trained=trained.result,
                 world_size=self._world_size,
-                incarnation=self.incarnation,
-                queues=self._queues(),
+                incarnation=self._buffer.incarnation,
+                queues=queues | {"limit": self._buffer.limit, "depth": self._buffer.depth},
                 idle={"trainer": idle_fraction(trained.result.seconds, timing["timing/all"])},
                 weight_sync=trained.weight_sync,
-                rollouts=self._pool.close_step() | self._meter.close_step() | probed,
+                rollouts=self._pool.close_step() | self.meter.close_step() | probed,
                 dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
         )
-        if self._trackers.dropped:
-            metrics["trackers/dropped"] = float(self._trackers.dropped)
-        self._totals.add(metrics)
+        trackers = self._context.trackers
+        if trackers.dropped:
+            metrics["trackers/dropped"] = float(trackers.dropped)
+        self._context.history.totals.add(metrics)
         self.newest, self.stepped = metrics, now()
-        await self._trackers.log(trained.step + 1, metrics)
-        scores = [group.scores for group in groups if group.scores is not None]
+        await trackers.log(trained.step + 1, metrics)
         self._unscored.step(scores, last=trained.step + 1 >= self._buffer.last_step)
-        return metrics
 
     @property
     def figures(self) -> dict[str, float]:
@@ -394,15 +449,8 @@ class MetricsRecorder:
         return {name: value for name, value in self.newest.items() if isinstance(value, float)}
 
     async def evaluation(self, step: int, metrics: Metrics) -> None:
-        self.evaluated = metrics
-        await self._trackers.log(step, metrics)
-
-    def _queues(self) -> dict[str, int]:
-        counts = self._buffer.counts()
-        return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")} | {
-            "limit": self._buffer.limit,
-            "depth": self._buffer.depth,
-        }
+        self.evaluated = metrics | {"eval/skipped": float(self._context.history.skipped_evaluations)}
+        await self._context.trackers.log(step, self.evaluated)
 
 
 def gap(figures: dict[str, float]) -> str:
@@ -415,15 +463,14 @@ def gap(figures: dict[str, float]) -> str:
 def line(figures: dict[str, float]) -> str:
     """Format the figures for which a progress bar has room."""
     shown = (
-        ("eval/accuracy", "accuracy {:.1%}"),
-        ("score/mean", "reward {:.2f}"),
-        ("timing/all", "{:.0f} ms/step"),
-        ("staleness/mean", "staleness {:.1f}"),
-        ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
-        ("trackers/dropped", "trackers miss {:.0f}"),
+        ("eval/accuracy", "accuracy {:.1%}", 1),
+        ("score/mean", "reward {:.2f}", 1),
+        ("timing/all", "{:.0f} ms/step", 1000),
+        ("staleness/mean", "staleness {:.1f}", 1),
+        ("mismatch/abs_logprob_p99", "log p gap {:.0e}", 1),
+        ("trackers/dropped", "trackers miss {:.0f}", 1),
     )
-    scale = {"timing/all": 1000.0}
-    parts = [form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures]
+    parts = [form.format(figures[name] * scale) for name, form, scale in shown if name in figures]
     if masked := figures.get("score/masked"):
         parts.append(f"not scored {masked:.0f} of {figures['samples']:.0f}")
     return "  ".join(parts)
@@ -445,19 +492,15 @@ FIRST_ID = -(1 << 62)  # one group id a version: far from the ids of training, w
 class Probes:
     """Probes each rollout that reaches the committed version. A probe without an answer is counted, and fails nothing."""
 
-    def __init__(self, context: RunContext, pool: RolloutPool, history: RunHistory, spans: SpanClock, answered: asyncio.Event):
-        """Subscribe to the pool. `history` gets the alarms. `answered` is set after each answer or missed deadline."""
+    def __init__(self, context: RunContext, pool: RolloutPool, answered: asyncio.Event):
+        """Subscribe to the pool. `answered` is set after each answer or missed deadline."""
         config = context.config
         self._prompts, self._seed = context.train.tokens, config.run.seed
         self._limit, self._seconds = config.mismatch.limit, config.weight_sync.commit_timeout
-        self._sampling = SamplingParams(
-            max_new_tokens=min(NEW_TOKENS, config.sampling.max_new_tokens),
-            temperature=config.sampling.temperature,
-            **config.sampling.filters,
-            experts_from=0 if config.moe.router_replay == "routing" else -1,
-            stop_token_ids=context.stop_token_ids,
-        )
-        self._pool, self._history, self._spans, self._answered = pool, history, spans, answered
+        sampling = context.sampling
+        self._sampling = replace(sampling, max_new_tokens=min(NEW_TOKENS, sampling.max_new_tokens))
+        self._pool, self._answered = pool, answered
+        self._history, self._spans = context.history, context.spans
         self._version: PolicyVersion | None = None
         self._asked: dict[Member, asyncio.Task[bytes | None]] = {}
         self._compared: list[str] = []  # the rollouts of the probes that the trainer got last
@@ -465,28 +508,21 @@ class Probes:
         """An earlier coordinator has given the trainer the probes of the next step: their rollouts are not known."""
         self._unanswered = 0
         self._off: set[str] = set()  # the rollouts whose newest probe was over the limit
-        self._loop = asyncio.get_running_loop()
-        self._look_due: asyncio.Handle | None = None
-        pool.subscribe(self._changed)
+        pool.subscribe(self._look)
 
     def close(self) -> None:
         """Stop probing and cancel all open probes. Idempotent."""
-        self._pool.unsubscribe(self._changed)
-        if self._look_due is not None:
-            self._look_due.cancel()
-            self._look_due = None
+        self._pool.unsubscribe(self._look)
         self._drop()
 
     @property
     def pending(self) -> bool:
-        self._look_if_due()
         return not all(asked.done() for asked in self._asked.values())
 
     async def answers(self, version: PolicyVersion) -> list[bytes]:
         """Return the rollouts' answers for `version`, once each has answered or run out of time. Return an empty list if
         the rollouts have another version. `close_step` must follow."""
         self._compared, self._unanswered = [], 0
-        self._look_if_due()
         if version != self._version or self.given_before:
             return []
         while self.pending:
@@ -508,26 +544,18 @@ class Probes:
                 f"{name}, version {version}: its log-probabilities are {gap:.3g} nats from the trainer's on average, more than "
                 f"mismatch.limit {self._limit:g}; it has other weights or computes in another dtype (sluice validate)"
             )
-            self._history.off(message if name not in self._off else "")
+            self._history.alarms += 1
+            if name not in self._off:
+                self._history.alarm = message
+                log.warning("%s", message)
             self._off.add(name)
         self.given_before = False
         figures = {"mismatch/probes": float(len(gaps)), "mismatch/unanswered": float(self._unanswered)}
         finite = [gap for gap in gaps if math.isfinite(gap)]
         return figures | ({"mismatch/worst_rollout": max(finite)} if finite else {})
 
-    def _changed(self) -> None:
-        """Schedule one look for all changes of this turn of the event loop, as many rollouts may come together."""
-        if self._look_due is None:
-            self._look_due = self._loop.call_soon(self._look)
-
-    def _look_if_due(self) -> None:
-        if self._look_due is not None:
-            self._look_due.cancel()
-            self._look()
-
     def _look(self) -> None:
         """Probe each rollout that has reached the committed version since the last look."""
-        self._look_due = None
         version = self._pool.membership.committed
         if version != self._version:
             self._drop()

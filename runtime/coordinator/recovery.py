@@ -28,10 +28,10 @@ from msgspec.structs import replace
 from runtime import timeouts, types
 from runtime.cluster.placement import backoff
 from runtime.cluster.topology import alternates
-from runtime.commands import Offload, RolePort, Save, TrainerPort
+from runtime.commands import Offload, RolePort, Save
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.metrics_recorder import RunContext, RunHistory, save_run_state
+from runtime.coordinator.metrics_recorder import RunContext, save_run_state
 from runtime.coordinator.pools import Roles, models, wait_for
 from runtime.coordinator.register import Register, UnitChange
 from runtime.data.prompts import PromptStream
@@ -42,7 +42,6 @@ from runtime.ledger.journal import CheckpointSaved
 from runtime.process.waiting import first_error, now
 from runtime.status import Progress
 from runtime.telemetry.summary import Totals
-from runtime.types import PolicyVersion
 
 log = logging.getLogger("sluice")
 
@@ -51,22 +50,15 @@ class Recovery:
     """Watches trainer and critic during one attempt. If one is lost the other is given up, because both have to go back to the
     same checkpoint. `begun`: the first version is published."""
 
-    def __init__(self, context: RunContext, roles: Roles, register: Register, history: RunHistory):
-        self.models: list[RolePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
-        self.begun = history.attempts > 0
-        self._register = register
-        self._config = context.config
-        self._allowed = context.config.services.trainer.restarts
-        self._replaceable = context.supervisor.restarts
-        self._history = history
-        self._lost = asyncio.Event()
-        self._name = self._reason = ""
-        self._interrupted = False
+    def __init__(self, context: RunContext, roles: Roles, register: Register):
+        self._models = roles.models
+        self.begun = context.history.attempts > 0
+        self._context, self._register = context, register
+        self._loss: asyncio.Future[Unreachable] = asyncio.get_running_loop().create_future()
         self._waiting: asyncio.Future[None] | None = None
 
     def interrupt(self) -> None:
-        """Make every later loss end the run."""
-        self._interrupted = True
+        """End the wait for restarts: the loss ends the run."""
         if self._waiting is not None:
             self._waiting.cancel()
 
@@ -75,31 +67,29 @@ class Recovery:
         `work`, or the loss if it ends the run. Call this once."""
         self._register.subscribe(self._look)
         self._look()
-        working, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
+        working = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, self._loss}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 error = working.exception()
                 if error is None:
                     return None
                 self._find_lost(first_error(error))
-                if not (self._lost.is_set() and self._replaced()):
+                if not (self._loss.done() and self._replaced()):
                     raise error
-            loss = Unreachable(self._name, "run", self._reason)
             if not self._replaced():
-                raise loss
-            return loss
+                raise self._loss.result()
+            return self._loss.result()
         finally:
             self._register.unsubscribe(self._look)
-            for task in (working, lost):
-                task.cancel()
-            await asyncio.gather(working, lost, return_exceptions=True)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
     def check_progress(self, loss: ServiceFault, step: int) -> None:
         """Record that the attempt ended at `step`. Raises `loss` if too many attempts in a row made no progress."""
-        history = self._history
+        history = self._context.history
         history.lost(step)
-        if (fruitless := history.attempts_without_progress) > self._allowed:
+        if (fruitless := history.attempts_without_progress) > self._context.config.services.trainer.restarts:
             message = f"{loss.reason}; {fruitless} times in a row before any step after {history.best_step}"
             raise ServiceFault(loss.service, loss.phase, message) from loss
 
@@ -107,35 +97,31 @@ class Recovery:
         """Wait until the models of the next attempt serve. Meanwhile rollouts generate, as far as the staleness bound allows.
         Raises `loss` if the run is interrupted. Raises DeadlineExceeded with the names of the missing models after
         `deadlines.start` plus the longest delay that `restarts` puts before a start."""
-        self._waiting = asyncio.ensure_future(models_back(self._config, self._register))
+        self._waiting = asyncio.ensure_future(models_back(self._context.config, self._register))
         try:
             await self._waiting
         except asyncio.CancelledError:
-            if self._interrupted:
+            if self._context.supervisor.interrupted:
                 raise loss from None
             raise
 
     def _look(self, _: UnitChange | None = None) -> None:
-        for model in self.models:
+        for model in self._models:
             unit = self._register.find(model.name)
-            if unit is not None and unit.port is not model and not self._lost.is_set():
-                self._lose(model, unit.reason)
+            if unit is not None and unit.port is not model and not self._loss.done():
+                self._loss.set_result(Unreachable(model.name, "run", unit.reason))
+                for other in self._models:
+                    if other is not model and self._replaced():
+                        self._register.lose(other, f"goes back to a checkpoint with {model.name}")
 
     def _replaced(self) -> bool:
         """Return True if lost models are started again, False if a loss ends the run."""
-        return self._replaceable and self.begun and not self._interrupted
-
-    def _lose(self, model: RolePort, reason: str) -> None:
-        self._name, self._reason = model.name, reason
-        self._lost.set()
-        if self._replaced():
-            for other in self.models:
-                if other is not model:
-                    self._register.lose(other, f"goes back to a checkpoint with {model.name}")
+        supervisor = self._context.supervisor
+        return supervisor.restarts and self.begun and not supervisor.interrupted
 
     def _find_lost(self, error: BaseException) -> None:
         """Mark a model as lost if it failed a weight sync."""
-        for model in self.models:
+        for model in self._models:
             if isinstance(error, ServiceFault) and error.phase == "publish" and model.name in error.service.split(", "):
                 self._register.lose(model, error.reason)
 
@@ -156,63 +142,45 @@ async def models_back(config: Config, register: Register) -> None:
 
 
 class Checkpoints:
-    """Saves and prunes checkpoints. `accuracy` has the results of evaluations by step: the best checkpoint is one of these."""
+    """Saves and prunes checkpoints. The best one is that of the best evaluation."""
 
-    def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer, history: RunHistory):
+    def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer):
         config = context.config
-        self._context = context
-        self._folder = context.folder
-        self._settings = config.checkpoint
-        self._seconds = config.deadlines.save
-        self._roles = roles
-        self._stream = stream
-        self._buffer = buffer
-        self._incarnation = 0
+        self._context, self._roles, self._stream, self._buffer = context, roles, stream, buffer
+        self._folder, self._settings, self._seconds = context.folder, config.checkpoint, config.deadlines.save
         self._lineage = checkpoint.lineage(config)
-        self._history = history
+        self._history = context.history
         self._alarm = ""  # the newest alarm about missing room
-        self.accuracy = history.accuracy
 
-    def take_up(self, incarnation: int) -> None:
-        """Go on as `incarnation`. A checkpoint that was being written as the coordinator was lost counts if it is complete."""
-        self._incarnation = incarnation
+    def take_up(self) -> None:
+        """Go on. A checkpoint that was being written as the coordinator was lost counts if it is complete."""
         with _as_service_fault(self._folder):
             checkpoint.sweep(self._folder)
 
-    def resume(self, incarnation: int, position: Position) -> None:
-        """Go on after `position`, as `incarnation`. Later checkpoints are set aside: their steps are made again."""
-        self._incarnation = incarnation
+    def resume(self, position: Position) -> None:
+        """Go on after `position`. Later checkpoints are set aside: their steps are made again."""
         step = position.version.step
+        self.take_up()
         with _as_service_fault(self._folder):
-            checkpoint.sweep(self._folder)
-            if left := checkpoint.set_aside(self._folder, step, incarnation):
+            if left := checkpoint.set_aside(self._folder, step, self._buffer.incarnation):
                 steps = ", ".join(map(str, left))
                 log.warning("the run goes on from step %d: its checkpoints of steps %s are set aside", step, steps)
         if position.best_step is not None and position.best_accuracy is not None:
-            self.accuracy[position.best_step] = position.best_accuracy
-
-    @property
-    def newest_accuracy(self) -> float | None:
-        return self.accuracy[max(self.accuracy)] if self.accuracy else None
-
-    async def due(self, step: int) -> Position | None:
-        """Return the run's position once version `step` is made, or None if no checkpoint is due then. Call it before this step
-        is applied, when all of its groups have been taken."""
-        if not self._settings.every or step % self._settings.every:
-            return None
-        return await self.position(step)
+            self._history.accuracy[position.best_step] = position.best_accuracy
 
     async def position(self, step: int) -> Position:
-        """Return the run's position once version `step` is made."""
-        best = self._best(self.accuracy)
+        """Return the run's position once version `step` is made. Call it before this step is applied, when all of its groups
+        have been taken."""
+        accuracy = self._history.accuracy
+        best = self._best(accuracy)
         untrained = [group for group in self._buffer if group.taken is None or group.taken >= step]
         return Position(
-            version=PolicyVersion(self._incarnation, step),
+            version=self._buffer.version(step),
             stream=self._stream.state(),
             trained=await self._context.ledger.trained(step),
             pending=[group.ticket.problem for group in sorted(untrained, key=lambda group: group.group_id)],
-            accuracy=self.newest_accuracy,
-            best_accuracy=None if best is None else self.accuracy[best],
+            accuracy=self._history.newest_accuracy,
+            best_accuracy=None if best is None else accuracy[best],
             best_step=best,
             run=self._lineage,
         )
@@ -253,14 +221,14 @@ class Checkpoints:
         self,
         step: int,
         position: Position,
-        finishing: asyncio.Future[None] | None = None,
+        recorded: asyncio.Future[Totals] | None = None,
         written: asyncio.Future[None] | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Order the checkpoint of version `step`, behind the commands before. Done once old checkpoints are pruned.
 
-        The checkpoint counts only once `finishing` is done, when the metrics of its step are recorded: an attempt that begins
-        with it does not repeat this step. `written` is done once the models no longer need their devices for it.
-        Awaiting raises StorageFull if there is no room.
+        The checkpoint counts only once its step is recorded, as an attempt that begins with it does not repeat this step:
+        `recorded` gets the totals up to this step; None: it is recorded. `written` is done once the models no longer need
+        their devices for the checkpoint. Awaiting raises StorageFull if there is no room.
         """
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles
         try:
@@ -271,16 +239,14 @@ class Checkpoints:
         except StorageFull as error:
             return _raised(error)
         own = Save(str(partial), types.encode(position), tuple(checkpoint.steps(self._folder)))
-        critics = replace(own, folder=str(partial / checkpoint.CRITIC))
-        if roles.critic is None:
-            saving = [roles.trainer.post(own)]
-        elif alternates(self._context.config):
-            saving = [self._one_by_one(own, critics, roles.trainer, roles.critic)]
+        saves = (own, replace(own, folder=str(partial / checkpoint.CRITIC)))
+        if alternates(self._context.config):
+            saving = [self._one_by_one(*saves, *roles.models)]
         else:
-            saving = [roles.trainer.post(own), roles.critic.post(critics)]
-        return self._saved_at(step, folder, partial, saving, position, self._entered(finishing), written)
+            saving = [model.post(save) for model, save in zip(roles.models, saves, strict=False)]
+        return self._saved_at(step, folder, partial, saving, position, recorded, written)
 
-    async def _one_by_one(self, own: Save, critics: Save, trainer: TrainerPort, critic: RolePort) -> list[str]:
+    async def _one_by_one(self, own: Save, critics: Save, trainer: RolePort, critic: RolePort) -> list[str]:
         """Save the critic, then the trainer, which have the same devices."""
         # Each call waits until the model has moved or written: only one has its state on the devices at a time.
         await trainer.call(Offload())
@@ -295,7 +261,7 @@ class Checkpoints:
         partial: Path,
         saving: list[Coroutine[Any, Any, list[str]]],
         position: Position,
-        entered: asyncio.Future[Totals],
+        recorded: asyncio.Future[Totals] | None,
         written: asyncio.Future[None] | None,
     ) -> None:
         # The processes write their parts. Then wait until the step is recorded, else a resume would repeat a saved step.
@@ -303,7 +269,7 @@ class Checkpoints:
             position = replace(position, parts=[part for found in await asyncio.gather(*saving) for part in found])
             if written is not None:
                 written.set_result(None)
-            totals = await entered
+            totals = self._history.totals.copy() if recorded is None else await recorded
         except BaseException:
             checkpoint.discard(partial)
             raise
@@ -318,12 +284,13 @@ class Checkpoints:
                     self._history.saved(folder, totals)
                     if self._history.alarm == self._alarm:
                         self._history.alarm = ""
-        at = self._context.epoch + now()
-        self._context.ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=at))
-        save_run_state(self._context, self._roles, self._history)
+        at, incarnation = self._context.time(), self._buffer.incarnation
+        self._context.ledger.record(CheckpointSaved(step=step, incarnation=incarnation, path=str(folder), at=at))
+        save_run_state(self._context, self._roles)
         await self._context.ledger.flush()
         # Prune old checkpoints and the ledger's data for them, now that no attempt would go back to these.
-        best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
+        kept = set(checkpoint.steps(self._folder)) if self._settings.keep_best else set()
+        best = self._best(self._history.accuracy.keys() & kept)
         with _as_service_fault(folder):
             await self._on_disk(asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best)), folder)
         oldest = min(checkpoint.steps(self._folder), default=step)
@@ -336,24 +303,8 @@ class Checkpoints:
         except TimeoutError:
             raise DeadlineExceeded("coordinator", "save", f"{folder}: the file system does not answer", self._seconds) from None
 
-    def _entered(self, finishing: asyncio.Future[None] | None) -> asyncio.Future[Totals]:
-        """Return a copy of the totals, taken when `finishing` is done, before later steps are added."""
-        entered: asyncio.Future[Totals] = asyncio.get_running_loop().create_future()
-
-        def copy(finished: asyncio.Future[None] | None = None) -> None:
-            if finished is None or not (finished.cancelled() or finished.exception()):
-                entered.set_result(self._history.totals.copy())
-            else:
-                entered.cancel()
-
-        if finishing is None:
-            copy()
-        else:
-            finishing.add_done_callback(copy)
-        return entered
-
     def _best(self, steps: Iterable[int]) -> int | None:
-        return max(steps, key=lambda step: self.accuracy[step], default=None)
+        return max(steps, key=lambda step: self._history.accuracy[step], default=None)
 
 
 async def _raised(error: StorageFull) -> None:

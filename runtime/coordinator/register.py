@@ -23,7 +23,7 @@ roles serve as soon as they are connected. A lost incarnation never comes back; 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
@@ -61,11 +61,10 @@ LIVING = (UnitState.JOINING, UnitState.SERVING)
 
 
 class Incarnated(Protocol):
-    """A process, a unit, or a report about one of them."""
+    """A process, a unit, or a report about one of them. A rank's name stands for its unit."""
 
     @property
-    def name(self) -> str:
-        """The unit's name, or a rank's name, which stands for its unit."""
+    def name(self) -> str: ...
 
     @property
     def incarnation(self) -> int: ...
@@ -103,79 +102,36 @@ class Unit(Struct, frozen=True):
         return member_of(self)
 
 
-class UnitEvent(Struct, frozen=True):
-    """An event of one incarnation of a unit."""
-
-
-class RankRegistered(UnitEvent, frozen=True):
-    """A process of the unit has loaded, and serves."""
-
-    process: Any  # a Registration
-
-
-class Connected(UnitEvent, frozen=True):
-    """The coordinator has a session to each process of the unit."""
-
-    port: Any
-
-
-class Joined(UnitEvent, frozen=True):
-    """The unit is in the next epoch of the sync group."""
-
-
-class Served(UnitEvent, frozen=True):
-    """The unit has the committed version."""
-
-
-class UnitLost(UnitEvent, frozen=True):
-    """A process of the unit is gone, or was given up."""
-
-    reason: str
-
-
-class Dismissed(UnitEvent, frozen=True):
-    """The run does not need the unit any more."""
-
-    reason: str
-
-
-class Replaced(UnitEvent, frozen=True):
-    """A later incarnation is placed."""
-
-    incarnation: int
-
-
-_S = UnitState
-_TABLE: dict[type[UnitEvent], dict[UnitState, UnitState]] = {
-    RankRegistered: dict.fromkeys((_S.PLACED, _S.STARTED), _S.STARTED),
-    Connected: {_S.REGISTERED: _S.CONNECTED},
-    Joined: {_S.CONNECTED: _S.JOINING},
-    Served: {_S.JOINING: _S.SERVING},
-    UnitLost: dict.fromkeys([state for state in _S if not state.over], _S.LOST),
-    Dismissed: dict.fromkeys([state for state in _S if state is not _S.DISMISSED], _S.DISMISSED),
-    Replaced: dict.fromkeys((_S.LOST, _S.DISMISSED), _S.PLACED),
+_BEFORE: dict[UnitState, Collection[UnitState]] = {
+    UnitState.PLACED: (UnitState.LOST, UnitState.DISMISSED),
+    UnitState.STARTED: (UnitState.PLACED, UnitState.STARTED),
+    UnitState.CONNECTED: (UnitState.REGISTERED,),
+    UnitState.JOINING: (UnitState.CONNECTED,),
+    UnitState.SERVING: (UnitState.JOINING,),
+    UnitState.LOST: [state for state in UnitState if not state.over],
+    UnitState.DISMISSED: [state for state in UnitState if state is not UnitState.DISMISSED],
 }
+"""The states that a unit may leave for each state."""
 
 
-def apply(unit: Unit, event: UnitEvent) -> Unit:
-    """Return the row after `event`. Raises InvariantViolated if the table has no such transition."""
-    state = _TABLE[type(event)].get(unit.state)
-    if state is None:
+def moved(unit: Unit, state: UnitState, process: Any = None, **fields: Any) -> Unit:
+    """Return the row in its next `state` and with `fields`. Raises InvariantViolated if the table has no such transition.
+
+    `process`: the Registration of a rank that has started; with the last rank's the unit is registered. A connected unit that
+    is no rollout serves at once.
+    """
+    if unit.state not in _BEFORE[state]:
         raise InvariantViolated(
-            f"{unit.name} (incarnation {unit.incarnation}) is {unit.state.value}, and cannot take {event!r}"
+            f"{unit.name} (incarnation {unit.incarnation}) is {unit.state.value}, and cannot be {state.value}"
         )
-    if isinstance(event, RankRegistered):
+    if process is not None:
         pairs = zip(unit.ranks, unit.processes, strict=True)
-        processes = tuple(event.process if rank == event.process.name else known for rank, known in pairs)
-        complete = all(one is not None and one.incarnation == unit.incarnation for one in processes)
-        return replace(unit, state=_S.REGISTERED if complete else state, processes=processes)
-    if isinstance(event, Connected):
-        return replace(unit, state=state if unit.role == ROLLOUT else _S.SERVING, port=event.port, reason="")
-    if isinstance(event, UnitLost | Dismissed):
-        return replace(unit, state=state, port=None, reason=event.reason)
-    if isinstance(event, Replaced):
-        return replace(unit, state=state, incarnation=event.incarnation)
-    return replace(unit, state=state)
+        fields["processes"] = tuple(process if rank == process.name else known for rank, known in pairs)
+        if all(one is not None and one.incarnation == unit.incarnation for one in fields["processes"]):
+            state = UnitState.REGISTERED
+    elif state is UnitState.CONNECTED and unit.role != ROLLOUT:
+        state = UnitState.SERVING
+    return replace(unit, state=state, **fields)
 
 
 class UnitChange(Struct, frozen=True):
@@ -198,8 +154,7 @@ class Register:
         self.late = 0
         self._units: dict[str, Unit] = {}
         self._unit_of: dict[str, str] = {}  # by the name of each rank
-        self._views: dict[tuple[str, tuple[UnitState, ...]], tuple[Unit, ...]] = {}  # until the next change
-        self._members: dict[tuple[str, tuple[UnitState, ...]], tuple[Member, ...]] = {}  # also until the next change
+        self._views: dict[tuple[str, tuple[UnitState, ...]], tuple[tuple[Unit, ...], tuple[Member, ...]]] = {}  # until a change
         self._watchers: list[Callable[[UnitChange], None]] = []
         self._pending: deque[UnitChange] = deque()
         self._notifying = False
@@ -217,18 +172,18 @@ class Register:
 
     def units(self, role: str = "", *states: UnitState) -> tuple[Unit, ...]:
         """Return the rows of `role` in these states, sorted by name. "" means all roles; no states means any state."""
-        key = (role, states)
-        if key not in self._views:
-            found = (unit for unit in self._units.values() if role in ("", unit.role) and (not states or unit.state in states))
-            self._views[key] = tuple(sorted(found, key=lambda unit: unit.name))
-        return self._views[key]
+        return self._view(role, states)[0]
 
     def members(self, role: str, *states: UnitState) -> tuple[Member, ...]:
         """Return the members of `units(role, *states)`."""
-        key = (role, states)
-        if key not in self._members:
-            self._members[key] = tuple(unit.member for unit in self.units(role, *states))
-        return self._members[key]
+        return self._view(role, states)[1]
+
+    def _view(self, role: str, states: tuple[UnitState, ...]) -> tuple[tuple[Unit, ...], tuple[Member, ...]]:
+        if (role, states) not in self._views:
+            found = (unit for unit in self._units.values() if role in ("", unit.role) and (not states or unit.state in states))
+            units = tuple(sorted(found, key=lambda unit: unit.name))
+            self._views[role, states] = units, tuple(unit.member for unit in units)
+        return self._views[role, states]
 
     def find(self, name: str) -> Unit | None:
         """Return the row of the unit, or of the rank's unit, called `name`."""
@@ -263,7 +218,7 @@ class Register:
     def take_up(self, role: str, ranks: Sequence[str], incarnation: int, processes: Sequence[Any]) -> None:
         """Add a unit known to an earlier coordinator. `processes`: of all ranks if all had registered, else empty."""
         self._unit_of |= dict.fromkeys(ranks, ranks[0])
-        state = _S.REGISTERED if processes else _S.PLACED
+        state = UnitState.REGISTERED if processes else UnitState.PLACED
         known = tuple(processes) or (None,) * len(ranks)
         self._put(Unit(role=role, ranks=tuple(ranks), processes=known, incarnation=incarnation, state=state), None)
 
@@ -278,32 +233,32 @@ class Register:
         here = known is not None and known.incarnation == unit.incarnation
         if here and (process.incarnation == unit.incarnation or self.is_followed(process)):
             raise UserError(f"{process.name}: its incarnation {unit.incarnation} has registered already")
-        return self._report(process, RankRegistered(process))
+        return self._report(process, UnitState.STARTED, process=process)
 
     def connect(self, port: Any) -> bool:
         """Connect a registered unit by `port`, a RolePort. The loss of the port is the loss of the unit."""
-        if not self._report(port, Connected(port)):
+        if not self._report(port, UnitState.CONNECTED, port=port, reason=""):
             return False
         port.when_lost(partial(self.lose, port))
         return True
 
     def join(self, who: Incarnated) -> bool:
         """Put a rollout into the next epoch of the sync group."""
-        return self._report(who, Joined())
+        return self._report(who, UnitState.JOINING)
 
     def serve(self, who: Incarnated) -> bool:
         """Let a rollout serve: it has the committed version."""
-        return self._report(who, Served())
+        return self._report(who, UnitState.SERVING)
 
     def lose(self, who: Incarnated, reason: str) -> bool:
         """Mark the unit of `who` as lost: the run stops calling it. Any part of the coordinator may call this, also twice."""
-        return self._report(who, UnitLost(reason))
+        return self._report(who, UnitState.LOST, port=None, reason=reason)
 
     def dismiss(self, name: str, reason: str) -> None:
         """Remove the unit from the run; it is no loss."""
         unit = self._units[name]
         if unit.state is not UnitState.DISMISSED:
-            self._apply(unit, Dismissed(reason))
+            self._move(unit, UnitState.DISMISSED, port=None, reason=reason)
 
     def add(self, role: str, port: Any) -> None:
         """Add a unit of one process that the caller has started and connected."""
@@ -312,32 +267,29 @@ class Register:
         self.admit(port)
         self.connect(port)
 
-    # ------------------------------------------------------------------------------------------ internals
-
-    def _report(self, who: Incarnated, event: UnitEvent) -> bool:
+    def _report(self, who: Incarnated, state: UnitState, **fields: Any) -> bool:
         unit = self.find(who.name)
         if unit is None or self.is_followed(who) or (who.incarnation == unit.incarnation and unit.state.over):
             self.late += 1
             return False
         if who.incarnation > unit.incarnation:
             unit = self._follow(unit, who.incarnation)
-        self._apply(unit, event)
+        self._move(unit, state, **fields)
         return True
 
     def _follow(self, unit: Unit, incarnation: int) -> Unit:
         if not unit.state.over:
-            unit = self._apply(unit, UnitLost(f"incarnation {incarnation} has come in its place"))
-        return self._apply(unit, Replaced(incarnation))
+            unit = self._move(unit, UnitState.LOST, port=None, reason=f"incarnation {incarnation} has come in its place")
+        return self._move(unit, UnitState.PLACED, incarnation=incarnation)
 
-    def _apply(self, unit: Unit, event: UnitEvent) -> Unit:
-        after = apply(unit, event)
+    def _move(self, unit: Unit, state: UnitState, **fields: Any) -> Unit:
+        after = moved(unit, state, **fields)
         self._put(after, unit)
         return after
 
     def _put(self, unit: Unit, before: Unit | None) -> None:
         self._units[unit.name] = unit
         self._views.clear()
-        self._members.clear()
         self._pending.append(UnitChange(unit, before.state if before is not None else None))
         if before is not None and before.port is not None and unit.port is None:
             before.port.give_up(unit.reason)

@@ -28,40 +28,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 from runtime import run_files, types
 from runtime.chosen_algorithm import streams
-from runtime.cluster.topology import alternates, slots, takes_turns
+from runtime.cluster.topology import takes_turns
 from runtime.commands import Export, Restore
 from runtime.config import Config
 from runtime.coordinator import failover
-from runtime.coordinator.buffer import Buffer, DynamicSampling
-from runtime.coordinator.devices import ColocatedDevices, Devices
+from runtime.coordinator.buffer import Buffer, DynamicSampling, asked_of
+from runtime.coordinator.devices import ColocatedDevices
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.failover import FailoverState
+from runtime.coordinator.gateways import rollout_pool
 from runtime.coordinator.group_pipeline import STREAM, GroupStage
-from runtime.coordinator.metrics_recorder import (
-    BusyMeter,
-    MetricsRecorder,
-    Probes,
-    RunContext,
-    RunHistory,
-    RunState,
-    TrainedStep,
-    gap,
-    line,
-    needs,
-    save_run_state,
-)
-from runtime.coordinator.pools import GatewayPool, Roles, RolloutPool, models
+from runtime.coordinator.metrics_recorder import MetricsRecorder, RunContext, RunHistory, RunState, gap, needs, save_run_state
+from runtime.coordinator.pools import Roles, RolloutPool, models
 from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.coordinator.staleness import PipelineDepth, most_live
-from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainLoop
-from runtime.coordinator.weight_sync import WeightPublisher
+from runtime.coordinator.train_loop import TrainLoop
+from runtime.coordinator.weight_sync import Devices, WeightPublisher
 from runtime.data.prompts import PromptStream, StreamState
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation import results as evaluation
@@ -71,11 +60,9 @@ from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import Note
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process import waiting
 from runtime.process.waiting import now
 from runtime.status import Progress, RunFigures
 from runtime.telemetry import startup
-from runtime.telemetry.metrics import SpanClock
 from runtime.telemetry.summary import Summary
 from runtime.types import PolicyVersion
 
@@ -95,121 +82,96 @@ WHY_ENDED, INTERRUPTED = "run ended", "interrupted"
 class Attempt:
     """`execute` runs the attempt; `stop` ends it in order."""
 
-    def __init__(
-        self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory, taken_up: FailoverState | None = None
-    ):
-        """Create an attempt. `pool` and `history` belong to the run, and outlive the attempt. `taken_up`: go on where an
-        earlier coordinator was lost."""
-        config = context.config
+    def __init__(self, context: RunContext, pool: RolloutPool, taken_up: FailoverState | None = None):
+        """Create an attempt. `context` and `pool` belong to the run, and outlive the attempt. `taken_up`: go on where an
+        earlier coordinator was lost. Raises Unreachable without trainer or critic."""
+        config, history = context.config, context.history
+        roles = Roles(pool.register, config.deadlines.start)
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
         train, data = context.train, config.data
         self._stream = PromptStream(train.problems, config.run.seed, data.shuffle, train.shares, data.curriculum)
         self._taken_up = taken_up
         self._position = None if taken_up else self._first_position()
         first = taken_up.version.step if taken_up else self._position.version.step if self._position else 0
-        self._incarnation = 0
-        self._needs = needs(config)
         self.buffer = Buffer(
-            needs=self._needs,
+            needs=needs(config),
             groups_per_step=config.training.groups_per_step,
             staleness=config.training.staleness,
             journal=context.ledger,
             step=first,
-            clock=lambda: context.epoch + now(),
+            clock=context.time,
             depth=depth_of(config),
         )
         self.buffer.last_step = config.training.steps
-        history.resumes_at(first)
-        self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer, history)
-        self._spans = SpanClock(now)
+        history.accuracy = {step: accuracy for step, accuracy in history.accuracy.items() if step <= first}
+        self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer)
         self.publisher = WeightPublisher(roles.trainer, pool, config.weight_sync, config.deadlines.train)
-        self._meter = BusyMeter(pool, config.deadlines.keepalive)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self.buffer, limit) if config.algorithm.dynamic_sampling else None
-        self._probes = Probes(context, pool, history, self._spans, self.buffer.ready_changed)
-        self.recorder = MetricsRecorder(
-            context, self._spans, self.buffer, self._meter, pool, history.totals, self._dynamic, self._probes
-        )
+        self._evaluator = evaluator_of(context, roles.scorers, pool)
+        evaluate = None if self._evaluator is None else self._evaluate_beside
+        self.recorder = MetricsRecorder(context, roles, pool, self.buffer, self._dynamic, evaluate)
         self._devices = (
-            ColocatedDevices(config, roles, pool, self.publisher, self.buffer, self._probes, self._spans)
+            ColocatedDevices(context, roles, pool, self.publisher, self.buffer, self.recorder.probes)
             if takes_turns(config)
             else Devices(pool, self.publisher, self.buffer)
         )
-        self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._spans, self._dynamic)
-        self._training = self._train_loop()
-        self._training.next = first
-        self._evaluator = evaluator_of(context, roles, pool)
+        self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._dynamic)
+        self._training = TrainLoop(context, roles, self._devices, self.buffer, self.recorder, self._checkpoints)
         self._evaluating: asyncio.Task[Any] | None = None
-        self._admission: asyncio.Task[None] | None = None
-        self._recovery = Recovery(context, roles, pool.register, history)
+        self._recovery = Recovery(context, roles, pool.register)
         self.accuracy_after: float | None = None
         self.vacated = False  # after a loss: the devices are free for another trainer
-        self._interrupted = False
 
     # ------------------------------------------------------------------------------------------ public
 
     def stop(self, reason: str) -> None:
         """End after the step under way, and save. `INTERRUPTED` also ends the evaluation under way and prevents later ones."""
         self.buffer.stop(reason)
-        self._interrupted = self._interrupted or reason == INTERRUPTED
-        if self._interrupted:
+        if reason == INTERRUPTED:
+            self._context.supervisor.interrupted = True
             self._recovery.interrupt()
             if self._evaluating is not None:
                 self._evaluating.cancel()
 
     async def execute(self) -> bool:
         """Run the attempt. Return False if the run is over, True if a model was lost and the models of the next attempt serve.
-
-        Raises ServiceFault, UserError (a full disk), InvariantViolated.
-        """
+        Raises ServiceFault, UserError (a full disk), InvariantViolated."""
         async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            self._beside = [tasks.create_task(self._context.ledger.run())]
+            self._tasks, self._beside = tasks, list[asyncio.Task[Any]]()
+            self._go_beside(self._context.ledger.run())
             if (loss := await self._recovery.run_until_lost(self._until_saved())) is not None:
                 # Rollouts go on meanwhile, unless they share devices. Wait for the registration of trainer and critic.
                 self._recovery.check_progress(loss, self.buffer.committed)
-                self._report("recovering", detail=str(loss))
+                self.recorder.report("recovering", detail=str(loss))
                 await self._vacate()
                 await self._recovery.wait_restarted(loss)
             await self._close()  # ends the tasks before the last records are written
         await self._context.ledger.flush()
         return loss is not None
 
+    def _go_beside(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Do `work` until `_close`."""
+        self._beside.append(self._tasks.create_task(work))
+        return self._beside[-1]
+
     async def _close(self) -> None:
         """End all remaining tasks. A group under way would mix the weights of two attempts, so the next attempt generates it
         again from the same seed."""
-        for task in (*self._beside, self._admission, self._evaluating):
-            if task is not None:
-                task.cancel()
-        self._probes.close()
+        for task in self._beside:
+            task.cancel()
+        self.recorder.probes.close()
         self._devices.close()
         await self._groups.close()
         self.publisher.close()
 
     async def _vacate(self) -> None:
         """Free shared devices for another trainer: stop all generation and put the rollouts to sleep."""
-        if takes_turns(self._config):
+        if isinstance(self._devices, ColocatedDevices):
             await self._close()
             await self._devices.vacate()
         self.vacated = True
         self._context.supervisor.vacated()
-
-    def _train_loop(self) -> TrainLoop:
-        config, roles = self._config, self._roles
-        updates = ModelUpdates(roles.trainer, roles.critic, self._spans)
-        if alternates(config) and roles.critic is not None:
-            updates = AlternatingUpdates(roles.trainer, roles.critic, self._spans)
-        return TrainLoop(
-            config=config,
-            updates=updates,
-            devices=self._devices,
-            probes=self._probes,
-            buffer=self.buffer,
-            ledger=self._context.ledger,
-            spans=self._spans,
-            checkpoints=self._checkpoints,
-            observer=self,
-        )
 
     # ------------------------------------------------------------------------------------------ from begin to save
 
@@ -221,9 +183,12 @@ class Attempt:
             await self._begin()
             keeper = tasks.create_task(self.publisher.run())
             if not history.evaluated_before:
-                history.accuracy_before = await self._evaluate_before()
+                began = now()
+                history.accuracy_before = await self._evaluate_alone(config.evaluation.before)
                 history.evaluated_before = True
-                self._write_course()
+                if history.accuracy_before is not None:
+                    self._context.startup.phases[startup.NOT_COUNTED] = now() - began
+                save_run_state(self._context, self._roles)
             # Wait for all steps. Then drop the groups that no step has taken, and evaluate and save the result.
             await self._train(tasks)
             await self._end_groups()
@@ -233,89 +198,59 @@ class Attempt:
 
     async def _begin(self) -> None:
         """Restore, connect the sync group, and bring the first version to every rollout."""
-        self._report("recovering" if self._history.attempts or self._taken_up else "starting")
+        self.recorder.report("recovering" if self._history.attempts or self._taken_up else "starting")
         # Restore or take over first: this sets the incarnation and step of the first version.
         if self._position is not None:
             await self._restore(self._position)
         if self._taken_up is not None:
             await self._take_up(self._taken_up)
-        before, version = now(), PolicyVersion(self._incarnation, self.buffer.committed)
+        before, version = now(), self.buffer.version(self.buffer.committed)
         if self._pool.membership.committed != version and not self.publisher.waits_for_next:
-            # Wait for the rollouts to have the version; with shared devices the lease's end publishes it.
+            # At its end the lease waits for the rollouts to have the version.
             async with self._devices.lease("trainer") as lease:
-                await lease.sync(version)
+                lease.version = version
             self._context.startup.phases.setdefault("first weight sync", now() - before)
         self._recovery.begun, self._history.version = True, version
-        self._write_course()
-        self._beside += [self._tasks.create_task(each) for each in (self._pool.guard(), self._meter.run(self._groups.measured))]
-
-    async def _evaluate_before(self) -> float | None:
-        began = now()
-        accuracy = await self._evaluate_alone(self._config.evaluation.before)
-        if accuracy is not None:
-            self._context.startup.phases[startup.NOT_COUNTED] = now() - began
-        return accuracy
+        save_run_state(self._context, self._roles)
+        self._go_beside(self._pool.guard())
+        self._go_beside(self.recorder.meter.run(self._groups.measured))
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """Admit and train until the last step."""
         history = self._history
         history.rl_began = history.rl_began or now()
-        self._spans.close_step()
-        self._report("training")
+        self._context.spans.close_step()
+        self.recorder.report("training")
         if self.buffer.stop_reason:
             return
-        self._admission = self._tasks.create_task(self._groups.run(self._tasks, self._taken_up))
+        admission = self._go_beside(self._groups.run(self._tasks, self._taken_up))
         if history.evaluating is not None:  # interrupted with the coordinator: begin it again, with the current weights
-            self._evaluating = self._tasks.create_task(self._evaluate_beside(history.evaluating))
+            self._evaluating = self._go_beside(self._evaluated(history.evaluating))
         await self._training.run(tasks)
-        self._admission.cancel()
-        await self._evaluation_over()
+        admission.cancel()
+        if self._evaluating is not None:
+            await asyncio.wait([self._evaluating])  # it may be cancelled
         self.buffer.stop("all steps done")
         history.rl_seconds = now() - history.rl_began
 
     async def _end_groups(self) -> None:
         """Drop the groups that are still under way; a resumed run begins with their prompts."""
-        self._probes.close()
+        self.recorder.probes.close()
         await self._groups.close()
         for group in sorted(self.buffer, key=lambda group: group.group_id):
             self._stream.give_back(self.buffer.drop(group.group_id, WHY_ENDED).problem)
         self._context.ledger.record(Note(key=STREAM, value=types.encode(self._stream.state())))
 
-    async def finished(self, trained: TrainedStep) -> None:
-        """Record a step: its metrics, an evaluation if one is due, and the stop conditions."""
-        config, step, history = self._config, trained.step + 1, self._history
-        history.version = PolicyVersion(self._incarnation, step)
-        alarms = history.alarms
-        await self.recorder.step(trained)
-        if startup.TOTAL not in self._context.startup.phases:
-            await self._started_up()
-        if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
-            self.stop(f"{config.stop.hours:g} hours are over")
-        if config.mismatch.action == "stop" and history.alarms > alarms:
-            self.stop(f"mismatch.action is stop: {history.alarm}")
-        if self.evaluates(step):
-            if self._evaluating is not None and not self._evaluating.done():
-                history.skipped_evaluations += 1  # training waits for no evaluation
-            else:
-                history.evaluating = step
-                self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
-                await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer takes its own
-        self._write_course()
-        self._report("training")
-
-    def evaluates(self, step: int) -> bool:
-        """Return True if version `step` is to be evaluated beside training."""
-        every = self._config.evaluation.every
-        return self._evaluator is not None and every > 0 and step % every == 0 and step < self.buffer.last_step
-
-    async def _started_up(self) -> None:
-        """Record the start-up time after the first step: start-up ended when the trainer had this step's whole batch."""
-        figures, submitted = self._context.startup, self._training.first_applied
-        figures.phases["first step"] = submitted - self._history.rl_began
-        figures.phases[startup.TOTAL] = submitted - self._context.launched - figures.phases.get(startup.NOT_COUNTED, 0.0)
-        await waiting.done(lambda: figures.write(self._context.folder), self._context.folder)
-
     async def _evaluate_beside(self, step: int) -> None:
+        """Begin an evaluation beside training, unless one runs: training waits for no evaluation."""
+        if self._evaluating is not None and not self._evaluating.done():
+            self._history.skipped_evaluations += 1
+        else:
+            self._history.evaluating = step
+            self._evaluating = self._go_beside(self._evaluated(step))
+            await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer takes its own
+
+    async def _evaluated(self, step: int) -> None:
         assert self._evaluator is not None
         async with self._devices.lease("rollout"):
             found = await self._evaluator.run(step, alone=False)
@@ -324,22 +259,17 @@ class Attempt:
         if goal and found.accuracy >= goal:
             self.stop(f"accuracy {found.accuracy:.1%} reached {goal:.1%}")
 
-    async def _evaluation_over(self) -> None:
-        """Wait for the evaluation under way, if there is one; it may have been cancelled."""
-        if self._evaluating is not None:
-            await asyncio.wait([self._evaluating])
-
     async def _evaluate_alone(self, wanted: bool) -> float | None:
         """Evaluate before or after training. Return None if not wanted or cancelled."""
-        if self._evaluator is None or not wanted or self._interrupted:
+        if self._evaluator is None or not wanted or self._context.supervisor.interrupted:
             return None
         step = self.buffer.committed
 
         def report(done: int, total: int) -> None:
-            self._report("evaluating", done, total)
+            self.recorder.report("evaluating", done, total)
 
-        evaluating = self._evaluating = self._tasks.create_task(self._evaluator.run(step, alone=True, progress=report))
-        await self._evaluation_over()
+        evaluating = self._evaluating = self._go_beside(self._evaluator.run(step, alone=True, progress=report))
+        await asyncio.wait([evaluating])
         if evaluating.cancelled():
             return None
         found = evaluating.result()
@@ -347,16 +277,14 @@ class Attempt:
         return found.accuracy
 
     async def _note(self, step: int, found: EvaluationResult) -> None:
-        self._checkpoints.accuracy[step] = found.accuracy
+        self._history.accuracy[step] = found.accuracy
         self._history.evaluating = None
-        await self.recorder.evaluation(
-            step, {**evaluation.metrics(found), "eval/skipped": float(self._history.skipped_evaluations)}
-        )
+        await self.recorder.evaluation(step, evaluation.metrics(found))
 
     # ------------------------------------------------------------------------------------------ save and restore
 
     async def _save_end(self) -> None:
-        self._report("saving")
+        self.recorder.report("saving")
         # Wait for the checkpoint ordered before: it may be of the same step.
         await self._training.saved()
         async with self._devices.lease("trainer", last=True):
@@ -380,8 +308,8 @@ class Attempt:
         if (newest := await self._context.ledger.note(STREAM)) is not None:
             self._stream.restore(types.decode(StreamState, newest))
         self.buffer.take_up(await self._context.ledger.take_up(found.version.step))
-        self._set_incarnation(found.version.incarnation)
-        self._checkpoints.take_up(self._incarnation)
+        self.buffer.incarnation = found.version.incarnation
+        self._checkpoints.take_up()
         if takes_turns(self._config):
             # The rollouts were put to sleep, so the groups in generation are generated again, from the same seeds.
             for group in [one for one in self.buffer if one.state.phase == Phase.GENERATING]:
@@ -389,13 +317,7 @@ class Attempt:
         else:
             self._pool.take_up(found.version, found.having)
             self.publisher.kept = found.version  # an earlier coordinator had the trainer gather it into its buckets
-        self.publisher.waits_for_next = self._probes.given_before = found.ahead
-
-    def _set_incarnation(self, incarnation: int) -> None:
-        self._incarnation = self._training.incarnation = self.recorder.incarnation = incarnation
-
-    def _write_course(self) -> None:
-        save_run_state(self._context, self._roles, self._history)
+        self.publisher.waits_for_next = self.recorder.probes.given_before = found.ahead
 
     async def _restore(self, position: Position) -> None:
         """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
@@ -404,7 +326,7 @@ class Attempt:
         newest = types.decode(StreamState, note) if (note := await ledger.note(STREAM)) is not None else None
         own = bool(folder) and checkpoint.is_of(self._context.folder, Path(folder))
         behind = own and position.stream.ordinal > (newest.ordinal if newest is not None else 0)
-        restored = await ledger.restore(position.version.step, position.trained, self._needs, own, behind)
+        restored = await ledger.restore(position.version.step, position.trained, self.buffer.needs, own, behind)
         if newest is not None and not restored.damaged:
             self._stream.restore(newest)
         else:  # use the checkpoint: the groups under way are in the ledger of another folder, or lost
@@ -413,30 +335,11 @@ class Attempt:
         evaluation.forget_after(self._context.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
-        self._set_incarnation(max(restored.incarnation, position.version.incarnation + 1))
-        self._checkpoints.resume(self._incarnation, position)
+        self.buffer.incarnation = max(restored.incarnation, position.version.incarnation + 1)
+        self._checkpoints.resume(position)
         if folder:
-            command = Restore(folder, types.encode(position), self._incarnation)
-            await asyncio.gather(*(model.post(command) for model in self._recovery.models))
-
-    # ------------------------------------------------------------------------------------------ status
-
-    def _report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
-        figures = self.recorder.figures
-        if (newest := self._checkpoints.newest_accuracy) is not None:
-            figures["eval/accuracy"] = newest
-        step, steps = self.buffer.committed, self._config.training.steps
-        if phase == "training":
-            done, total = step, steps
-        detail, alarm = detail or line(figures), self._history.alarm
-        self._context.supervisor.report(
-            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
-        )
-
-
-# ---- Run figures
-#
-# The current state of the run, in plain values.
+            command = Restore(folder, types.encode(position), self.buffer.incarnation)
+            await asyncio.gather(*(model.post(command) for model in self._roles.models))
 
 
 def run_figures(config: Config, register: Register, progress: Progress, run: TrainingRun | None) -> RunFigures:
@@ -449,6 +352,12 @@ def run_figures(config: Config, register: Register, progress: Progress, run: Tra
         lost[unit.role] += unit.state is UnitState.LOST
         restarts[unit.role] += unit.incarnation
     there = [unit for unit in units if unit.state is not UnitState.DISMISSED]
+    of_run: dict[str, Any] = {}
+    if run is not None:
+        recorder = run.attempt.recorder
+        stepped = recorder.stepped and run.context.epoch + recorder.stepped
+        of_run = {"groups": run.buffer.counts(), "newest": recorder.newest | recorder.evaluated, "stepped": stepped}
+        of_run["alarms"] = run.context.history.alarms
     return RunFigures(
         progress=progress,
         processes=[process for unit in there for process in unit.processes if process is not None],
@@ -457,7 +366,7 @@ def run_figures(config: Config, register: Register, progress: Progress, run: Tra
         rollouts=dict(states),
         lost=dict(lost),
         restarts=dict(restarts),
-        **({} if run is None else run.figures()),
+        **of_run,
     )
 
 
@@ -467,25 +376,19 @@ log = logging.getLogger("sluice")
 class TrainingRun:
     """One run. `stop` ends it in order; `execute` does the work."""
 
-    def __init__(
-        self, context: RunContext, register: Register, history: RunHistory | None = None, taken_up: FailoverState | None = None
-    ):
-        """Create the run. `history`, `taken_up`: from an earlier coordinator. Raises Unreachable without trainer or critic."""
+    def __init__(self, context: RunContext, register: Register, taken_up: FailoverState | None = None):
+        """Create the run. `taken_up`: from an earlier coordinator. Raises Unreachable without trainer or critic."""
         config = context.config
-        self._context, self._config, self._register = context, config, register
+        self.context = context
         self._started = now()
-        self.pool = RolloutPool(register, slots(config), config.deadlines.start, context.term)
-        if config.gateway is not None:
-            GatewayPool(self.pool, config, context.keys)
-        self._history = history or RunHistory(config.run.resume)
-        self._attempt = self._begin(taken_up)
-        self._interrupted = False
+        self.pool = rollout_pool(config, register, context.keys, context.term)
+        self.attempt = Attempt(context, self.pool, taken_up)
 
     @classmethod
     async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
         """Go on after `course`; without its trainer or critic, from the newest checkpoint. Raises DeadlineExceeded if these
         stay away."""
-        config, history = context.config, course.history
+        config, history = context.config, context.history
         history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
         try:
             found = await failover.take_up(config, register, course)
@@ -496,26 +399,16 @@ class TrainingRun:
             history.lost(history.version.step)
             await models_back(config, register)
             await _require_whole(history)
-            return cls(context, register, history)
-        return cls(context, register, history, found)
-
-    def _begin(self, taken_up: FailoverState | None = None) -> Attempt:
-        roles = Roles(self._register, self._config.deadlines.start)
-        return Attempt(self._context, roles, self.pool, self._history, taken_up)
+            return cls(context, register)
+        return cls(context, register, found)
 
     def stop(self, reason: str) -> None:
         """End after the step under way and save. INTERRUPTED also skips later evaluations."""
-        self._interrupted = self._interrupted or reason == INTERRUPTED
-        self._attempt.stop(reason)
+        self.attempt.stop(reason)
 
     @property
     def buffer(self) -> Buffer:
-        return self._attempt.buffer
-
-    @property
-    def vacated(self) -> bool:
-        """Whether the devices of a lost trainer are free for another one."""
-        return self._attempt.vacated
+        return self.attempt.buffer
 
     def gauges(self) -> dict[str, float]:
         """Return figures for the status call."""
@@ -523,43 +416,34 @@ class TrainingRun:
         counts = {name: float(number) for name, number in self.buffer.counts().items()}
         return counts | {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
 
-    def figures(self) -> dict[str, Any]:
-        """Return fields of `RunFigures`."""
-        recorder = self._attempt.recorder
-        return {
-            "groups": self.buffer.counts(),
-            "newest": recorder.newest | recorder.evaluated,
-            "stepped": recorder.stepped and self._context.epoch + recorder.stepped,
-            "alarms": self._history.alarms,
-        }
-
     def status_lines(self) -> Iterator[str]:
         """Yield the status lines: the oldest wait, the rollouts, the transport of weights, and problems."""
-        if (wait := self.buffer.oldest_wait()) is not None:
-            yield f"waits for group {wait.group_id} ({wait.phase}, {wait.service}, {wait.seconds:.1f} s)"
+        if (group := self.buffer.oldest_wait()) is not None:
+            seconds = self.context.time() - group.since
+            yield f"waits for group {group.group_id} ({group.state.phase.value}, {asked_of(group)}, {seconds:.1f} s)"
         yield str(self.pool)
-        publisher = self._attempt.publisher
+        publisher = self.attempt.publisher
         if publisher.group.transport:
             yield f"weights by {publisher.group.transport}"
-        if apart := gap(self._attempt.recorder.figures):
+        if apart := gap(self.attempt.recorder.figures):
             yield apart
-        if self._history.alarm:
-            yield f"ALARM: {self._history.alarm}"
+        if self.context.history.alarm:
+            yield f"ALARM: {self.context.history.alarm}"
         if publisher.abort:
             yield f"last abort: {publisher.abort}"
 
     async def execute(self) -> Summary:
         """Run all attempts. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
-        while await self._attempt.execute():
-            await _require_whole(self._history)
-            self._attempt = self._begin()
-            if self._interrupted:
-                self._attempt.stop(INTERRUPTED)
+        while await self.attempt.execute():
+            await _require_whole(self.context.history)
+            self.attempt = Attempt(self.context, self.pool)
+            if self.context.supervisor.interrupted:
+                self.attempt.stop(INTERRUPTED)
         return self._summary()
 
     def _summary(self) -> Summary:
-        history, config = self._history, self._config
-        with LedgerReader(self._context.ledger.folder) as reader:
+        history, config = self.context.history, self.context.config
+        with LedgerReader(self.context.ledger.folder) as reader:
             # A resumed run may have begun in another folder, or with other groups per step.
             groups = reader.check_final(None if config.run.resume else config.training.groups_per_step)
             dropped = reader.dropped()
@@ -568,10 +452,10 @@ class TrainingRun:
             rl_seconds=history.rl_seconds,
             stop_reason=self.buffer.stop_reason,
             accuracy_before=history.accuracy_before,
-            accuracy_after=self._attempt.accuracy_after,
+            accuracy_after=self.attempt.accuracy_after,
             total_seconds=now() - self._started,
-            startup=self._context.startup.phases,
-            startup_processes=self._context.startup.processes,
+            startup=self.context.startup.phases,
+            startup_processes=self.context.startup.processes,
             groups=final,
             mismatch_alarm=history.alarm,
             mismatch_alarms=history.alarms,

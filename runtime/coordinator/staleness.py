@@ -19,21 +19,9 @@ oldest token + η. Until it arrives, the version committed at its dispatch bound
     U(d) ≤ r + (d − v)·B          U(d): open groups with a deadline ≤ d                          (1)
 
 The right side is how many groups the steps v … d can still take. By (1), taking the earliest deadline first meets every
-deadline. By (1) at d = v, no group is overdue: v − version of the oldest token ≤ η, exactly.
-
-**Dispatch keeps it.** These groups hold a place: B for each of the steps c … v − 1, which are full (their versions are not
-committed), B − r in step v, and the open groups. If all of them, with the new group, are at most (η + 1)·B, then
-open ≤ r + (c + η − v)·B. The new group's deadline is ≥ c + η, so it counts in (1) only where d ≥ c + η, and there
-U(d) ≤ open ≤ r + (c + η − v)·B ≤ r + (d − v)·B. Hence `admission_capacity`.
-
-**Taking keeps it** if it is checked. After k groups are taken, r is less by k and U(d) is less by the taken groups with
-deadlines ≤ d. So (1) requires for every d: the number of taken groups with a deadline *later* than d is at most
-r + (d − v)·B − U(d). These sets are nested in d. So the largest choice is: the ready groups in order of deadline, up to the
-first that does not fit. The earliest deadline always fits. A step that can take no group waits for one in generation, which
-depends on no step: there is no deadlock. A full step (r = 0) leaves (1) for v + 1 unchanged, as (d − v)·B = B + (d − v − 1)·B.
-
-**No group starves.** Step d at the latest takes a group with deadline d, however long its generation took. So no group is
-dropped for being slow. Drops and lost replicas (a group leaves, or returns with a later deadline) only make U smaller.
+deadline. By (1) at d = v, no group is overdue: v − version of the oldest token ≤ η, exactly. `admission_capacity` and `select`
+keep (1); docs/adr/training.md has the proof. No group starves, and none is dropped for being slow: step d at the latest takes a
+group with deadline d. A step that can take no group waits for one in generation, which depends on no step.
 """
 
 from __future__ import annotations
@@ -48,20 +36,17 @@ from runtime.errors import InvariantViolated
 
 # ---- Depth
 #
-# How many groups hold a place at once: as many as keep the trainer busy, if that is fewer than the staleness bound allows.
-# Computed from measured times; no I/O.
+# How many groups hold a place at once: as many as keep the trainer busy, if that is fewer than the staleness bound allows
+# (ADR 35). Computed from measured times; no I/O.
 #
-# A step of the trainer takes S seconds and B groups. During a step, B groups have to become ready for the next step. These
-# were dispatched with the newest weights when the previous step was committed. So beside the groups of the current step the
-# trainer needs B · max(1, L / S) groups, where L is the time from a group's dispatch until it is ready (Little's law: the
-# number under way is the rate B / S times this time).
+# A step of the trainer takes S seconds and B groups. During a step, B groups have to become ready for the next one, which were
+# dispatched when the step before was committed. So beside the groups of the current step the trainer needs B · max(1, L / S)
+# groups, where L is the time from a group's dispatch until it is ready (Little's law).
 #
-# L is above the mean m of these times, as they have a standard deviation s. A batch that is sent whole waits for its slowest
+# L is above the mean m of these times, which have a standard deviation s. A batch that is sent whole waits for its slowest
 # group: the largest of B numbers from a normal distribution is at most m + s √(2 ln B) on average (Boucheron, Lugosi,
 # Massart: Concentration Inequalities, 2013, theorem 2.5). A trainer that gets parts of a batch begins with the ready groups,
 # and slower groups have until the step's end: L = m + s, which five of six groups meet.
-#
-# If rollouts are slower than the trainer, L grows with the groups under way, and the staleness bound limits the depth.
 
 FIRST = 3  # steps whose groups hold a place before the times are measured
 STEPS = 4  # over which the measured times are averaged

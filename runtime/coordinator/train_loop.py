@@ -9,106 +9,87 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
 from runtime.chosen_algorithm import groups_per_update, streams
-from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload, RolePort, TrainerPort
-from runtime.config import Config
+from runtime.cluster.topology import alternates
+from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload, RolePort
 from runtime.coordinator.buffer import Buffer, Group
-from runtime.coordinator.devices import Devices, Lease
-from runtime.coordinator.metrics_recorder import Probes, TrainedStep
+from runtime.coordinator.metrics_recorder import MetricsRecorder, RunContext, TrainedStep
+from runtime.coordinator.pools import Roles
 from runtime.coordinator.recovery import Checkpoints
-from runtime.coordinator.weight_sync import WeightSync
+from runtime.coordinator.weight_sync import Devices, Lease, WeightSync
 from runtime.ledger.checkpoint import Position
-from runtime.ledger.journal import LedgerWriter
 from runtime.process.waiting import now
 from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, SpanClock, WeightSyncFigures
-from runtime.types import PolicyVersion, StepResult, TrainGroup
-
-
-class StepObserver(Protocol):
-    """Is notified of the steps."""
-
-    async def finished(self, trained: TrainedStep) -> None:
-        """Record a step. Called after each step, in order."""
-
-    def evaluates(self, step: int) -> bool:
-        """Return True if rollouts are to evaluate version `step`."""
+from runtime.telemetry.summary import Totals
+from runtime.types import StepResult, TrainGroup
 
 
 class TrainLoop:
-    """Runs the steps of an attempt and notifies `observer` of each."""
+    """Runs the steps of an attempt."""
 
     def __init__(
         self,
-        config: Config,
-        updates: ModelUpdates,
+        context: RunContext,
+        roles: Roles,
         devices: Devices,
-        probes: Probes,
         buffer: Buffer,
-        ledger: LedgerWriter,
-        spans: SpanClock,
+        recorder: MetricsRecorder,
         checkpoints: Checkpoints,
-        observer: StepObserver,
     ):
-        self._updates = updates
-        self._devices = devices
-        self._probes = probes
-        self._buffer = buffer
-        self._ledger = ledger
-        self._spans = spans
+        config = context.config
+        updates = AlternatingUpdates if alternates(config) else ModelUpdates
+        self._updates = updates(roles.models, context.spans)
+        self._devices, self._buffer, self._recorder, self._checkpoints = devices, buffer, recorder, checkpoints
+        self._ledger, self._spans, self._history = context.ledger, context.spans, context.history
         self._streams = streams(config)
         self._groups_per_update = groups_per_update(config)
-        self._checkpoints = checkpoints
-        self._observer = observer
+        self._save_every = config.checkpoint.every
         self._running: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
-        self._recorded: asyncio.Future[None] | None = (
-            None  # done when the observer has the step of the checkpoint being written
-        )
-        self.incarnation = 0
-        self.next = 0
-        """The step whose batch is to be applied next."""
-        self.first_applied = 0.0
-        """When all of the first step was submitted, on the loop's clock."""
+        self._recorded: asyncio.Future[Totals] | None = None  # done when the step of the checkpoint being written is recorded
+        self.next = buffer.step  # the step whose batch is to be applied next
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Train until the buffer's `last_step`. A failed command of the trainer fails the task group."""
+        self._tasks = tasks
         # On shared devices `next_lease` waits until the rollouts have generated all that the staleness bound admits.
         while self.next < self._buffer.step or await self._devices.next_lease():
             async with self._devices.lease("trainer") as lease:
-                unpublished = await self._steps(tasks, lease)
+                unpublished = await self._steps(lease)
             # A shared lease publishes its last version at its end. Then commit and record this version here.
             if lease.version is not None:
                 self._buffer.commit(lease.version.step)
             if unpublished is not None:
                 await self._finished(replace(unpublished, weight_sync=lease.figures))
 
-    async def _steps(self, tasks: asyncio.TaskGroup, lease: Lease) -> TrainedStep | None:
+    async def _steps(self, lease: Lease) -> TrainedStep | None:
         """Make the steps of a lease. Return the last step if it is published only at the lease's end."""
-        while (batch := await self._fill(tasks, self.next)) is not None:
+        while (batch := await self._fill(self.next)) is not None:
             step, self.next = self.next, self.next + 1
-            # `_fill` waits for ready groups. `due` must read the run's position before the step is applied.
-            position = await self._checkpoints.due(step + 1)
-            if position is not None:
+            # `_fill` waits for ready groups. The run's position must be read before the step is applied.
+            position = None
+            if self._save_every and not (step + 1) % self._save_every:
+                position = await self._checkpoints.position(step + 1)
                 await self.saved()  # one checkpoint at a time
             if self._running is not None:
                 await self._running  # until the previous step is published and recorded
             # Write what a new coordinator must know of this step and the previous one, before the update is ordered.
             await self._ledger.flush()
             # Order the update, and right behind it the weight sync of the new version.
-            applying = await self._apply(tasks, step)
-            sync = await lease.begin_sync(PolicyVersion(self.incarnation, step + 1))
+            applying = await self._apply(step)
+            sync = await lease.begin_sync(self._buffer.version(step + 1))
             if sync is not None:  # update and sync go on while the next batch is filled
-                self._running = tasks.create_task(self._finish(step, batch, applying, sync))
+                self._running = self._tasks.create_task(self._finish(step, batch, applying, sync))
                 if position is not None:
-                    saving = self._checkpoints.save(step + 1, position, self._running)
-                    self._saving = tasks.create_task(self._save(step + 1, saving))
+                    self._save(step + 1, position)
                 continue
-            trained = await self._finish_unpublished(tasks, step, batch, applying, position)
+            trained = await self._finish_unpublished(step, batch, applying, position)
             if not self._goes_on():
                 return trained
             await self._finished(trained)
@@ -121,15 +102,15 @@ class TrainLoop:
         buffer = self._buffer
         if self.next < buffer.step:
             return True
-        return buffer.step < buffer.last_step and not self._observer.evaluates(buffer.step) and self._devices.have_batch()
+        return buffer.step < buffer.last_step and not self._recorder.evaluates(buffer.step) and self._devices.have_batch()
 
-    async def _apply(self, tasks: asyncio.TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
+    async def _apply(self, step: int) -> list[asyncio.Task[StepResult]]:
         """Order the update. Return the tasks of the trainer's result and of the critic's, if there is one."""
         if self._updates.alternating:
             await self.saved()  # saving uses the devices as well
-        probes = await self._probes.answers(PolicyVersion(self.incarnation, step))
-        applying = await self._updates.apply(tasks, step, probes)
-        self.first_applied = self.first_applied or now()
+        probes = await self._recorder.probes.answers(self._buffer.version(step))
+        applying = await self._updates.apply(self._tasks, step, probes)
+        self._recorder.first_applied = self._recorder.first_applied or now()
         return applying
 
     async def saved(self) -> None:
@@ -137,17 +118,21 @@ class TrainLoop:
         if self._saving is not None:
             await self._saving
 
-    async def _save(self, step: int, saving: Coroutine[Any, Any, None]) -> None:
-        with self._spans.span("checkpoint"):
-            await self._checkpoints.unless_full(step, saving)
+    def _save(self, step: int, position: Position, written: asyncio.Future[None] | None = None) -> None:
+        """Order the checkpoint of version `step`, behind the commands before. `written`: see `Checkpoints.save`."""
 
-    async def _fill(self, tasks: asyncio.TaskGroup, step: int) -> list[Group] | None:
+        async def save(saving: Coroutine[Any, Any, None]) -> None:
+            with self._spans.span("checkpoint"):
+                await self._checkpoints.unless_full(step, saving)
+
+        self._recorded = asyncio.get_running_loop().create_future()
+        self._saving = self._tasks.create_task(save(self._checkpoints.save(step, position, self._recorded, written)))
+
+    async def _fill(self, step: int) -> list[Group] | None:
         """Take the groups of `step` as they become ready, and send them to the models. Return None if the run ends first."""
         buffer = self._buffer
         if batch := buffer.taken(step):  # taken by an earlier coordinator
-            self._updates.begin(tasks, step)
-            known = [await self._train_group(group) for group in batch]
-            self._updates.accumulate(tasks, step, known, len(batch) == buffer.groups_per_step)
+            await self._send(step, batch, first=True)
         if self._running is not None:
             self._running.add_done_callback(lambda _: buffer.ready_changed.set())
         while buffer.step == step:
@@ -157,17 +142,22 @@ class TrainLoop:
             buffer.ready_changed.clear()
             groups = buffer.take(step, whole=not self._may_stream())
             if groups:
-                if not batch:  # not earlier: between steps the trainer's devices may be lent out
-                    self._updates.begin(tasks, step)
+                await self._send(step, groups, first=not batch)
                 batch += groups
-                last = buffer.step != step
-                self._updates.accumulate(tasks, step, [await self._train_group(group) for group in groups], last)
             else:
                 buffer.trainer_waits = self._running is None or self._running.done()
                 if buffer.trainer_waits:
                     buffer.room_changed.set()
                 await buffer.ready_changed.wait()
         return batch
+
+    async def _send(self, step: int, groups: list[Group], first: bool) -> None:
+        """Send a part of the batch to the models. The step begins with the first part, since between steps the trainer's
+        devices may be lent out."""
+        if first:
+            self._updates.begin(self._tasks, step)
+        last = self._buffer.step != step
+        self._updates.accumulate(self._tasks, step, [await self._train_group(group) for group in groups], last)
 
     def _may_stream(self) -> bool:
         """Return True if a part of the batch is worth sending: the trainer is idle, and the part is half of what is missing. So
@@ -179,35 +169,27 @@ class TrainLoop:
     async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: WeightSync) -> None:
         """Finish a step whose version is published as soon as the trainer has it."""
         trainer, *others = applying
-        try:
-            # Wait until the trainer has the version; then publish it. The rollouts need not wait for the critic, whose result
-            # `joined` awaits meanwhile. Both must be done before the step is over.
+        # Wait until the trainer has the version; then publish it. The rollouts need not wait for the critic, whose result
+        # `joined` awaits meanwhile. Both must be done before the step is over.
+        with closing(sync):
             await trainer
             async with asyncio.TaskGroup() as both:
                 publishing = both.create_task(self._publish(sync))
                 result = await joined(trainer, others)
                 self._buffer.consume(step, result.seconds)
-        finally:
-            sync.close()
         self._buffer.commit(step + 1)
         trained = TrainedStep(step=step, groups=batch, result=result, weight_sync=publishing.result())
         await self._finished(trained)
 
     async def _finished(self, trained: TrainedStep) -> None:
         """Record the finished step. The models may drop their answers once the ledger has been written."""
-        await self._observer.finished(trained)
-        if self._recorded is not None:
-            self._recorded.set_result(None)
-            self._recorded = None
+        await self._recorder.finished(trained)
+        if self._recorded is not None and not self._recorded.done():
+            self._recorded.set_result(self._history.totals.copy())
         self._ledger.then(partial(self._updates.acknowledge, trained.step))
 
     async def _finish_unpublished(
-        self,
-        tasks: asyncio.TaskGroup,
-        step: int,
-        batch: list[Group],
-        applying: list[asyncio.Task[StepResult]],
-        position: Position | None,
+        self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], position: Position | None
     ) -> TrainedStep:
         """Finish a step whose version is published at the end of the lease. The models write their checkpoint before that. The
         checkpoint counts once the step is recorded."""
@@ -215,10 +197,9 @@ class TrainLoop:
         result = await joined(trainer, others)
         self._buffer.consume(step, result.seconds)
         if position is not None:
-            loop = asyncio.get_running_loop()
-            self._recorded, written = loop.create_future(), loop.create_future()
-            saving = self._checkpoints.save(step + 1, position, self._recorded, written)
-            self._saving = tasks.create_task(self._save(step + 1, saving))
+            written = asyncio.get_running_loop().create_future()
+            self._save(step + 1, position, written)
+            assert self._saving is not None
             await asyncio.wait({written, self._saving}, return_when=asyncio.FIRST_COMPLETED)
         return TrainedStep(step=step, groups=batch, result=result, weight_sync=None)
 
@@ -246,29 +227,30 @@ class ModelUpdates:
 
     alternating = False
 
-    def __init__(self, trainer: TrainerPort, critic: RolePort | None, spans: SpanClock):
-        self._trainer = trainer
-        self._critics = [] if critic is None else [critic]
+    def __init__(self, models: Sequence[RolePort], spans: SpanClock):
+        """Create for the trainer and, if there is one, the critic."""
+        self._models = models
         self._spans = spans
 
     def begin(self, tasks: asyncio.TaskGroup, step: int) -> None:
-        for model in (self._trainer, *self._critics):
+        for model in self._models:
             tasks.create_task(model.post(BeginStep(step)))
 
     def accumulate(self, tasks: asyncio.TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
         """Send a part of the step's batch; `last`: it completes the batch."""
-        for model in (self._trainer, *self._critics):
+        for model in self._models:
             tasks.create_task(model.post(Accumulate(step, groups, last)))
 
     def acknowledge(self, step: int) -> None:
         """Acknowledge the result of `step`: it is in the ledger."""
-        for model in (self._trainer, *self._critics):
+        for model in self._models:
             model.acknowledge(Apply(step))
 
     async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         """Order the update; the trainer's command is sent when this returns. Return the tasks of the results, trainer first."""
-        applying = [(self._trainer.post(Apply(step, tuple(probes))), UPDATE)]
-        applying += [(critic.post(Apply(step)), UPDATE_CRITIC) for critic in self._critics]
+        trainer, *critics = self._models
+        applying = [(trainer.post(Apply(step, tuple(probes))), UPDATE)]
+        applying += [(critic.post(Apply(step)), UPDATE_CRITIC) for critic in critics]
         return [tasks.create_task(self._applied(answer, phase)) for answer, phase in applying]
 
     async def _applied(self, apply: Coroutine[Any, Any, StepResult], phase: str) -> StepResult:
@@ -286,11 +268,7 @@ class AlternatingUpdates(ModelUpdates):
     """
 
     alternating = True
-
-    def __init__(self, trainer: TrainerPort, critic: RolePort, spans: SpanClock):
-        super().__init__(trainer, critic, spans)
-        self._critic = critic
-        self._parts: list[tuple[list[TrainGroup], bool]] = []
+    _parts: list[tuple[list[TrainGroup], bool]]
 
     def begin(self, tasks: asyncio.TaskGroup, step: int) -> None:
         self._parts = []
@@ -300,16 +278,17 @@ class AlternatingUpdates(ModelUpdates):
 
     async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         # Offload waits for the commands before: the trainer's newest version is gathered. Then the critic loads and updates.
-        await self._trainer.call(Offload())
-        await self._critic.call(Onload())
-        self._give(tasks, self._critic, step)
-        critic = tasks.create_task(self._applied(self._critic.post(Apply(step)), UPDATE_CRITIC))
-        await critic
+        trainer, critic = self._models
+        await trainer.call(Offload())
+        await critic.call(Onload())
+        self._give(tasks, critic, step)
+        valued = tasks.create_task(self._applied(critic.post(Apply(step)), UPDATE_CRITIC))
+        await valued
         # The trainer loads only after the critic has left the devices.
-        await self._critic.call(Offload())
-        await self._trainer.call(Onload())
-        self._give(tasks, self._trainer, step)
-        return [tasks.create_task(self._applied(self._trainer.post(Apply(step, tuple(probes))), UPDATE)), critic]
+        await critic.call(Offload())
+        await trainer.call(Onload())
+        self._give(tasks, trainer, step)
+        return [tasks.create_task(self._applied(trainer.post(Apply(step, tuple(probes))), UPDATE)), valued]
 
     def _give(self, tasks: asyncio.TaskGroup, model: RolePort, step: int) -> None:
         """Send the batch that was kept."""

@@ -10,14 +10,9 @@
              commit_weights ───┼───► rollouts: swap between two steps
              abort_weights ────┴───► all: leave the group
 
-Waits:
-
-- The trainer waits for no process until it has made the version.
-- Rollouts wait for the trainer's announcement.
-- `finish` waits for each answer or its deadline, as the pure state machine `SyncAttempt` (weight_sync_protocol.py) decides.
-- `run`, which brings newcomers the committed version, waits for the lock.
-
-The pool's `membership` has the members of an epoch. A loss or a newcomer makes the epoch stale.
+The trainer waits for no process until it has made the version; rollouts wait for its announcement. `finish` waits for each
+answer or its deadline, as the pure state machine `SyncAttempt` (weight_sync_protocol.py) decides. `run`, which brings newcomers
+the committed version, waits for the lock. A loss or a newcomer makes the epoch of the pool's `membership` stale.
 """
 
 from __future__ import annotations
@@ -25,9 +20,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 from msgspec.structs import replace
@@ -47,29 +43,15 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.config import WeightSyncConfig as Settings
+from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.pools import RolloutPool
-from runtime.coordinator.weight_sync_protocol import (
-    Action,
-    Commit,
-    Epoch,
-    Event,
-    Failed,
-    MemberUnreachable,
-    Phase,
-    PhaseAnswered,
-    PhaseSeconds,
-    SyncAttempt,
-    Tick,
-)
+from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState
+from runtime.coordinator.weight_sync_protocol import Answer, Epoch, Order, Phase, SyncAttempt
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.waiting import done_within
 from runtime.telemetry.metrics import WeightSyncFigures
 from runtime.types import PolicyVersion
 from runtime.weights.plan import resolve_transport
-
-# ---- Sync group
-#
-# The trainer and the rollouts of one epoch, connected for weight sync.
 
 TRIES = 3  # of a rendezvous, or of a weight sync, that fails although no rollout is lost
 
@@ -77,26 +59,15 @@ log = logging.getLogger("sluice")
 
 
 class SyncGroup:
-    """The trainer and the rollouts of one epoch, connected for weights. Callers read `epoch`, `members`, `transport`."""
+    """The trainer and the rollouts of one epoch, connected for weights. Callers read `epoch`, `members`, `transport`. In the
+    trainer's place may be a rollout with the committed version, which sends it to newcomers."""
 
-    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings):
-        self.trainer = trainer
-        self.pool = pool
-        self.settings = settings
-        self.epoch = Epoch(0, ())
-        """The newest epoch that was connected."""
-        self.members: dict[str, RolePort] = {}
-        """The rollouts of this epoch by name."""
-        self.transport = ""
-        """The transport of this epoch; "" before the first epoch."""
-
-    @property
-    def machines(self) -> Mapping[str, str]:
-        """The machines of the processes that send weights, by process name."""
-        return self.trainer.machines
-
-    def lost(self, reason: str) -> None:
-        """Handle the loss of the sender. Nothing to do for the trainer: the caller that publishes raises."""
+    def __init__(self, trainer: RolePort, pool: RolloutPool, settings: Settings, machines: Mapping[str, str]):
+        """Create the group. `machines`: of the processes that send weights, by name."""
+        self.trainer, self.machines, self.pool, self.settings = trainer, machines, pool, settings
+        self.epoch = Epoch(0, ())  # the newest epoch that was connected
+        self.members: dict[str, RolePort] = {}  # the rollouts of this epoch by name
+        self.transport = ""  # the transport of this epoch; "" before the first epoch
 
     async def open(self) -> None:
         """Connect the trainer and every living rollout. A rollout that does not join is lost, and left out of the next epoch.
@@ -107,7 +78,7 @@ class SyncGroup:
         while True:
             await self.pool.wait_for_living()
             epoch = self.pool.membership.open()
-            fault = await self._meet(epoch)
+            fault = await self.meet(epoch)
             if fault is None:
                 return
             log.warning("epoch %d: %s", epoch.number, fault)
@@ -116,7 +87,7 @@ class SyncGroup:
             if fruitless == TRIES:
                 raise fault
 
-    async def _meet(self, epoch: Epoch) -> SluiceError | None:
+    async def meet(self, epoch: Epoch) -> SluiceError | None:
         """Connect the group. Return None, or the fault. Raises UserError if the members cannot use the configured transport."""
         ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
         machines = {**self.machines, **{port.name: port.machine for port in ports}}
@@ -133,12 +104,12 @@ class SyncGroup:
         try:
             # Wait for all joins together, as each blocks until all members are there. The first failure ends the wait.
             await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
-            if not any(join.done() and join.exception() for join in joins):
+            failed = next((error for join in joins if join.done() and (error := join.exception())), None)
+            if failed is None:
                 self.epoch, self.members, self.transport = epoch, {port.name: port for port in ports}, transport
                 log.info("epoch %d: %s to %s by %s", epoch.number, self.trainer.name, ", ".join(self.members), transport)
                 return None
             self.pool.membership.break_up(epoch.number)
-            failed = next(error for join in joins if join.done() and (error := join.exception()))
             if not isinstance(failed, SluiceError):
                 raise failed
             # The members that joined would wait for the failed one until their own deadline, so ask them to leave.
@@ -168,32 +139,6 @@ class SyncGroup:
         return failed
 
 
-class PeerGroup(SyncGroup):
-    """A rollout with the committed version, as sender instead of the trainer, and the newcomers. The trainer takes no part."""
-
-    trainer: RolePort  # type: ignore[assignment]
-
-    def __init__(self, peer: RolePort, pool: RolloutPool, settings: Settings):
-        super().__init__(peer, pool, settings)  # type: ignore[arg-type]
-
-    @property
-    def machines(self) -> Mapping[str, str]:
-        return {self.trainer.name: self.trainer.machine}
-
-    def lost(self, reason: str) -> None:
-        self.pool.register.lose(self.trainer, reason)
-
-    async def open(self) -> None:
-        """Connect once, without retries. Raises SluiceError if a member does not join; that member is lost."""
-        try:
-            fault = await self._meet(self.pool.membership.open(self.pool.membership.newcomers))
-        except (Unreachable, Unanswered) as error:
-            self.lost(str(error))
-            raise
-        if fault is not None:
-            raise fault
-
-
 def nearest(newcomers: Sequence[RolePort], serving: Sequence[RolePort], trainer: Collection[str]) -> RolePort | None:
     """Return the rollout that sends the committed version to the newcomers: one on a newcomer's machine, else any of `serving`.
     Return None if none serves, or if only the trainer (on the machines `trainer`) shares a machine with a newcomer."""
@@ -220,43 +165,21 @@ class WeightPublisher:
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, step_seconds: float):
         """Create the publisher. `step_seconds`: how long a gather may have to wait for the trainer's current step."""
-        self._pool = pool
-        self._settings = settings
-        self._seconds = PhaseSeconds(
-            transfer=settings.transfer_timeout,
-            verify=settings.transfer_timeout,
-            commit=settings.commit_timeout,
-            abort=timeouts.SYNC_ABORT,
-        )
-        self._step_seconds = step_seconds
+        self._pool, self._settings, self.step_seconds = pool, settings, step_seconds
         self._lock = asyncio.Lock()  # held by the weight sync that is under way
         self._held = False  # between `hold` and `free`: newcomers are not sent the committed version
         self.waits_for_next = False
         """The trainer is past the committed version: newcomers get it from another rollout, or the next version by `begin`."""
-        self.group = SyncGroup(trainer, pool, settings)
+        self.group = SyncGroup(trainer, pool, settings, trainer.machines)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
         self.kept: PolicyVersion | None = None
         """The version in the trainer's buckets, or about to be there: the trainer can send it again while its engine works."""
-        self.abort = ""
-        """The reason of the newest abort; "" if there was none."""
+        self.abort = ""  # the reason of the newest abort; "" if there was none
 
     @property
     def committed(self) -> PolicyVersion | None:
         return self._pool.membership.committed
-
-    def sending(self, version: PolicyVersion, epoch: int) -> SendWeights | ResendWeights:
-        """Return the trainer's command: gather and send `version`, or send it again if the buckets hold it."""
-        if self.kept == version:
-            return ResendWeights(version, epoch)
-        self.kept = version
-        return SendWeights(version, epoch)
-
-    def seconds(self, behind: bool) -> PhaseSeconds:
-        """Return the deadlines of an attempt. `behind`: the gather queues behind the trainer's current command, so the transfer
-        may take one step longer."""
-        seconds = self._seconds
-        return replace(seconds, transfer=seconds.transfer + self._step_seconds) if behind else seconds
 
     async def run(self) -> None:
         """Open a new epoch when the living rollouts change, until cancelled. Raises ServiceFault, unless a rollout caused
@@ -306,11 +229,8 @@ class WeightPublisher:
 
     async def publish(self, version: PolicyVersion) -> WeightSyncFigures:
         """Run the weight sync of `version`, which the trainer has made already."""
-        sync = await self.begin(version)
-        try:
+        with closing(await self.begin(version)) as sync:
             return await sync.finish()
-        finally:
-            sync.close()
 
     async def _renew(self) -> None:
         """Open a new epoch if the current one is stale, and bring the committed version to the newcomers."""
@@ -323,34 +243,34 @@ class WeightPublisher:
             return
         await self.group.open()
         if membership.newcomers:
-            sync = WeightSync(self, self.committed)
-            try:
+            with closing(WeightSync(self, self.committed)) as sync:
                 await sync.finish()
                 self.waits_for_next = sync.past
-            finally:
-                sync.close()
 
     async def _sync_from_peer(self, version: PolicyVersion) -> None:
         """Let the nearest serving rollout send `version` to the newcomers. If this fails, the trainer sends it."""
         register = self._pool.register
         newcomers = [register.port(member) for member in self._pool.membership.newcomers]
-        peer = nearest(newcomers, self._pool.serving, self.group.machines.values())
+        peer = nearest(newcomers, self._pool.units(), self.group.machines.values())
         if peer is None:
             return
-        group = PeerGroup(peer, self._pool, self._settings)
+        group = SyncGroup(peer, self._pool, self._settings, {peer.name: peer.machine})
         try:
-            await group.open()
-            sync = PeerSync(self, version, group=group)
-            try:
-                await sync.attempt()
-            finally:
-                sync.close()
+            # Connect once. A newcomer that does not join is lost.
+            fault = await group.meet(self._pool.membership.open(self._pool.membership.newcomers))
+            if fault is None:
+                with closing(WeightSync(self, version, group=group)) as sync:
+                    await sync.attempt()
         except SluiceError as error:
-            log.warning("%s did not bring version %s to newcomers: %s", peer.name, version, error)
+            if isinstance(error, Unreachable | Unanswered):
+                register.lose(peer, str(error))
+            fault = error
+        if fault is not None:
+            log.warning("%s did not bring version %s to newcomers: %s", peer.name, version, fault)
 
 
 class WeightSync:
-    """The weight sync of one version: calls to the ports become events, and the state machine's actions become calls.
+    """The weight sync of one version: the state machine gets the answers of the ports, and its orders become calls.
 
     An aborted attempt is followed by another attempt in a new epoch, without the lost members.
     """
@@ -364,18 +284,18 @@ class WeightSync:
     ):
         """Post the first attempt. `close` releases `lock`. `group`: None for the trainer's group."""
         self._publisher = publisher
-        self._group = group or publisher.group
+        self._group, self._from_peer = group or publisher.group, group is not None
         self._version = version
         self._lock = lock
         self._clock = asyncio.get_running_loop().time
         self._calls: set[asyncio.Task[Any]] = set()
-        self._events: deque[Event | BaseException] = deque()  # from the answers, in order of arrival
-        self._event_arrived = asyncio.Event()
+        self._answers: deque[Answer | BaseException] = deque()  # in order of arrival
+        self._answer_arrived = asyncio.Event()
         self._pause = self._swap = 0.0
         self._sent = WeightsSent(0, 0.0)
         self._received = WeightsReceived()  # from the rollout that finished last
         self._aborts = self._fruitless = 0
-        self._behind = False  # the weights may have to be gathered again
+        self._behind = False  # the weights may have to be gathered again, behind the trainer's current command
         self.past = False
         """The version is committed, but the trainer has neither these weights nor their buckets any more to send again."""
         self._post()
@@ -413,7 +333,7 @@ class WeightSync:
         for task in self._calls:
             task.cancel()
         self._calls.clear()
-        self._events.clear()
+        self._answers.clear()
 
     def _post(self) -> None:
         """Post the calls of one attempt, in the newest epoch."""
@@ -425,12 +345,22 @@ class WeightSync:
             self._call(name, self._receive(rollout.post(ReceiveWeights(self._version, number))), "verify")
 
     def _command(self, epoch: int) -> SendWeights | ResendWeights:
-        return self._publisher.sending(self._version, epoch)
+        """Return the sender's command: gather and send the version, or send it again if the buckets, or a peer, hold it."""
+        if self._from_peer or self._publisher.kept == self._version:
+            return ResendWeights(self._version, epoch)
+        self._publisher.kept = self._version
+        return SendWeights(self._version, epoch)
 
     async def attempt(self) -> bool:
         """Drive one attempt to its end. Return True if the version is committed, False if the attempt was aborted."""
-        now = self._clock()
-        machine = SyncAttempt(self._version, self._ports, self._group.trainer.name, self._publisher.seconds(self._behind), now)
+        settings, gather = self._group.settings, self._publisher.step_seconds if self._behind else 0.0
+        seconds: dict[Phase, float] = {
+            "transfer": settings.transfer_timeout + gather,
+            "verify": settings.transfer_timeout,
+            "commit": settings.commit_timeout,
+            "abort": timeouts.SYNC_ABORT,
+        }
+        machine = SyncAttempt(self._version, self._ports, self._group.trainer.name, seconds, self._clock())
         while not machine.final:
             await self._step(machine)
         self._withdraw()
@@ -440,8 +370,8 @@ class WeightSync:
         pool = self._group.pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
         self._behind |= self._group.trainer.name in machine.failed  # the trainer may have to gather again
-        if self._group.trainer.name in machine.lost:
-            self._group.lost(machine.reason)
+        if self._group.trainer.name in machine.lost and self._from_peer:
+            pool.register.lose(self._group.trainer, machine.reason)
         if self._group.trainer.name in machine.lost or self._fruitless == TRIES:
             raise ServiceFault(", ".join(sorted(machine.lost)) or "weight sync", "publish", machine.reason)
         reason = machine.reason
@@ -459,23 +389,23 @@ class WeightSync:
         return False
 
     async def _step(self, machine: SyncAttempt) -> None:
-        """Wait for an answer or the deadline, pass it to the state machine, and carry out the machine's actions."""
+        """Wait for an answer or the deadline, pass it to the state machine, and carry out the machine's orders."""
         assert machine.next_deadline is not None
         timeout = max(0.0, machine.next_deadline - self._clock())
-        self._event_arrived.clear()
-        if not self._events:
-            await done_within(self._event_arrived.wait(), timeout)
-        while self._events:
-            event = self._events.popleft()
-            if isinstance(event, BaseException):
-                raise event
-            self._act(machine.handle(event, self._clock()))
-        self._act(machine.handle(Tick(), self._clock()))
+        self._answer_arrived.clear()
+        if not self._answers:
+            await done_within(self._answer_arrived.wait(), timeout)
+        while self._answers:
+            answer = self._answers.popleft()
+            if isinstance(answer, BaseException):
+                raise answer
+            self._carry_out(machine.handle(answer, self._clock()))
+        self._carry_out(machine.handle(None, self._clock()))
 
-    def _act(self, actions: list[Action]) -> None:
-        for action in actions:
-            for name in action.members:
-                if isinstance(action, Commit):
+    def _carry_out(self, orders: list[Order]) -> None:
+        for order in orders:
+            for name in order.members:
+                if order.phase == "commit":
                     self._call(name, self._commit(self._ports[name]), "commit")
                 else:
                     member = self._ports.get(name, self._group.trainer)
@@ -491,8 +421,8 @@ class WeightSync:
         seen(task)
         if task in self._calls:  # otherwise it was withdrawn
             self._calls.discard(task)
-            self._events.append(_event(name, phase, task))
-            self._event_arrived.set()
+            self._answers.append(_answer(name, phase, task))
+            self._answer_arrived.set()
 
     async def _commit(self, rollout: RolePort) -> None:
         ordered = self._clock()
@@ -507,6 +437,8 @@ class WeightSync:
         try:
             self._sent = await answer
         except SluiceError as error:
+            if self._from_peer:  # the trainer's state is not touched
+                raise
             # Gather again after a failed resend: of several senders one may have found a changed bucket in its memory, while
             # another sender, whose transfer failed because of that, answered first.
             phase = error.phase if isinstance(error, ServiceFault) else ""
@@ -517,23 +449,74 @@ class WeightSync:
             raise
 
 
-class PeerSync(WeightSync):
-    """Brings the committed version from a rollout to newcomers. The trainer's state is not touched."""
-
-    def _command(self, epoch: int) -> ResendWeights:
-        return ResendWeights(self._version, epoch)
-
-    async def _send(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
-        self._sent = await answer
-
-
-def _event(name: str, phase: Phase, task: asyncio.Task[Any]) -> Event | BaseException:
-    """Return the event for an ended call, or the error itself if it is not a SluiceError."""
+def _answer(name: str, phase: Phase, task: asyncio.Task[Any]) -> Answer | BaseException:
+    """Return the answer of an ended call, or the error itself if it is not a SluiceError."""
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
-        return PhaseAnswered(phase, name)
-    if isinstance(error, Unreachable | Unanswered):
-        return MemberUnreachable(name, str(error))
+        return Answer(phase, name)
     if isinstance(error, SluiceError):
-        return Failed(name, str(error))
+        return Answer(phase, name, str(error), isinstance(error, Unreachable | Unanswered))
     return error
+
+
+# ---- Devices
+
+Role = Literal["rollout", "reference", "trainer"]
+
+
+class Lease:
+    """The right to use a role's devices. On dedicated devices a version is published as soon as the trainer has it. On shared
+    ones the rollouts have no memory to receive weights during the lease, so it ends with the weight sync."""
+
+    def __init__(self, publisher: WeightPublisher | None = None):
+        """Create a lease. `publisher`: None on shared devices."""
+        self._publisher = publisher
+        self.version: PolicyVersion | None = None  # which the trainer has, to be published at the lease's end
+        self.figures: WeightSyncFigures | None = None  # of this version
+
+    async def begin_sync(self, version: PolicyVersion) -> WeightSync | None:
+        """Begin the weight sync of `version`, right after posting the commands that make the version. Return None if the lease
+        publishes nothing before its end, and then only its newest version."""
+        if self._publisher is not None:
+            return await self._publisher.begin(version)
+        self.version = version
+        return None
+
+
+class Devices:
+    """Dedicated devices: every role has its own, and a lease does nothing."""
+
+    def __init__(self, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer):
+        self._pool, self._register, self._publisher, self._buffer = pool, pool.register, publisher, buffer
+        self._register.subscribe(self._look)
+        for unit in self._register.units(ROLLOUT, UnitState.CONNECTED):
+            self._arrive(unit.member)
+
+    def close(self) -> None:
+        """Stop following rollouts: later connections join in the next attempt. Idempotent."""
+        self._register.unsubscribe(self._look)
+
+    def _look(self, change: UnitChange) -> None:
+        if change.unit.role == ROLLOUT and change.unit.state is UnitState.CONNECTED:
+            self._arrive(change.unit.member)
+
+    def _arrive(self, member: Member) -> None:
+        """Let a connected rollout join the sync group."""
+        self._register.join(member)
+
+    async def next_lease(self) -> bool:
+        """Wait until the trainer should take the devices. Return False if the run ends without another step."""
+        return self._buffer.step < self._buffer.last_step
+
+    def have_batch(self) -> bool:
+        """Return True if the step being filled needs no more groups from the rollouts."""
+        return self._buffer.fills
+
+    @asynccontextmanager
+    async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
+        """Hold the devices of `role`. `last`: the run ends in this lease, and no role needs the devices after it. Raises the
+        error of trainer or reference if one fails while devices change hands; this ends the run."""
+        lease = Lease(self._publisher)
+        yield lease
+        if lease.version is not None:
+            await self._publisher.publish(lease.version)

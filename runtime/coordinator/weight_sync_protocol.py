@@ -1,6 +1,6 @@
 """One weight sync as a pure state machine: TRANSFER → VERIFY → COMMIT → done, or ABORT → aborted.
 
-The caller feeds events, each with the time, and carries out the returned actions. Members are the receivers.
+The caller feeds answers, each with the time, and carries out the returned orders. Members are the receivers.
 
 - transfer: the caller has asked the members to receive and the sender to send. The order in which these requests arrive
   does not matter: the sender announces itself before its first byte. Members may verify meanwhile.
@@ -10,13 +10,13 @@ The caller feeds events, each with the time, and carries out the returned action
 - abort: members and sender leave the epoch's group. A failed collective fails for all of its members, so a failure does not
   show which member is lost. Only a member that cannot be reached, or does not confirm the abort, counts as lost.
 
-Every phase has a deadline: `next_deadline` is the time of the next `Tick`. Only a `Tick` ends a late phase, so an answer that
-has arrived counts even if the caller reads it late.
+Every phase has a deadline: at `next_deadline` the caller lets time pass, without an answer. Only this ends a late phase, so an
+answer that has arrived counts even if the caller reads it late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -24,13 +24,6 @@ from msgspec import Struct
 from runtime.coordinator.register import LIVING, ROLLOUT, Member, Register, UnitState
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
-
-# ---- Membership
-#
-# The epochs of the sync group. Pure: no I/O, no clock. An epoch is a numbered list of members. It is stale when its members
-# are not exactly the living rollouts, or when its group is broken; then the next epoch must be opened. A member serves from
-# the first commit of an epoch with this member, so all serving rollouts have the committed version. The living rollouts are
-# those with the state joining (newcomers) or serving in the register.
 
 
 class Epoch(Struct, frozen=True):
@@ -42,7 +35,12 @@ EPOCHS_OF_A_TERM = 10_000
 
 
 class Membership:
-    """The epochs of a run. `epoch` is the newest; `committed` is the version in use, None before the first."""
+    """The epochs of a run's sync group. `epoch` is the newest; `committed` is the version in use, None before the first.
+
+    An epoch is stale when its members are not exactly the living rollouts, or when its group is broken; then the next one must
+    be opened. A member serves from the first commit of an epoch with this member, so all serving rollouts have the committed
+    version. The living rollouts are those with the state joining (newcomers) or serving in the register.
+    """
 
     def __init__(self, register: Register, term: int = 1):
         """Begin before the first epoch of `term`, the coordinator's. No earlier term has the epoch numbers of this one."""
@@ -105,63 +103,25 @@ class Membership:
         return self._register.members(ROLLOUT, *states)
 
 
-# ---- State machine
-
-
 Phase = Literal["transfer", "verify", "commit", "abort", "done", "aborted"]
 
 
-class PhaseSeconds(Struct, frozen=True, kw_only=True):
-    """The deadline of each phase, from its own start."""
-
-    transfer: float
-    verify: float
-    commit: float
-    abort: float
-
-
-class PhaseAnswered(Struct, frozen=True):
-    """`member` or the sender has done what `phase` waits for. The sender has sent its last bucket; a member has verified or
-    committed; member or sender has left the epoch's group."""
+class Answer(Struct, frozen=True):
+    """`member`, or the sender, has done what `phase` waits for: it has sent its last bucket, verified, committed, or left the
+    epoch's group. With `error` it has failed at that instead; `gone`: it cannot be reached any more."""
 
     phase: Phase
     member: str
+    error: str | None = None
+    gone: bool = False
 
 
-class Failed(Struct, frozen=True):
-    """`member`, or the sender, is alive and reports a failure."""
+class Order(Struct, frozen=True):
+    """Ask `members` to swap to the version, or to drop it and leave the epoch's group. Only the latter is also the sender's."""
 
-    member: str
-    reason: str
-
-
-class MemberUnreachable(Struct, frozen=True):
-    """`member` or the sender cannot be reached any more."""
-
-    member: str
-    reason: str
-
-
-class Tick(Struct, frozen=True):
-    """Time has passed."""
-
-
-Event = PhaseAnswered | Failed | MemberUnreachable | Tick
-
-
-class Commit(Struct, frozen=True):
-    """Ask `members` to swap to the version."""
-
+    phase: Literal["commit", "abort"]
     members: tuple[str, ...]
 
-
-class Abort(Struct, frozen=True):
-    """Ask `members`, which include the sender, to drop the version and leave the epoch's group."""
-
-    members: tuple[str, ...]
-
-
-Action = Commit | Abort
 
 _NEXT: dict[Phase, Phase] = {"transfer": "verify", "verify": "commit", "commit": "done", "abort": "aborted"}
 
@@ -173,8 +133,9 @@ class SyncAttempt:
     members in `failed` live and reported a failure. `reason` is one line for the user with phase and members, or "".
     """
 
-    def __init__(self, version: PolicyVersion, members: Iterable[str], sender: str, seconds: PhaseSeconds, now: float):
-        """Begin in TRANSFER at time `now`; the caller has sent the requests to members and sender."""
+    def __init__(self, version: PolicyVersion, members: Iterable[str], sender: str, seconds: Mapping[Phase, float], now: float):
+        """Begin in TRANSFER at time `now`; the caller has sent the requests to members and sender. `seconds`: the deadline of
+        each phase, from its own start."""
         self.version = version
         self.members = tuple(members)
         self.sender = sender
@@ -200,56 +161,55 @@ class SyncAttempt:
         missing = self._missing.get(self.phase, ())
         return tuple(name for name in (*self.members, self.sender) if name in missing)
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """Apply `event` at time `now`. Return the actions to carry out, in order."""
+    def handle(self, answer: Answer | None, now: float) -> list[Order]:
+        """Apply `answer` at time `now`; None: time has passed. Return the orders to carry out."""
         if self.final:
             return []
-        actions: list[Action] = []
-        if isinstance(event, Failed | MemberUnreachable):
-            actions += self._fail(event, now)
-        elif isinstance(event, PhaseAnswered) and (
-            event.phase == self.phase or (self.phase, event.phase) == ("transfer", "verify")
-        ):
-            self._missing[event.phase].discard(event.member)  # no effect if late or repeated
-        actions += self._advance(now)
-        if isinstance(event, Tick) and self.next_deadline is not None and now >= self.next_deadline:
-            actions += self._expire(now)
-        return actions
+        orders: list[Order] = []
+        if answer is not None and answer.error is not None:
+            orders += self._fail(answer, answer.error, now)
+        elif answer is not None and (answer.phase == self.phase or (self.phase, answer.phase) == ("transfer", "verify")):
+            self._missing[answer.phase].discard(answer.member)  # no effect if late or repeated
+        orders += self._advance(now)
+        if answer is None and self.next_deadline is not None and now >= self.next_deadline:
+            orders += self._expire(now)
+        return orders
 
     def _enter(self, phase: Phase, now: float) -> None:
         self.phase: Phase = phase
-        self.next_deadline: float | None = None if self.final else now + getattr(self._seconds, phase)
+        self.next_deadline: float | None = None if self.final else now + self._seconds[phase]
 
-    def _advance(self, now: float) -> list[Action]:
+    def _advance(self, now: float) -> list[Order]:
         """Leave every phase whose answers are complete."""
-        actions: list[Action] = []
+        orders: list[Order] = []
         while not self.final and not self._missing[self.phase]:
             self._enter(_NEXT[self.phase], now)
             if self.phase == "commit":
-                actions.append(Commit(self.members))
-        return actions
+                orders.append(Order("commit", self.members))
+        return orders
 
-    def _fail(self, event: Failed | MemberUnreachable, now: float) -> list[Action]:
-        if event.member not in (*self.members, self.sender):
+    def _fail(self, answer: Answer, error: str, now: float) -> list[Order]:
+        member = answer.member
+        if member not in (*self.members, self.sender):
             return []
-        if self.phase == "commit" and event.member == self.sender:
+        if self.phase == "commit" and member == self.sender:
             return []  # the sender has finished its part
-        if isinstance(event, Failed):
-            self.failed.add(event.member)
-        known = event.member in self.lost
-        if isinstance(event, MemberUnreachable) or self.phase == "commit":
-            self._lose(event.member)
-        if self.phase == "abort" and (known or (isinstance(event, Failed) and event.member != self.sender)):
+        if not answer.gone:
+            self.failed.add(member)
+        known = member in self.lost
+        if answer.gone or self.phase == "commit":
+            self._lose(member)
+        if self.phase == "abort" and (known or (not answer.gone and member != self.sender)):
             # While aborting, failures of the sender and lost members are still recorded, even if another failure came first.
             # A failed collective fails for all members, so their failures say nothing more.
             return []
-        return self._give_up(f"{event.member}: {event.reason}", now)
+        return self._give_up(f"{member}: {error}", now)
 
-    def _expire(self, now: float) -> list[Action]:
+    def _expire(self, now: float) -> list[Order]:
         silent = self.waiting_for
         if self.phase in ("commit", "abort"):
             self._lose(*silent)
-        missed = f"{', '.join(silent)}: no answer within {getattr(self._seconds, self.phase):g} s"
+        missed = f"{', '.join(silent)}: no answer within {self._seconds[self.phase]:g} s"
         return self._give_up(missed, now) + self._advance(now)
 
     def _lose(self, *names: str) -> None:
@@ -257,10 +217,10 @@ class SyncAttempt:
         for missing in self._missing.values():
             missing.difference_update(names)
 
-    def _give_up(self, what: str, now: float) -> list[Action]:
+    def _give_up(self, what: str, now: float) -> list[Order]:
         line = f"{self.phase}: {what}"
         self.reason = f"{self.reason}; {line}" if self.reason else f"version {self.version}: {line}"
         if self.phase in ("commit", "abort"):
             return []
         self._enter("abort", now)
-        return [Abort(self.waiting_for)]
+        return [Order("abort", self.waiting_for)]

@@ -41,6 +41,7 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.config import Config
+from runtime.coordinator.metrics_recorder import RunSupervisor
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.weight_sync import seen
 from runtime.errors import ServiceFault, SluiceError, Unanswered, Unreachable
@@ -631,10 +632,8 @@ ROLES: dict[str, type[SimulatedProcess]] = {
 }
 
 
-class SimulatedCluster:
+class SimulatedCluster(RunSupervisor):
     """All processes of the run, connected in `register` from the start. Also the run's supervisor."""
-
-    restarts = True
 
     def __init__(
         self,
@@ -648,7 +647,8 @@ class SimulatedCluster:
     ):
         self.loop, self.config, self.costs, self.seed = loop, config, costs, seed
         self.deadlines, self.observer = deadlines, observer
-        self.register = Register()
+        super().__init__(Register(), Progress())
+        self.register = self._register
         self.processes: dict[str, SimulatedProcess] = {}
         self.epochs: dict[int, SyncEpoch] = {}
         self.corrupt: set[str] = set()

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from runtime import run_files
 from runtime.cluster.topology import fleets, instances, takes_turns
 from runtime.config import Config, Rollout, StopConditions
-from runtime.coordinator.metrics_recorder import RunContext
+from runtime.coordinator.metrics_recorder import RunContext, RunHistory
 from runtime.coordinator.run import TrainingRun
 from runtime.data.handlers import Problem
 from runtime.data.prepared import Prompts
@@ -145,6 +145,7 @@ class Simulation(SimulatedWorld):
                 supervisor=cluster,
                 epoch=WALL + clock,
                 launched=loop.time(),
+                history=RunHistory(config.run.resume),
             )
             run = self.training = TrainingRun(context, cluster.register)
             self.began(loop, cluster)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from runtime import config, run_files, types
 from runtime.commands import Level, WeightGroupReady, WeightsCommitted, WeightsReceived, WeightsSent
 from runtime.config import Config
-from runtime.coordinator.metrics_recorder import COUNTED, RunContext
+from runtime.coordinator.metrics_recorder import COUNTED, RunContext, RunHistory, RunSupervisor
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.data.handlers import Problem
@@ -509,7 +509,7 @@ def broken(port: P, method: str, at: int, error: Exception | None = None) -> P:
     return around(port, method, before=fails)
 
 
-class FakeSupervisor:
+class FakeSupervisor(RunSupervisor):
     """Keeps what it is told; once the run waits for other models those come that `regroup` returns, where any do."""
 
     def __init__(
@@ -519,18 +519,16 @@ class FakeSupervisor:
         losses: list[Loss],
         regroup: Callable[[], Awaitable[list[FakeTrainer | FakeCritic]]] | None,
     ):
-        self._register, self._progress, self._losses, self._regroup = register, progress, losses, regroup
+        super().__init__(register, Progress())
+        self._told, self._losses, self._regroup = progress, losses, regroup
         self._coming: asyncio.Task[None]
         self.restarts = regroup is not None
         register.subscribe(self._look)
 
     def report(self, progress: Progress) -> None:
-        self._progress.append(progress)
+        self._told.append(progress)
         if progress.phase == "recovering" and self._register.units("trainer", UnitState.LOST):
             self._coming = asyncio.ensure_future(self._restart())
-
-    def vacated(self) -> None:
-        pass
 
     def _look(self, change: UnitChange) -> None:
         unit = change.unit
@@ -598,6 +596,7 @@ class RunFolder:
                 supervisor=FakeSupervisor(register, self.progress, self.losses, cast.regroup),
                 epoch=time.time() - time.monotonic(),
                 launched=time.monotonic(),
+                history=RunHistory(resume),
             )
             run = TrainingRun(context, register)
             beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]

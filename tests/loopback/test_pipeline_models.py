@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from runtime import config, run_files, timeouts, types
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
+from runtime.coordinator.buffer import asked_of
 from runtime.coordinator.run import TrainingRun
 from runtime.errors import ServiceFault, UserError
 from runtime.ledger import checkpoint
@@ -404,7 +405,7 @@ def test_the_status_names_the_one_that_has_not_answered(tmp_path: Path) -> None:
             await asyncio.sleep(0)
         found = run.buffer.oldest_wait()
         assert found is not None
-        assert (found.phase, found.service) == ("generated", "reward_model-0")
+        assert (found.state.phase.value, asked_of(found)) == ("generated", "reward_model-0")
         gate.set()
 
     cast = Cast.prompt()

@@ -213,7 +213,7 @@ async def test_a_newcomer_gets_the_next_version_where_the_trainer_is_past_the_on
     async with kept(publishing):
         await until(lambda: publishing.waits_for_next)
         assert cast.trainer.calls.count(("past", FIRST)) == 2  # once out of the buckets, once gathered anew
-        assert [rollout.name for rollout in pool.serving] == ["rollout-0"]
+        assert [rollout.name for rollout in pool.units()] == ["rollout-0"]
         await publishing.publish(SECOND)
         assert [rollout.version for rollout in cast.rollouts] == [SECOND] * 2
     assert not publishing.waits_for_next

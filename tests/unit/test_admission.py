@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator.pools import AFTER_CUT, LOOKS, START, TRIMMED, Concurrency, Load, concurrency_of
+from runtime.coordinator.gateways import AFTER_CUT, LOOKS, START, TRIMMED, Concurrency, concurrency_of
+from runtime.coordinator.metrics_recorder import Load
 from runtime.coordinator.run import depth_of
 from runtime.coordinator.staleness import FIRST, STEPS, MovingMoments, PipelineDepth, most_live
 from tests.unit.config_cases import Loading

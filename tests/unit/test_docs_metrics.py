@@ -17,10 +17,11 @@ from msgspec.structs import replace
 from runtime.config import Critic, Moe, RowFormat
 from runtime.coordinator.buffer import DynamicSampling
 from runtime.coordinator.devices import TO_INFER, TO_TRAIN
-from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes
+from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, accelerators
 from runtime.coordinator.pools import RolloutPool
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluatedProblem, EvaluationData
+from runtime.rewards.scorer import UnscoredSteps
 from runtime.telemetry import metrics
 from runtime.telemetry.metrics import SpanClock, WeightSyncFigures
 from runtime.types import SCORERS, GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
@@ -48,9 +49,6 @@ def spans() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_spans.span"):
                 argument = node.args[0]
-                if ast.unparse(argument) == "self.phase":  # of shared devices, while the reference moves
-                    named |= {"ref_onload", "ref_offload"}
-                    continue
                 assert isinstance(argument, (ast.Constant, ast.Name)), f"{path.name}: {ast.unparse(node)}"
                 named |= {str(argument.value)} if isinstance(argument, ast.Constant) else set()
     return named
@@ -83,16 +81,21 @@ def of_the_coordinator() -> set[str]:
     totals = {"busy_seconds_total": 1.0, "decode_steps_total": 10.0, "tokens_total": 30.0}
     meter._grown.update(there=2.0, gateways=1.0, looks=2.0, **totals)
     fakes: dict[str, Any] = {
-        "context": SimpleNamespace(trackers=SimpleNamespace(log=log, dropped=1), config=config),
-        "spans": SimpleNamespace(close_step=lambda: closed(spans())),
-        "buffer": SimpleNamespace(counts=Counter, limit=3, depth=24, last_step=9),
+        "_context": SimpleNamespace(
+            trackers=SimpleNamespace(log=log, dropped=1),
+            spans=SimpleNamespace(close_step=lambda: closed(spans())),
+            history=SimpleNamespace(totals=SimpleNamespace(add=lambda _: None)),
+        ),
+        "_buffer": SimpleNamespace(counts=Counter, limit=3, depth=24, last_step=9, incarnation=0, version=lambda _: version),
         "meter": meter,
-        "pool": SimpleNamespace(close_step=lambda: RolloutPool.close_step(pool)),
-        "totals": SimpleNamespace(add=lambda _: None),
-        "dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),
+        "_pool": SimpleNamespace(close_step=lambda: RolloutPool.close_step(pool)),
+        "_world_size": accelerators(config),
+        "_unscored": UnscoredSteps(),
+        "_dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),
         "probes": SimpleNamespace(close_step=lambda version, gaps: Probes.close_step(probes, version, gaps)),
     }
-    books = MetricsRecorder(**fakes)
+    books = MetricsRecorder.__new__(MetricsRecorder)
+    vars(books).update(fakes)
     step: Any = SimpleNamespace(
         step=0,
         groups=[SimpleNamespace(generated=generated, scores=scores)],

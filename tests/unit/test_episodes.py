@@ -6,7 +6,6 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -502,8 +501,8 @@ class Replicas(list[float]):
 
 
 def summed(given: list[float], weight: float, *rules: float) -> Scores:
-    roles: Any = SimpleNamespace(scorers={"rule_reward": Replicas(rules), "reward_model": Replicas()})
-    return asyncio.run(RewardScoring(roles, weight).score(request_of([[REPLY]]), given, 0))
+    scorers: Any = {"rule_reward": Replicas(rules), "reward_model": Replicas()}
+    return asyncio.run(RewardScoring(scorers, weight).score(request_of([[REPLY]]), given, 0))
 
 
 @pytest.mark.parametrize(
@@ -540,6 +539,6 @@ def test_a_group_that_nobody_gives_a_reward_ends_the_run_unless_none_is_looked_a
     with pytest.raises(InvariantViolated, match="group 7 has no reward: "):
         summed([], 1.0)
     for rules, rewards in (((), [0.0, 0.0, 0.0]), ((2.0, 3.0, 4.0), [2.0, 3.0, 4.0])):
-        roles: Any = SimpleNamespace(scorers={"rule_reward": Replicas(rules), "reward_model": Replicas()})
-        scores = asyncio.run(RewardScoring(roles, 1.0, unrewarded=3).score(request_of([[REPLY]]), [], 0))
+        scorers: Any = {"rule_reward": Replicas(rules), "reward_model": Replicas()}
+        scores = asyncio.run(RewardScoring(scorers, 1.0, unrewarded=3).score(request_of([[REPLY]]), [], 0))
         assert (scores.rewards.tolist(), scores.valid.tolist()) == (rewards, [1, 1, 1])

@@ -338,7 +338,7 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
         with pytest.raises(UserError, match="in use by another coordinator"):
             await reopened(tmp_path, 0.0)
         assert (tmp_path / "ledger.lock").stat().st_mode & 0o777 == 0o600
-        other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=KeptChanges(), clock=time.time)
+        other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=KeptChanges(), clock=time.time)  # type: ignore[arg-type]
         make_ready(other, 5)
         other._journal = ledger
         other.take(0)

@@ -15,8 +15,7 @@ from msgspec import structs
 
 from runtime import timeouts
 from runtime.coordinator import metrics_recorder
-from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter
-from runtime.coordinator.pools import Load
+from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter, Load
 from runtime.errors import Unanswered
 from runtime.status import Status
 from runtime.telemetry import metrics
@@ -243,6 +242,9 @@ class Pool:
     def __init__(self, *rollouts: Working | Telling, gateways: tuple[Telling, ...] = ()):
         self.serving = rollouts
         self.gateways = gateways
+
+    def units(self, role: str = "rollout") -> tuple[Working | Telling, ...]:
+        return self.gateways if role == "gateway" else self.serving
 
 
 async def looks(meter: BusyMeter, enough: asyncio.Event, tell: Callable[[Load], None] = lambda _: None) -> None:

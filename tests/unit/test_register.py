@@ -14,21 +14,13 @@ from msgspec.structs import replace
 
 from runtime.coordinator.register import (
     ROLLOUT,
-    Connected,
-    Dismissed,
-    Joined,
     Member,
-    RankRegistered,
     Register,
-    Replaced,
-    Served,
     Unit,
     UnitChange,
-    UnitEvent,
-    UnitLost,
     UnitState,
-    apply,
     member_of,
+    moved,
 )
 from runtime.coordinator.weight_sync_protocol import Epoch, Membership
 from runtime.errors import InvariantViolated, UserError
@@ -53,38 +45,39 @@ class Port:
 
 
 # ------------------------------------------------------------------------------------------ the table
-EVENTS: dict[str, tuple[UnitEvent, dict[str, str]]] = {
-    "registered": (RankRegistered(Member("rollout-0", 1)), {"placed": "registered", "started": "registered"}),
-    "connected": (Connected("port"), {"registered": "connected"}),
-    "joined": (Joined(), {"connected": "joining"}),
-    "served": (Served(), {"joining": "serving"}),
-    "lost": (UnitLost("why"), dict.fromkeys(ALIVE, "lost")),
-    "dismissed": (Dismissed("why"), dict.fromkeys((*ALIVE, "lost"), "dismissed")),
-    "followed": (Replaced(2), {"lost": "placed", "dismissed": "placed"}),
+GONE: dict[str, Any] = {"port": None, "reason": "why"}
+MOVES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "started": ({"process": Member("rollout-0", 1)}, {"placed": "registered", "started": "registered"}),
+    "connected": ({"port": "port", "reason": ""}, {"registered": "connected"}),
+    "joining": ({}, {"connected": "joining"}),
+    "serving": ({}, {"joining": "serving"}),
+    "lost": (GONE, dict.fromkeys(ALIVE, "lost")),
+    "dismissed": (GONE, dict.fromkeys((*ALIVE, "lost"), "dismissed")),
+    "placed": ({"incarnation": 2}, {"lost": "placed", "dismissed": "placed"}),
 }
 
 
 @pytest.mark.parametrize("state", list(UnitState))
-@pytest.mark.parametrize("event", EVENTS)
-def test_every_state_takes_the_events_that_it_may_and_no_other(state: UnitState, event: str) -> None:
-    happens, follows = EVENTS[event]
+@pytest.mark.parametrize("to", MOVES)
+def test_every_state_takes_the_events_that_it_may_and_no_other(state: UnitState, to: str) -> None:
+    fields, follows = MOVES[to]
     port = "port" if state.connected else None
     unit = Unit(role="rollout", ranks=("rollout-0",), processes=(None,), incarnation=1, state=state, port=port)
     if state.value not in follows:
-        with pytest.raises(InvariantViolated, match=rf"^rollout-0 \(incarnation 1\) is {state.value}, and cannot take "):
-            apply(unit, happens)
+        with pytest.raises(InvariantViolated, match=rf"^rollout-0 \(incarnation 1\) is {state.value}, and cannot be {to}"):
+            moved(unit, UnitState(to), **fields)
         return
-    after = apply(unit, happens)
+    after = moved(unit, UnitState(to), **fields)
     assert after.state.value == follows[state.value]
     assert (after.port is not None) == after.state.connected
-    assert after.incarnation == (2 if event == "followed" else 1)
-    assert after.reason == ("why" if event in ("lost", "dismissed") else "")
+    assert after.incarnation == (2 if to == "placed" else 1)
+    assert after.reason == ("why" if to in ("lost", "dismissed") else "")
 
 
 @pytest.mark.parametrize(("role", "state"), [("rollout", "connected"), ("reward", "serving"), ("trainer", "serving")])
 def test_only_a_rollout_has_to_join_before_it_serves(role: str, state: str) -> None:
     unit = Unit(role=role, ranks=(f"{role}-0",), processes=(None,), state=UnitState.REGISTERED, reason="of the one before")
-    after = apply(unit, Connected("port"))
+    after = moved(unit, UnitState.CONNECTED, **MOVES["connected"][0])
     assert (after.state.value, after.reason, after.port) == (state, "", "port")
     assert (unit.name, unit.member) == (f"{role}-0", Member(f"{role}-0"))
     assert replace(unit, incarnation=2).member == Member(f"{role}-0", 2)
@@ -92,10 +85,11 @@ def test_only_a_rollout_has_to_join_before_it_serves(role: str, state: str) -> N
 
 def test_why_it_was_lost_is_known_until_another_is_connected() -> None:
     unit = Unit(role="reward", ranks=("reward-0",), processes=(None,), state=UnitState.SERVING, port="port")
-    for event in (UnitLost("was killed"), Replaced(1), RankRegistered(Member("reward-0", 1))):
-        unit = apply(unit, event)
+    unit = moved(unit, UnitState.LOST, port=None, reason="was killed")
+    for to, fields in ((UnitState.PLACED, {"incarnation": 1}), (UnitState.STARTED, {"process": Member("reward-0", 1)})):
+        unit = moved(unit, to, **fields)
         assert unit.reason == "was killed"
-    assert apply(unit, Connected("port")).reason == ""
+    assert moved(unit, UnitState.CONNECTED, **MOVES["connected"][0]).reason == ""
 
 
 # ------------------------------------------------------------------------------------------ what is said of a unit

@@ -43,7 +43,7 @@ PURE = (
     *(f"runtime/rewards/{name}.py" for name in ("extraction", "rules")),
     "runtime/ledger/states.py",
     *("runtime/weights/plain_pickle.py", "runtime/weights/plan.py"),
-    *(f"runtime/coordinator/{name}.py" for name in ("staleness", "weight_sync_protocol", "register", "device_schedule")),
+    *(f"runtime/coordinator/{name}.py" for name in ("staleness", "weight_sync_protocol", "register")),
 )
 IMPURE = {  # what reads a clock, the system or the configuration
     *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),
