@@ -31,7 +31,7 @@ from runtime.process import os_process
 from runtime.rollout.engine import EngineStats, RolloutEngine
 from runtime.scoring.scorer_torch import OffloadableScorer
 from runtime.telemetry.startup import Phases
-from runtime.trainer.collectives import RankInfo
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import (

@@ -13,9 +13,8 @@ from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
 from runtime.process import platform
 from runtime.scoring.scorer_torch import OffloadableScorer, score
-from runtime.trainer.backend import use_megatron
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
+from runtime.trainer.backend import RankInfo, micro_batches, use_megatron
+from runtime.trainer.micro_batch import Columns, MicroBatch
 from runtime.trainer.rank import GroupRank, join_group, require_memory
 from runtime.trainer.rows import Rows
 from runtime.types import LogprobRequest, Logprobs

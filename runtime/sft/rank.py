@@ -41,8 +41,7 @@ from runtime.process import os_process
 from runtime.sft.conversations import SftRow, taught_row, turns
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
-from runtime.trainer.backend import ModelBackend, StepStatistics
-from runtime.trainer.collectives import RankInfo
+from runtime.trainer.backend import ModelBackend, RankInfo, StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.objective import Objective
 from runtime.trainer.rank import join_group, require_memory

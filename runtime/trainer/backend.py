@@ -25,13 +25,112 @@ from runtime.errors import UserError
 from runtime.models.families.memory import CHUNK_ELEMENTS
 from runtime.models.forward import exact_on_cpu
 from runtime.process import platform, spans
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.micro_batch import MicroBatch
+from runtime.trainer.micro_batch import Columns, MicroBatch, empty_batch, pack, plan
 from runtime.trainer.rows import Routes, Rows
 
 if TYPE_CHECKING:
     from runtime.weights.delta import Shard
     from runtime.weights.plan import TensorSpec
+
+# ---- Ranks
+#
+# A process's rank in its group, the same number of passes on every rank, and tensors of which each rank has some rows.
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process's rank in its service's group. `group`: another process group of the same ranks; None: the default group."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: Any = None
+
+    def largest(self, counts: list[int]) -> list[int]:
+        """Return the elementwise maximum over ranks."""
+        if self.world_size == 1:
+            return counts
+        tensor = torch.tensor(counts, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
+        return tensor.tolist()
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `part` over ranks, in its dtype and on its device."""
+        if self.world_size == 1:
+            return part
+        # NPUs reduce nothing wider than float32.
+        whole = part.to(self.device, torch.float32 if self.device.type == "npu" else torch.float64)
+        dist.all_reduce(whole, group=self.group)
+        return whole.to(part)
+
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `part` [n, k] of all ranks, in the order of ranks, on the host."""
+        if self.world_size == 1:
+            return part
+        longest = self.largest([len(part)])[0]
+        padded = torch.zeros(longest + 1, part.shape[1], dtype=part.dtype, device=self.device)
+        padded[0, 0] = len(part)
+        padded[1 : len(part) + 1] = part.to(self.device)
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, self.group)
+        return torch.cat([each[1 : int(each[0, 0]) + 1] for each in parts]).cpu()
+
+
+def micro_batches(
+    rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`: as in ModelBackend.
+
+    Every rank yields the same number of micro-batches, so that all ranks take part in the collectives of each.
+    """
+    made = plan(rows, np.flatnonzero(chosen), budget, packs)
+    device = rank_info.device
+    for index in range(rank_info.largest([len(made)])[0]):
+        yield pack(rows, made[index], columns, device, packs) if index < len(made) else empty_batch(columns, device)
+
+
+def full(tensor: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the whole parameter or moment on every rank. With `own`, return the whole tensor of the same shape that has `own`
+    as this rank's rows. `full_tensor` is not used: its gather crashes over gloo on CUDA."""
+    own = local(tensor) if own is None else own
+    if not is_sharded(tensor):
+        return own
+    sharded: Any = tensor
+    own = own.to(sharded.device_mesh.device_type)  # the group's device: with `cpu_offload` the shard is on the host
+    ranks = dist.get_world_size()
+    padded = own.new_zeros(-(-tensor.shape[0] // ranks), *tensor.shape[1:])
+    padded[: len(own)] = own
+    whole = own.new_empty(ranks * len(padded), *tensor.shape[1:])
+    dist.all_gather(list(whole.chunk(ranks)), padded)
+    return whole[: tensor.shape[0]]
+
+
+def wholes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the whole of each of `tensors`, in order; one whole tensor at a time is in memory."""
+    for name, tensor in tensors.items():
+        yield name, full(tensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows."""
+    detached: Any = tensor.detach()
+    return detached.to_local() if is_sharded(tensor) else detached
+
+
+def local_rows(tensor: Any) -> slice:
+    """Return the rows of the whole that `local(tensor)` holds: FSDP2 gives each rank `ceil(rows / ranks)`, the last fewer."""
+    if not is_sharded(tensor):
+        return slice(0, tensor.shape[0])
+    mesh = tensor.device_mesh
+    share = -(-tensor.shape[0] // mesh.size())
+    begin = min(tensor.shape[0], mesh.get_local_rank() * share)
+    return slice(begin, begin + local(tensor).shape[0])
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a DTensor, without importing that class, which takes half a second."""
+    return hasattr(tensor, "device_mesh")
+
 
 # ---- Statistics
 #

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from runtime.models.forward import Packing
-from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rows import Rows, cut_by_length, length_buckets, ramps, spans, starts
 from runtime.types import common
 
@@ -202,19 +201,6 @@ class MicroBatch:
     def of_tokens(self, name: str) -> torch.Tensor:
         """Return the column `name` [B, R] at the trained tokens, [N]."""
         return self.columns[name].flatten()[self.cells]
-
-
-def micro_batches(
-    rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True
-) -> Iterator[MicroBatch]:
-    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`: as in ModelBackend.
-
-    Every rank yields the same number of micro-batches, so that all ranks take part in the collectives of each.
-    """
-    made = plan(rows, np.flatnonzero(chosen), budget, packs)
-    device = rank_info.device
-    for index in range(rank_info.largest([len(made)])[0]):
-        yield pack(rows, made[index], columns, device, packs) if index < len(made) else empty_batch(columns, device)
 
 
 def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> list[np.ndarray]:

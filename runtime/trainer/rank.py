@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -34,15 +33,14 @@ from runtime.commands import (
 )
 from runtime.config import Config, Spread, Trainer
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
-from runtime.ledger import checkpoint, node_checkpoints
-from runtime.ledger.checkpoint import Position
+from runtime.ledger import checkpoint
 from runtime.models import limits
 from runtime.models.adapters import base_of
 from runtime.models.hf_folder import read_raw
 from runtime.process import os_process, platform
 from runtime.process.os_process import in_thread
 from runtime.trainer.backend import TrainedRole
-from runtime.trainer.collectives import RankInfo, _all_gather_json, exchange
+from runtime.trainer.node_part import NodePart
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.delta import FULL_EVERY, ShardDelta, TensorChanges
@@ -182,7 +180,7 @@ class UpdateRank(GroupRank):
             self.version = checkpoint.read_position(folder).version
             self.engine.load(str(self.state(folder)))
         else:
-            self.version = self._part.load(command, self.engine)
+            self.version = self._part.load(command, self.backend.needed, self.engine.load)
         self._failed = None
         log.info("restored %s of %s in %.1f s", self.role, folder, time.monotonic() - before)
 
@@ -374,55 +372,3 @@ def make_rank(kind: type[Trained], config: Config, rank: int, world_size: int) -
     device = join_group(role, getattr(config.services, role), world_size, config.deadlines.train)
     require_memory(role, config, TrainedRole.of(config, role).source, device)
     return kind(kind.make_engine(config, rank=rank, world_size=world_size, device=device), config)
-
-
-class NodePart:
-    """The part of a checkpoint that this node's ranks write and read. Every method is a collective of all ranks, except
-    `complete`, which is called after a collective."""
-
-    def __init__(self, config: Config, role: str, info: RankInfo):
-        self._role, self._info, self._gathers = role, info, config.checkpoint.gather
-        self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first of this node's ranks
-        run_dir, node = Path(config.run.dir), os.environ.get(os_process.NODE, "")
-        self._root, self._name = node_checkpoints.root(run_dir, node, role), f"{role}/{node}"
-        self._whole = partial(node_checkpoints.whole, run_dir, node, sums=False)  # the agent has compared the checksums
-
-    def begin(self, command: Save) -> Path:
-        """Create the folder that this node's ranks write to, and return it."""
-        step = types.decode(Position, command.place).version.step
-        if self._leads:
-            node_checkpoints.begin(self._root, step, command.keep)
-        self._info.largest([0])  # no rank writes before all folders exist
-        return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
-
-    def complete(self, folder: Path, command: Save) -> list[str]:
-        """Complete the checkpoint after all ranks have written into `folder`. Return the parts that this rank reports as safe:
-        at most one."""
-        if not self._leads or not node_checkpoints.files(folder):
-            return []
-        position = types.decode(Position, command.place)
-        checkpoint.complete(folder, checkpoint.folder_for(self._root, position.version.step), position)
-        return [] if self._gathers and self._info.rank else [self._name]
-
-    def load(self, command: Restore, engine: ModelTrainer) -> PolicyVersion:
-        """Restore the checkpoint with `engine` and return the checkpoint's version. Files that ranks of this node read and
-        only other nodes have are copied here and deleted after the load. Raises UserError on all ranks if a part is missing."""
-        position = types.decode(Position, command.place)
-        folder = checkpoint.folder_for(self._root, position.version.step)
-        if self._leads:
-            checkpoint.sweep(self._root)
-            checkpoint.set_aside(self._root, position.version.step, command.incarnation)
-        has = self._leads and f"{self._name}/{node_checkpoints.identity(position)}" in self._whole()
-        if self._leads and not has and self._name not in position.parts:
-            checkpoint.discard(folder)  # useless, and it would be in the way
-        of_ranks = _all_gather_json([self._name, has], self._info)
-        for part in position.parts:
-            if part.startswith(f"{self._role}/") and [part, True] not in of_ranks:
-                raise UserError(f"run.resume: {command.folder}: {node_checkpoints.missing(part)}")
-        got = list(exchange(folder, lambda name: not name.endswith(".distcp"), self._info))
-        got += exchange(folder, engine.backend.needed(folder).__contains__, self._info)
-        engine.load(str(folder))
-        self._info.largest([0])  # no rank reads any more
-        for path in got:
-            path.unlink()
-        return position.version

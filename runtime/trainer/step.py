@@ -31,14 +31,15 @@ from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import (
     ModelBackend,
     NonFiniteReport,
+    RankInfo,
     Reduced,
     StepStatistics,
     TrainedRole,
     TrainingPosition,
+    micro_batches,
     use_megatron,
 )
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
+from runtime.trainer.micro_batch import Columns, MicroBatch
 from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
 from runtime.trainer.rows import Rows
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values

@@ -22,7 +22,7 @@ from runtime.data.prompts import StreamState
 from runtime.errors import Forbidden, InvalidMessage, ServiceFault, StorageFull, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
-from runtime.trainer.collectives import RankInfo
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values

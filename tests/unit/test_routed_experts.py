@@ -27,8 +27,8 @@ from runtime.models.families.shape import ExpertShape
 from runtime.models.forward import Packing
 from runtime.rollout.torch import engine as engine_module
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import StepStatistics
-from runtime.trainer.micro_batch import MicroBatch, micro_batches
+from runtime.trainer.backend import StepStatistics, micro_batches
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RoutedExperts, Sample, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms

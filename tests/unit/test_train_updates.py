@@ -21,8 +21,8 @@ from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.telemetry import summary
 from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import BINS_PER_OCTAVE, Reduced, StepStatistics
-from runtime.trainer.micro_batch import MicroBatch, micro_batches
+from runtime.trainer.backend import BINS_PER_OCTAVE, Reduced, StepStatistics, micro_batches
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import GeneratedGroup, GroupPayload, StepResult, TrainGroup, ValueRequest
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms

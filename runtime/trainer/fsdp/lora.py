@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.models.adapters import DOWN, UP, AdapterBase, adapted, start_of
 from runtime.models.families.adapters import PREFIX, target_modules
 from runtime.models.limits import LORA_NEEDS_PEFT
-from runtime.trainer.fsdp import sharding
+from runtime.trainer.backend import full, wholes
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -112,9 +112,9 @@ class Adapters:
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole policy with merged adapters, tensor by tensor in the order of `base`. `base` does not change."""
-        for name, weight in sharding.wholes(self.base):
+        for name, weight in wholes(self.base):
             if name in self._pairs:
-                down, up = map(sharding.full, self._pairs[name])
+                down, up = map(full, self._pairs[name])
                 weight = adapted(weight, up * self._scaling, down)
             yield name, weight
 
@@ -142,6 +142,6 @@ class Adapters:
 
     def write(self, folder: Path, rank: int) -> None:
         """Write a PEFT folder; rank 0 writes."""
-        tensors = {name: whole.cpu().contiguous() for name, whole in sharding.wholes(self.trained) if rank == 0}
+        tensors = {name: whole.cpu().contiguous() for name, whole in wholes(self.trained) if rank == 0}
         if rank == 0:
             write(folder, tensors, self.config)

@@ -11,7 +11,7 @@ import torch
 from runtime.config import Optimizer
 from runtime.errors import UserError
 from runtime.models.limits import NEEDS_TORCHAO
-from runtime.trainer.fsdp import sharding
+from runtime.trainer.backend import full, local, local_rows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
@@ -85,10 +85,10 @@ class Muon(torch.optim.AdamW):
         if not state:
             state.update(step=torch.tensor(0.0), momentum_buffer=torch.zeros_like(parameter, requires_grad=False))
         state["step"] += 1
-        own, gradient, buffer = map(sharding.local, (parameter, grad, state["momentum_buffer"]))
+        own, gradient, buffer = map(local, (parameter, grad, state["momentum_buffer"]))
         buffer.lerp_(gradient, 1 - self._momentum)
         ahead = gradient.lerp(buffer, self._momentum).to(self._compute)
-        update = orthogonalised(sharding.full(parameter, ahead))[sharding.rows(parameter)].to(own.device)
+        update = orthogonalised(full(parameter, ahead))[local_rows(parameter)].to(own.device)
         own.mul_(1 - rate * decay).add_(update, alpha=-rate * _RMS * math.sqrt(max(parameter.shape)))
 
 
@@ -130,7 +130,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def zeros(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
         """Return a moment of this rank's rows before the first update."""
-        own = sharding.local(parameter)
+        own = local(parameter)
         if own.numel() < _SMALL or own.numel() % _BLOCK:
             return torch.zeros_like(own)
         zeros: torch.Tensor = self._tensors.zeros(own.shape, name == "exp_avg", _BLOCK, own.device, own.dtype)
@@ -148,7 +148,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if not state:
             state.update({name: self.zeros(parameter, name) for name in MOMENTS}, step=torch.tensor(0.0))
         state["step"] += 1
-        own, gradient = map(sharding.local, (parameter, grad))
+        own, gradient = map(local, (parameter, grad))
         mean, square = (
             numbers(state[name]).lerp(value, 1 - beta)
             for name, value, beta in zip(MOMENTS, (gradient, gradient.square()), self._betas, strict=True)
@@ -175,13 +175,13 @@ def kept(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> tup
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a state's tensor, in float32."""
-    own: Any = sharding.local(tensor)
+    own: Any = local(tensor)
     return own.dequantize() if hasattr(own, "codes") else own
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors that hold this rank's rows; without the 1 kB table of the codes' values."""
-    own: Any = sharding.local(tensor)
+    own: Any = local(tensor)
     return (own.codes, own.scale) if hasattr(own, "codes") else (own,)
 
 
@@ -194,7 +194,7 @@ def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, read: C
     for name in names:
         eight = isinstance(optimizer, AdamW8bit)
         state[name] = optimizer.zeros(parameter, name) if eight else torch.zeros_like(parameter, requires_grad=False)
-        own, rows = sharding.local(state[name]), read(name).to(parameter.device)
+        own, rows = local(state[name]), read(name).to(parameter.device)
         _encode(own, rows) if hasattr(own, "codes") else own.copy_(rows)
     optimizer.state[parameter] = state
 

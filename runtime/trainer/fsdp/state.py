@@ -30,9 +30,8 @@ from runtime.models import hf_policy
 from runtime.models.adapters import AdapterBase
 from runtime.process import platform
 from runtime.run_files import read_object
-from runtime.trainer.backend import TrainingPosition
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.fsdp import lora, optimizers, sharding
+from runtime.trainer.backend import RankInfo, TrainingPosition, full, local, local_rows, wholes
+from runtime.trainer.fsdp import lora, optimizers
 from runtime.trainer.fsdp.lora import Adapters
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
     if rank == 0:
         (folder / "model").mkdir()
     tensors = {**state.parameters, **state.fixed}
-    hf_policy.write_model(folder / "model", tensors, sharding.wholes(tensors), rank, torch.float32, source)
+    hf_policy.write_model(folder / "model", tensors, wholes(tensors), rank, torch.float32, source)
 
 
 def _updates(state: TrainingState) -> int:
@@ -120,7 +119,7 @@ def _kept(state: TrainingState) -> dict[str, torch.nn.Parameter]:
 
 
 def _whole(optimizer: torch.optim.Optimizer, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    return sharding.full(parameter, optimizers.numbers(optimizer.state[parameter][name.partition(".")[0]]))
+    return full(parameter, optimizers.numbers(optimizer.state[parameter][name.partition(".")[0]]))
 
 
 def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
@@ -152,7 +151,7 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
         for name, tensor in {} if state.adapters else state.fixed.items():
             tensor.copy_(weights(name)[...])
         for name, parameter in state.parameters.items():
-            sharding.local(parameter).copy_(weights(name)[sharding.rows(parameter)])
+            local(parameter).copy_(weights(name)[local_rows(parameter)])
             state.optimizer.state.pop(parameter, None)
             if history is not None:
                 read = partial(_read_kept, history, name, parameter)
@@ -228,7 +227,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _read_kept(history: Callable[[str], Any], name: str, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
-    rows: torch.Tensor = history(f"{kind}.{name}")[sharding.rows(parameter)]
+    rows: torch.Tensor = history(f"{kind}.{name}")[local_rows(parameter)]
     return rows
 
 

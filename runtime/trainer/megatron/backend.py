@@ -19,6 +19,7 @@ from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
     PerToken,
+    RankInfo,
     Reduced,
     StepStatistics,
     TrainedRole,
@@ -26,7 +27,6 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
-from runtime.trainer.collectives import RankInfo
 from runtime.trainer.fsdp.lora import FOLDER
 from runtime.trainer.megatron import state
 from runtime.trainer.megatron.lora import MegatronAdapters

@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.models import hf_policy
 from runtime.run_files import read_object
-from runtime.trainer.backend import TrainingPosition
-from runtime.trainer.collectives import RankInfo, exchange
+from runtime.trainer.backend import RankInfo, TrainingPosition
 from runtime.trainer.fsdp.state import require_same_adapters
 from runtime.trainer.megatron.core_checkpoint import FOLDER, INDEX, OWN, TRAINER, read_index
 from runtime.trainer.megatron.optimizer import KINDS, MegatronOptimizer
+from runtime.trainer.node_part import exchange
 
 FORMAT = 1
 ENGINE = "megatron"
