@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -147,57 +146,47 @@ NAMED = 8  # samples named in a message about NaN or infinity
 
 
 @dataclass(frozen=True)
-class Mean:
-    total: float
-    count: float
-
-    @property
-    def value(self) -> float:
-        return self.total / self.count
-
-    def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
-
-
-@dataclass(frozen=True)
 class Reduced:
-    """The result of `StepStatistics.reduce`; `+` joins those of several updates. A minimum is the maximum of negated numbers.
+    """The result of `StepStatistics.reduce`; `+` joins those of several updates.
 
-    `bins` are the counts of histograms by name and bin, without empty bins.
+    `sums` by name: (total,), (total, count) of a mean, or the counts of a histogram's bins. A minimum is the maximum of negated
+    numbers, and its name begins with "-".
     """
 
-    means: dict[str, Mean] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    bins: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def __add__(self, other: Reduced) -> Reduced:
-        means, maxima, totals, bins = dict(self.means), dict(self.maxima), dict(self.totals), dict(self.bins)
-        for name, mean in other.means.items():
-            means[name] = means[name] + mean if name in means else mean
+        sums, maxima = dict(self.sums), dict(self.maxima)
+        for name, numbers in other.sums.items():
+            sums[name] = [a + b for a, b in zip(sums[name], numbers, strict=True)] if name in sums else numbers
         for name, value in other.maxima.items():
             maxima[name] = max(maxima.get(name, value), value)
-        for name, total in other.totals.items():
-            totals[name] = totals.get(name, 0.0) + total
-        for name, counts in other.bins.items():
-            bins[name] = dict(Counter(bins.get(name, {})) + Counter(counts))
-        return Reduced(means, maxima, totals, bins)
+        return Reduced(sums, maxima)
+
+    def mean(self, name: str) -> tuple[float, float]:
+        """Return the total and the count of a mean; 0 and 0 if nothing was counted."""
+        total, count = self.sums.get(name, (0.0, 0.0))
+        return (total, count) if count else (0.0, 0.0)
 
     def finite(self) -> Reduced:
         """Return the statistics without NaN and infinite ones."""
         return Reduced(
-            {name: mean for name, mean in self.means.items() if math.isfinite(mean.total)},
+            {name: numbers for name, numbers in self.sums.items() if all(map(math.isfinite, numbers))},
             {name: value for name, value in self.maxima.items() if math.isfinite(value)},
-            self.totals,
-            self.bins,
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers by name. A histogram NAME gives its 99th percentile, as NAME_p99."""
-        means = {name: mean.value for name, mean in self.means.items()}
-        extremes = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in self.maxima.items()}
-        tails = {f"{name}_p99": quantile(counts, 0.99) for name, counts in self.bins.items()}
-        return means | extremes | self.totals | tails
+        """Return the numbers by name, without a mean or a quantile of nothing."""
+        found = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in self.maxima.items()}
+        for name, numbers in self.sums.items():
+            if len(numbers) == 1:
+                found[name] = numbers[0]
+            elif len(numbers) == 2 and numbers[1]:
+                found[name] = numbers[0] / numbers[1]
+            elif len(numbers) == BINS and any(numbers):
+                found[name] = quantile(numbers, 0.99)
+        return found
 
 
 class StepStatistics:
@@ -207,14 +196,15 @@ class StepStatistics:
         self.device = device
         # Large steps have more tokens than float32 counts exactly; NPUs reduce nothing wider than float32.
         self.dtype = torch.float32 if device.type == "npu" else torch.float64
-        self._sums: dict[str, tuple[Number, Number]] = {}
+        self._sums: dict[str, list[Number]] = {}
         self._maxima: dict[str, Number] = {}
-        self._totals: dict[str, Number] = {}
-        self._bins: dict[str, torch.Tensor] = {}
+
+    def total(self, name: str, *numbers: Number) -> None:
+        known = self._sums.get(name)
+        self._sums[name] = list(numbers) if known is None else [a + b for a, b in zip(known, numbers, strict=True)]
 
     def mean(self, name: str, total: Number, count: Number) -> None:
-        known = self._sums.get(name)
-        self._sums[name] = (total, count) if known is None else (known[0] + total, known[1] + count)
+        self.total(name, total, count)
 
     def maximum(self, name: str, value: Number) -> None:
         known = self._maxima.get(name, -torch.inf)
@@ -226,58 +216,38 @@ class StepStatistics:
     def minimum(self, name: str, value: Number) -> None:
         self.maximum(f"-{name}", -value)
 
-    def total(self, name: str, number: Number) -> None:
-        self._totals[name] = self._totals.get(name, 0.0) + number
-
     def histogram(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
-        """Add `values` >= 0 where `counted` is 1 to a histogram; tensors of one shape."""
-        counts = bin_counts(values, counted, self.dtype)
-        self._bins[name] = self._bins[name] + counts if name in self._bins else counts
+        """Add `values` >= 0 where `counted` is 1 to the histogram of the metric `name`_p99; tensors of one shape."""
+        exponents = values.detach().float().nan_to_num(nan=torch.inf).log2()
+        places = ((exponents - LOWEST) * BINS_PER_OCTAVE).floor().clamp(-1, BINS - 2).long() + 1
+        bins = torch.zeros(BINS, dtype=self.dtype, device=values.device)
+        self.total(f"{name}_p99", bins.index_add_(0, places.flatten(), counted.to(self.dtype).flatten()))
 
     def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
-        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. Leave out each mean with a count of 0,
-        and each maximum or minimum without a value on any rank."""
-        pairs = [number for pair in self._sums.values() for number in pair]
-        sums = torch.cat([self._vector([*pairs, *self._totals.values()]), *self._bins.values()])
-        maxima = self._vector(list(self._maxima.values()))
+        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. A maximum or minimum without a value on
+        any rank is left out."""
+        parts = {name: self._vector(numbers) for name, numbers in self._sums.items()}
+        sums, maxima = torch.cat([self._vector([]), *parts.values()]), self._vector(self._maxima.values())
         if world_size > 1:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        numbers = iter(sums.tolist())
-        means = {name: Mean(next(numbers), next(numbers)) for name in self._sums}
-        totals = {name: next(numbers) for name in self._totals}
-        bins = {name: dict(enumerate(islice(numbers, BINS))) for name in self._bins}
-        extremes = dict(zip(self._maxima, maxima.tolist(), strict=True))
+        numbers, extremes = iter(sums.tolist()), zip(self._maxima, maxima.tolist(), strict=True)
         return Reduced(
-            {name: mean for name, mean in means.items() if mean.count},
-            {name: value for name, value in extremes.items() if value != -torch.inf},
-            totals,
-            {name: found for name, counts in bins.items() if (found := {at: count for at, count in counts.items() if count})},
+            {name: list(islice(numbers, len(part))) for name, part in parts.items()},
+            {name: value for name, value in extremes if value != -torch.inf},
         )
 
-    def _vector(self, numbers: Sequence[Number]) -> torch.Tensor:
-        if not numbers:
-            return torch.zeros(0, dtype=self.dtype, device=self.device)
-        return torch.stack([torch.as_tensor(number, dtype=self.dtype, device=self.device) for number in numbers])
+    def _vector(self, numbers: Iterable[Number]) -> torch.Tensor:
+        parts = [torch.as_tensor(number, dtype=self.dtype, device=self.device).flatten() for number in numbers]
+        return torch.cat([torch.zeros(0, dtype=self.dtype, device=self.device), *parts])
 
 
-def bin_counts(values: torch.Tensor, counted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the number of `values` (>= 0, any shape) in each bin, [BINS] of `dtype`. Values count where `counted` is 1."""
-    exponents = values.detach().float().nan_to_num(nan=torch.inf).log2()
-    places = ((exponents - LOWEST) * BINS_PER_OCTAVE).floor().clamp(-1, BINS - 2).long() + 1
-    found = torch.zeros(BINS, dtype=dtype, device=values.device)
-    return found.index_add_(0, places.flatten(), counted.to(dtype).flatten())
-
-
-def quantile(counts: Mapping[int, float], share: float) -> float:
+def quantile(counts: Sequence[float], share: float) -> float:
     """Return the lower edge of the bin that holds the number of rank ceil(`share` · n) among all n numbers. `counts` by bin,
     not all 0."""
-    rank, below = math.ceil(share * sum(counts.values())), 0.0
-    for place, number in sorted(counts.items()):
-        below += number
-        if below >= rank:
-            return 2.0 ** (LOWEST + (place - 1) / BINS_PER_OCTAVE) if place else 0.0
-    raise ValueError("counts are all 0: no quantile")
+    below = np.cumsum(counts)
+    place = int(np.searchsorted(below, math.ceil(share * below[-1])))
+    return 2.0 ** (LOWEST + (place - 1) / BINS_PER_OCTAVE) if place else 0.0
 
 
 class NonFiniteReport:

@@ -187,7 +187,7 @@ class Objective(ABC):
     def adapt_kl(self, divergence: float, reduced: Reduced) -> float:
         """Adapt the KL term's coefficient to the `divergence` of the step's samples; return the coefficient before."""
         before = self.kl_control.coefficient
-        self.kl_control = self.kl_control.after(divergence, reduced.totals["samples"])
+        self.kl_control = self.kl_control.after(divergence, reduced.sums["samples"][0])
         return before
 
     def rate_divisor(self, reduced: Reduced) -> float:
@@ -252,8 +252,8 @@ class PolicyObjective(Objective):
     def rate_divisor(self, reduced: Reduced) -> float:
         """Return (1 + mean staleness)^power. The bias of a gradient of old samples grows with staleness times learning rate
         (arXiv:2607.01083); dividing by staleness itself (arXiv:1511.05950) lowers the rate more than needed."""
-        staleness = reduced.means.get("staleness/token_mean")
-        return (1 + staleness.value) ** self._staleness_power if staleness and staleness.count else 1.0
+        total, count = reduced.mean("staleness/token_mean")
+        return (1 + total / count) ** self._staleness_power if count else 1.0
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """Return false where the gradient of a sample is exactly 0, bool [B]."""

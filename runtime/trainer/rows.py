@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -108,45 +108,59 @@ class Needs:
     experts: Routes | None = None  # the experts that tokens took in the rollout
 
 
-def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
+class DecodedGroup(NamedTuple):
+    group: TrainGroup
+    payload: GroupPayload
+    reference: Logprobs | None = None
+    values: Values | None = None
+
+
+def check_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> list[DecodedGroup]:
     """Decode and check `groups`. Nothing is computed from a batch that violates its schema.
 
     Raises InvalidMessage, which names the group.
     """
-    payloads = [types.decode(GroupPayload, group.payload) for group in groups]
-    references = [_reference(group) for group in groups] if needs.reference else None
-    values = [_values(group) for group in groups] if needs.values else None
-    for index, (group, payload) in enumerate(zip(groups, payloads, strict=True)):
-        given = [part[index] for part in (references, values) if part is not None]
-        _check(group, payload, vocab_size, given, needs.experts)
-    return _rows(groups, payloads, references, values, needs.experts)
+    found = [
+        DecodedGroup(
+            group,
+            types.decode(GroupPayload, group.payload),
+            _reference(group) if needs.reference else None,
+            _values(group) if needs.values else None,
+        )
+        for group in groups
+    ]
+    for each in found:
+        _check(each, vocab_size, needs.experts)
+    return found
+
+
+def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
+    """Return the rows of `groups`. Raises InvalidMessage as `check_groups`."""
+    return rows_of(check_groups(groups, vocab_size, needs), needs)
 
 
 def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: Routes | None = None) -> Rows:
     """Decode groups without scores as `decode_groups` does: rewards 0, all episodes valid. `experts`: as in `Needs`."""
-    payloads = [types.decode(GroupPayload, request.payload) for request in requests]
-    groups = [
-        TrainGroup(
+    decoded = []
+    for request in requests:
+        payload = types.decode(GroupPayload, request.payload)
+        group = TrainGroup(
             group_id=request.group_id,
             tokens=0,  # not used
             payload=request.payload,
             rewards=np.zeros(payload.n, np.float32),
             valid=np.ones(payload.n, np.uint8),
         )
-        for request, payload in zip(requests, payloads, strict=True)
-    ]
-    for group, payload in zip(groups, payloads, strict=True):
-        _check(group, payload, vocab_size, [], experts)
-    return _rows(groups, payloads, None, None, experts)
+        decoded.append(DecodedGroup(group, payload))
+        _check(decoded[-1], vocab_size, experts)
+    return rows_of(decoded, Needs(experts=experts))
 
 
-def _rows(
-    groups: Sequence[TrainGroup],
-    payloads: Sequence[GroupPayload],
-    references: Sequence[Logprobs] | None,
-    values: Sequence[Values] | None,
-    experts: Routes | None,
-) -> Rows:
+def rows_of(decoded: Sequence[DecodedGroup], needs: Needs) -> Rows:
+    """Return the rows of groups that `check_groups` has decoded."""
+    groups, payloads = [each.group for each in decoded], [each.payload for each in decoded]
+    references = [each.reference.values for each in decoded if each.reference is not None]
+    values = [each.values.values for each in decoded if each.values is not None]
     columns = [payload.columns() for payload in payloads]
     episodes = np.array([payload.n for payload in payloads], np.int64)
     branches = _concatenate([payload.rows for payload in payloads], np.uint32).astype(np.int64)  # number in each episode
@@ -158,7 +172,7 @@ def _rows(
     start = starts(length)
     prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
     valid = np.repeat(_concatenate([group.valid for group in groups], np.uint8) != 0, branches)
-    routed = [] if experts is None else [(np.zeros((0, *experts[:2]), np.uint8),) * 2, *map(_experts, payloads)]
+    routed = [] if needs.experts is None else [(np.zeros((0, *needs.experts[:2]), np.uint8),) * 2, *map(_experts, payloads)]
     return Rows(
         prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
         prompt_start=starts(prompt_length),
@@ -174,8 +188,8 @@ def _rows(
         mask=(_concatenate([column.loss_mask for column in columns], np.uint8) != 0) & np.repeat(valid, length),
         behaviour=_concatenate([column.logprobs for column in columns], np.float32),
         steps=_concatenate([column.versions for column in columns], np.int64) & 0xFFFFFFFF,
-        reference=None if references is None else _concatenate([part.values for part in references], np.float32),
-        values=None if values is None else _concatenate([part.values for part in values], np.float32),
+        reference=_concatenate(references, np.float32) if needs.reference else None,
+        values=_concatenate(values, np.float32) if needs.values else None,
         turn_tokens=np.array([start[row] + turn.token for row, turn in turns], np.int64),
         turn_rewards=np.array([turn.value for _, turn in turns], np.float64),
         rewards=np.repeat(_concatenate([group.rewards for group in groups], np.float32), branches),
@@ -194,29 +208,6 @@ def _experts(payload: GroupPayload) -> tuple[np.ndarray, np.ndarray]:
     out = np.zeros((len(payload.tokens), *taken.shape[1:]), taken.dtype)
     out[spans(starts(lengths), np.maximum(lengths - 1, 0))] = taken[prompt:]
     return out, taken[:prompt]
-
-
-def join(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of all `parts`, at least one part, in their order."""
-    if len(parts) == 1:
-        return parts[0]
-    joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
-    kept = TokenSets.joined(joined.pop("kept"), [len(tokens) for tokens in joined["tokens"]])
-    # An index into another array moves by the length of that array in the parts before.
-    sizes = {name: [len(array) for array in joined[name]] for name in ("prompts", "prompt_start", "tokens")}
-    sizes["episodes"] = [int(part.episode.max(initial=-1)) + 1 for part in parts]
-    pointers = {
-        "prompt_start": "prompts",
-        "group": "prompt_start",
-        "start": "tokens",
-        "turn_tokens": "tokens",
-        "episode": "episodes",
-    }
-    for name, target in pointers.items():
-        before = starts(np.array(sizes[target], np.int64))
-        joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
-    whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
-    return Rows(**whole, kept=kept)
 
 
 def share_prompts(rows: Rows) -> Rows:
@@ -244,11 +235,9 @@ def _values(group: TrainGroup) -> Values:
     return types.decode(Values, group.values)
 
 
-def _check(
-    group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Sequence[Logprobs | Values], experts: Routes | None
-) -> None:
-    where = f"group {group.group_id}"
-    n = payload.n
+def _check(decoded: DecodedGroup, vocab_size: int, experts: Routes | None) -> None:
+    group, payload, *given = decoded
+    where, n = f"group {group.group_id}", payload.n
     if payload.group_id != group.group_id or not n or len(group.rewards) != n or len(group.valid) != n:
         raise InvalidMessage(
             f"{where}: the payload is of group {payload.group_id} with {n} samples, "
@@ -265,7 +254,7 @@ def _check(
             if not mask[begins[turn.row] + turn.token]:
                 raise InvalidMessage(f"{where}: {turn} is of a token that is not trained in this row")
     for part in given:
-        if len(part.values) != len(payload.tokens):
+        if part is not None and len(part.values) != len(payload.tokens):
             raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} do not match its replies")
 
 

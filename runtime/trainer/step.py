@@ -41,7 +41,7 @@ from runtime.trainer.backend import (
 )
 from runtime.trainer.micro_batch import Columns, MicroBatch
 from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
-from runtime.trainer.rows import Rows
+from runtime.trainer.rows import DecodedGroup, Rows
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
 
 # ---- Kept tokens
@@ -163,7 +163,7 @@ class ModelTrainer:
     def _begin(self) -> None:
         self.backend.clear_gradients()
         self._seconds = 0.0
-        self._held: list[Rows] = []
+        self._held: list[DecodedGroup] = []
         self._begin_update()
         self._reduced = Reduced()
         self._norms: list[float] = []
@@ -182,21 +182,11 @@ class ModelTrainer:
         """
         groups = self.backend.of_share(groups, TrainGroup)
         with self._timed():
-            rows = self._decoded(groups)
+            self._held += train_rows.check_groups(groups, self.backend.vocab_size, self.objective.needs)
             if self._streams:
                 # Advantages need one group only, and there is one update: run passes while rollouts generate other groups.
-                self._add(self._ready(rows), np.ones(len(rows.length), bool), last)
-            else:
-                self._held.append(rows)
-
-    def _decoded(self, groups: Sequence[TrainGroup]) -> Rows:
-        """Decode and check `groups`. If `algorithm.truncated` says so, mask episodes whose last row was cut off by length."""
-        rows = train_rows.decode_groups(groups, self.backend.vocab_size, self.objective.needs)
-        if self._config.algorithm.truncated == "train":
-            return rows
-        cut = rows.truncated[rows.last]
-        self._statistics.total("response_length/masked", float((cut & rows.valid & rows.leads).sum()))
-        return replace(rows, mask=rows.mask & ~np.repeat(cut, rows.length))
+                samples = self._ready()
+                self._add(samples, np.ones(len(samples.live), bool), last)
 
     def apply(self) -> StepResult:
         """Run the step's optimizer updates: one, or one for each mini-batch and epoch."""
@@ -205,8 +195,7 @@ class ModelTrainer:
                 self._update()
             else:
                 # The whole batch is here now. The loss's columns are computed once, before the first update.
-                empty = train_rows.decode_groups([], 0, self.objective.needs)
-                samples = self._ready(train_rows.join(self._held or [empty]))
+                samples = self._ready()
                 for epoch in range(self._config.training.epochs):
                     for index in range(updates_per_epoch(self._config)):
                         chosen = (samples.rows.mini_batch == index)[samples.rows.group]
@@ -217,8 +206,14 @@ class ModelTrainer:
         self.step += 1
         return StepResult(metrics=metrics, seconds=self._seconds)
 
-    def _ready(self, rows: Rows) -> ReadySamples:
-        """Return `rows` with the inputs of the loss: advantages, and log-probabilities of the reference and proximal policy."""
+    def _ready(self) -> ReadySamples:
+        """Take the held samples and return them with the inputs of the loss: advantages, and log-probabilities of the reference
+        and proximal policy. If `algorithm.truncated` says so, mask episodes whose last row was cut off by length."""
+        rows, self._held = train_rows.rows_of(self._held, self.objective.needs), []
+        if self._config.algorithm.truncated != "train":
+            cut = rows.truncated[rows.last]
+            self._statistics.total("response_length/masked", float((cut & rows.valid & rows.leads).sum()))
+            rows = replace(rows, mask=rows.mask & ~np.repeat(cut, rows.length))
         if self.objective.reference_is_base:
             with self.backend.adapters_off():
                 rows = replace(rows, reference=self._per_token_output(rows))
@@ -250,10 +245,10 @@ class ModelTrainer:
             reduced, squared = self.backend.reduce(self._statistics)
         # 2. Losses are sums: the number that they are averaged over is known only now. If no token was trained, the gradient
         #    is 0 and is divided by 1.
-        averaged = reduced.means.get(self.objective.averaged)
-        denominator = averaged.count if averaged else 1.0
+        total, count = reduced.mean(self.objective.averaged)
+        denominator = count or 1.0
         norm = math.sqrt(squared) / denominator if squared >= 0 else math.nan
-        if math.isfinite(norm) and (averaged is None or math.isfinite(averaged.total)):
+        if math.isfinite(norm) and math.isfinite(total):
             # 3. Divide and clip by one factor, and update the weights.
             limit = self._options.max_grad_norm
             clip = limit / norm if limit and norm > limit else 1.0

@@ -153,9 +153,9 @@ class FsdpBackend(ModelBackend):
         if self._experts is not None:
             self._experts.report(statistics, self.rank_info)
         norms = torch.stack(torch._foreach_norm(self.gradients())).double()
-        statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
+        statistics.total(_GRADIENT, norms.square().sum())
         reduced = statistics.reduce(self.rank_info.world_size)
-        return reduced, reduced.means.pop(_GRADIENT).total
+        return reduced, reduced.sums.pop(_GRADIENT)[0]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's shards of the summed gradients. A parameter without a backward pass has gradient 0, not None."""
