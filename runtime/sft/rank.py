@@ -41,12 +41,12 @@ from runtime.process import os_process
 from runtime.sft.conversations import SftRow, taught_row, turns
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
-from runtime.trainer.backend import ModelBackend, RankInfo, StepStatistics
+from runtime.trainer.backend import ModelBackend, StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.objective import Objective
 from runtime.trainer.rank import join_group, require_memory
 from runtime.trainer.rows import Needs, Rows, balance
-from runtime.trainer.step import ModelTrainer, model_trainer
+from runtime.trainer.step import model_trainer
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
 # ---- Dataset
@@ -143,11 +143,7 @@ class SupervisedObjective(Objective):
         return {PREFIX + name if name in own else name: value for name, value in metrics.items()}
 
 
-def supervised_trainer(
-    config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
-) -> ModelTrainer:
-    """Load the policy of `model.path` for supervised training; otherwise as `policy_trainer`."""
-    return model_trainer(SupervisedObjective, config, RankInfo(rank, world_size, torch.device(device)))
+supervised_trainer = partial(model_trainer, SupervisedObjective)
 
 
 def taught_group(number: int, rows: Sequence[SftRow], shared: int) -> TrainGroup:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from runtime import run_files
-from runtime.config import Config, Optimizer, Spread, Trainer
+from runtime.config import Config, Optimizer, Trainer
 from runtime.errors import UserError
 from runtime.models.families.memory import CHUNK_ELEMENTS
 from runtime.models.forward import exact_on_cpu
@@ -515,7 +515,8 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps."""
+        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps. Until
+        `onload`, only `ModelTrainer.values` is called."""
 
     @abstractmethod
     def onload(self) -> None:
@@ -563,16 +564,6 @@ class ModelBackend(ABC):
     @abstractmethod
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-
-
-def use_megatron(settings: Spread, device: torch.device) -> bool:
-    """Return whether the engine is on megatron-core, and prepare its import. Raises UserError if megatron-core is missing."""
-    if settings.engine != "megatron":
-        return False
-    from runtime.trainer.megatron import facade
-
-    facade.prepare(device)
-    return True
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -148,7 +148,7 @@ class Objective(ABC):
 
     role: ClassVar[str]
     averaged: ClassVar[str]  # the statistic whose count divides the losses
-    timed_as: ClassVar[tuple[str, ...]] = ()  # the phases of a step that `columns` is timed as
+    timed_as: ClassVar[tuple[str, ...]] = ()  # the metrics of the seconds that `columns` takes
     compares_with_start: ClassVar[bool] = False
     """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step. The loss's
     own forward pass gives these numbers until the step's first update."""
@@ -204,7 +204,7 @@ class PolicyObjective(Objective):
 
     role = "trainer"
     averaged = "actor/pg_loss"
-    timed_as = ("adv", "non_overlap_adv")
+    timed_as = ("timing/adv", "timing/non_overlap_adv")
     compares_with_start = True
 
     def __init__(self, config: Config, backend: ModelBackend):

@@ -41,7 +41,7 @@ from runtime.process import os_process, platform
 from runtime.process.os_process import in_thread
 from runtime.trainer.backend import TrainedRole
 from runtime.trainer.node_part import NodePart
-from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
+from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer, timed
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.delta import FULL_EVERY, ShardDelta, TensorChanges
 from runtime.weights.group import AuthenticatedStore
@@ -160,19 +160,16 @@ class UpdateRank(GroupRank):
     def execute(self, command: Any) -> Any:
         """Carry out one command, with the engine's state on the right device. Commands of a step are sent ahead: after one
         has failed, the later ones raise the same error until a checkpoint is restored."""
-        if not isinstance(command, OF_A_STEP):
-            return self._execute(command)
-        if self._failed is not None:
+        of_a_step = isinstance(command, OF_A_STEP)
+        if of_a_step and self._failed is not None:
             raise self._failed
         try:
-            return self._execute(command)
+            with self._ensure_on_device(command):
+                return super().execute(command)
         except Exception as error:
-            self._failed = error
+            if of_a_step:
+                self._failed = error
             raise
-
-    def _execute(self, command: Any) -> Any:
-        with self._ensure_on_device(command):
-            return super().execute(command)
 
     def restore(self, command: Restore) -> None:
         before, folder = time.monotonic(), Path(command.folder)
@@ -236,9 +233,9 @@ class UpdateRank(GroupRank):
     @contextlib.contextmanager
     def _ensure_on_device(self, command: Any) -> Iterator[None]:
         """Bring all of the engine's state to the device for `command`: between steps the device may be lent out."""
-        if self._away and not isinstance(command, Offload):
+        if self._away and not isinstance(command, (Offload, ComputeValues)):  # values need nothing that is offloaded
             with self._counted("onload"):
-                self.engine.onload()
+                self.backend.onload()
             self._away = False
         yield
         if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
@@ -250,15 +247,12 @@ class UpdateRank(GroupRank):
         """Move the state that the configuration names off the device."""
         if not self._away:
             with self._counted("offload"):
-                self.engine.offload()
+                self.backend.offload()
             self._away = True
 
-    @contextlib.contextmanager
-    def _counted(self, what: str) -> Iterator[None]:
-        """Add the block's seconds to the next step's metrics."""
-        before, metric = time.perf_counter(), self.timed_as + what
-        yield
-        self._seconds[metric] = self._seconds.get(metric, 0.0) + time.perf_counter() - before
+    def _counted(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose seconds are added to the next step's metrics."""
+        return timed(self._seconds, self.timed_as + what)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -353,10 +347,6 @@ class CriticRank(UpdateRank):
 
     def state(self, folder: Path) -> Path:
         return checkpoint.critic_state(folder)
-
-    def execute(self, command: Any) -> Any:
-        """Carry out one command. ComputeValues needs no state that is offloaded between steps."""
-        return self.compute_values(command) if isinstance(command, ComputeValues) else super().execute(command)
 
     def compute_values(self, command: ComputeValues) -> list[bytes]:
         """Return the encoded Values of this rank's groups, in their order."""

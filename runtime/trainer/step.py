@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,6 @@ from runtime.trainer.backend import (
     TrainedRole,
     TrainingPosition,
     micro_batches,
-    use_megatron,
 )
 from runtime.trainer.micro_batch import Columns, MicroBatch
 from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
@@ -95,26 +95,20 @@ def _places(rows: Rows, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 # ---- Model trainers
 
 
-def policy_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
-    """Load the policy of `model.path` for training, on the engine of `services.trainer`. Collective.
+def model_trainer(
+    learned: type[Objective], config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
+) -> ModelTrainer:
+    """Load the model of the objective `learned` on the engine of its role's service. Collective.
 
     With several ranks the caller has initialised torch's default process group, which spans them. Raises UserError if the
     configuration or the model folder is wrong.
     """
-    return model_trainer(PolicyObjective, config, RankInfo(rank, world_size, torch.device(device)))
-
-
-def critic_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
-    """Load the value model of `critic.path`, or the policy's model with a new head, on the engine of `services.critic`.
-    Otherwise as `policy_trainer`."""
-    return model_trainer(CriticObjective, config, RankInfo(rank, world_size, torch.device(device)))
-
-
-def model_trainer(learned: type[Objective], config: Config, rank_info: RankInfo) -> ModelTrainer:
-    """Load the model of the objective `learned` on the engine of its role's service. Collective; raises as `policy_trainer`."""
     choose(config)  # reports a wrong user-defined loss before a model is loaded
-    backend = load_backend(config, learned.role, rank_info)
+    backend = load_backend(config, learned.role, RankInfo(rank, world_size, torch.device(device)))
     return ModelTrainer(config, backend, learned(config, backend))
+
+
+policy_trainer, critic_trainer = partial(model_trainer, PolicyObjective), partial(model_trainer, CriticObjective)
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,7 @@ class ModelTrainer:
 
     def _begin(self) -> None:
         self.backend.clear_gradients()
-        self._seconds = 0.0
+        self._seconds: dict[str, float] = {}
         self._held: list[DecodedGroup] = []
         self._begin_update()
         self._reduced = Reduced()
@@ -181,7 +175,7 @@ class ModelTrainer:
         `last`, the same on all ranks: no group is added after these before `apply`; ranks may begin to reduce gradients.
         """
         groups = self.backend.of_share(groups, TrainGroup)
-        with self._timed():
+        with timed(self._seconds, "step"):
             self._held += train_rows.check_groups(groups, self.backend.vocab_size, self.objective.needs)
             if self._streams:
                 # Advantages need one group only, and there is one update: run passes while rollouts generate other groups.
@@ -190,7 +184,7 @@ class ModelTrainer:
 
     def apply(self) -> StepResult:
         """Run the step's optimizer updates: one, or one for each mini-batch and epoch."""
-        with self._timed():
+        with timed(self._seconds, "step"):
             if self._streams:
                 self._update()
             else:
@@ -204,7 +198,7 @@ class ModelTrainer:
             metrics = self._close_step()
             self._kept.write(self.step)
         self.step += 1
-        return StepResult(metrics=metrics, seconds=self._seconds)
+        return StepResult(metrics=metrics, seconds=self._seconds["step"])
 
     def _ready(self) -> ReadySamples:
         """Take the held samples and return them with the inputs of the loss: advantages, and log-probabilities of the reference
@@ -219,9 +213,9 @@ class ModelTrainer:
                 rows = replace(rows, reference=self._per_token_output(rows))
         if self.objective.compares_with_start and (self._several_updates or self.objective.chooses_by_start):
             # In the first update the loss's own pass gives these log-probabilities; in later updates the weights have changed.
-            with self._phase("old_log_p"):
+            with timed(self.phases, "timing/old_log_p"):
                 rows = replace(rows, proximal=self._per_token_output(rows))
-        with self._phase(*self.objective.timed_as):  # no pass runs in this phase
+        with timed(self.phases, *self.objective.timed_as):  # no pass runs in this phase
             columns, live = self.objective.columns(rows, self.step, self._statistics)
         return ReadySamples(rows, columns, live)
 
@@ -324,7 +318,7 @@ class ModelTrainer:
         All ranks get all probes. Returns on rank 0, for each probe, the mean |rollout's − trainer's| over its tokens, in nats;
         NaN if a log-probability is NaN. Raises InvalidMessage if a probe cannot be decoded or does not fit the model.
         """
-        with self._timed():
+        with timed(self._seconds, "step"):
             ids = [types.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]
             groups, needs = groups if self.backend.share == 0 else [], self.objective.needs
@@ -370,33 +364,16 @@ class ModelTrainer:
         self.objective.resume(position.kl_coefficient)
         self._begin()
 
-    def offload(self) -> None:
-        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps.
-        Until `onload`, only `values` is called."""
-        self.backend.offload()
 
-    def onload(self) -> None:
-        """Move what `offload` took off back to the device, bit for bit."""
-        self.backend.onload()
-
-    # ------------------------------------------------------------------------------------------ time
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds += time.perf_counter() - begin
-
-    @contextlib.contextmanager
-    def _phase(self, *names: str) -> Iterator[None]:
-        """Add the block's seconds to the step's `timing/NAME`. The block's results must be on the host at its end."""
-        begin = time.perf_counter()
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], *names: str) -> Iterator[None]:
+    """Add the block's seconds to those of `names`. The block's results must be on the host at its end."""
+    begin = time.perf_counter()
+    try:
         yield
-        seconds = time.perf_counter() - begin
-        for metric in (f"timing/{name}" for name in names):
-            self.phases[metric] = self.phases.get(metric, 0.0) + seconds
+    finally:
+        for name in names:
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 def _episodes(rows: Rows, chosen: np.ndarray) -> int:
@@ -424,7 +401,10 @@ def load_backend(config: Config, role: str, rank_info: RankInfo) -> ModelBackend
     """Load the model that `role` trains, on the engine that the role's service names. Raises UserError if the configuration or
     the folder is wrong, or if the engine's package is missing."""
     trained = TrainedRole.of(config, role)
-    if use_megatron(trained.settings, rank_info.device):
+    if trained.settings.engine == "megatron":
+        from runtime.trainer.megatron import facade
+
+        facade.prepare(rank_info.device)
         from runtime.trainer.megatron.backend import MegatronBackend
 
         return MegatronBackend(config, trained, rank_info)

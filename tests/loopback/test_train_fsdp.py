@@ -263,11 +263,11 @@ def lent_steps(policy: str, rank: int) -> tuple[int, list[dict[str, float]]]:
 
     def begin_step(step: int) -> None:
         nonlocal kept
-        engine.offload()
+        engine.backend.offload()
         shards = [local(parameter) for parameter in backend.model.parameters()]
         moments = [local(state["exp_avg"]) for state in backend.optimizer.state.values()]
         kept += sum(tensor.untyped_storage().nbytes() for tensor in shards + moments)
-        engine.onload()
+        engine.backend.onload()
         begin(step)
 
     chunks = mock.patch("runtime.trainer.backend.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
