@@ -32,13 +32,12 @@ from runtime.data import prepared
 from runtime.data.handlers import Problem, load_problems, report
 from runtime.data.prepared import column_key, row_format_of, sources
 from runtime.data.prompts import PromptStream, Share
-from runtime.data.templates import ChatTemplate, Message
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
-from runtime.sft.conversations import SftRow, taught_row, turns
+from runtime.sft.conversations import SftRow, taught_rows
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
 from runtime.trainer.backend import ModelBackend, StepStatistics
@@ -74,12 +73,17 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
     rows: list[list[SftRow]] = []
     shares: list[Share] = []
     dropped: Counter[str] = Counter()
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [tokens.tolist() for tokens in tokenizer.encode_texts(texts)]
+
     for key, source in sources(data):
         if prepared.is_prepared(Path(source.path)):
             raise UserError(f"{key}: {source.path} has prompts made by sluice data prepare; name the files that it was made of")
         difficulty = data.curriculum.key if data.curriculum else ""
         found = load_problems(source.path, row_format_of(source, data), key, difficulty, partial(column_key, key))
-        encoded = _encoded(found.problems, tokenizer)
+        chats = [[*each.messages, {"role": "assistant", "content": each.label}] for each in found.problems]
+        encoded = taught_rows(tokenizer.template, encode, chats, tokenizer.stop_ids)
         short = [at for at, each in enumerate(encoded) if all(len(row.tokens) <= config.sft.max_tokens for row in each)]
         dropped.update({**found.dropped, f"conversation over {config.sft.max_tokens} tokens": len(encoded) - len(short)})
         if not short:
@@ -91,20 +95,6 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
         shares.append(Share(len(short), source.weight))
     left_out = {reason: count for reason, count in dropped.items() if count}
     return SftDataset(problems, rows, shares, report(len(problems) + sum(left_out.values()), len(problems), left_out))
-
-
-def _encoded(problems: list[Problem], tokenizer: Tokenizer) -> list[list[SftRow]]:
-    """Return the rows of each conversation."""
-    template = tokenizer.template
-
-    def render(messages: Sequence[Message], prompt: bool) -> str:
-        return template.render(messages, prompt) if isinstance(template, ChatTemplate) else template.render(messages)
-
-    texts = [
-        turns(render, [*each.messages, {"role": "assistant", "content": each.label}], template.origin) for each in problems
-    ]
-    encoded = iter(tokenizer.encode_texts([part for rows in texts for row in rows for part in row]))
-    return [[taught_row([next(encoded).tolist() for _ in row], tokenizer.stop_ids) for row in rows] for rows in texts]
 
 
 # ---- Objective

@@ -246,10 +246,12 @@ def make_engine(folder: Path, rank: int, overlap: bool, dtype: str, **training: 
     settings = Trainer(processes=BLOCKS, engine="megatron", offload=["optimizer", "grad", "param"] if overlap else [])
     sections = SECTIONS | {"training": SECTIONS["training"] | training}
     config = make_config(str(folder / "policy"), dtype=dtype, trainer=settings, **sections)
-    from runtime.trainer.megatron.optimizer import MegatronOptimizer
+    from runtime.trainer.megatron import optimizer
 
+    known = optimizer.DistributedDataParallelConfig
+    apart = {} if overlap else {"overlap_grad_reduce": False, "overlap_param_gather": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.trainer.megatron.backend.MegatronOptimizer", partial(MegatronOptimizer, overlap=overlap))
+        patch.setattr(optimizer, "DistributedDataParallelConfig", lambda **options: known(**options | apart))
         return policy_trainer(config, rank=rank, world_size=BLOCKS, device=CPU)
 
 
