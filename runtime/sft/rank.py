@@ -198,7 +198,7 @@ class SftRank:
                 self._save()
         if self._trainer.step > self._saved:
             self._save()
-        self._export()
+        self._trainer.export(self._folder / run_files.MODEL)
         if trackers is not None:
             await trackers.close()
             self._print_event("done", loss, said=self._lessons.said)
@@ -234,14 +234,6 @@ class SftRank:
                 checkpoint.complete(partial, folder, Position(version=version, stream=stream, trained=[]))
                 checkpoint.prune(self._folder, self._config.checkpoint.keep, ())
         self._saved = self._trainer.step
-
-    def _export(self) -> None:
-        folder = self._folder / run_files.MODEL
-        if self._info.rank:
-            self._trainer.backend.export(folder)
-            return
-        with checkpoint.atomic_folder(folder) as partial:
-            self._trainer.backend.export(partial)
 
     def _print_event(self, event: str, loss: float, **more: str) -> None:
         line = {"event": event, "step": self._trainer.step, "steps": self._steps, "loss": loss, **more}

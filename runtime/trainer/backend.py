@@ -259,8 +259,7 @@ class NonFiniteReport:
 
     def __init__(self, role: str, step: int, rank_info: RankInfo):
         self._role, self._step, self._rank_info = role, step, rank_info
-        self._tried: list[np.ndarray] = []  # int64 [samples, (micro-batch, group, sample)] of this rank
-        self._guilty: list[np.ndarray] = []
+        self._tried: list[np.ndarray] = []  # int64 [samples, (micro-batch, group, sample, whether it is named)] of this rank
 
     def add(self, rows: Rows, batch: MicroBatch, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
         """Add one micro-batch of each rank, with its `loss` and this rank's shards of the gradients of this micro-batch alone.
@@ -270,34 +269,26 @@ class NonFiniteReport:
         bad_loss = not torch.isfinite(loss)
         bad_gradient = not all(torch.isfinite(gradient).all() for gradient in gradients)
         any_loss, any_gradient = self._rank_info.largest([bad_loss, bad_gradient])
-        chosen = batch.samples
-        names = np.stack(
-            [np.full(len(chosen), len(self._tried)), rows.group_id[rows.group[chosen]], rows.sample[chosen]], axis=1
-        )
-        self._tried.append(names)
-        if bad_loss or (any_gradient and not any_loss):
-            self._guilty.append(names)
+        named, chosen = bad_loss or (any_gradient and not any_loss), batch.samples
+        columns = len(self._tried), rows.group_id[rows.group[chosen]], rows.sample[chosen], named
+        self._tried.append(np.stack(np.broadcast_arrays(*columns), 1))
 
     def write(self, folder: Path) -> str:
         """Write the file in the run's `folder`, and return one line that names the samples."""
-        named = self._gather(self._guilty)
+        own = torch.from_numpy(np.concatenate([np.zeros((0, 4), np.int64), *self._tried]))
+        # Ranks that hold parts of one model name the same samples.
+        tried = list(dict.fromkeys(map(tuple, self._rank_info.gathered(own).tolist())))
         # Finite one by one, but not together: all micro-batches are named.
-        named = named if len(named) else self._gather(self._tried)
+        named = [each for each in tried if each[3]] or tried
         path = folder / run_files.NONFINITE / f"{self._role}-step-{self._step:08d}.json"
         if self._rank_info.rank == 0:
-            batches = [[[group, sample] for _, group, sample in rows] for _, rows in groupby(named, lambda row: row[0])]
+            batches = [[[group, sample] for _, group, sample, _ in rows] for _, rows in groupby(named, lambda each: each[0])]
             with spans.at(spans.DISK, str(path)):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps({"step": self._step, "micro_batches": batches}) + "\n", encoding="utf-8")
-        samples = ", ".join(f"{group}:{sample}" for _, group, sample in named[:NAMED])
+        samples = ", ".join(f"{group}:{sample}" for _, group, sample, _ in named[:NAMED])
         more = f" and {len(named) - NAMED} more" * (len(named) > NAMED)
         return f"the loss or its gradient is NaN or infinite in the micro-batch of samples {samples}{more} (see {path})"
-
-    def _gather(self, parts: list[np.ndarray]) -> list[tuple[int, int, int]]:
-        own = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, 3, dtype=torch.int64)
-        rows = self._rank_info.gathered(own).tolist()
-        # Ranks that hold parts of one model name the same samples.
-        return list(dict.fromkeys((batch, group, sample) for batch, group, sample in rows))
 
 
 # ---- Head

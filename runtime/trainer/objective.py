@@ -43,22 +43,17 @@ class RowAdvantages:
     """Shapes rewards, calls the advantage estimator, and adds the KL to the rewards or the advantages. float64 on the host."""
 
     def __init__(self, config: Config, chosen: ChosenAlgorithm, backend: ModelBackend):
-        self._chosen = chosen
+        self._chosen, self._options, self._max_length = chosen, config.algorithm, config.sampling.max_new_tokens
         self._backend = backend  # sums over the trainer's ranks, for estimators that need the whole batch
-        self._max_length = config.sampling.max_new_tokens
-        self._buffer = round(config.algorithm.overlong_buffer * self._max_length)
-        self._overlong = config.algorithm.overlong_penalty
-        self._missing_eos = config.algorithm.missing_eos_penalty
-        self._kl_placement = config.algorithm.kl_placement
-        self._named = f"algorithm.advantage: what {config.algorithm.advantage} gives"
 
     def __call__(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
         """Return the advantages of all samples of `rows`, [B, R] or [B, 1] float64."""
         inputs = self._inputs(rows, kl_coefficient, statistics)
         advantages = self._chosen.advantage.compute(inputs, self._chosen.advantage_options)
         count, length = inputs.mask.shape
-        require_shape(advantages, [(count, 1), (count, length)], self._named, "[B, 1] or [B, T]")
-        if self._kl_placement == "advantage" and rows.reference is not None:
+        named = f"algorithm.advantage: what {self._options.advantage} gives"
+        require_shape(advantages, [(count, 1), (count, length)], named, "[B, 1] or [B, T]")
+        if self._options.kl_placement == "advantage" and rows.reference is not None:
             divergence = self._divergence(rows, inputs.mask, statistics)
             advantages = less_divergence(advantages, divergence, inputs.mask, kl_coefficient)
         return advantages.numpy()
@@ -71,7 +66,7 @@ class RowAdvantages:
         every = np.arange(len(rows.length))
         mask = torch.from_numpy(rows.grid(rows.mask, every)).double()
         rewards, penalties = self._shaped(rows, statistics), None
-        if self._kl_placement == "reward" and rows.reference is not None:
+        if self._options.kl_placement == "reward" and rows.reference is not None:
             penalties = kl_coefficient * self._divergence(rows, mask, statistics)
         per_token, turns = token_rewards(rewards, mask, penalties), _turns(rows)
         if turns is not None:
@@ -99,12 +94,13 @@ class RowAdvantages:
         """Return the rewards plus the length penalties of the episode's last row, [B]; 0 for an invalid episode."""
         valid, last = torch.from_numpy(rows.valid), rows.last
         added = torch.zeros(len(valid), dtype=torch.float64)
-        if self._buffer:
+        buffer, missing_eos = round(self._options.overlong_buffer * self._max_length), self._options.missing_eos_penalty
+        if buffer:
             lengths = torch.from_numpy(rows.length[last]).double()
-            added += self._overlong * soft_overlong_penalty(lengths, self._max_length, self._buffer)
-        if self._missing_eos:
-            added += missing_eos_penalty(torch.from_numpy(rows.truncated[last]).double(), self._missing_eos)
-        if self._buffer or self._missing_eos:
+            added += self._options.overlong_penalty * soft_overlong_penalty(lengths, self._max_length, buffer)
+        if missing_eos:
+            added += missing_eos_penalty(torch.from_numpy(rows.truncated[last]).double(), missing_eos)
+        if buffer or missing_eos:
             counted = valid & torch.from_numpy(rows.leads)
             statistics.mean("score/length_penalty", added[counted].sum(), counted.double().sum())
         return (torch.from_numpy(rows.rewards).double() + added).where(valid, 0.0)
@@ -216,22 +212,19 @@ class PolicyObjective(Objective):
         reference = diverges and not self.reference_is_base
         self.needs = Needs(reference, self._algorithm.advantage.needs_values, backend.routes)
         self._kl_in_loss = diverges and algorithm.kl_placement == "loss"
-        self._kl_importance_weighted = algorithm.kl_importance_weighted
         self._entropy_coefficient = algorithm.entropy_coefficient
-        self._temperature = config.sampling.temperature
         self.chooses_by_start = self._algorithm.loss.by_start
-        self._staleness_power = config.training.lr_staleness_power
-        self._interpolated = algorithm.proximal == "interpolated"
-        self._seed = config.run.seed
-        self._keeps_keys = config.weight_sync.in_flight == "keep"
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         _report_rows(rows, step, statistics)
         advantages = self.advantages(rows, self.kl_control.coefficient, statistics)
         if self._config.critic is not None:
-            _report_advantages(rows, advantages, statistics)
+            mask = rows.grid(rows.mask, np.arange(len(rows.length))) > 0
+            _report_numbers("advantages", np.broadcast_to(advantages, mask.shape)[mask], statistics)
         age = (step - rows.steps) * rows.mask
-        fresh, older = (age == 0) & rows.mask, _after_older(age, rows) if self._keeps_keys else np.zeros_like(rows.mask)
+        fresh, older = (age == 0) & rows.mask, np.zeros_like(rows.mask)
+        if self._config.weight_sync.in_flight == "keep":
+            older = _after_older(age, rows)
         columns = _episode_columns(rows) | {
             "advantages": advantages,
             "behaviour": rows.behaviour * rows.mask,
@@ -245,7 +238,7 @@ class PolicyObjective(Objective):
         chooses = self._algorithm.loss.chooses
         if chooses is not None:
             columns["chosen"] = chosen = rows.mask.copy()
-            tokens = step_tokens(rows, advantages, (self._seed, step))
+            tokens = step_tokens(rows, advantages, (self._config.run.seed, step))
             chosen[rows.mask] = chooses(tokens, self._backend.batch_sum).numpy()
         return columns, self.has_gradient(advantages)
 
@@ -253,7 +246,7 @@ class PolicyObjective(Objective):
         """Return (1 + mean staleness)^power. The bias of a gradient of old samples grows with staleness times learning rate
         (arXiv:2607.01083); dividing by staleness itself (arXiv:1511.05950) lowers the rate more than needed."""
         total, count = reduced.mean("staleness/token_mean")
-        return (1 + total / count) ** self._staleness_power if count else 1.0
+        return (1 + total / count) ** self._config.training.lr_staleness_power if count else 1.0
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """Return false where the gradient of a sample is exactly 0, bool [B]."""
@@ -267,15 +260,16 @@ class PolicyObjective(Objective):
 
     def _logprobs(self, batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy, [N] each."""
-        learns_entropy = self._entropy_coefficient != 0
-        return self._backend.token_logprobs(outputs, batch, self._temperature, entropy_gradient=learns_entropy)
+        temperature, learns_entropy = self._config.sampling.temperature, self._entropy_coefficient != 0
+        return self._backend.token_logprobs(outputs, batch, temperature, entropy_gradient=learns_entropy)
 
     def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
         logp, entropy = (batch.grid(values) for values in self._logprobs(batch, outputs))
         tokens = batch.mask.sum()
         behaviour, reference = batch.columns["behaviour"], batch.columns.get("reference")
         start = batch.columns.get("proximal", logp.detach())
-        proximal = interpolated_proximal(logp, behaviour, batch.columns["age"]) if self._interpolated else start
+        interpolated = self._config.algorithm.proximal == "interpolated"
+        proximal = interpolated_proximal(logp, behaviour, batch.columns["age"]) if interpolated else start
         correction = self._algorithm.correction
         inputs = LossInputs(
             logp=logp,
@@ -300,7 +294,7 @@ class PolicyObjective(Objective):
         self._report("actor/entropy", entropy, batch, statistics)
         if self._kl_in_loss and reference is not None:
             divergence = self._algorithm.kl(logp - reference)
-            if self._kl_importance_weighted:
+            if self._config.algorithm.kl_importance_weighted:
                 divergence = importance_weighted(divergence, logp, behaviour)
             self._report("actor/kl_loss", divergence, batch, statistics)
             statistics.mean("actor/kl", (divergence.detach() * batch.mask).sum(), tokens)
@@ -363,14 +357,9 @@ def _after_older(age: np.ndarray, rows: Rows) -> np.ndarray:
 
 def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
     prompts = rows.prompt_length[rows.group]
-    for name, values in (
-        ("response_length", rows.length),
-        ("prompt_length", prompts),
-        ("score", rows.rewards[rows.valid & rows.leads]),
-    ):
-        statistics.mean(f"{name}/mean", float(values.sum(dtype=np.float64)), float(len(values)))
-        statistics.maximum(f"{name}/max", float(values.max()) if len(values) else -math.inf)
-        statistics.minimum(f"{name}/min", float(values.min()) if len(values) else math.inf)
+    scores = rows.rewards[rows.valid & rows.leads]
+    for name, values in (("response_length", rows.length), ("prompt_length", prompts), ("score", scores)):
+        _report_numbers(name, values, statistics)
     age = (step - rows.steps)[rows.mask]
     statistics.mean("staleness/token_mean", float(age.sum()), float(len(age)))
     statistics.total("samples", float(rows.leads.sum()))
@@ -379,12 +368,11 @@ def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
         statistics.mean(f"episode/{name}", float(count.sum()), episodes)
 
 
-def _report_advantages(rows: Rows, advantages: np.ndarray, statistics: StepStatistics) -> None:
-    mask = rows.grid(rows.mask, np.arange(len(rows.length))) > 0
-    counted = np.broadcast_to(advantages, mask.shape)[mask]
-    statistics.mean("advantages/mean", float(counted.sum()), float(len(counted)))
-    statistics.maximum("advantages/max", float(counted.max(initial=-math.inf)))
-    statistics.minimum("advantages/min", float(counted.min(initial=math.inf)))
+def _report_numbers(name: str, values: np.ndarray, statistics: StepStatistics) -> None:
+    numbers = values.astype(np.float64)
+    statistics.mean(f"{name}/mean", float(numbers.sum()), float(len(numbers)))
+    statistics.maximum(f"{name}/max", float(numbers.max(initial=-math.inf)))
+    statistics.minimum(f"{name}/min", float(numbers.min(initial=math.inf)))
 
 
 def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:

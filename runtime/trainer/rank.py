@@ -325,11 +325,7 @@ class TrainRank(UpdateRank):
         return self._delta.find(shards, current) or self.backend.gather(self._targets)
 
     def export(self, command: Export) -> None:
-        if self.rank:
-            self.backend.export(Path(command.folder))
-            return
-        with checkpoint.atomic_folder(Path(command.folder)) as partial:
-            self.backend.export(partial)
+        self.engine.export(Path(command.folder))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from runtime import types
 from runtime.chosen_algorithm import choose, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
+from runtime.ledger import checkpoint
 from runtime.process.spans import at
 from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from runtime.trainer import rows as train_rows
@@ -356,6 +357,12 @@ class ModelTrainer:
 
     def save(self, folder: str) -> None:
         self.begin_save(folder)()
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder, whole or not at all."""
+        first = self.backend.rank_info.rank == 0
+        with checkpoint.atomic_folder(folder) if first else contextlib.nullcontext(folder) as target:
+            self.backend.export(target)
 
     def load(self, folder: str) -> None:
         """Restore the state that `save` wrote, bit for bit. Raises UserError if it does not fit the model."""

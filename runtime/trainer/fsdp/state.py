@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -123,15 +122,9 @@ def _whole(optimizer: torch.optim.Optimizer, name: str, parameter: torch.nn.Para
 
 
 def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
-    own = platform.rng_state(state.rank_info.device)
-    if state.rank_info.world_size == 1:
-        return {f"0.{kind}": value for kind, value in own.items()}
-    gathered = {}
-    for kind, value in sorted(own.items()):
-        parts = [torch.empty_like(value, device=state.rank_info.device) for _ in range(state.rank_info.world_size)]
-        dist.all_gather(parts, value.to(state.rank_info.device))
-        gathered.update({f"{rank}.{kind}": part.cpu() for rank, part in enumerate(parts)})
-    return gathered
+    kinds = sorted(platform.rng_state(state.rank_info.device).items())
+    wholes = ((kind, state.rank_info.gathered(own[None])) for kind, own in kinds)
+    return {f"{rank}.{kind}": each.clone() for kind, whole in wholes for rank, each in enumerate(whole)}
 
 
 @torch.no_grad()

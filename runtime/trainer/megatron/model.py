@@ -274,7 +274,6 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        autocast_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # every micro-batch has its own length
         moe_token_dispatcher_type="alltoall",  # needed for variable lengths
@@ -288,13 +287,6 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
         hidden_dropout=0.0,
         attention_dropout=0.0,
         perform_initialization=False,  # the weights are read from a folder
-        # No kernels that need CUDA or Apex.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         **options,
     )
 
