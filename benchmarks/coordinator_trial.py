@@ -167,7 +167,7 @@ class InstantTrainer(ModelTrainer):
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         yield self._weights
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: Path) -> None:
         """Nobody asks for it."""
 
 

@@ -543,14 +543,10 @@ class ModelBackend(ABC):
         on all ranks. Every rank exhausts its iterator, as the ranks send each other the missing parts in it.
         """
 
-    def shards(self, targets: Sequence[int]) -> Iterator[Shard] | None:
+    @abstractmethod
+    def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         """Yield this rank's own parts of the policy, in the dtype of the weight sync. The parts of all ranks cover each tensor
-        exactly once.
-
-        Returns None if the ranks do not hold the policy itself. `targets`: as in `gather`; of several ranks that hold the same
-        part, one near the target yields it.
-        """
-        return None
+        exactly once. `targets`: as in `gather`; of several ranks that hold the same part, one near the target yields it."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

@@ -70,11 +70,12 @@ class GroupRank:
 
 def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:
     """Join the group if there are several ranks, and return this rank's device. `timeout`: seconds of the group's collectives.
-
-    Raises UserError if the role's `backend` does not work on that device.
-    """
+    Raises UserError if the role's `backend` does not work on that device."""
     device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
-    backend = backend_of(role, settings, device)
+    # torch's gloo has no NPU support. On CUDA, gloo has what FSDP2 needs, but neither the sends between pipeline stages nor the
+    # coalesced gathers of megatron-core.
+    staged = device.type == "cuda" and settings.engine == "torch"
+    backend = platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
     if world_size > 1:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # newest collectives that the flight recorder keeps
         limit, rank = timedelta(seconds=timeout), int(os.environ["RANK"])
@@ -93,21 +94,9 @@ def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBack
     """
     key = bytes.fromhex(os.environ.pop(os_process.STORE_KEY))
     host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
-    if given is None:
-        store = dist.TCPStore(host, port, world_size, timeout=timeout)
-    else:
-        store = dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=int(given))
+    listening = {} if given is None else {"is_master": True, "master_listen_fd": int(given)}
+    store = dist.TCPStore(host, port, world_size, timeout=timeout, **listening)
     return AuthenticatedStore(store, key) if backend == "gloo" else store
-
-
-def backend_of(role: str, settings: Spread, device: torch.device) -> platform.CollectiveBackend:
-    """Return the collective backend of the ranks of `role`. Raises UserError if that backend does not work on `device`.
-
-    torch's gloo has no NPU support. On CUDA, gloo has what FSDP2 needs, but neither the sends between pipeline stages nor the
-    coalesced gathers of megatron-core.
-    """
-    staged = device.type == "cuda" and settings.engine == "torch"
-    return platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
 
 
 def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
@@ -151,11 +140,7 @@ class UpdateRank(GroupRank):
         self._saving: Future[list[str]] | None = None
         self._part = None if config.cluster.shared_folder else NodePart(config, self.role, self.backend.rank_info)
         if managed_externally:
-            self._offload()
-
-    def state(self, folder: Path) -> Path:
-        """Return where this role's state is in the checkpoint `folder`. Raises UserError if it is missing."""
-        return folder
+            self.offload(Offload())
 
     def execute(self, command: Any) -> Any:
         """Carry out one command, with the engine's state on the right device. Commands of a step are sent ahead: after one
@@ -164,8 +149,16 @@ class UpdateRank(GroupRank):
         if of_a_step and self._failed is not None:
             raise self._failed
         try:
-            with self._ensure_on_device(command):
-                return super().execute(command)
+            if self._away and not isinstance(command, (Offload, ComputeValues)):  # values need nothing that is offloaded
+                with self._counted("onload"):
+                    self.backend.onload()
+                self._away = False
+            answer = super().execute(command)
+            ended = self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS))
+            # After Restore the coordinator has not yet given the device to this role.
+            if ended or (self._managed_externally and isinstance(command, Restore)):
+                self.offload(Offload())
+            return answer
         except Exception as error:
             if of_a_step:
                 self._failed = error
@@ -175,7 +168,7 @@ class UpdateRank(GroupRank):
         before, folder = time.monotonic(), Path(command.folder)
         if self._part is None:
             self.version = checkpoint.read_position(folder).version
-            self.engine.load(str(self.state(folder)))
+            self.engine.load(str(checkpoint.critic_state(folder) if self.role == "critic" else folder))
         else:
             self.version = self._part.load(command, self.backend.needed, self.engine.load)
         self._failed = None
@@ -196,10 +189,14 @@ class UpdateRank(GroupRank):
         return replace(result, metrics=result.metrics | self.engine.phases | seconds)
 
     def offload(self, command: Offload) -> None:
-        self._offload()
+        """Move the state that the configuration names off the device, which may then be lent out."""
+        if not self._away:
+            with self._counted("offload"):
+                self.backend.offload()
+            self._away = True
 
     def onload(self, command: Onload) -> None:
-        """Do nothing: `_ensure_on_device` has brought everything back."""
+        """Do nothing: `execute` has brought everything back."""
 
     def save(self, command: Save) -> Future[list[str]] | list[str]:
         folder, part = Path(command.folder), self._part
@@ -230,26 +227,6 @@ class UpdateRank(GroupRank):
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "the last save still runs", timeout) from error
 
-    @contextlib.contextmanager
-    def _ensure_on_device(self, command: Any) -> Iterator[None]:
-        """Bring all of the engine's state to the device for `command`: between steps the device may be lent out."""
-        if self._away and not isinstance(command, (Offload, ComputeValues)):  # values need nothing that is offloaded
-            with self._counted("onload"):
-                self.backend.onload()
-            self._away = False
-        yield
-        if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
-            self._offload()
-        if self._managed_externally and isinstance(command, Restore):
-            self._offload()  # the coordinator has not yet given the device to this role
-
-    def _offload(self) -> None:
-        """Move the state that the configuration names off the device."""
-        if not self._away:
-            with self._counted("offload"):
-                self.backend.offload()
-            self._away = True
-
     def _counted(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context whose seconds are added to the next step's metrics."""
         return timed(self._seconds, self.timed_as + what)
@@ -273,7 +250,7 @@ class TrainRank(UpdateRank):
         self.manifest = Manifest(tuple(specs), settings.bucket_bytes, len(ranks), base)
         self._targets = [ranks[root] for root in roots(self.manifest)]
         delta = settings.encoding == "delta"
-        by_shard = delta and self.world_size > 1 and self.backend.shards(self._targets) is not None
+        by_shard = delta and self.world_size > 1
         self._delta = ShardDelta(self.rank, device, self._targets) if by_shard else None
         self.sender: WeightSender | None = None
         """None if this rank sends nothing."""
@@ -318,11 +295,9 @@ class TrainRank(UpdateRank):
 
     def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
         """Return what changed since the last weight sync in the tensors that this rank sends, in order, or whole tensors."""
-        shards = self.backend.shards(self._targets) if self._delta is not None else None
-        if self._delta is None or shards is None:
-            return self.backend.gather(self._targets)
         current = self.sender is None or self.sender.buffers.filled
-        return self._delta.find(shards, current) or self.backend.gather(self._targets)
+        changes = self._delta.find(self.backend.shards(self._targets), current) if self._delta is not None else None
+        return changes or self.backend.gather(self._targets)
 
     def export(self, command: Export) -> None:
         self.engine.export(Path(command.folder))
@@ -340,9 +315,6 @@ class CriticRank(UpdateRank):
 
     def __init__(self, engine: ModelTrainer, config: Config):
         super().__init__(engine, config, alternates(config))
-
-    def state(self, folder: Path) -> Path:
-        return checkpoint.critic_state(folder)
 
     def compute_values(self, command: ComputeValues) -> list[bytes]:
         """Return the encoded Values of this rank's groups, in their order."""

@@ -152,7 +152,7 @@ def _coalesce_nothing(buffers: Any) -> None:
     def begun_by(collective: Callable[..., Any]) -> Callable[..., Any]:
         def begin(*args: Any, **options: Any) -> Any:
             if (work := collective(*args, **options)) is not None:
-                open_[-1].works.append(work)
+                open_[-1].append(work)
             return work
 
         return begin
@@ -162,14 +162,11 @@ def _coalesce_nothing(buffers: Any) -> None:
     buffers.dist_reduce_scatter_func = begun_by(dist.reduce_scatter_tensor)
 
 
-class _Works:
+class _Works(list[Any]):
     """The running collectives, in place of torch's handle of coalesced ones."""
 
-    def __init__(self) -> None:
-        self.works: list[Any] = []
-
     def wait(self) -> None:
-        for work in self.works:
+        for work in self:
             work.wait()
 
 
