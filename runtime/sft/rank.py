@@ -48,9 +48,7 @@ from runtime.trainer.rows import Needs, Rows, balance
 from runtime.trainer.step import model_trainer
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
-# ---- Dataset
-#
-# The conversations of `data.train`, rendered and encoded once, and their order.
+# ---- Dataset: the conversations of `data.train`, rendered and encoded once, and their order.
 
 
 class SftDataset(NamedTuple):
@@ -98,7 +96,6 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
 
 
 # ---- Objective
-#
 # Supervised training learns the likelihood of the assistant's tokens. It uses the steps and engines of reinforcement learning
 # (`runtime.trainer.step`), with groups from a dataset.
 

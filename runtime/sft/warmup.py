@@ -106,11 +106,9 @@ def cache_folder(settings: Warmup) -> Path:
 
 
 def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: None, recipe: Recipe | None = None) -> None:
-    """Write `folder`: model/ (a Hugging Face folder), train.jsonl, eval.jsonl and warmup.json (accuracy, steps, seconds).
-
-    The folder appears whole or not at all; if another process was first, its folder stays. Raises UserError if the
-    model is not fluent, with an accuracy between `accuracy` and `margin` above it, within `max_seconds`.
-    """
+    """Write `folder`: model/ (a Hugging Face folder), train.jsonl, eval.jsonl and warmup.json (accuracy, steps, seconds). The
+    folder appears whole or not at all; if another process was first, its folder stays. Raises UserError if the model is not
+    fluent, with an accuracy between `accuracy` and `margin` above it, within `max_seconds`."""
     recipe = recipe or RECIPES[settings.task]
     train, held_out, tools = _task(settings, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -231,11 +229,8 @@ def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> N
 
 
 def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
-    """Return the share of rows in which greedy decoding reproduces exactly the assistant's tokens.
-
-    One forward pass is enough: decoding reproduces a reply if and only if each of its tokens is the most likely one after the
-    tokens before it.
-    """
+    """Return the share of rows in which greedy decoding reproduces exactly the assistant's tokens. One forward pass is enough:
+    decoding reproduces a reply if and only if each of its tokens is the most likely one after the tokens before it."""
     import torch
 
     with torch.no_grad():

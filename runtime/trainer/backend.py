@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from runtime.weights.plan import TensorSpec
 
 # ---- Ranks
-#
 # A process's rank in its group, the same number of passes on every rank, and tensors of which each rank has some rows.
 
 
@@ -78,10 +77,8 @@ class RankInfo:
 def micro_batches(
     rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`: as in ModelBackend.
-
-    Every rank yields the same number of micro-batches, so that all ranks take part in the collectives of each.
-    """
+    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`: as in ModelBackend. Every rank
+    yields the same number of micro-batches, so that all ranks take part in the collectives of each."""
     made = plan(rows, np.flatnonzero(chosen), budget, packs)
     device = rank_info.device
     for index in range(rank_info.largest([len(made)])[0]):
@@ -132,7 +129,6 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 # ---- Statistics
-#
 # Sums, extremes and histograms of an update, gathered over its micro-batches and ranks and read back once at its end.
 # A bin spans a sixteenth of an octave: a quantile is at most 4.3 % (1 - 2^(-1/16)) below the exact one, and never above.
 
@@ -147,11 +143,8 @@ NAMED = 8  # samples named in a message about NaN or infinity
 
 @dataclass(frozen=True)
 class Reduced:
-    """The result of `StepStatistics.reduce`; `+` joins those of several updates.
-
-    `sums` by name: (total,), (total, count) of a mean, or the counts of a histogram's bins. A minimum is the maximum of negated
-    numbers, and its name begins with "-".
-    """
+    """The result of `StepStatistics.reduce`; `+` joins those of several updates. `sums` by name: (total,), (total, count) of a
+    mean, or the counts of a histogram's bins. A minimum is the maximum of negated numbers, and its name begins with "-"."""
 
     sums: dict[str, list[float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -252,10 +245,8 @@ def quantile(counts: Sequence[float], share: float) -> float:
 
 class NonFiniteReport:
     """The samples that made a loss or a gradient NaN or infinite, found by training on one micro-batch at a time. The file is
-    `RUN/nonfinite/ROLE-step-00000012.json`: `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`.
-
-    Every rank makes the same calls.
-    """
+    `RUN/nonfinite/ROLE-step-00000012.json`: `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`. Every rank makes
+    the same calls."""
 
     def __init__(self, role: str, step: int, rank_info: RankInfo):
         self._role, self._step, self._rank_info = role, step, rank_info
@@ -263,9 +254,7 @@ class NonFiniteReport:
 
     def add(self, rows: Rows, batch: MicroBatch, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
         """Add one micro-batch of each rank, with its `loss` and this rank's shards of the gradients of this micro-batch alone.
-
-        Gradients are sums over ranks: a gradient that is not finite while all losses are finite counts for every rank.
-        """
+        Gradients are sums over ranks: a gradient that is not finite while all losses are finite counts for every rank."""
         bad_loss = not torch.isfinite(loss)
         bad_gradient = not all(torch.isfinite(gradient).all() for gradient in gradients)
         any_loss, any_gradient = self._rank_info.largest([bad_loss, bad_gradient])
@@ -292,7 +281,6 @@ class NonFiniteReport:
 
 
 # ---- Head
-#
 # From the inputs of a language model's head to numbers of tokens, in chunks of tokens: the logits of all tokens are never in
 # memory at once.
 
@@ -383,11 +371,9 @@ def _chunks(outputs: torch.Tensor, size: int) -> list[slice]:
 
 
 def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) -> torch.Tensor:
-    """Return `logits` [N, v] with the tokens that the sampler's filters left out at LEFT_OUT: no probability, no gradient.
-    The logits are of the vocabulary, or of its part from `start` on.
-
-    `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest bit of a byte first; None: all tokens are kept.
-    """
+    """Return `logits` [N, v] with the tokens that the sampler's filters left out at LEFT_OUT: no probability, no gradient. The
+    logits are of the vocabulary, or of its part from `start` on. `kept`: uint8 [N, bytes], a bit for each token of the
+    vocabulary, the lowest bit of a byte first; None: all tokens are kept."""
     if kept is None:
         return logits
     width, first = logits.shape[1], start // 8
@@ -453,9 +439,7 @@ class ModelBackend(ABC):
     @abstractmethod
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
         """Run forward passes, with `backward` also backward passes that add to the gradients; return each batch's loss, a sum.
-
-        `last`: no gradient is added after these before `reduce`, so that ranks may begin to reduce.
-        """
+        `last`: no gradient is added after these before `reduce`, so that ranks may begin to reduce."""
 
     @abstractmethod
     def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
@@ -537,11 +521,9 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        """Yield the policy's tensors, whole, one at a time. The caller copies each before it asks for the next.
-
-        `targets`: for each of `tensor_specs`, the rank that gets it: rank 0 or one of its `holders`; () for rank 0. The same
-        on all ranks. Every rank exhausts its iterator, as the ranks send each other the missing parts in it.
-        """
+        """Yield the policy's tensors, whole, one at a time. The caller copies each before it asks for the next. `targets`: for
+        each of `tensor_specs`, the rank that gets it: rank 0 or one of its `holders`; () for rank 0. The same on all ranks.
+        Every rank exhausts its iterator, as the ranks send each other the missing parts in it."""
 
     @abstractmethod
     def shards(self, targets: Sequence[int]) -> Iterator[Shard]:

@@ -34,7 +34,6 @@ from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Needs, Rows
 
 # ---- Row advantages
-#
 # What is computed of rows before any pass of the model: shaped rewards, advantages, and the tokens that a loss chooses among.
 # float64 on the host.
 
@@ -378,9 +377,7 @@ def _report_numbers(name: str, values: np.ndarray, statistics: StepStatistics) -
 def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:
     """Add how far two engines differ on the same tokens under the same weights. `sampled`, `trained`: the log-probabilities of
     the sampling engine and of the trainer, of one shape with at least one element. `counted`: 1 for a token that counts, or 0.
-
-    k1 and k3 estimate KL(rollout || trainer) per token, after John Schulman, "Approximating KL divergence" (2020).
-    """
+    k1 and k3 estimate KL(rollout || trainer) per token, after John Schulman, "Approximating KL divergence" (2020)."""
     gap, tokens = (sampled - trained) * counted, counted.sum()
     size = gap.abs()
     statistics.mean("mismatch/abs_logprob", size.sum(), tokens)
@@ -400,19 +397,16 @@ def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: t
     statistics.total("mismatch/older_keys_tokens", tokens)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The critic's objective: the value loss on the samples of a step.
+# ---- The critic's objective: the value loss on the samples of a step.
 
 
 METRICS = "critic/"
 
 
 class CriticObjective(Objective):
-    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step.
-
-    The value of a token is the value of the state before the token: the model's output at the token that predicts it. The
-    model's outputs are these values, float32 [N].
-    """
+    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step. The
+    value of a token is the value of the state before the token: the model's output at the token that predicts it. The model's
+    outputs are these values, float32 [N]."""
 
     role = "critic"
     averaged = "critic/vf_loss"

@@ -88,10 +88,8 @@ _stores: list[dist.Store] = []  # keeps the default group's store alive: torch c
 
 
 def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBackend) -> dist.Store:
-    """Open or join the group's store. Rank 0 opens it on the socket that it inherited, which already listens.
-
-    NCCL and HCCL call a store from their own threads, which must not wait for Python's lock: their store is not authenticated.
-    """
+    """Open or join the group's store. Rank 0 opens it on the socket that it inherited, which already listens. NCCL and HCCL
+    call a store from their own threads, which must not wait for Python's lock: their store is not authenticated."""
     key = bytes.fromhex(os.environ.pop(os_process.STORE_KEY))
     host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
     listening = {} if given is None else {"is_master": True, "master_listen_fd": int(given)}
@@ -110,8 +108,7 @@ def require_memory(role: str, config: Config, source: str, device: torch.device)
         raise UserError(fault)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One rank of a group under training: the engine, and the commands that trainer and critic share.
+# ---- One rank of a group under training: the engine, and the commands that trainer and critic share.
 
 
 log = logging.getLogger("sluice")
@@ -232,8 +229,7 @@ class UpdateRank(GroupRank):
         return timed(self._seconds, self.timed_as + what)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One rank of the trainer group: the steps, the weight sync and the export of the policy.
+# ---- One rank of the trainer group: the steps, the weight sync and the export of the policy.
 
 
 class TrainRank(UpdateRank):
@@ -303,8 +299,7 @@ class TrainRank(UpdateRank):
         self.engine.export(Path(command.folder))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One rank of the critic group: the steps, and the values.
+# ---- One rank of the critic group: the steps, and the values.
 
 
 class CriticRank(UpdateRank):

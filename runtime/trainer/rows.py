@@ -116,10 +116,8 @@ class DecodedGroup(NamedTuple):
 
 
 def check_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> list[DecodedGroup]:
-    """Decode and check `groups`. Nothing is computed from a batch that violates its schema.
-
-    Raises InvalidMessage, which names the group.
-    """
+    """Decode and check `groups`. Nothing is computed from a batch that violates its schema. Raises InvalidMessage, which names
+    the group."""
     found = [
         DecodedGroup(
             group,
@@ -258,9 +256,7 @@ def _check(decoded: DecodedGroup, vocab_size: int, experts: Routes | None) -> No
             raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} do not match its replies")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Which rows run together, and positions in arrays that hold runs of different lengths back to back. Pure functions.
-#
+# ---- Which rows run together, and positions in arrays that hold runs of different lengths back to back. Pure functions.
 # A length is the number of tokens of a whole sequence; `cut_by_length` and `balance` return indices of sequences.
 
 
@@ -268,10 +264,8 @@ SLACK = 0.005  # the largest part may exceed the lower bound by this fraction be
 
 
 def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut the rows, sorted by length, into runs with `rows x longest` of at most `budget` tokens.
-
-    Sorting keeps padding small; rows of equal length stay in order. A row longer than the budget runs alone.
-    """
+    """Cut the rows, sorted by length, into runs with `rows x longest` of at most `budget` tokens. Sorting keeps padding small;
+    rows of equal length stay in order. A row longer than the budget runs alone."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:
@@ -295,12 +289,9 @@ def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
 
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Distribute items over `parts` so that the largest sum of costs is small.
-
-    Karmarkar and Karp's largest differencing method, then exchanges: with few items a part, the method leaves the largest part
-    several per cent above the mean. Deterministic. Every index occurs once, in ascending order within its part. Parts may be
-    empty if there are few items.
-    """
+    """Distribute items over `parts` so that the largest sum of costs is small. Karmarkar and Karp's largest differencing
+    method, then exchanges: with few items a part, the method leaves the largest part several per cent above the mean.
+    Deterministic. Every index occurs once, in ascending order within its part. Parts may be empty if there are few items."""
     if parts < 1:
         raise ValueError(f"parts: {parts}; must be at least 1")
     shares = _difference(costs, parts)

@@ -46,7 +46,6 @@ from runtime.trainer.rows import DecodedGroup, Rows
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
 
 # ---- Kept tokens
-#
 # Trained tokens of a step that are logged for readers of samples: collected on the device, written when the step is over.
 
 
@@ -54,8 +53,7 @@ KEPT_TOKENS = 2048  # they take 16 KiB of the device until the step is over
 
 
 class TokenLog:
-    """Of this rank, the first `KEPT_TOKENS` of each step that it trains; none without a run's folder. No pass waits
-    for it."""
+    """Of this rank, the first `KEPT_TOKENS` of each step that it trains; none without a run's folder. No pass waits for it."""
 
     def __init__(self, config: Config, rank: int):
         self._most = KEPT_TOKENS if config.run.dir else 0
@@ -99,11 +97,9 @@ def _places(rows: Rows, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 def model_trainer(
     learned: type[Objective], config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
 ) -> ModelTrainer:
-    """Load the model of the objective `learned` on the engine of its role's service. Collective.
-
-    With several ranks the caller has initialised torch's default process group, which spans them. Raises UserError if the
-    configuration or the model folder is wrong.
-    """
+    """Load the model of the objective `learned` on the engine of its role's service. Collective. With several ranks the caller
+    has initialised torch's default process group, which spans them. Raises UserError if the configuration or the model folder
+    is wrong."""
     choose(config)  # reports a wrong user-defined loss before a model is loaded
     backend = load_backend(config, learned.role, RankInfo(rank, world_size, torch.device(device)))
     return ModelTrainer(config, backend, learned(config, backend))
@@ -171,10 +167,8 @@ class ModelTrainer:
         self._added: list[tuple[ReadySamples, np.ndarray]] = []
 
     def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
-        """Add the gradient of this rank's `groups` (perhaps none: the ranks still run the same collectives).
-
-        `last`, the same on all ranks: no group is added after these before `apply`; ranks may begin to reduce gradients.
-        """
+        """Add the gradient of this rank's `groups` (perhaps none: the ranks still run the same collectives). `last`, the same
+        on all ranks: no group is added after these before `apply`; ranks may begin to reduce gradients."""
         groups = self.backend.of_share(groups, TrainGroup)
         with timed(self._seconds, "step"):
             self._held += train_rows.check_groups(groups, self.backend.vocab_size, self.objective.needs)
@@ -314,11 +308,9 @@ class ModelTrainer:
 
     def compare(self, probes: Sequence[bytes]) -> list[float]:
         """Compare log-probabilities under the present weights with those in `probes`: encoded groups whose every token these
-        weights have sampled. Called between `begin_step` and `apply`; the step's `mismatch/*` metrics include the probes.
-
-        All ranks get all probes. Returns on rank 0, for each probe, the mean |rollout's − trainer's| over its tokens, in nats;
-        NaN if a log-probability is NaN. Raises InvalidMessage if a probe cannot be decoded or does not fit the model.
-        """
+        weights have sampled. Called between `begin_step` and `apply`; the step's `mismatch/*` metrics include the probes. All
+        ranks get all probes. Returns on rank 0, for each probe, the mean |rollout's − trainer's| over its tokens, in nats; NaN
+        if a log-probability is NaN. Raises InvalidMessage if a probe cannot be decoded or does not fit the model."""
         with timed(self._seconds, "step"):
             ids = [types.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]
@@ -334,10 +326,8 @@ class ModelTrainer:
         return torch.from_numpy(np.append(flat, 0).astype(np.float32)).to(self.backend.rank_info.device)
 
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
-        """Return a critic's values of this rank's `groups` (perhaps none), in their order, under the present weights.
-
-        Raises InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary.
-        """
+        """Return a critic's values of this rank's `groups` (perhaps none), in their order, under the present weights. Raises
+        InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary."""
         groups = self.backend.of_share(groups, ValueRequest)
         rows = train_rows.decode_samples(groups, self.backend.vocab_size)
         parts = rows.by_group(self._per_token_output(rows))
@@ -348,11 +338,8 @@ class ModelTrainer:
 
     def begin_save(self, folder: str) -> Callable[[], None]:
         """Begin to write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes the
-        write atomic.
-
-        The returned function writes the rest, and returns when all ranks have written. With `checkpoint.async_save` another
-        thread may call it while training goes on: all data was copied before.
-        """
+        write atomic. The returned function writes the rest, and returns when all ranks have written. With
+        `checkpoint.async_save` another thread may call it while training goes on: all data was copied before."""
         return self.backend.begin_save(Path(folder), TrainingPosition(self.step, self.objective.kl_control.coefficient))
 
     def save(self, folder: str) -> None:
@@ -389,11 +376,8 @@ def _episodes(rows: Rows, chosen: np.ndarray) -> int:
 
 
 def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
-    """Return the learning rate of `step`, counted from 0.
-
-    Warm-up rises linearly and reaches the peak in its last step. The schedules linear and cosine then fall from the peak to
-    the minimum, which they reach at `total_steps`.
-    """
+    """Return the learning rate of `step`, counted from 0. Warm-up rises linearly and reaches the peak in its last step. The
+    schedules linear and cosine then fall from the peak to the minimum, which they reach at `total_steps`."""
     peak, low, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -30,11 +30,9 @@ _NAME = "default"  # PEFT allows several sets of adapters in a model; this is th
 
 
 def adapt(model: Any, settings: Lora, source: str, seed: int, frozen: torch.dtype) -> LoraConfig:
-    """Put adapters into `model`, which is whole and on the CPU, and freeze its other parameters in the dtype `frozen`.
-
-    A's values depend only on `seed`, so that every rank has the same; the global generators do not change. `source` is the
-    model's folder. Raises UserError if the model lacks a target layer.
-    """
+    """Put adapters into `model`, which is whole and on the CPU, and freeze its other parameters in the dtype `frozen`. A's
+    values depend only on `seed`, so that every rank has the same; the global generators do not change. `source` is the model's
+    folder. Raises UserError if the model lacks a target layer."""
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
     targets = target_modules(layers, settings.target_modules)
@@ -90,11 +88,9 @@ def _in_files(name: str) -> str:
 
 
 class Adapters:
-    """The adapters of a policy under training. With several ranks, all ranks call every method alike.
-
-    `trained` has the adapters under their names in PEFT's files; `published` the same under the names of
-    `runtime.models.adapters`; `base` the policy without adapters, under its Hugging Face names.
-    """
+    """The adapters of a policy under training. With several ranks, all ranks call every method alike. `trained` has the
+    adapters under their names in PEFT's files; `published` the same under the names of `runtime.models.adapters`; `base` the
+    policy without adapters, under its Hugging Face names."""
 
     def __init__(self, model: Any, config: LoraConfig, base: AdapterBase):
         """Find the adapters in `model`. `config` is the result of `adapt`."""
@@ -124,11 +120,8 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Make the model compute as before it was adapted, within the context.
-
-        This sets the scale to 0. PEFT's own switch also marks the adapters as not trained, and FSDP2 would take this over
-        in a first pass.
-        """
+        """Make the model compute as before it was adapted, within the context. This sets the scale to 0. PEFT's own switch also
+        marks the adapters as not trained, and FSDP2 would take this over in a first pass."""
         from peft.tuners.lora import LoraLayer
 
         layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]

@@ -59,11 +59,9 @@ def _costly() -> list[Any]:
 
 
 def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cpu_offload: bool) -> None:
-    """Apply FSDP2 in place over the default process group: one unit for each decoder layer, and one for the rest.
-
-    Master shards are float32, gathered and computed in `compute`. Gradients are reduced in float32 and summed, not averaged;
-    `loss_factor` has multiplied the losses. Raises UserError if torch cannot shard a mixture of experts.
-    """
+    """Apply FSDP2 in place over the default process group: one unit for each decoder layer, and one for the rest. Master shards
+    are float32, gathered and computed in `compute`. Gradients are reduced in float32 and summed, not averaged; `loss_factor`
+    has multiplied the losses. Raises UserError if torch cannot shard a mixture of experts."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -86,11 +84,9 @@ def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cp
 
 
 def loss_factor(device: torch.device, world_size: int) -> float:
-    """Return the factor of each rank's loss that makes gradients sums over the ranks. Collective.
-
-    torch 2.7, MindSpeed's version, has an FSDP2 that asks for the average and has no option for sums; its gloo sums all the
-    same. The factor is therefore measured by reducing ones.
-    """
+    """Return the factor of each rank's loss that makes gradients sums over the ranks. Collective. torch 2.7, MindSpeed's
+    version, has an FSDP2 that asks for the average and has no option for sums; its gloo sums all the same. The factor is
+    therefore measured by reducing ones."""
     if world_size == 1:
         return 1.0
     from torch.distributed.fsdp import FSDPModule
@@ -128,9 +124,7 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 # ---- Experts
-#
 # The experts of a policy under training: replays the rollout's routing, balances the experts, and counts their load.
-#
 # B rows, T packed tokens; L layers with E experts; a token takes k of the E experts.
 
 

@@ -53,12 +53,10 @@ def hidden_matrices(model: Any, parameters: Iterable[torch.nn.Parameter]) -> fro
 
 class Muon(torch.optim.AdamW):
     """Muon for some matrices, AdamW for all other parameters (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
-
     `B ← μ B + (1 - μ) G`, `O = orthogonalised((1 - μ) G + μ B)`, `W ← (1 - ηλ) W - 0.2 η √max(m, n) O` of W [m, n]. An update
     is as large as AdamW's, so that η and λ are those of AdamW (Moonlight, arXiv:2502.16982, equation 4). It is the step of
     `torch.optim.Muon` with `match_rms_adamw`, which does not support sharded matrices. Here each rank keeps its rows of B, and
-    every rank orthogonalises the whole matrix: ranks agree bit for bit, and with a single rank.
-    """
+    every rank orthogonalises the whole matrix: ranks agree bit for bit, and with a single rank."""
 
     def __init__(
         self,
@@ -93,10 +91,8 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Return approximately U Vᵀ of `matrix` = U S Vᵀ, [m, n], in its dtype: singular values of about 0.7 to 1.2.
-
-    Newton-Schulz: `X ← a X + (b A + c A²) X`, `A = X Xᵀ`, from `X = matrix / ‖matrix‖`.
-    """
+    """Return approximately U Vᵀ of `matrix` = U S Vᵀ, [m, n], in its dtype: singular values of about 0.7 to 1.2. Newton-Schulz:
+    `X ← a X + (b A + c A²) X`, `A = X Xᵀ`, from `X = matrix / ‖matrix‖`."""
     a, b, c = _COEFFICIENTS
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -118,11 +114,9 @@ def _eight_bits() -> Any:
 
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments, in blocks of 256 along a rank's rows (Dettmers et al., arXiv:2110.02861), by torchao. A
-    parameter with fewer than 4,096 numbers on a rank, or with an incomplete block, has moments of its own dtype.
-
-    Each moment is decoded, updated and encoded again. torchao's own optimizer compiles the same computation, and therefore
-    needs a compiler on each machine.
-    """
+    parameter with fewer than 4,096 numbers on a rank, or with an incomplete block, has moments of its own dtype. Each moment is
+    decoded, updated and encoded again. torchao's own optimizer compiles the same computation, and therefore needs a compiler on
+    each machine."""
 
     def __init__(self, groups: list[dict[str, Any]], tensors: Any, *, lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr})
@@ -201,11 +195,9 @@ def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, read: C
 
 def _encode(held: Any, values: torch.Tensor) -> None:
     """Encode `values`, float32, in the 8-bit tensor `held` of the same shape. If `values` were decoded from such a tensor with
-    the same blocks, the result is bit for bit that tensor.
-
-    The number furthest from 0 in a block is the block's scale. If that number is negative, it is the lowest of `qmap` times the
-    scale, and the quotient may be off by one float. The block's other numbers show which scale is right.
-    """
+    the same blocks, the result is bit for bit that tensor. The number furthest from 0 in a block is the block's scale. If that
+    number is negative, it is the lowest of `qmap` times the scale, and the quotient may be off by one float. The block's other
+    numbers show which scale is right."""
     blocks, qmap = values.reshape(-1, held.block_size), held.qmap
     top, low = blocks.amax(1), -blocks.amin(1)
     negative, zero = low / -qmap[0], torch.zeros_like(top)

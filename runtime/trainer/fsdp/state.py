@@ -130,9 +130,7 @@ def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def load(folder: Path, state: TrainingState) -> TrainingPosition:
     """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows. Return the progress of training.
-
-    Raises UserError, and changes nothing, if the checkpoint does not fit the model.
-    """
+    Raises UserError, and changes nothing, if the checkpoint does not fit the model."""
     description = read_description(folder, state.config, state.base)
     require_same_optimizer(folder, description, optimizers.family(state.optimizer))
     where = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")

@@ -41,10 +41,8 @@ def require(family: Family) -> None:
 @torch.no_grad()
 def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Path) -> float:
     """Return the largest difference between the logits of the converted `weights`, by Hugging Face names, and of the folder
-    `hf` of the same model. Both get the same random tokens. Empties `weights`.
-
-    Raises InvariantViolated if the difference is more than rounding, UserError if the trainer lacks the rope scaling.
-    """
+    `hf` of the same model. Both get the same random tokens. Empties `weights`. Raises InvariantViolated if the difference is
+    more than rounding, UserError if the trainer lacks the rope scaling."""
     shape = hf_folder.read_config(hf, FAMILIES)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     dtype = weights[EMBEDDING].dtype

@@ -27,10 +27,7 @@ from runtime.trainer.megatron.model import PackedModel, transformer_config
 from runtime.trainer.megatron.weights import ModelWeights, held_by
 from runtime.trainer.micro_batch import MicroBatch, padded, query_rows
 
-# ---- Context
-#
-# Context parallelism: each rank of a group computes a part of each micro-batch's tokens.
-#
+# ---- Context parallelism: each rank of a group computes a part of each micro-batch's tokens.
 # With C ranks the packed tokens are cut into 2C chunks. Rank c has chunks c and 2C - 1 - c: under the causal mask later tokens
 # are more work, and so all ranks have about as much. Queries stay where they are; keys and values are gathered, in the order of
 # ranks. A rank has the logits of the trained tokens that it predicts, and computes a number of each. These numbers are gathered
@@ -117,9 +114,7 @@ def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.
 
 
 # ---- Vocab parallel
-#
 # Log-probability and entropy from logits whose vocabulary is sharded over the ranks of a group; no rank has a whole row.
-#
 # x are the logits of one token, divided by the temperature; m their maximum, Z = Σ exp(x − m), p = exp(x − m) / Z. Then
 # log p_t = x_t − m − log Z, H = m + log Z − Σ p x, ∂ log p_t / ∂x_j = [j = t] − p_j, ∂H / ∂x_j = −p_j (log p_j + H).
 
@@ -134,10 +129,8 @@ def token_logprobs(
     entropy_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `algorithms.losses.token_logprobs` from the logits [N, v] of the vocabulary's tokens `start` … `start + v - 1`.
-
     tokens int64 [N] -> log-probabilities [N], entropies [N], on every rank of `group`; half precision is computed in float32.
-    Two collectives in the forward pass and none in the backward pass: the gradient is that of this rank's logits.
-    """
+    Two collectives in the forward pass and none in the backward pass: the gradient is that of this rank's logits."""
     scaled = logits if logits.dtype.itemsize >= 4 else logits.float()
     if temperature != 1.0:
         scaled = scaled / temperature
@@ -193,10 +186,8 @@ class MegatronPasses:
         timeout: float,
         value_head: bool = False,
     ) -> None:
-        """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic.
-
-        `timeout`: seconds of a collective. Raises UserError if the folder or the layout is wrong.
-        """
+        """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic. `timeout`: seconds of a
+        collective. Raises UserError if the folder or the layout is wrong."""
         family, shape = hf_folder.read_family(source, value_head), hf_folder.read_config(source, FAMILIES)
         grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
