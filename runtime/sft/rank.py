@@ -40,11 +40,11 @@ from runtime.process import os_process
 from runtime.sft.conversations import SftRow, taught_rows
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
-from runtime.trainer.backend import ModelBackend, StepStatistics
+from runtime.trainer.backend import StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.objective import Objective
 from runtime.trainer.rank import join_group, require_memory
-from runtime.trainer.rows import Needs, Rows, balance
+from runtime.trainer.rows import Rows, balance
 from runtime.trainer.step import model_trainer
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
@@ -107,11 +107,6 @@ class SupervisedObjective(Objective):
 
     role = "trainer"
     averaged = f"{PREFIX}loss"
-
-    def __init__(self, config: Config, backend: ModelBackend):
-        super().__init__(config, backend)
-        self._backend = backend
-        self.needs = Needs()
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         statistics.total(f"{PREFIX}tokens", float(rows.mask.sum()))

@@ -3,7 +3,6 @@ megatron-core does (`megatron/`)."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from abc import ABC, abstractmethod
@@ -459,11 +458,7 @@ class ModelBackend(ABC):
         """Return what the last forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""
         return None
 
-    _adapters: Any = None  # the adapters in the model
-
-    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model computes as if it had no adapters."""
-        return self._adapters.off()  # type: ignore[no-any-return]
+    adapters: Any = None  # the adapters in the model; within `adapters.off()` it computes as if it had none
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 

@@ -151,10 +151,10 @@ class Objective(ABC):
     reference_is_base = False  # the reference is the policy without its adapters
     token_figures: tuple[torch.Tensor, torch.Tensor] | None = None
     """The last micro-batch's log-probabilities at the start of the step, [B, R], and advantages, [B, R] or [B, 1]."""
-    needs: Needs
+    needs = Needs()
 
     def __init__(self, config: Config, backend: ModelBackend):
-        self._config = config
+        self._config, self._backend = config, backend
         self._algorithm = choose(config)
         self.kl_control = kl_control(config.algorithm)
         self.advantages = RowAdvantages(config, self._algorithm, backend)
@@ -205,7 +205,6 @@ class PolicyObjective(Objective):
     def __init__(self, config: Config, backend: ModelBackend):
         super().__init__(config, backend)
         algorithm = config.algorithm
-        self._backend = backend
         diverges = algorithm.kl_coefficient != 0
         self.reference_is_base = diverges and config.reference.source == "adapter_off"
         reference = diverges and not self.reference_is_base

@@ -204,7 +204,7 @@ class ModelTrainer:
             self._statistics.total("response_length/masked", float((cut & rows.valid & rows.leads).sum()))
             rows = replace(rows, mask=rows.mask & ~np.repeat(cut, rows.length))
         if self.objective.reference_is_base:
-            with self.backend.adapters_off():
+            with self.backend.adapters.off():
                 rows = replace(rows, reference=self._per_token_output(rows))
         if self.objective.compares_with_start and (self._several_updates or self.objective.chooses_by_start):
             # In the first update the loss's own pass gives these log-probabilities; in later updates the weights have changed.

@@ -70,12 +70,12 @@ class FsdpBackend(ModelBackend):
         self._experts = WatchedExperts(blocks, shape, config.moe) if shape is not None and blocks else None
         self.routes = None if self._experts is None else self._experts.routes
         to_device(self.model, trained, self._compute, rank_info)
-        self._adapters = None if adapted is None else Adapters(self.model, adapted, AdapterBase(self._source))
+        self.adapters = None if adapted is None else Adapters(self.model, adapted, AdapterBase(self._source))
         # Tied tensors appear once, under their first name, as in a Hugging Face export.
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._fixed = hf_policy.fixed_tensors(self.model)
-        self._policy = {**(self.parameters if self._adapters is None else self._adapters.base), **self._fixed}
-        self._published = self._policy if self._adapters is None else self._adapters.published
+        self._policy = {**(self.parameters if self.adapters is None else self.adapters.base), **self._fixed}
+        self._published = self._policy if self.adapters is None else self.adapters.published
         self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute)
         # On a CPU everything is on the host already.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
@@ -219,8 +219,8 @@ class FsdpBackend(ModelBackend):
         return state.load(folder, self._state(TrainingPosition(0, None)))
 
     def _state(self, position: TrainingPosition) -> state.TrainingState:
-        trained = self.parameters if self._adapters is None else self._adapters.trained
-        return state.TrainingState(trained, self.optimizer, position, self.rank_info, self._adapters, self._fixed)
+        trained = self.parameters if self.adapters is None else self.adapters.trained
+        return state.TrainingState(trained, self.optimizer, position, self.rank_info, self.adapters, self._fixed)
 
     # ------------------------------------------------------------------------------------------ weight sync and export
 
@@ -238,7 +238,7 @@ class FsdpBackend(ModelBackend):
                 yield self._scaled(name, whole)
 
     def _scaled(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        return part if self._adapters is None else self._adapters.scaled(name, part)
+        return part if self.adapters is None else self.adapters.scaled(name, part)
 
     def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         return (
@@ -255,8 +255,8 @@ class FsdpBackend(ModelBackend):
     def export(self, folder: Path) -> None:
         """Write the policy. With `lora`, also write the adapters in PEFT's format, in the subfolder `adapter`."""
         rank = self.rank_info.rank
-        adapted = None if self._adapters is None else self._adapters.merged()
+        adapted = None if self.adapters is None else self.adapters.merged()
         tensors = wholes(self._policy) if adapted is None else chain(adapted, self._fixed.items())
         hf_policy.write_model(folder, self._policy, tensors, rank, hf_policy.declared_dtype(self._source), self._source)
-        if self._adapters is not None:
-            self._adapters.write(folder / lora.FOLDER, rank)
+        if self.adapters is not None:
+            self.adapters.write(folder / lora.FOLDER, rank)

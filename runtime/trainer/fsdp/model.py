@@ -58,7 +58,7 @@ def _costly() -> list[Any]:
     return [aten.mm.default, aten.addmm.default, aten.bmm.default, *attention]
 
 
-def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cpu_offload: bool) -> None:
+def shard(model: Any, device: torch.device, compute: torch.dtype, cpu_offload: bool) -> None:
     """Apply FSDP2 in place over the default process group: one unit for each decoder layer, and one for the rest. Master shards
     are float32, gathered and computed in `compute`. Gradients are reduced in float32 and summed, not averaged; `loss_factor`
     has multiplied the losses. Raises UserError if torch cannot shard a mixture of experts."""
@@ -80,7 +80,13 @@ def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cp
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
     if any(getattr(model.config, key, 0) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        _sum_unused(model)
+        # An expert without tokens on one rank has a gradient on other ranks.
+        if not hasattr(model, "set_reduce_scatter_unused_params"):
+            raise UserError(
+                f"model: torch {torch.__version__} cannot shard a mixture of experts over several processes; must be one "
+                "process, a newer torch, or engine megatron"
+            )
+        model.set_reduce_scatter_unused_params(True)
 
 
 def loss_factor(device: torch.device, world_size: int) -> float:
@@ -101,17 +107,6 @@ def loss_factor(device: torch.device, world_size: int) -> float:
 def _sums(unit: Any) -> bool:
     """Return whether this torch's FSDP2 has an option for sums."""
     return hasattr(unit, "set_gradient_divide_factor") and hasattr(unit, "set_force_sum_reduction_for_comms")
-
-
-def _sum_unused(model: Any) -> None:
-    """Include unused experts in reductions: an expert without tokens on one rank has a gradient on other ranks. Raises
-    UserError if torch cannot do so."""
-    if not hasattr(model, "set_reduce_scatter_unused_params"):
-        raise UserError(
-            f"model: torch {torch.__version__} cannot shard a mixture of experts over several processes; must be one process, "
-            "a newer torch, or engine megatron"
-        )
-    model.set_reduce_scatter_unused_params(True)
 
 
 def reshard(model: torch.nn.Module) -> None:

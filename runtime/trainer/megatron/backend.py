@@ -50,12 +50,12 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         device, settings, compute = rank_info.device, trained.settings, compute_dtype(config, rank_info.device)
         self._source, seed, timeout, valued = trained.source, config.run.seed, config.deadlines.train, trained.has_value_head
         MegatronPasses.__init__(self, self._source, settings, compute, device, seed=seed, timeout=timeout, value_head=valued)
-        self._adapters: MegatronAdapters | None = None
+        self.adapters: MegatronAdapters | None = None
         if not valued:
             self._wire_dtype = wire_dtype(config, device)
             if config.lora is not None:
-                self._adapters = MegatronAdapters(self, config.lora, AdapterBase(self._source), seed)
-        stored = compute if self._adapters is None else torch.float32
+                self.adapters = MegatronAdapters(self, config.lora, AdapterBase(self._source), seed)
+        stored = compute if self.adapters is None else torch.float32
         self.optimizer = MegatronOptimizer(self.model.train(), trained.options, stored, device)
         self.passed = self.optimizer.model
         save = config.deadlines.save
@@ -110,23 +110,23 @@ class MegatronBackend(MegatronPasses, ModelBackend):
 
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         self.optimizer.settle()
-        if self._adapters is not None:
-            return self._adapters.prepare(folder, self.optimizer, position)
+        if self.adapters is not None:
+            return self.adapters.prepare(folder, self.optimizer, position)
         return state.prepare(folder, self.optimizer, position, self._source, self._writer)
 
     def needed(self, folder: Path) -> set[str]:
-        return state.needed(folder, self.optimizer) if self._adapters is None else set()
+        return state.needed(folder, self.optimizer) if self.adapters is None else set()
 
     def load(self, folder: Path) -> TrainingPosition:
-        return self._adapters.load(folder, self.optimizer) if self._adapters is not None else state.load(folder, self.optimizer)
+        return self.adapters.load(folder, self.optimizer) if self.adapters is not None else state.load(folder, self.optimizer)
 
     # ------------------------------------------------------------------------------------------ weight sync and export
 
     def _sync_weights(self) -> ModelWeights:
-        return self.weights if self._adapters is None else self._adapters.published()
+        return self.weights if self.adapters is None else self.adapters.published()
 
     def tensor_specs(self) -> list[TensorSpec]:
-        name_of = str if self._adapters is None else sync_name
+        name_of = str if self.adapters is None else sync_name
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._sync_weights().shapes}
         return [TensorSpec(name_of(name), dtypes[name], shape) for name, shape in self._sync_weights().shapes.items()]
 
@@ -154,5 +154,5 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         dtype = hf_policy.declared_dtype(self._source)
         whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self.weights.wholes(dtype))
         hf_policy.write_model(folder, like, whole, self.rank_info.rank, dtype, self._source)
-        if self._adapters is not None:
-            self._adapters.write(folder / FOLDER)
+        if self.adapters is not None:
+            self.adapters.write(folder / FOLDER)

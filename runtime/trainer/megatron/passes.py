@@ -244,7 +244,7 @@ class MegatronPasses:
 
     def _share(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of `batch`."""
-        if self.grid.context > 1:
+        if self.grid.context_group.size() > 1:
             return part_of(batch, self.grid.context_group, self._multiple)
         return padded(batch, self._multiple)
 
