@@ -99,9 +99,21 @@ def model_trainer(
 ) -> ModelTrainer:
     """Load the model of the objective `learned` on the engine of its role's service. Collective. With several ranks the caller
     has initialised torch's default process group, which spans them. Raises UserError if the configuration or the model folder
-    is wrong."""
+    is wrong, or if the engine's package is missing."""
     choose(config)  # reports a wrong user-defined loss before a model is loaded
-    backend = load_backend(config, learned.role, RankInfo(rank, world_size, torch.device(device)))
+    trained, rank_info = TrainedRole.of(config, learned.role), RankInfo(rank, world_size, torch.device(device))
+    backend: ModelBackend
+    if trained.settings.engine == "megatron":
+        from runtime.trainer.megatron import facade
+
+        facade.prepare(rank_info.device)
+        from runtime.trainer.megatron.backend import MegatronBackend
+
+        backend = MegatronBackend(config, trained, rank_info)
+    else:
+        from runtime.trainer.fsdp.backend import FsdpBackend
+
+        backend = FsdpBackend(config, trained, rank_info)
     return ModelTrainer(config, backend, learned(config, backend))
 
 
@@ -219,12 +231,13 @@ class ModelTrainer:
         their tokens, as far as there is room."""
         self._added.append((samples, chosen))
         trained = samples.rows.trained() & chosen
-        self.objective.count_masked(_episodes(samples.rows, chosen) - _episodes(samples.rows, trained), self._statistics)
+        episodes, seen = (int(samples.rows.first_of_episode(each).sum()) for each in (chosen, trained))
+        self.objective.count_masked(episodes - seen, self._statistics)
         # Samples whose gradient is exactly 0 (all rewards of a group are alike) get only a forward pass, for the statistics.
         self._keeps = samples.rows if keep else None
         for backward, kind in enumerate((~samples.live, samples.live)):
             batches = self._micro_batches(samples.rows, samples.columns, trained & kind)
-            self.backend.run(map(self._counted, batches), self._loss, bool(backward), last)
+            self.backend.run(batches, self._loss, bool(backward), last)
         self._keeps = None
 
     def _update(self) -> None:
@@ -285,11 +298,8 @@ class ModelTrainer:
         budget = self._config.training.max_tokens_per_microbatch
         return micro_batches(rows, chosen, columns, budget, self.backend.rank_info, self.backend.packs)
 
-    def _counted(self, batch: MicroBatch) -> MicroBatch:
-        self._statistics.mean("padding_waste", batch.padding, batch.attended)
-        return batch
-
     def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        self._statistics.mean("padding_waste", batch.padding, batch.attended)
         loss = self.objective.loss(batch, outputs, self._statistics)
         if self._keeps is not None and self.objective.token_figures is not None:
             self._kept.add(self._keeps, batch, *self.objective.token_figures)
@@ -370,11 +380,6 @@ def timed(seconds: dict[str, float], *names: str) -> Iterator[None]:
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
-def _episodes(rows: Rows, chosen: np.ndarray) -> int:
-    """Return the number of episodes that the rows `chosen` (bool [B]) belong to."""
-    return int(rows.first_of_episode(chosen).sum())
-
-
 def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
     """Return the learning rate of `step`, counted from 0. Warm-up rises linearly and reaches the peak in its last step. The
     schedules linear and cosine then fall from the peak to the minimum, which they reach at `total_steps`."""
@@ -386,19 +391,3 @@ def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     remaining = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return low + (peak - low) * remaining
-
-
-def load_backend(config: Config, role: str, rank_info: RankInfo) -> ModelBackend:
-    """Load the model that `role` trains, on the engine that the role's service names. Raises UserError if the configuration or
-    the folder is wrong, or if the engine's package is missing."""
-    trained = TrainedRole.of(config, role)
-    if trained.settings.engine == "megatron":
-        from runtime.trainer.megatron import facade
-
-        facade.prepare(rank_info.device)
-        from runtime.trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(config, trained, rank_info)
-    from runtime.trainer.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(config, trained, rank_info)
