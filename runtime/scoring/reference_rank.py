@@ -15,7 +15,8 @@ from runtime.process import platform
 from runtime.scoring.scorer_torch import OffloadableScorer, score
 from runtime.trainer.backend import RankInfo, micro_batches
 from runtime.trainer.micro_batch import Columns, MicroBatch
-from runtime.trainer.rank import GroupRank, join_group, require_memory
+from runtime.trainer.rank import GroupRank
+from runtime.trainer.rank_group import join_group, require_memory
 from runtime.trainer.rows import Rows
 from runtime.types import LogprobRequest, Logprobs
 

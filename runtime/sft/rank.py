@@ -43,7 +43,7 @@ from runtime.telemetry.trackers import Trackers
 from runtime.trainer.backend import StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.objective import Objective
-from runtime.trainer.rank import join_group, require_memory
+from runtime.trainer.rank_group import join_group, require_memory
 from runtime.trainer.rows import Rows, balance
 from runtime.trainer.step import model_trainer
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup

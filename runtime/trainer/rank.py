@@ -1,19 +1,16 @@
-"""One rank of a group of processes that share a model: how it joins the group, and the commands of each role."""
+"""One rank of a group of processes that share a model: the commands of each role."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from runtime import types
@@ -31,20 +28,17 @@ from runtime.commands import (
     SendWeights,
     WeightsSent,
 )
-from runtime.config import Config, Spread, Trainer
-from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.config import Config, Trainer
+from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger import checkpoint
-from runtime.models import limits
 from runtime.models.adapters import base_of
-from runtime.models.hf_folder import read_raw
-from runtime.process import os_process, platform
+from runtime.process import platform
 from runtime.process.os_process import in_thread
 from runtime.trainer.backend import TrainedRole
-from runtime.trainer.node_part import NodePart
+from runtime.trainer.rank_group import NodePart, join_group, require_memory
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer, timed
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.delta import FULL_EVERY, ShardDelta, TensorChanges
-from runtime.weights.group import AuthenticatedStore
 from runtime.weights.plan import Manifest, TensorSpec, roots
 from runtime.weights.sender import SendBuffers, WeightSender
 
@@ -66,46 +60,6 @@ class GroupRank:
     def execute(self, command: Any) -> Any:
         """Carry out one command and return its answer."""
         return getattr(self, snake(type(command).__name__))(command)
-
-
-def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:
-    """Join the group if there are several ranks, and return this rank's device. `timeout`: seconds of the group's collectives.
-    Raises UserError if the role's `backend` does not work on that device."""
-    device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
-    # torch's gloo has no NPU support. On CUDA, gloo has what FSDP2 needs, but neither the sends between pipeline stages nor the
-    # coalesced gathers of megatron-core.
-    staged = device.type == "cuda" and settings.engine == "torch"
-    backend = platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
-    if world_size > 1:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # newest collectives that the flight recorder keeps
-        limit, rank = timedelta(seconds=timeout), int(os.environ["RANK"])
-        _stores.append(store := _store(world_size, limit, backend))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    return device
-
-
-_stores: list[dist.Store] = []  # keeps the default group's store alive: torch calls it for each further group
-
-
-def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBackend) -> dist.Store:
-    """Open or join the group's store. Rank 0 opens it on the socket that it inherited, which already listens. NCCL and HCCL
-    call a store from their own threads, which must not wait for Python's lock: their store is not authenticated."""
-    key = bytes.fromhex(os.environ.pop(os_process.STORE_KEY))
-    host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
-    listening = {} if given is None else {"is_master": True, "master_listen_fd": int(given)}
-    store = dist.TCPStore(host, port, world_size, timeout=timeout, **listening)
-    return AuthenticatedStore(store, key) if backend == "gloo" else store
-
-
-def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
-    """Check, before anything is loaded, that a rank of `role` with the model of folder `source` fits its device. Raises
-    UserError if the rank is known to need more memory."""
-    if getattr(config.services, role).engine != "megatron":
-        return
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    held = limits.rank_memory(config, role, read_raw(source), on_cpus=device.type == "cpu")
-    if fault := limits.memory_fault(config, role, held, platform.memory(device).total // sharing):
-        raise UserError(fault)
 
 
 # ---- One rank of a group under training: the engine, and the commands that trainer and critic share.

@@ -38,9 +38,9 @@ from runtime.ledger.checkpoint import Position
 from runtime.process import keys, os_process
 from runtime.process.keys import Keys
 from runtime.status import Registration
-from runtime.trainer import node_part
+from runtime.trainer import rank_group
 from runtime.trainer.backend import RankInfo
-from runtime.trainer.node_part import NodePart, exchange
+from runtime.trainer.rank_group import NodePart, exchange
 from runtime.types import PolicyVersion
 from services.nodes import Nodes
 from services.rpc import client, contract
@@ -552,7 +552,7 @@ class Engine:
 
 def made(rank: int, folder: Path) -> tuple[NodePart, RankInfo]:
     os.environ[os_process.NODE] = NODES[rank]
-    node_part.CHUNK = CHUNK
+    rank_group.CHUNK = CHUNK
     info = RankInfo(rank, 2, torch.device("cpu"))
     given = {"run": {"name": "r", "dir": str(folder / "run")}, "cluster": {"shared_folder": False}}
     return NodePart(msgspec.convert(given, Config), "trainer", info), info

@@ -36,7 +36,7 @@ from runtime.trainer.backend import RankInfo, TrainingPosition
 from runtime.trainer.fsdp.state import require_same_adapters
 from runtime.trainer.megatron.core_checkpoint import FOLDER, INDEX, OWN, TRAINER, read_index
 from runtime.trainer.megatron.optimizer import KINDS, MegatronOptimizer
-from runtime.trainer.node_part import exchange
+from runtime.trainer.rank_group import exchange
 
 FORMAT = 1
 ENGINE = "megatron"

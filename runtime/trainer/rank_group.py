@@ -1,10 +1,11 @@
-"""The part of a checkpoint that one node's ranks write and read, where nodes share no folder."""
+"""A group of ranks that share a model: how a rank joins it, and the part of a checkpoint that a node's ranks write and read."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,59 @@ import torch.distributed as dist
 
 from runtime import types
 from runtime.commands import Restore, Save
-from runtime.config import Config
+from runtime.config import Config, Spread
 from runtime.errors import UserError
 from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.checkpoint import Position
-from runtime.process import os_process
+from runtime.models import limits
+from runtime.models.hf_folder import read_raw
+from runtime.process import os_process, platform
 from runtime.trainer.backend import RankInfo
 from runtime.types import PolicyVersion
+from runtime.weights.group import AuthenticatedStore
+
+
+def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:
+    """Join the group if there are several ranks, and return this rank's device. `timeout`: seconds of the group's collectives.
+    Raises UserError if the role's `backend` does not work on that device."""
+    device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
+    # torch's gloo has no NPU support. On CUDA, gloo has what FSDP2 needs, but neither the sends between pipeline stages nor the
+    # coalesced gathers of megatron-core.
+    staged = device.type == "cuda" and settings.engine == "torch"
+    backend = platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
+    if world_size > 1:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # newest collectives that the flight recorder keeps
+        limit, rank = timedelta(seconds=timeout), int(os.environ["RANK"])
+        _stores.append(store := _store(world_size, limit, backend))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    return device
+
+
+_stores: list[dist.Store] = []  # keeps the default group's store alive: torch calls it for each further group
+
+
+def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBackend) -> dist.Store:
+    """Open or join the group's store. Rank 0 opens it on the socket that it inherited, which already listens. NCCL and HCCL
+    call a store from their own threads, which must not wait for Python's lock: their store is not authenticated."""
+    key = bytes.fromhex(os.environ.pop(os_process.STORE_KEY))
+    host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
+    listening = {} if given is None else {"is_master": True, "master_listen_fd": int(given)}
+    store = dist.TCPStore(host, port, world_size, timeout=timeout, **listening)
+    return AuthenticatedStore(store, key) if backend == "gloo" else store
+
+
+def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
+    """Check, before anything is loaded, that a rank of `role` with the model of folder `source` fits its device. Raises
+    UserError if the rank is known to need more memory."""
+    if getattr(config.services, role).engine != "megatron":
+        return
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    held = limits.rank_memory(config, role, read_raw(source), on_cpus=device.type == "cpu")
+    if fault := limits.memory_fault(config, role, held, platform.memory(device).total // sharing):
+        raise UserError(fault)
+
+
+# ---- The part of a checkpoint on a node, where nodes share no folder
 
 
 class NodePart:
