@@ -5,12 +5,11 @@ B rows, R tokens of the longest reply, T packed tokens, N trained tokens."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from runtime.models.forward import Packing
 from runtime.trainer.rows import Rows, cut_by_length, length_buckets, ramps, spans, starts
@@ -247,19 +246,6 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device,
         sequences=sequences,
         padding=attended - int(lengths[lengths > shared].sum()),
         attended=attended,
-    )
-
-
-def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """Pad `batch` at the end with tokens that no token attends to, so that T is a multiple of `multiple`."""
-    missing = -batch.input_ids.shape[1] % multiple
-    if not missing:
-        return batch
-    return replace(
-        batch,
-        input_ids=F.pad(batch.input_ids, (0, missing)),
-        position_ids=F.pad(batch.position_ids, (0, missing)),
-        packing=replace(batch.packing, cells=F.pad(batch.packing.cells, (0, missing))),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from runtime.config import Spread
@@ -25,7 +26,7 @@ from runtime.trainer.megatron import facade
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel, transformer_config
 from runtime.trainer.megatron.weights import ModelWeights, held_by
-from runtime.trainer.micro_batch import MicroBatch, padded, query_rows
+from runtime.trainer.micro_batch import MicroBatch, query_rows
 
 # ---- Context parallelism: each rank of a group computes a part of each micro-batch's tokens.
 # With C ranks the packed tokens are cut into 2C chunks. Rank c has chunks c and 2C - 1 - c: under the causal mask later tokens
@@ -53,6 +54,19 @@ class ContextShard(MicroBatch):
 
     def of_tokens(self, name: str) -> torch.Tensor:
         return super().of_tokens(name)[self.chosen]
+
+
+def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """Pad `batch` at the end with tokens that no token attends to, so that T is a multiple of `multiple`."""
+    missing = -batch.input_ids.shape[1] % multiple
+    if not missing:
+        return batch
+    return replace(
+        batch,
+        input_ids=F.pad(batch.input_ids, (0, missing)),
+        position_ids=F.pad(batch.position_ids, (0, missing)),
+        packing=replace(batch.packing, cells=F.pad(batch.packing.cells, (0, missing))),
+    )
 
 
 def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> ContextShard:
