@@ -417,7 +417,7 @@ def test_moments_of_8_bits_are_restored_bit_for_bit(name: str):
     held = eight.zeros(parameter, name)
     held.copy_(values if name == "exp_avg" else values.square())
     expected = optimizers.numbers(held)
-    optimizers.restore(eight, parameter, 1, lambda _: expected)
+    optimizers.restore(eight, parameter, 1, dict.fromkeys(optimizers.MOMENTS, expected))
     assert torch.equal(optimizers.numbers(eight.state[parameter][name]), expected)
 
 

@@ -179,17 +179,16 @@ def storages(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (own.codes, own.scale) if hasattr(own, "codes") else (own,)
 
 
-def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, read: Callable[[str], torch.Tensor]) -> None:
-    """Give `parameter` the state that it has after `updates` updates. `read` returns this rank's rows of a tensor by name. A
+def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give `parameter` the state that it has after `updates` updates. `tensors`: this rank's rows of what is `kept`, by name. A
     fused kernel keeps the number of updates on the parameter's device."""
-    names = kept(optimizer, parameter)
-    fused = optimizer.defaults.get("fused") and names == MOMENTS
+    fused = optimizer.defaults.get("fused") and tuple(tensors) == MOMENTS
     state = {"step": torch.tensor(float(updates), device=parameter.device if fused else "cpu")}
-    for name in names:
+    for name, rows in tensors.items():
         eight = isinstance(optimizer, AdamW8bit)
         state[name] = optimizer.zeros(parameter, name) if eight else torch.zeros_like(parameter, requires_grad=False)
-        own, rows = local(state[name]), read(name).to(parameter.device)
-        _encode(own, rows) if hasattr(own, "codes") else own.copy_(rows)
+        own, values = local(state[name]), rows.to(parameter.device)
+        _encode(own, values) if hasattr(own, "codes") else own.copy_(values)
     optimizer.state[parameter] = state
 
 

@@ -16,7 +16,6 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +61,24 @@ class TrainingState:
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
     """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer come from `source`."""
-    _write_weights(folder, state, source)
-    updates = _updates(state)
+    rank, optimizer = state.rank_info.rank, state.optimizer
+    if state.adapters is not None:
+        state.adapters.write(folder / lora.FOLDER, rank)
+    else:
+        if rank == 0:
+            (folder / "model").mkdir()
+        tensors = {**state.parameters, **state.fixed}
+        hf_policy.write_model(folder / "model", tensors, wholes(tensors), rank, torch.float32, source)
+    # The optimizer's state exists from the first update on.
+    first = next(iter(state.parameters.values()))
+    updates = int(optimizer.state[first]["step"]) if optimizer.state else 0
     if updates:
         kept = _kept(state)
-        wholes = ((name, _whole(state.optimizer, name, parameter)) for name, parameter in kept.items())
-        hf_policy.write_tensors(folder, "optimizer", kept, wholes, state.rank_info.rank, torch.float32)
+        moments = ((name, _whole(optimizer, name, parameter)) for name, parameter in kept.items())
+        hf_policy.write_tensors(folder, "optimizer", kept, moments, rank, torch.float32)
     generators = _gather_generators(state)
-    description = describe(state.position, optimizers.family(state.optimizer), updates, state.config, state.base)
-    if state.rank_info.rank == 0:
+    description = describe(state.position, optimizers.family(optimizer), updates, state.config, state.base)
+    if rank == 0:
         save_file(generators, folder / GENERATORS)
         (folder / "trainer.json").write_text(description, encoding="utf-8")
 
@@ -89,23 +97,6 @@ def describe(
         "base": base.describe() if base else None,
     }
     return json.dumps(content) + "\n"
-
-
-def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
-    rank = state.rank_info.rank
-    if state.adapters is not None:
-        state.adapters.write(folder / lora.FOLDER, rank)
-        return
-    if rank == 0:
-        (folder / "model").mkdir()
-    tensors = {**state.parameters, **state.fixed}
-    hf_policy.write_model(folder / "model", tensors, wholes(tensors), rank, torch.float32, source)
-
-
-def _updates(state: TrainingState) -> int:
-    """Return the number of the optimizer's updates; its state exists from the first update on."""
-    first = next(iter(state.parameters.values()))
-    return int(state.optimizer.state[first]["step"]) if state.optimizer.state else 0
 
 
 def _kept(state: TrainingState) -> dict[str, torch.nn.Parameter]:
@@ -145,8 +136,9 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
             local(parameter).copy_(weights(name)[local_rows(parameter)])
             state.optimizer.state.pop(parameter, None)
             if history is not None:
-                read = partial(_read_kept, history, name, parameter)
-                optimizers.restore(state.optimizer, parameter, description["optimizer_updates"], read)
+                names, rows = optimizers.kept(state.optimizer, parameter), local_rows(parameter)
+                moments = {kind: history(f"{kind}.{name}")[rows] for kind in names}
+                optimizers.restore(state.optimizer, parameter, description["optimizer_updates"], moments)
         _restore_generators(generators, state)
     return TrainingPosition(description["step"], description.get("kl_coefficient"))
 
@@ -215,11 +207,6 @@ def open_tensors(
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _read_kept(history: Callable[[str], Any], name: str, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
-    rows: torch.Tensor = history(f"{kind}.{name}")[local_rows(parameter)]
-    return rows
 
 
 def _restore_generators(file: Any, state: TrainingState) -> None:
