@@ -62,7 +62,9 @@ class FsdpBackend(ModelBackend):
             self.model = hf_policy.load_policy(self._source)
             self._wire_dtype = wire_dtype(config, rank_info.device)
             if config.lora is not None:
-                frozen = self._frozen_dtype(rank_info.world_size)
+                # The stored dtype is precise enough for frozen weights. torch 2.7's FSDP2 wants one dtype a unit.
+                as_stored = rank_info.world_size == 1 and hf_policy.declared_dtype(self._source) == self._compute
+                frozen = self._compute if as_stored else torch.float32
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
             self._head = hf_policy.take_head(self.model)
         shape = None if self._has_value_head or config.lora else hf_folder.experts_of(hf_folder.read_raw(self._source))
@@ -86,11 +88,6 @@ class FsdpBackend(ModelBackend):
         self._loss_factor = loss_factor(rank_info.device, rank_info.world_size)
         super().__init__(rank_info, self.model.config.vocab_size, shares=rank_info)
         self.packs = forward.packs(self.model)
-
-    def _frozen_dtype(self, world_size: int) -> torch.dtype:
-        """Return the dtype of frozen weights: the stored dtype is precise enough. torch 2.7's FSDP2 wants one dtype a unit."""
-        as_stored = world_size == 1 and hf_policy.declared_dtype(self._source) == self._compute
-        return self._compute if as_stored else torch.float32
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -129,19 +126,15 @@ class FsdpBackend(ModelBackend):
         if self._experts is not None:
             self._experts.replay(batch)
         packed = (batch.input_ids, batch.position_ids, batch.packing)
-        with self._precision():
+        exact = self._compute == torch.float32
+        # Products use the compute dtype; residuals, norms and rotations float32, as in rollouts.
+        with contextlib.nullcontext() if exact else torch.autocast(self.rank_info.device.type, self._compute):
             if not self._has_value_head:
                 return forward.predict(self.model, *packed, batch.predictors)
             arguments, cells = forward.fed(self.model, *packed)
             keep = batch.predictors if cells is None else cells[batch.predictors]
             values: torch.Tensor = self.model(**arguments, keep=keep)
             return values.float()
-
-    def _precision(self) -> contextlib.AbstractContextManager:
-        """Return a pass's context. Products use the compute dtype; residuals, norms and rotations float32, as in rollouts."""
-        if self._compute == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.rank_info.device.type, self._compute)
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 
@@ -182,20 +175,17 @@ class FsdpBackend(ModelBackend):
     def offload(self) -> None:
         self.clear_gradients()
         for kind in self.offloaded:
-            self._host_of(kind).offload()
+            held = [local(tensor) for tensor in self._resident(kind)]
+            # Host memory takes long to allocate. It is made anew only if the number of tensors has changed: an optimizer has no
+            # state at first.
+            if kind not in self._on_host or len(held) != self._held[kind]:
+                self._on_host[kind], self._held[kind] = HostOffload(held), len(held)
+            self._on_host[kind].offload()
         platform.release(self.rank_info.device)
 
     def onload(self) -> None:
         for kind in self.offloaded:
             self._on_host[kind].onload()
-
-    def _host_of(self, kind: str) -> HostOffload:
-        """Return the HostOffload of `kind`. Its host memory takes long to allocate, so it is only made anew if the number of
-        tensors has changed: an optimizer has no state at first."""
-        held = [local(tensor) for tensor in self._resident(kind)]
-        if kind not in self._on_host or len(held) != self._held[kind]:
-            self._on_host[kind], self._held[kind] = HostOffload(held), len(held)
-        return self._on_host[kind]
 
     def _resident(self, kind: str) -> list[torch.Tensor]:
         """Return the tensors of `kind` that are on the device between steps; no gradients then."""
