@@ -105,7 +105,7 @@ PREFIX = "sft/"
 class SupervisedObjective(Objective):
     """`-log π(y_t | y_<t)`, the mean over all taught tokens of the step: the cross-entropy, in nats a token."""
 
-    role = "trainer"
+    role, prefix = "trainer", PREFIX
     averaged = f"{PREFIX}loss"
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -119,10 +119,6 @@ class SupervisedObjective(Objective):
         total = -(batch.grid(self.per_token_output(batch, outputs)) * batch.mask).sum()
         statistics.mean(self.averaged, total.detach(), batch.mask.sum())
         return total
-
-    def named(self, metrics: dict[str, float]) -> dict[str, float]:
-        own = ("lr", "grad_norm")
-        return {PREFIX + name if name in own else name: value for name, value in metrics.items()}
 
 
 supervised_trainer = partial(model_trainer, SupervisedObjective)

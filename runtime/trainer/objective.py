@@ -142,6 +142,7 @@ class Objective(ABC):
     """What a role's model learns on any backend: a loss, and the loss's input columns."""
 
     role: ClassVar[str]
+    prefix: ClassVar[str]  # of its metrics
     averaged: ClassVar[str]  # the statistic whose count divides the losses
     timed_as: ClassVar[tuple[str, ...]] = ()  # the metrics of the seconds that `columns` takes
     compares_with_start: ClassVar[bool] = False
@@ -185,10 +186,6 @@ class Objective(ABC):
         self.kl_control = self.kl_control.after(divergence, reduced.sums["samples"][0])
         return before
 
-    def rate_divisor(self, reduced: Reduced) -> float:
-        """Return the divisor of the scheduled learning rate, given what the step's updates have `reduced` so far."""
-        return 1.0
-
     def resume(self, kl_coefficient: float | None) -> None:
         self.kl_control = kl_control(self._config.algorithm, kl_coefficient)
 
@@ -197,7 +194,7 @@ class PolicyObjective(Objective):
     """Policy loss + β · KL − c · entropy, aggregated. The model's outputs are the inputs of its head, [N, H], from which the
     head makes the logits of the trained tokens."""
 
-    role = "trainer"
+    role, prefix = "trainer", "actor/"
     averaged = "actor/pg_loss"
     timed_as = ("timing/adv", "timing/non_overlap_adv")
     compares_with_start = True
@@ -239,12 +236,6 @@ class PolicyObjective(Objective):
             tokens = step_tokens(rows, advantages, (self._config.run.seed, step))
             chosen[rows.mask] = chooses(tokens, self._backend.batch_sum).numpy()
         return columns, self.has_gradient(advantages)
-
-    def rate_divisor(self, reduced: Reduced) -> float:
-        """Return (1 + mean staleness)^power. The bias of a gradient of old samples grows with staleness times learning rate
-        (arXiv:2607.01083); dividing by staleness itself (arXiv:1511.05950) lowers the rate more than needed."""
-        total, count = reduced.mean("staleness/token_mean")
-        return (1 + total / count) ** self._config.training.lr_staleness_power if count else 1.0
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """Return false where the gradient of a sample is exactly 0, bool [B]."""
@@ -325,9 +316,6 @@ class PolicyObjective(Objective):
         statistics.mean(name, aggregate.total, aggregate.count)
 
     def named(self, metrics: dict[str, float]) -> dict[str, float]:
-        metrics["actor/lr"] = metrics.pop("lr")
-        if "grad_norm" in metrics:
-            metrics["actor/grad_norm"] = metrics.pop("grad_norm")
         if all(metrics.get(f"episode/{name}", alone) == alone for name, alone in REPLY.items()):
             metrics = {name: value for name, value in metrics.items() if not name.startswith("episode/")}
         return metrics
@@ -399,15 +387,12 @@ def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: t
 # ---- The critic's objective: the value loss on the samples of a step.
 
 
-METRICS = "critic/"
-
-
 class CriticObjective(Objective):
     """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step. The
     value of a token is the value of the state before the token: the model's output at the token that predicts it. The model's
     outputs are these values, float32 [N]."""
 
-    role = "critic"
+    role, prefix = "critic", "critic/"
     averaged = "critic/vf_loss"
 
     def __init__(self, config: Config, backend: ModelBackend):
@@ -438,13 +423,13 @@ class CriticObjective(Objective):
             ("returns/mean", targets),
             ("vf_error", (values - targets).square()),
         ):
-            statistics.mean(METRICS + name, (each.detach() * batch.mask).sum(), tokens)
+            statistics.mean(self.prefix + name, (each.detach() * batch.mask).sum(), tokens)
         counted = batch.mask != 0
         for name, each in (("values", values.detach()), ("returns", targets)):
-            statistics.maximum(f"{METRICS}{name}/max", each.masked_fill(~counted, -torch.inf).max())
-            statistics.minimum(f"{METRICS}{name}/min", each.masked_fill(~counted, torch.inf).min())
+            statistics.maximum(f"{self.prefix}{name}/max", each.masked_fill(~counted, -torch.inf).max())
+            statistics.minimum(f"{self.prefix}{name}/min", each.masked_fill(~counted, torch.inf).min())
         return loss
 
     def named(self, metrics: dict[str, float]) -> dict[str, float]:
-        metrics |= {METRICS + name: metrics[name] for name in ("lr", "grad_norm", "skipped_updates") if name in metrics}
-        return {name: value for name, value in metrics.items() if name.startswith(METRICS)}
+        metrics[f"{self.prefix}skipped_updates"] = metrics["skipped_updates"]
+        return {name: value for name, value in metrics.items() if name.startswith(self.prefix)}

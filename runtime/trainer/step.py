@@ -255,7 +255,10 @@ class ModelTrainer:
             limit = self._options.max_grad_norm
             clip = limit / norm if limit and norm > limit else 1.0
             scheduled = learning_rate(self.step, self._config.training.steps, self._options)
-            self._rate = scheduled / self.objective.rate_divisor(self._reduced + reduced)
+            # The bias of a gradient of old samples grows with staleness times learning rate (arXiv:2607.01083). Dividing by
+            # staleness itself (arXiv:1511.05950) lowers the rate more than needed.
+            age, tokens = (self._reduced + reduced).mean("staleness/token_mean")
+            self._rate = scheduled / (1 + age / max(1.0, tokens)) ** self._config.training.lr_staleness_power
             with at("update"):
                 self.backend.update(clip / denominator, self._rate)
             self._norms.append(norm)
@@ -283,10 +286,9 @@ class ModelTrainer:
     def _close_step(self) -> dict[str, float]:
         """Return the step's metrics."""
         metrics = (self._reduced.finite() if self._skipped else self._reduced).metrics()
-        metrics["lr"] = self._rate
-        metrics["skipped_updates"] = float(self._skipped)
+        metrics |= {f"{self.objective.prefix}lr": self._rate, "skipped_updates": float(self._skipped)}
         if self._norms:
-            metrics["grad_norm"] = sum(self._norms) / len(self._norms)
+            metrics[f"{self.objective.prefix}grad_norm"] = sum(self._norms) / len(self._norms)
         if "actor/kl" in metrics:
             metrics["actor/kl_coefficient"] = self.objective.adapt_kl(metrics["actor/kl"], self._reduced)
         return self.objective.named(metrics)
