@@ -6,7 +6,6 @@ reply tokens of all rows back to back.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -289,58 +288,38 @@ def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
 
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Distribute items over `parts` so that the largest sum of costs is small. Karmarkar and Karp's largest differencing
-    method, then exchanges: with few items a part, the method leaves the largest part several per cent above the mean.
-    Deterministic. Every index occurs once, in ascending order within its part. Parts may be empty if there are few items."""
-    if parts < 1:
-        raise ValueError(f"parts: {parts}; must be at least 1")
-    shares = _difference(costs, parts)
+    """Distribute items over `parts` so that the largest sum of costs is small: each item, the most expensive first, goes to the
+    part with the smallest sum, and then items are exchanged. Deterministic. Every index occurs once, in ascending order within
+    its part. Parts may be empty if there are few items."""
+    cost, owner, sums = np.array(costs, np.float64), np.zeros(len(costs), np.int64), np.zeros(parts)
+    for item in np.argsort(-cost, kind="stable"):
+        owner[item] = sums.argmin()
+        sums[owner[item]] += cost[item]
     # No distribution is better than the larger of the mean and the most expensive item.
-    _exchange(costs, shares, max(sum(costs) / parts, max(costs, default=0)) * (1 + SLACK))
-    return [sorted(share) for share in shares]
+    aim = max(cost.sum() / parts, cost.max(initial=0)) * (1 + SLACK)
+    while sums.max() > aim and _exchange(cost, owner, sums):
+        pass
+    return [np.flatnonzero(owner == part).tolist() for part in range(parts)]
 
 
-def _difference(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Partition by Karmarkar and Karp's largest differencing method (1982, UCB/CSD-82-113)."""
-    # A partial solution is its parts in descending order of their sums. The two solutions with the largest spread are merged:
-    # the heaviest parts of one with the lightest parts of the other.
-    heap = []
-    for index, cost in enumerate(costs):
-        heap.append((-cost, index, [(cost, [index])] + [(0, [])] * (parts - 1)))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, order, heavy = heapq.heappop(heap)
-        _, _, light = heapq.heappop(heap)
-        merged = [(a + b, left + right) for (a, left), (b, right) in zip(heavy, reversed(light), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
-    return [items for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
-
-
-def _exchange(costs: Sequence[float], shares: list[list[int]], aim: float) -> None:
-    """Move an item of the heaviest part to another part, or swap two items, until no part exceeds `aim` or no change helps. A
-    change must lower the heavier of the two parts. Each time, make the change that lowers it most."""
-    sums = [sum(costs[index] for index in share) for share in shares]
-    while (highest := max(sums)) > aim:
-        heavy = sums.index(highest)
-        best, change = highest, None
-        for other, share in enumerate(shares):
-            for given in shares[heavy]:
-                for taken in (None, *share):
-                    moved = costs[given] - (0 if taken is None else costs[taken])
-                    heavier = max(highest - moved, sums[other] + moved)
-                    if other != heavy and heavier < best:
-                        best, change = heavier, (other, given, taken, moved)
-        if change is None:
-            return
-        other, given, taken, moved = change
-        sums[heavy] -= moved
-        sums[other] += moved
-        shares[heavy].remove(given)
-        shares[other].append(given)
-        if taken is not None:
-            shares[other].remove(taken)
-            shares[heavy].append(taken)
+def _exchange(cost: np.ndarray, owner: np.ndarray, sums: np.ndarray) -> bool:
+    """Move an item of the heaviest part to another part, or swap two items: make the change that lowers the heavier of the two
+    parts most. Return false, and change nothing, if none lowers it. `owner`: the part of each item."""
+    heavy, highest = sums.argmax(), sums.max()
+    given = np.flatnonzero(owner == heavy)
+    # What is taken for it: an item, or nothing of a part.
+    taken, part = np.append(cost, np.zeros(len(sums))), np.append(owner, np.arange(len(sums)))
+    moved = cost[given, None] - taken
+    heavier = np.where(part == heavy, np.inf, np.maximum(highest - moved, sums[part] + moved))
+    give, take = np.unravel_index(heavier.argmin(), heavier.shape)
+    if heavier[give, take] >= highest:
+        return False
+    sums[heavy] -= moved[give, take]
+    sums[part[take]] += moved[give, take]
+    owner[given[give]] = part[take]
+    if take < len(cost):
+        owner[take] = heavy
+    return True
 
 
 def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> list[list[int]]:

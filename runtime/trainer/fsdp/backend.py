@@ -89,8 +89,6 @@ class FsdpBackend(ModelBackend):
         super().__init__(rank_info, self.model.config.vocab_size, shares=rank_info)
         self.packs = forward.packs(self.model)
 
-    # ------------------------------------------------------------------------------------------ passes
-
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
         losses = []  # FSDP2 reduces every micro-batch's gradients, so that a rank holds only its own shard of them
         for number, batch in enumerate(batches):
@@ -136,8 +134,6 @@ class FsdpBackend(ModelBackend):
             values: torch.Tensor = self.model(**arguments, keep=keep)
             return values.float()
 
-    # ------------------------------------------------------------------------------------------ gradients and updates
-
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         if self.rank_info.world_size > 1:
             reshard(self.model)
@@ -170,8 +166,6 @@ class FsdpBackend(ModelBackend):
         if self._experts is not None:
             self._experts.correct()
 
-    # ------------------------------------------------------------------------------------------ offload
-
     def offload(self) -> None:
         self.clear_gradients()
         for kind in self.offloaded:
@@ -195,8 +189,6 @@ class FsdpBackend(ModelBackend):
         held = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
         return [storage for value in held for storage in optimizers.storages(value)]
 
-    # ------------------------------------------------------------------------------------------ checkpoints
-
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         return partial(self._save, folder, self._state(position))
 
@@ -211,8 +203,6 @@ class FsdpBackend(ModelBackend):
     def _state(self, position: TrainingPosition) -> state.TrainingState:
         trained = self.parameters if self.adapters is None else self.adapters.trained
         return state.TrainingState(trained, self.optimizer, position, self.rank_info, self.adapters, self._fixed)
-
-    # ------------------------------------------------------------------------------------------ weight sync and export
 
     def tensor_specs(self) -> list[TensorSpec]:
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._published}

@@ -67,8 +67,6 @@ class MegatronBackend(MegatronPasses, ModelBackend):
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
         return types.decode(list[kind], self.grid.bytes_of_leader(types.encode(list(items))))  # type: ignore[valid-type]
 
-    # ------------------------------------------------------------------------------------------ passes
-
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
         def report(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             """Return what megatron-core expects: the loss sum, its number of tokens, and the value to report."""
@@ -79,8 +77,6 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         with torch.set_grad_enabled(backward), self.optimizer.passes(last):
             losses = self.pipeline(held, report, forward_only=not backward)
         return self.of_last_stage([lost[None] for lost in losses], [1] * len(held))
-
-    # ------------------------------------------------------------------------------------------ gradients and updates
 
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         squared = self.optimizer.finish()
@@ -95,8 +91,6 @@ class MegatronBackend(MegatronPasses, ModelBackend):
 
     def update(self, scale: float, rate: float) -> None:
         self.optimizer.step(scale, rate)
-
-    # ------------------------------------------------------------------------------------------ device and checkpoints
 
     def offload(self) -> None:
         self.optimizer.settle()
@@ -119,8 +113,6 @@ class MegatronBackend(MegatronPasses, ModelBackend):
 
     def load(self, folder: Path) -> TrainingPosition:
         return self.adapters.load(folder, self.optimizer) if self.adapters is not None else state.load(folder, self.optimizer)
-
-    # ------------------------------------------------------------------------------------------ weight sync and export
 
     def _sync_weights(self) -> ModelWeights:
         return self.weights if self.adapters is None else self.adapters.published()
