@@ -129,7 +129,8 @@ class PackedModel(GPTModel):
     """This rank's part of the model. It takes a micro-batch and returns the input of the next stage. The last stage returns the
     head's input at the predictors of the trained tokens, [N, H]; with a value head, values [N]."""
 
-    def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
+    def __init__(self, shape: ModelConfig, settings: Spread, dtype: torch.dtype, padded_vocabulary: int, value_head: bool):
+        config = transformer_config(shape, settings, dtype)
         super().__init__(
             config,
             TransformerBlockSubmodules(layer_specs=_layers(config, shape), layer_norm=Norm),

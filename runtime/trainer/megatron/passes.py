@@ -24,7 +24,7 @@ from runtime.process.spans import at
 from runtime.trainer.backend import BatchOutputs, PerToken, token_numbers
 from runtime.trainer.megatron import facade
 from runtime.trainer.megatron.grid import ProcessGrid
-from runtime.trainer.megatron.model import PackedModel, transformer_config
+from runtime.trainer.megatron.model import PackedModel
 from runtime.trainer.megatron.weights import ModelWeights, held_by
 from runtime.trainer.micro_batch import MicroBatch, query_rows
 
@@ -207,10 +207,8 @@ class MegatronPasses:
         grid.layout.require(family.shape)
         if fault := uncut(family.tied, settings.parallel.pipeline, megatron.core.__version__):
             raise UserError(fault)
-        padded = grid.layout.padded_vocab(family.shape)
         with facade.moving(device):
-            described = transformer_config(shape, settings, compute)
-            made = PackedModel(described, shape, padded, value_head)
+            made = PackedModel(shape, settings, compute, grid.layout.padded_vocab(family.shape), value_head)
         self.model = made.to(device, compute)
         self.weights = ModelWeights(family, held_by(self.model), grid)
         self.weights.load(source)
