@@ -32,7 +32,7 @@ from runtime.process import os_process
 from runtime.rollout.engine import EngineStats, RolloutEngine
 from runtime.scoring.scorer_torch import OffloadableScorer, answers
 from runtime.telemetry.startup import Phases
-from runtime.trainer.collectives import RankInfo
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import (
@@ -168,7 +168,7 @@ class InstantTrainer(ModelTrainer):
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         yield self._weights
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: Path) -> None:
         """Nobody asks for it."""
 
 

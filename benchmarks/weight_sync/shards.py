@@ -27,7 +27,7 @@ from benchmarks.weight_sync.slices import Parts, parts, plan, size
 from runtime.errors import ServiceFault
 from runtime.models.families import Family, Layout, family_for
 from runtime.telemetry.shown import LiteralTable
-from runtime.trainer.fsdp import sharding
+from runtime.trainer.backend import full, local, local_rows
 from runtime.weights.delta import DeltaEncoder, Shard, ShardDelta
 from runtime.weights.plan import TRAILER
 
@@ -100,9 +100,9 @@ class ShardRank:
 
     def change(self) -> None:
         for parameter in self._parameters:
-            local = sharding.local(parameter).view(-1)
-            at = torch.randint(0, len(local), (int(self._settings.changed * len(local)),), generator=self._random)
-            local[at] += 1.0
+            own = local(parameter).view(-1)
+            at = torch.randint(0, len(own), (int(self._settings.changed * len(own)),), generator=self._random)
+            own[at] += 1.0
 
     def publish(self, way: str) -> None:
         """Until rank 0 has what leaves."""
@@ -112,7 +112,7 @@ class ShardRank:
             view = buffer[: -TRAILER.size].view(torch.bfloat16).view(self._settings.shape)
             told = None
             if changes is None:
-                whole = sharding.full(parameter)
+                whole = full(parameter)
                 if self._rank == 0:
                     view.copy_(whole)
             elif self._rank == 0:
@@ -129,8 +129,7 @@ class ShardRank:
 
     def _shards(self) -> list[Shard]:
         return [
-            Shard(place, (sharding.rows(each),), sharding.local(each).to(torch.bfloat16))
-            for place, each in enumerate(self._parameters)
+            Shard(place, (local_rows(each),), local(each).to(torch.bfloat16)) for place, each in enumerate(self._parameters)
         ]
 
 

@@ -26,7 +26,7 @@ from benchmarks.weight_sync.ways import Ways
 from runtime.config import Config
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
-from runtime.trainer.collectives import RankInfo
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.types import PolicyVersion
 from runtime.weights.plan import TensorSpec

@@ -1,6 +1,6 @@
 """Starts the ranks of a group that are on this node. They live and die together, and meet in a store of torch.distributed::
 
-    socket on one address ──► rank 0 opens the store on it (`runtime.trainer.rank.join_group`) ◄── ranks on any node connect
+    socket on one address ──► rank 0 opens the store on it (`trainer.rank_group.join_group`) ◄── ranks on any node connect
 
 If all ranks are on this node, the address is loopback, and the port any free one. No process unpickles what the store holds.
 A rendezvous of torchrun listens on every address of the machine; with `--standalone` it unpickles what any client puts there.

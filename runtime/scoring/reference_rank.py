@@ -13,10 +13,10 @@ from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
 from runtime.process import platform
 from runtime.scoring.scorer_torch import OffloadableScorer, score
-from runtime.trainer.backend import use_megatron
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
-from runtime.trainer.rank import GroupRank, join_group, require_memory
+from runtime.trainer.backend import RankInfo, micro_batches
+from runtime.trainer.micro_batch import Columns, MicroBatch
+from runtime.trainer.rank import GroupRank
+from runtime.trainer.rank_group import join_group, require_memory
 from runtime.trainer.rows import Rows
 from runtime.types import LogprobRequest, Logprobs
 
@@ -27,16 +27,14 @@ from runtime.types import LogprobRequest, Logprobs
 
 
 class MegatronScorer:
-    """Every block of ranks that holds the model has its own share of the requests: the share of its first rank.
-
-    `megatron.facade.prepare` must have been called in this process.
-    """
+    """Every block of ranks that holds the model has its own share of the requests: the share of its first rank."""
 
     def __init__(self, config: Config, world_size: int, device: torch.device):
         """Load the reference's model. Raises UserError if the configuration or the folder is wrong."""
-        from runtime.trainer.megatron.passes import (
-            MegatronPasses,
-        )  # imported after `prepare`, which must import MindSpeed first on NPUs
+        from runtime.trainer.megatron import facade
+
+        facade.prepare(device)  # before any other import of megatron-core
+        from runtime.trainer.megatron.passes import MegatronPasses
 
         settings = config.services.reference
         source = config.model.reference or config.model.path
@@ -87,5 +85,4 @@ def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
     """Join the group if there are several ranks, and build this rank's scorer. Raises UserError for a bad model."""
     device = join_group("reference", config.services.reference, world_size, config.deadlines.score)
     require_memory("reference", config, config.model.reference or config.model.path, device)
-    use_megatron(config.services.reference, device)
     return ReferenceRank(MegatronScorer(config, world_size, device), config, rank, world_size)

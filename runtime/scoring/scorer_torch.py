@@ -23,9 +23,8 @@ from runtime.models.adapters import HostOffload
 from runtime.process import platform
 from runtime.rollout.torch.decoder import Decoder
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import confined, token_numbers
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
+from runtime.trainer.backend import RankInfo, confined, micro_batches, token_numbers
+from runtime.trainer.micro_batch import Columns, MicroBatch
 from runtime.trainer.rows import Rows, ramps
 from runtime.types import GroupPayload, LogprobRequest, Logprobs, TokenSets
 

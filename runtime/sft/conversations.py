@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from runtime.data.templates import Message
+from runtime.data.handlers import SlotTemplate
+from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import UserError
 
 Render = Callable[[Sequence[Message], bool], str]
@@ -24,10 +25,8 @@ class SftRow(NamedTuple):
 def turns(render: Render, conversation: Sequence[Message], origin: str) -> list[list[str]]:
     """Return rows of text parts: the assistant's input and its reply, in turn. A conversation is one row if its template writes
     earlier replies as they were generated. Otherwise (Qwen3's template leaves out earlier thoughts) it is several rows. Each of
-    these ends with another reply.
-
-    Raises UserError, which names the template by `origin`, if the text before a reply is not that before a generated reply.
-    """
+    these ends with another reply. Raises UserError, which names the template by `origin`, if the text before a reply is not
+    that before a generated reply."""
     rows: list[list[str]] = []
     before = ""
     for index, message in enumerate(conversation):
@@ -56,3 +55,20 @@ def taught_row(parts: Sequence[Sequence[int]], stop_ids: Sequence[int]) -> SftRo
         mask += [True] * taught + [False] * (len(part) - taught)
     end = len(mask) - mask[::-1].index(True) if True in mask else 0
     return SftRow(np.array(tokens[:end], np.int32), np.array(mask[:end], bool))
+
+
+def taught_rows(
+    template: ChatTemplate | SlotTemplate,
+    encode: Callable[[list[str]], Iterable[list[int]]],
+    conversations: Iterable[Sequence[Message]],
+    stop_ids: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[list[SftRow]]:
+    """Return the rows of each conversation, which `template` renders with `tools`. `encode` returns the tokens of texts."""
+
+    def render(messages: Sequence[Message], prompt: bool) -> str:
+        return template.render(messages, prompt, tools) if isinstance(template, ChatTemplate) else template.render(messages)
+
+    texts = [turns(render, each, template.origin) for each in conversations]
+    encoded = iter(encode([part for rows in texts for row in rows for part in row]))
+    return [[taught_row([next(encoded) for _ in row], stop_ids) for row in rows] for rows in texts]

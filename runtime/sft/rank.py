@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,27 +32,23 @@ from runtime.data import prepared
 from runtime.data.handlers import Problem, load_problems, report
 from runtime.data.prepared import row_format_of, sources
 from runtime.data.prompts import PromptStream, Share
-from runtime.data.templates import ChatTemplate, Message
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
-from runtime.sft.conversations import SftRow, taught_row, turns
+from runtime.sft.conversations import SftRow, taught_rows
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
-from runtime.trainer.backend import ModelBackend, StepStatistics
-from runtime.trainer.collectives import RankInfo
+from runtime.trainer.backend import StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.objective import Objective
-from runtime.trainer.rank import join_group, require_memory
-from runtime.trainer.rows import Needs, Rows, balance
-from runtime.trainer.step import ModelTrainer, model_trainer
+from runtime.trainer.rank_group import join_group, require_memory
+from runtime.trainer.rows import Rows, balance
+from runtime.trainer.step import model_trainer
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
-# ---- Dataset
-#
-# The conversations of `data.train`, rendered and encoded once, and their order.
+# ---- Dataset: the conversations of `data.train`, rendered and encoded once, and their order.
 
 
 class SftDataset(NamedTuple):
@@ -74,12 +71,17 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
     rows: list[list[SftRow]] = []
     shares: list[Share] = []
     dropped: Counter[str] = Counter()
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [tokens.tolist() for tokens in tokenizer.encode_texts(texts)]
+
     for key, source in sources(data):
         if prepared.is_prepared(Path(source.path)):
             raise UserError(f"{key}: {source.path} has prompts made by sluice data prepare; name the files that it was made of")
         difficulty = data.curriculum.key if data.curriculum else ""
         found = load_problems(source.path, row_format_of(source, data), key, difficulty)
-        encoded = _encoded(found.problems, tokenizer)
+        chats = [[*each.messages, {"role": "assistant", "content": each.label}] for each in found.problems]
+        encoded = taught_rows(tokenizer.template, encode, chats, tokenizer.stop_ids)
         short = [at for at, each in enumerate(encoded) if all(len(row.tokens) <= config.sft.max_tokens for row in each)]
         dropped.update({**found.dropped, f"conversation over {config.sft.max_tokens} tokens": len(encoded) - len(short)})
         if not short:
@@ -93,22 +95,7 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
     return SftDataset(problems, rows, shares, report(len(problems) + sum(left_out.values()), len(problems), left_out))
 
 
-def _encoded(problems: list[Problem], tokenizer: Tokenizer) -> list[list[SftRow]]:
-    """Return the rows of each conversation."""
-    template = tokenizer.template
-
-    def render(messages: Sequence[Message], prompt: bool) -> str:
-        return template.render(messages, prompt) if isinstance(template, ChatTemplate) else template.render(messages)
-
-    texts = [
-        turns(render, [*each.messages, {"role": "assistant", "content": each.label}], template.origin) for each in problems
-    ]
-    encoded = iter(tokenizer.encode_texts([part for rows in texts for row in rows for part in row]))
-    return [[taught_row([next(encoded).tolist() for _ in row], tokenizer.stop_ids) for row in rows] for rows in texts]
-
-
 # ---- Objective
-#
 # Supervised training learns the likelihood of the assistant's tokens. It uses the steps and engines of reinforcement learning
 # (`runtime.trainer.step`), with groups from a dataset.
 
@@ -118,13 +105,8 @@ PREFIX = "sft/"
 class SupervisedObjective(Objective):
     """`-log π(y_t | y_<t)`, the mean over all taught tokens of the step: the cross-entropy, in nats a token."""
 
-    role = "trainer"
+    role, prefix = "trainer", PREFIX
     averaged = f"{PREFIX}loss"
-
-    def __init__(self, config: Config, backend: ModelBackend):
-        super().__init__(config, backend)
-        self._backend = backend
-        self.needs = Needs()
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         statistics.total(f"{PREFIX}tokens", float(rows.mask.sum()))
@@ -138,16 +120,8 @@ class SupervisedObjective(Objective):
         statistics.mean(self.averaged, total.detach(), batch.mask.sum())
         return total
 
-    def named(self, metrics: dict[str, float]) -> dict[str, float]:
-        own = ("lr", "grad_norm")
-        return {PREFIX + name if name in own else name: value for name, value in metrics.items()}
 
-
-def supervised_trainer(
-    config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
-) -> ModelTrainer:
-    """Load the policy of `model.path` for supervised training; otherwise as `policy_trainer`."""
-    return model_trainer(SupervisedObjective, config, RankInfo(rank, world_size, torch.device(device)))
+supervised_trainer = partial(model_trainer, SupervisedObjective)
 
 
 def taught_group(number: int, rows: Sequence[SftRow], shared: int) -> TrainGroup:
@@ -212,7 +186,7 @@ class SftRank:
                 self._save()
         if self._trainer.step > self._saved:
             self._save()
-        self._export()
+        self._trainer.export(self._folder / run_files.MODEL)
         if trackers is not None:
             await trackers.close()
             self._print_event("done", loss, said=self._lessons.said)
@@ -248,14 +222,6 @@ class SftRank:
                 checkpoint.complete(partial, folder, Position(version=version, stream=stream, trained=[]))
                 checkpoint.prune(self._folder, self._config.checkpoint.keep, ())
         self._saved = self._trainer.step
-
-    def _export(self) -> None:
-        folder = self._folder / run_files.MODEL
-        if self._info.rank:
-            self._trainer.backend.export(folder)
-            return
-        with checkpoint.atomic_folder(folder) as partial:
-            self._trainer.backend.export(partial)
 
     def _print_event(self, event: str, loss: float, **more: str) -> None:
         line = {"event": event, "step": self._trainer.step, "steps": self._steps, "loss": loss, **more}

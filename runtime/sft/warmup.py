@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,10 +29,10 @@ import msgspec
 from runtime.config import Config, Model, Optimizer, Run, Training, Warmup
 from runtime.data import arithmetic
 from runtime.data.arithmetic import TOOL, lookups
-from runtime.data.templates import ChatTemplate, Message
+from runtime.data.templates import ChatTemplate
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
-from runtime.sft.conversations import SftRow, taught_row, turns
+from runtime.sft.conversations import SftRow, taught_rows
 
 if TYPE_CHECKING:
     import torch
@@ -100,11 +101,9 @@ def cache_folder(settings: Warmup) -> Path:
 
 
 def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: None, recipe: Recipe | None = None) -> None:
-    """Write `folder`: model/ (a Hugging Face folder), train.jsonl, eval.jsonl and warmup.json (accuracy, steps, seconds).
-
-    The folder appears whole or not at all; if another process was first, its folder stays. Raises UserError if the
-    model is not fluent, with an accuracy between `accuracy` and `margin` above it, within `max_seconds`.
-    """
+    """Write `folder`: model/ (a Hugging Face folder), train.jsonl, eval.jsonl and warmup.json (accuracy, steps, seconds). The
+    folder appears whole or not at all; if another process was first, its folder stays. Raises UserError if the model is not
+    fluent, with an accuracy between `accuracy` and `margin` above it, within `max_seconds`."""
     recipe = recipe or RECIPES[settings.task]
     train, held_out, tools = _task(settings, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -164,8 +163,8 @@ class Examination:
         """Encode the held-out problems. `sampled`: measure fluency on replies at temperature 1, otherwise on greedy ones."""
         slips = [wrong for p in held_out if (wrong := p.conversation(careless=True)) != p.conversation()]
         self._right = _rows(tokenizer, [p.conversation() for p in held_out], tools)
-        self._slips = _rows(tokenizer, slips, tools)
-        self._slips_share = len(slips) / max(1, len(held_out))
+        self._slips = _rows(tokenizer, slips, tools) if slips else None
+        self._slips_share = len(slips) / len(held_out)
         self._sampled = sampled
 
     def accuracy(self, model: torch.nn.Module) -> float:
@@ -175,7 +174,7 @@ class Examination:
     def is_fluent(self, model: torch.nn.Module) -> bool:
         """Return whether most replies are right, or wrong only by carelessness."""
         share = sampled_accuracy if self._sampled else greedy_accuracy
-        careless = share(model, self._slips) * self._slips_share if self._slips_share else 0.0
+        careless = share(model, self._slips) * self._slips_share if self._slips is not None else 0.0
         return share(model, self._right) + careless >= (SAMPLED_FLUENCY if self._sampled else FLUENCY)
 
 
@@ -225,11 +224,8 @@ def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> N
 
 
 def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
-    """Return the share of rows in which greedy decoding reproduces exactly the assistant's tokens.
-
-    One forward pass is enough: decoding reproduces a reply if and only if each of its tokens is the most likely one after the
-    tokens before it.
-    """
+    """Return the share of rows in which greedy decoding reproduces exactly the assistant's tokens. One forward pass is enough:
+    decoding reproduces a reply if and only if each of its tokens is the most likely one after the tokens before it."""
     import torch
 
     with torch.no_grad():
@@ -264,30 +260,24 @@ def _taught(
     tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]]
 ) -> tuple[list[SftRow], int]:
     """Return a row of each conversation, and the number of tokens that all rows begin with: the tools."""
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [each.ids for each in tokenizer.encode_batch(texts)]
+
     template = ChatTemplate(tiny_model.CHAT_TEMPLATE, {}, "the tiny model")
-
-    def render(messages: Sequence[Message], prompt: bool) -> str:
-        return template.render(messages, prompt, tools)
-
-    texts = [parts for conversation in conversations for parts in turns(render, conversation, template.origin)]
-    encoded = iter(tokenizer.encode_batch([text for each in texts for text in each]))
-    stop = [tokenizer.token_to_id(tiny_model.END_OF_TURN)]
-    rows = [taught_row([next(encoded).ids for _ in each], stop) for each in texts]
-    return rows, len(tokenizer.encode(template.render([], False, tools)).ids)
+    rows = taught_rows(template, encode, conversations, [tokenizer.token_to_id(tiny_model.END_OF_TURN)], tools)
+    return list(chain.from_iterable(rows)), len(encode([template.render([], False, tools)])[0])
 
 
 def _rows(tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]]) -> TaughtRows:
-    """Return the conversations as rows, padded to the longest."""
+    """Return the conversations, at least one, as rows that are padded to the longest."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     rows, shared = _taught(tokenizer, conversations, tools)
-    width = max((len(row.tokens) for row in rows), default=0)
-    tokens = torch.full((len(rows), width), tokenizer.token_to_id(tiny_model.END_OF_TEXT))
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for at, row in enumerate(rows):
-        tokens[at, : len(row.tokens)] = torch.from_numpy(row.tokens).long()
-        mask[at, : len(row.mask)] = torch.from_numpy(row.mask)
-    return TaughtRows(tokens, mask, shared)
+    padding = tokenizer.token_to_id(tiny_model.END_OF_TEXT)
+    tokens = pad_sequence([torch.from_numpy(row.tokens).long() for row in rows], True, padding)
+    return TaughtRows(tokens, pad_sequence([torch.from_numpy(row.mask) for row in rows], True), shared)
 
 
 def main(arguments: Sequence[str]) -> int:

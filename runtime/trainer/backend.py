@@ -3,11 +3,9 @@ megatron-core does (`megatron/`)."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -20,21 +18,116 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from runtime import run_files
-from runtime.config import Config, Optimizer, Spread, Trainer
+from runtime.config import Config, Optimizer, Trainer
 from runtime.errors import UserError
 from runtime.models.families.memory import CHUNK_ELEMENTS
 from runtime.models.forward import exact_on_cpu
 from runtime.process import platform, spans
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.micro_batch import MicroBatch
+from runtime.trainer.micro_batch import Columns, MicroBatch, empty_batch, pack, plan
 from runtime.trainer.rows import Routes, Rows
 
 if TYPE_CHECKING:
     from runtime.weights.delta import Shard
     from runtime.weights.plan import TensorSpec
 
+# ---- Ranks
+# A process's rank in its group, the same number of passes on every rank, and tensors of which each rank has some rows.
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process's rank in its service's group. `group`: another process group of the same ranks; None: the default group."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: Any = None
+
+    def largest(self, counts: list[int]) -> list[int]:
+        """Return the elementwise maximum over ranks."""
+        if self.world_size == 1:
+            return counts
+        tensor = torch.tensor(counts, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
+        return tensor.tolist()
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `part` over ranks, in its dtype and on its device."""
+        if self.world_size == 1:
+            return part
+        # NPUs reduce nothing wider than float32.
+        whole = part.to(self.device, torch.float32 if self.device.type == "npu" else torch.float64)
+        dist.all_reduce(whole, group=self.group)
+        return whole.to(part)
+
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `part` [n, k] of all ranks, in the order of ranks, on the host."""
+        if self.world_size == 1:
+            return part
+        longest = self.largest([len(part)])[0]
+        padded = torch.zeros(longest + 1, part.shape[1], dtype=part.dtype, device=self.device)
+        padded[0, 0] = len(part)
+        padded[1 : len(part) + 1] = part.to(self.device)
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, self.group)
+        return torch.cat([each[1 : int(each[0, 0]) + 1] for each in parts]).cpu()
+
+
+def micro_batches(
+    rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`: as in ModelBackend. Every rank
+    yields the same number of micro-batches, so that all ranks take part in the collectives of each."""
+    made = plan(rows, np.flatnonzero(chosen), budget, packs)
+    device = rank_info.device
+    for index in range(rank_info.largest([len(made)])[0]):
+        yield pack(rows, made[index], columns, device, packs) if index < len(made) else empty_batch(columns, device)
+
+
+def full(tensor: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the whole parameter or moment on every rank. With `own`, return the whole tensor of the same shape that has `own`
+    as this rank's rows. `full_tensor` is not used: its gather crashes over gloo on CUDA."""
+    own = local(tensor) if own is None else own
+    if not is_sharded(tensor):
+        return own
+    sharded: Any = tensor
+    own = own.to(sharded.device_mesh.device_type)  # the group's device: with `cpu_offload` the shard is on the host
+    ranks = dist.get_world_size()
+    padded = own.new_zeros(-(-tensor.shape[0] // ranks), *tensor.shape[1:])
+    padded[: len(own)] = own
+    whole = own.new_empty(ranks * len(padded), *tensor.shape[1:])
+    dist.all_gather(list(whole.chunk(ranks)), padded)
+    return whole[: tensor.shape[0]]
+
+
+def wholes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the whole of each of `tensors`, in order; one whole tensor at a time is in memory."""
+    for name, tensor in tensors.items():
+        yield name, full(tensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows."""
+    detached: Any = tensor.detach()
+    return detached.to_local() if is_sharded(tensor) else detached
+
+
+def local_rows(tensor: Any) -> slice:
+    """Return the rows of the whole that `local(tensor)` holds: FSDP2 gives each rank `ceil(rows / ranks)`, the last fewer."""
+    if not is_sharded(tensor):
+        return slice(0, tensor.shape[0])
+    mesh = tensor.device_mesh
+    share = -(-tensor.shape[0] // mesh.size())
+    begin = min(tensor.shape[0], mesh.get_local_rank() * share)
+    return slice(begin, begin + local(tensor).shape[0])
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a DTensor, without importing that class, which takes half a second."""
+    return hasattr(tensor, "device_mesh")
+
+
 # ---- Statistics
-#
 # Sums, extremes and histograms of an update, gathered over its micro-batches and ranks and read back once at its end.
 # A bin spans a sixteenth of an octave: a quantile is at most 4.3 % (1 - 2^(-1/16)) below the exact one, and never above.
 
@@ -48,57 +141,44 @@ NAMED = 8  # samples named in a message about NaN or infinity
 
 
 @dataclass(frozen=True)
-class Mean:
-    total: float
-    count: float
-
-    @property
-    def value(self) -> float:
-        return self.total / self.count
-
-    def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
-
-
-@dataclass(frozen=True)
 class Reduced:
-    """The result of `StepStatistics.reduce`; `+` joins those of several updates. A minimum is the maximum of negated numbers.
+    """The result of `StepStatistics.reduce`; `+` joins those of several updates. `sums` by name: (total,), (total, count) of a
+    mean, or the counts of a histogram's bins. A minimum is the maximum of negated numbers, and its name begins with "-"."""
 
-    `bins` are the counts of histograms by name and bin, without empty bins.
-    """
-
-    means: dict[str, Mean] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    bins: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def __add__(self, other: Reduced) -> Reduced:
-        means, maxima, totals, bins = dict(self.means), dict(self.maxima), dict(self.totals), dict(self.bins)
-        for name, mean in other.means.items():
-            means[name] = means[name] + mean if name in means else mean
+        sums, maxima = dict(self.sums), dict(self.maxima)
+        for name, numbers in other.sums.items():
+            sums[name] = [a + b for a, b in zip(sums[name], numbers, strict=True)] if name in sums else numbers
         for name, value in other.maxima.items():
             maxima[name] = max(maxima.get(name, value), value)
-        for name, total in other.totals.items():
-            totals[name] = totals.get(name, 0.0) + total
-        for name, counts in other.bins.items():
-            bins[name] = dict(Counter(bins.get(name, {})) + Counter(counts))
-        return Reduced(means, maxima, totals, bins)
+        return Reduced(sums, maxima)
+
+    def mean(self, name: str) -> tuple[float, float]:
+        """Return the total and the count of a mean; 0 and 0 if nothing was counted."""
+        total, count = self.sums.get(name, (0.0, 0.0))
+        return (total, count) if count else (0.0, 0.0)
 
     def finite(self) -> Reduced:
         """Return the statistics without NaN and infinite ones."""
         return Reduced(
-            {name: mean for name, mean in self.means.items() if math.isfinite(mean.total)},
+            {name: numbers for name, numbers in self.sums.items() if all(map(math.isfinite, numbers))},
             {name: value for name, value in self.maxima.items() if math.isfinite(value)},
-            self.totals,
-            self.bins,
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers by name. A histogram NAME gives its 99th percentile, as NAME_p99."""
-        means = {name: mean.value for name, mean in self.means.items()}
-        extremes = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in self.maxima.items()}
-        tails = {f"{name}_p99": quantile(counts, 0.99) for name, counts in self.bins.items()}
-        return means | extremes | self.totals | tails
+        """Return the numbers by name, without a mean or a quantile of nothing."""
+        found = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in self.maxima.items()}
+        for name, numbers in self.sums.items():
+            if len(numbers) == 1:
+                found[name] = numbers[0]
+            elif len(numbers) == 2 and numbers[1]:
+                found[name] = numbers[0] / numbers[1]
+            elif len(numbers) == BINS and any(numbers):
+                found[name] = quantile(numbers, 0.99)
+        return found
 
 
 class StepStatistics:
@@ -108,14 +188,15 @@ class StepStatistics:
         self.device = device
         # Large steps have more tokens than float32 counts exactly; NPUs reduce nothing wider than float32.
         self.dtype = torch.float32 if device.type == "npu" else torch.float64
-        self._sums: dict[str, tuple[Number, Number]] = {}
+        self._sums: dict[str, list[Number]] = {}
         self._maxima: dict[str, Number] = {}
-        self._totals: dict[str, Number] = {}
-        self._bins: dict[str, torch.Tensor] = {}
+
+    def total(self, name: str, *numbers: Number) -> None:
+        known = self._sums.get(name)
+        self._sums[name] = list(numbers) if known is None else [a + b for a, b in zip(known, numbers, strict=True)]
 
     def mean(self, name: str, total: Number, count: Number) -> None:
-        known = self._sums.get(name)
-        self._sums[name] = (total, count) if known is None else (known[0] + total, known[1] + count)
+        self.total(name, total, count)
 
     def maximum(self, name: str, value: Number) -> None:
         known = self._maxima.get(name, -torch.inf)
@@ -127,112 +208,78 @@ class StepStatistics:
     def minimum(self, name: str, value: Number) -> None:
         self.maximum(f"-{name}", -value)
 
-    def total(self, name: str, number: Number) -> None:
-        self._totals[name] = self._totals.get(name, 0.0) + number
-
     def histogram(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
-        """Add `values` >= 0 where `counted` is 1 to a histogram; tensors of one shape."""
-        counts = bin_counts(values, counted, self.dtype)
-        self._bins[name] = self._bins[name] + counts if name in self._bins else counts
+        """Add `values` >= 0 where `counted` is 1 to the histogram of the metric `name`_p99; tensors of one shape."""
+        exponents = values.detach().float().nan_to_num(nan=torch.inf).log2()
+        places = ((exponents - LOWEST) * BINS_PER_OCTAVE).floor().clamp(-1, BINS - 2).long() + 1
+        bins = torch.zeros(BINS, dtype=self.dtype, device=values.device)
+        self.total(f"{name}_p99", bins.index_add_(0, places.flatten(), counted.to(self.dtype).flatten()))
 
     def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
-        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. Leave out each mean with a count of 0,
-        and each maximum or minimum without a value on any rank."""
-        pairs = [number for pair in self._sums.values() for number in pair]
-        sums = torch.cat([self._vector([*pairs, *self._totals.values()]), *self._bins.values()])
-        maxima = self._vector(list(self._maxima.values()))
+        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. A maximum or minimum without a value on
+        any rank is left out."""
+        parts = {name: self._vector(numbers) for name, numbers in self._sums.items()}
+        sums, maxima = torch.cat([self._vector([]), *parts.values()]), self._vector(self._maxima.values())
         if world_size > 1:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        numbers = iter(sums.tolist())
-        means = {name: Mean(next(numbers), next(numbers)) for name in self._sums}
-        totals = {name: next(numbers) for name in self._totals}
-        bins = {name: dict(enumerate(islice(numbers, BINS))) for name in self._bins}
-        extremes = dict(zip(self._maxima, maxima.tolist(), strict=True))
+        numbers, extremes = iter(sums.tolist()), zip(self._maxima, maxima.tolist(), strict=True)
         return Reduced(
-            {name: mean for name, mean in means.items() if mean.count},
-            {name: value for name, value in extremes.items() if value != -torch.inf},
-            totals,
-            {name: found for name, counts in bins.items() if (found := {at: count for at, count in counts.items() if count})},
+            {name: list(islice(numbers, len(part))) for name, part in parts.items()},
+            {name: value for name, value in extremes if value != -torch.inf},
         )
 
-    def _vector(self, numbers: Sequence[Number]) -> torch.Tensor:
-        if not numbers:
-            return torch.zeros(0, dtype=self.dtype, device=self.device)
-        return torch.stack([torch.as_tensor(number, dtype=self.dtype, device=self.device) for number in numbers])
+    def _vector(self, numbers: Iterable[Number]) -> torch.Tensor:
+        parts = [torch.as_tensor(number, dtype=self.dtype, device=self.device).flatten() for number in numbers]
+        return torch.cat([torch.zeros(0, dtype=self.dtype, device=self.device), *parts])
 
 
-def bin_counts(values: torch.Tensor, counted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the number of `values` (>= 0, any shape) in each bin, [BINS] of `dtype`. Values count where `counted` is 1."""
-    exponents = values.detach().float().nan_to_num(nan=torch.inf).log2()
-    places = ((exponents - LOWEST) * BINS_PER_OCTAVE).floor().clamp(-1, BINS - 2).long() + 1
-    found = torch.zeros(BINS, dtype=dtype, device=values.device)
-    return found.index_add_(0, places.flatten(), counted.to(dtype).flatten())
-
-
-def quantile(counts: Mapping[int, float], share: float) -> float:
+def quantile(counts: Sequence[float], share: float) -> float:
     """Return the lower edge of the bin that holds the number of rank ceil(`share` · n) among all n numbers. `counts` by bin,
     not all 0."""
-    rank, below = math.ceil(share * sum(counts.values())), 0.0
-    for place, number in sorted(counts.items()):
-        below += number
-        if below >= rank:
-            return 2.0 ** (LOWEST + (place - 1) / BINS_PER_OCTAVE) if place else 0.0
-    raise ValueError("counts are all 0: no quantile")
+    below = np.cumsum(counts)
+    place = int(np.searchsorted(below, math.ceil(share * below[-1])))
+    return 2.0 ** (LOWEST + (place - 1) / BINS_PER_OCTAVE) if place else 0.0
 
 
 class NonFiniteReport:
     """The samples that made a loss or a gradient NaN or infinite, found by training on one micro-batch at a time. The file is
-    `RUN/nonfinite/ROLE-step-00000012.json`: `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`.
-
-    Every rank makes the same calls.
-    """
+    `RUN/nonfinite/ROLE-step-00000012.json`: `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`. Every rank makes
+    the same calls."""
 
     def __init__(self, role: str, step: int, rank_info: RankInfo):
         self._role, self._step, self._rank_info = role, step, rank_info
-        self._tried: list[np.ndarray] = []  # int64 [samples, (micro-batch, group, sample)] of this rank
-        self._guilty: list[np.ndarray] = []
+        self._tried: list[np.ndarray] = []  # int64 [samples, (micro-batch, group, sample, whether it is named)] of this rank
 
     def add(self, rows: Rows, batch: MicroBatch, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
         """Add one micro-batch of each rank, with its `loss` and this rank's shards of the gradients of this micro-batch alone.
-
-        Gradients are sums over ranks: a gradient that is not finite while all losses are finite counts for every rank.
-        """
+        Gradients are sums over ranks: a gradient that is not finite while all losses are finite counts for every rank."""
         bad_loss = not torch.isfinite(loss)
         bad_gradient = not all(torch.isfinite(gradient).all() for gradient in gradients)
         any_loss, any_gradient = self._rank_info.largest([bad_loss, bad_gradient])
-        chosen = batch.samples
-        names = np.stack(
-            [np.full(len(chosen), len(self._tried)), rows.group_id[rows.group[chosen]], rows.sample[chosen]], axis=1
-        )
-        self._tried.append(names)
-        if bad_loss or (any_gradient and not any_loss):
-            self._guilty.append(names)
+        named, chosen = bad_loss or (any_gradient and not any_loss), batch.samples
+        columns = len(self._tried), rows.group_id[rows.group[chosen]], rows.sample[chosen], named
+        self._tried.append(np.stack(np.broadcast_arrays(*columns), 1))
 
     def write(self, folder: Path) -> str:
         """Write the file in the run's `folder`, and return one line that names the samples."""
-        named = self._gather(self._guilty)
+        own = torch.from_numpy(np.concatenate([np.zeros((0, 4), np.int64), *self._tried]))
+        # Ranks that hold parts of one model name the same samples.
+        tried = list(dict.fromkeys(map(tuple, self._rank_info.gathered(own).tolist())))
         # Finite one by one, but not together: all micro-batches are named.
-        named = named if len(named) else self._gather(self._tried)
+        named = [each for each in tried if each[3]] or tried
         path = folder / run_files.NONFINITE / f"{self._role}-step-{self._step:08d}.json"
         if self._rank_info.rank == 0:
-            batches = [[[group, sample] for _, group, sample in rows] for _, rows in groupby(named, lambda row: row[0])]
+            batches = [[[group, sample] for _, group, sample, _ in rows] for _, rows in groupby(named, lambda each: each[0])]
             with spans.at(spans.DISK, str(path)):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps({"step": self._step, "micro_batches": batches}) + "\n", encoding="utf-8")
-        samples = ", ".join(f"{group}:{sample}" for _, group, sample in named[:NAMED])
+        samples = ", ".join(f"{group}:{sample}" for _, group, sample, _ in named[:NAMED])
         more = f" and {len(named) - NAMED} more" * (len(named) > NAMED)
         return f"the loss or its gradient is NaN or infinite in the micro-batch of samples {samples}{more} (see {path})"
 
-    def _gather(self, parts: list[np.ndarray]) -> list[tuple[int, int, int]]:
-        own = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, 3, dtype=torch.int64)
-        rows = self._rank_info.gathered(own).tolist()
-        # Ranks that hold parts of one model name the same samples.
-        return list(dict.fromkeys((batch, group, sample) for batch, group, sample in rows))
-
 
 # ---- Head
-#
 # From the inputs of a language model's head to numbers of tokens, in chunks of tokens: the logits of all tokens are never in
 # memory at once.
 
@@ -323,11 +370,9 @@ def _chunks(outputs: torch.Tensor, size: int) -> list[slice]:
 
 
 def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) -> torch.Tensor:
-    """Return `logits` [N, v] with the tokens that the sampler's filters left out at LEFT_OUT: no probability, no gradient.
-    The logits are of the vocabulary, or of its part from `start` on.
-
-    `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest bit of a byte first; None: all tokens are kept.
-    """
+    """Return `logits` [N, v] with the tokens that the sampler's filters left out at LEFT_OUT: no probability, no gradient. The
+    logits are of the vocabulary, or of its part from `start` on. `kept`: uint8 [N, bytes], a bit for each token of the
+    vocabulary, the lowest bit of a byte first; None: all tokens are kept."""
     if kept is None:
         return logits
     width, first = logits.shape[1], start // 8
@@ -393,9 +438,7 @@ class ModelBackend(ABC):
     @abstractmethod
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
         """Run forward passes, with `backward` also backward passes that add to the gradients; return each batch's loss, a sum.
-
-        `last`: no gradient is added after these before `reduce`, so that ranks may begin to reduce.
-        """
+        `last`: no gradient is added after these before `reduce`, so that ranks may begin to reduce."""
 
     @abstractmethod
     def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
@@ -415,11 +458,7 @@ class ModelBackend(ABC):
         """Return what the last forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""
         return None
 
-    _adapters: Any = None  # the adapters in the model
-
-    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model computes as if it had no adapters."""
-        return self._adapters.off()  # type: ignore[no-any-return]
+    adapters: Any = None  # the adapters in the model; within `adapters.off()` it computes as if it had none
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 
@@ -446,7 +485,8 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps."""
+        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps. Until
+        `onload`, only `ModelTrainer.values` is called."""
 
     @abstractmethod
     def onload(self) -> None:
@@ -476,34 +516,18 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        """Yield the policy's tensors, whole, one at a time. The caller copies each before it asks for the next.
+        """Yield the policy's tensors, whole, one at a time. The caller copies each before it asks for the next. `targets`: for
+        each of `tensor_specs`, the rank that gets it: rank 0 or one of its `holders`; () for rank 0. The same on all ranks.
+        Every rank exhausts its iterator, as the ranks send each other the missing parts in it."""
 
-        `targets`: for each of `tensor_specs`, the rank that gets it: rank 0 or one of its `holders`; () for rank 0. The same
-        on all ranks. Every rank exhausts its iterator, as the ranks send each other the missing parts in it.
-        """
-
-    def shards(self, targets: Sequence[int]) -> Iterator[Shard] | None:
+    @abstractmethod
+    def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         """Yield this rank's own parts of the policy, in the dtype of the weight sync. The parts of all ranks cover each tensor
-        exactly once.
-
-        Returns None if the ranks do not hold the policy itself. `targets`: as in `gather`; of several ranks that hold the same
-        part, one near the target yields it.
-        """
-        return None
+        exactly once. `targets`: as in `gather`; of several ranks that hold the same part, one near the target yields it."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-
-
-def use_megatron(settings: Spread, device: torch.device) -> bool:
-    """Return whether the engine is on megatron-core, and prepare its import. Raises UserError if megatron-core is missing."""
-    if settings.engine != "megatron":
-        return False
-    from runtime.trainer.megatron import facade
-
-    facade.prepare(device)
-    return True
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -5,15 +5,13 @@ B rows, R tokens of the longest reply, T packed tokens, N trained tokens."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from runtime.models.forward import Packing
-from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rows import Rows, cut_by_length, length_buckets, ramps, spans, starts
 from runtime.types import common
 
@@ -54,11 +52,8 @@ def query_rows(
 ) -> Packing:
     """Return how tokens attend to the tokens before them. `stretches`: int64 [n, (start of the row in `paths`, number of the
     row's tokens before the stretch, number of tokens in the stretch)]. `asks`, `keys`: int64 [T], the positions of the query
-    and the key of each packed token; -1 for a token without a query.
-
-    Stretches of similar size, by `ratio`, form a bucket. All stretches of a bucket begin at the position of the stretch with
-    the fewest tokens before it.
-    """
+    and the key of each packed token; -1 for a token without a query. Stretches of similar size, by `ratio`, form a bucket. All
+    stretches of a bucket begin at the position of the stretch with the fewest tokens before it."""
     rows, queries, cells, used = [], [], np.zeros(int(asks.max(initial=-1)) + 1, np.int64), 0
     for bucket, before in _buckets(stretches, ratio):
         begin, tokens = bucket[:, :1], bucket[:, 1:].sum(1, keepdims=True)
@@ -92,23 +87,17 @@ REACH = 8  # at most this many tokens are gathered by attention for each packed 
 
 
 # ---- Prefix tree
-#
 # Tokens that several rows begin with are computed once: a group's prompt, and the common part of an episode's branches. Pure
 # numpy on the host.
-#
 # Two rows share a token if the token and all tokens before it are equal; the model then computes the same for it. The rows are
 # ordered so that each row shares as much as possible with the row before it. Only the tokens that it does not share are
 # packed. A *tree* is a run of rows in which each row shares tokens with the row before it.
-#
-# B rows, T packed tokens.
 
 
 def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the rows `chosen` in tree order, with each row's number of fed tokens and of tokens shared with the row before.
-    int64 [B] each, prompts included.
-
-    Each row has a reply of at least one token. The last token of a reply predicts nothing and is not fed to the model.
-    """
+    int64 [B] each, prompts included. Each row has a reply of at least one token. The last token of a reply predicts nothing and
+    is not fed to the model."""
     replies = {row: rows.tokens[rows.start[row] : rows.start[row] + rows.length[row] - 1] for row in chosen.tolist()}
     order = sorted(replies, key=lambda row: (rows.group[row], rows.episode[row], replies[row].tobytes()))
     shared = np.zeros(len(order), np.int64)
@@ -144,10 +133,8 @@ def tree_paths(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
 
 
 def cut_trees(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut rows in tree order into batches of at most `budget` packed tokens and `REACH * budget` gathered tokens.
-
-    A tree that fits stays whole. A row that is longer than the budget is alone. Trees of similar size are batched together.
-    """
+    """Cut rows in tree order into batches of at most `budget` packed tokens and `REACH * budget` gathered tokens. A tree that
+    fits stays whole. A row that is longer than the budget is alone. Trees of similar size are batched together."""
     parts: list[tuple[float, list[int]]] = []
     packed = gathered = 0
     for index, (length, known) in enumerate(zip(lengths, shared, strict=True)):
@@ -204,19 +191,6 @@ class MicroBatch:
         return self.columns[name].flatten()[self.cells]
 
 
-def micro_batches(
-    rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True
-) -> Iterator[MicroBatch]:
-    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`: as in ModelBackend.
-
-    Every rank yields the same number of micro-batches, so that all ranks take part in the collectives of each.
-    """
-    made = plan(rows, np.flatnonzero(chosen), budget, packs)
-    device = rank_info.device
-    for index in range(rank_info.largest([len(made)])[0]):
-        yield pack(rows, made[index], columns, device, packs) if index < len(made) else empty_batch(columns, device)
-
-
 def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> list[np.ndarray]:
     """Cut the rows `chosen` into micro-batches within `budget` tokens. Tokens that rows share count once. Without `packs` every
     cell of the padded rows counts."""
@@ -228,11 +202,9 @@ def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> lis
 
 
 def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device, packs: bool = True) -> MicroBatch:
-    """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows.
-
-    The last token of a reply predicts nothing and is left out. Tokens that rows share are packed once. If a prompt is empty,
-    the first token of its replies is not trained.
-    """
+    """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows. The last token of a reply
+    predicts nothing and is left out. Tokens that rows share are packed once. If a prompt is empty, the first token of its
+    replies is not trained."""
     chosen, lengths, shared = in_tree_order(rows, chosen)
     paths, begins = tree_paths(lengths, shared), starts(lengths)
     prompt = rows.prompt_length[rows.group[chosen]]
@@ -274,19 +246,6 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device,
         sequences=sequences,
         padding=attended - int(lengths[lengths > shared].sum()),
         attended=attended,
-    )
-
-
-def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """Pad `batch` at the end with tokens that no token attends to, so that T is a multiple of `multiple`."""
-    missing = -batch.input_ids.shape[1] % multiple
-    if not missing:
-        return batch
-    return replace(
-        batch,
-        input_ids=F.pad(batch.input_ids, (0, missing)),
-        position_ids=F.pad(batch.position_ids, (0, missing)),
-        packing=replace(batch.packing, cells=F.pad(batch.packing.cells, (0, missing))),
     )
 
 

@@ -34,7 +34,6 @@ from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Needs, Rows
 
 # ---- Row advantages
-#
 # What is computed of rows before any pass of the model: shaped rewards, advantages, and the tokens that a loss chooses among.
 # float64 on the host.
 
@@ -43,22 +42,17 @@ class RowAdvantages:
     """Shapes rewards, calls the advantage estimator, and adds the KL to the rewards or the advantages. float64 on the host."""
 
     def __init__(self, config: Config, chosen: ChosenAlgorithm, backend: ModelBackend):
-        self._chosen = chosen
+        self._chosen, self._options, self._max_length = chosen, config.algorithm, config.sampling.max_new_tokens
         self._backend = backend  # sums over the trainer's ranks, for estimators that need the whole batch
-        self._max_length = config.sampling.max_new_tokens
-        self._buffer = round(config.algorithm.overlong_buffer * self._max_length)
-        self._overlong = config.algorithm.overlong_penalty
-        self._missing_eos = config.algorithm.missing_eos_penalty
-        self._kl_placement = config.algorithm.kl_placement
-        self._named = f"algorithm.advantage: what {config.algorithm.advantage} gives"
 
     def __call__(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
         """Return the advantages of all samples of `rows`, [B, R] or [B, 1] float64."""
         inputs = self._inputs(rows, kl_coefficient, statistics)
         advantages = self._chosen.advantage.compute(inputs, self._chosen.advantage_options)
         count, length = inputs.mask.shape
-        require_shape(advantages, [(count, 1), (count, length)], self._named, "[B, 1] or [B, T]")
-        if self._kl_placement == "advantage" and rows.reference is not None:
+        named = f"algorithm.advantage: what {self._options.advantage} gives"
+        require_shape(advantages, [(count, 1), (count, length)], named, "[B, 1] or [B, T]")
+        if self._options.kl_placement == "advantage" and rows.reference is not None:
             divergence = self._divergence(rows, inputs.mask, statistics)
             advantages = less_divergence(advantages, divergence, inputs.mask, kl_coefficient)
         return advantages.numpy()
@@ -71,7 +65,7 @@ class RowAdvantages:
         every = np.arange(len(rows.length))
         mask = torch.from_numpy(rows.grid(rows.mask, every)).double()
         rewards, penalties = self._shaped(rows, statistics), None
-        if self._kl_placement == "reward" and rows.reference is not None:
+        if self._options.kl_placement == "reward" and rows.reference is not None:
             penalties = kl_coefficient * self._divergence(rows, mask, statistics)
         per_token, turns = token_rewards(rewards, mask, penalties), _turns(rows)
         if turns is not None:
@@ -99,12 +93,13 @@ class RowAdvantages:
         """Return the rewards plus the length penalties of the episode's last row, [B]; 0 for an invalid episode."""
         valid, last = torch.from_numpy(rows.valid), rows.last
         added = torch.zeros(len(valid), dtype=torch.float64)
-        if self._buffer:
+        buffer, missing_eos = round(self._options.overlong_buffer * self._max_length), self._options.missing_eos_penalty
+        if buffer:
             lengths = torch.from_numpy(rows.length[last]).double()
-            added += self._overlong * soft_overlong_penalty(lengths, self._max_length, self._buffer)
-        if self._missing_eos:
-            added += missing_eos_penalty(torch.from_numpy(rows.truncated[last]).double(), self._missing_eos)
-        if self._buffer or self._missing_eos:
+            added += self._options.overlong_penalty * soft_overlong_penalty(lengths, self._max_length, buffer)
+        if missing_eos:
+            added += missing_eos_penalty(torch.from_numpy(rows.truncated[last]).double(), missing_eos)
+        if buffer or missing_eos:
             counted = valid & torch.from_numpy(rows.leads)
             statistics.mean("score/length_penalty", added[counted].sum(), counted.double().sum())
         return (torch.from_numpy(rows.rewards).double() + added).where(valid, 0.0)
@@ -147,8 +142,9 @@ class Objective(ABC):
     """What a role's model learns on any backend: a loss, and the loss's input columns."""
 
     role: ClassVar[str]
+    prefix: ClassVar[str]  # of its metrics
     averaged: ClassVar[str]  # the statistic whose count divides the losses
-    timed_as: ClassVar[tuple[str, ...]] = ()  # the phases of a step that `columns` is timed as
+    timed_as: ClassVar[tuple[str, ...]] = ()  # the metrics of the seconds that `columns` takes
     compares_with_start: ClassVar[bool] = False
     """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step. The loss's
     own forward pass gives these numbers until the step's first update."""
@@ -156,10 +152,10 @@ class Objective(ABC):
     reference_is_base = False  # the reference is the policy without its adapters
     token_figures: tuple[torch.Tensor, torch.Tensor] | None = None
     """The last micro-batch's log-probabilities at the start of the step, [B, R], and advantages, [B, R] or [B, 1]."""
-    needs: Needs
+    needs = Needs()
 
     def __init__(self, config: Config, backend: ModelBackend):
-        self._config = config
+        self._config, self._backend = config, backend
         self._algorithm = choose(config)
         self.kl_control = kl_control(config.algorithm)
         self.advantages = RowAdvantages(config, self._algorithm, backend)
@@ -187,12 +183,8 @@ class Objective(ABC):
     def adapt_kl(self, divergence: float, reduced: Reduced) -> float:
         """Adapt the KL term's coefficient to the `divergence` of the step's samples; return the coefficient before."""
         before = self.kl_control.coefficient
-        self.kl_control = self.kl_control.after(divergence, reduced.totals["samples"])
+        self.kl_control = self.kl_control.after(divergence, reduced.sums["samples"][0])
         return before
-
-    def rate_divisor(self, reduced: Reduced) -> float:
-        """Return the divisor of the scheduled learning rate, given what the step's updates have `reduced` so far."""
-        return 1.0
 
     def resume(self, kl_coefficient: float | None) -> None:
         self.kl_control = kl_control(self._config.algorithm, kl_coefficient)
@@ -202,36 +194,32 @@ class PolicyObjective(Objective):
     """Policy loss + β · KL − c · entropy, aggregated. The model's outputs are the inputs of its head, [N, H], from which the
     head makes the logits of the trained tokens."""
 
-    role = "trainer"
+    role, prefix = "trainer", "actor/"
     averaged = "actor/pg_loss"
-    timed_as = ("adv", "non_overlap_adv")
+    timed_as = ("timing/adv", "timing/non_overlap_adv")
     compares_with_start = True
 
     def __init__(self, config: Config, backend: ModelBackend):
         super().__init__(config, backend)
         algorithm = config.algorithm
-        self._backend = backend
         diverges = algorithm.kl_coefficient != 0
         self.reference_is_base = diverges and config.reference.source == "adapter_off"
         reference = diverges and not self.reference_is_base
         self.needs = Needs(reference, self._algorithm.advantage.needs_values, backend.routes)
         self._kl_in_loss = diverges and algorithm.kl_placement == "loss"
-        self._kl_importance_weighted = algorithm.kl_importance_weighted
         self._entropy_coefficient = algorithm.entropy_coefficient
-        self._temperature = config.sampling.temperature
         self.chooses_by_start = self._algorithm.loss.by_start
-        self._staleness_power = config.training.lr_staleness_power
-        self._interpolated = algorithm.proximal == "interpolated"
-        self._seed = config.run.seed
-        self._keeps_keys = config.weight_sync.in_flight == "keep"
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         _report_rows(rows, step, statistics)
         advantages = self.advantages(rows, self.kl_control.coefficient, statistics)
         if self._config.critic is not None:
-            _report_advantages(rows, advantages, statistics)
+            mask = rows.grid(rows.mask, np.arange(len(rows.length))) > 0
+            _report_numbers("advantages", np.broadcast_to(advantages, mask.shape)[mask], statistics)
         age = (step - rows.steps) * rows.mask
-        fresh, older = (age == 0) & rows.mask, _after_older(age, rows) if self._keeps_keys else np.zeros_like(rows.mask)
+        fresh, older = (age == 0) & rows.mask, np.zeros_like(rows.mask)
+        if self._config.weight_sync.in_flight == "keep":
+            older = _after_older(age, rows)
         columns = _episode_columns(rows) | {
             "advantages": advantages,
             "behaviour": rows.behaviour * rows.mask,
@@ -245,15 +233,9 @@ class PolicyObjective(Objective):
         chooses = self._algorithm.loss.chooses
         if chooses is not None:
             columns["chosen"] = chosen = rows.mask.copy()
-            tokens = step_tokens(rows, advantages, (self._seed, step))
+            tokens = step_tokens(rows, advantages, (self._config.run.seed, step))
             chosen[rows.mask] = chooses(tokens, self._backend.batch_sum).numpy()
         return columns, self.has_gradient(advantages)
-
-    def rate_divisor(self, reduced: Reduced) -> float:
-        """Return (1 + mean staleness)^power. The bias of a gradient of old samples grows with staleness times learning rate
-        (arXiv:2607.01083); dividing by staleness itself (arXiv:1511.05950) lowers the rate more than needed."""
-        staleness = reduced.means.get("staleness/token_mean")
-        return (1 + staleness.value) ** self._staleness_power if staleness and staleness.count else 1.0
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """Return false where the gradient of a sample is exactly 0, bool [B]."""
@@ -267,15 +249,16 @@ class PolicyObjective(Objective):
 
     def _logprobs(self, batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy, [N] each."""
-        learns_entropy = self._entropy_coefficient != 0
-        return self._backend.token_logprobs(outputs, batch, self._temperature, entropy_gradient=learns_entropy)
+        temperature, learns_entropy = self._config.sampling.temperature, self._entropy_coefficient != 0
+        return self._backend.token_logprobs(outputs, batch, temperature, entropy_gradient=learns_entropy)
 
     def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
         logp, entropy = (batch.grid(values) for values in self._logprobs(batch, outputs))
         tokens = batch.mask.sum()
         behaviour, reference = batch.columns["behaviour"], batch.columns.get("reference")
         start = batch.columns.get("proximal", logp.detach())
-        proximal = interpolated_proximal(logp, behaviour, batch.columns["age"]) if self._interpolated else start
+        interpolated = self._config.algorithm.proximal == "interpolated"
+        proximal = interpolated_proximal(logp, behaviour, batch.columns["age"]) if interpolated else start
         correction = self._algorithm.correction
         inputs = LossInputs(
             logp=logp,
@@ -300,7 +283,7 @@ class PolicyObjective(Objective):
         self._report("actor/entropy", entropy, batch, statistics)
         if self._kl_in_loss and reference is not None:
             divergence = self._algorithm.kl(logp - reference)
-            if self._kl_importance_weighted:
+            if self._config.algorithm.kl_importance_weighted:
                 divergence = importance_weighted(divergence, logp, behaviour)
             self._report("actor/kl_loss", divergence, batch, statistics)
             statistics.mean("actor/kl", (divergence.detach() * batch.mask).sum(), tokens)
@@ -333,9 +316,6 @@ class PolicyObjective(Objective):
         statistics.mean(name, aggregate.total, aggregate.count)
 
     def named(self, metrics: dict[str, float]) -> dict[str, float]:
-        metrics["actor/lr"] = metrics.pop("lr")
-        if "grad_norm" in metrics:
-            metrics["actor/grad_norm"] = metrics.pop("grad_norm")
         if all(metrics.get(f"episode/{name}", alone) == alone for name, alone in REPLY.items()):
             metrics = {name: value for name, value in metrics.items() if not name.startswith("episode/")}
         return metrics
@@ -363,14 +343,9 @@ def _after_older(age: np.ndarray, rows: Rows) -> np.ndarray:
 
 def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
     prompts = rows.prompt_length[rows.group]
-    for name, values in (
-        ("response_length", rows.length),
-        ("prompt_length", prompts),
-        ("score", rows.rewards[rows.valid & rows.leads]),
-    ):
-        statistics.mean(f"{name}/mean", float(values.sum(dtype=np.float64)), float(len(values)))
-        statistics.maximum(f"{name}/max", float(values.max()) if len(values) else -math.inf)
-        statistics.minimum(f"{name}/min", float(values.min()) if len(values) else math.inf)
+    scores = rows.rewards[rows.valid & rows.leads]
+    for name, values in (("response_length", rows.length), ("prompt_length", prompts), ("score", scores)):
+        _report_numbers(name, values, statistics)
     age = (step - rows.steps)[rows.mask]
     statistics.mean("staleness/token_mean", float(age.sum()), float(len(age)))
     statistics.total("samples", float(rows.leads.sum()))
@@ -379,20 +354,17 @@ def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
         statistics.mean(f"episode/{name}", float(count.sum()), episodes)
 
 
-def _report_advantages(rows: Rows, advantages: np.ndarray, statistics: StepStatistics) -> None:
-    mask = rows.grid(rows.mask, np.arange(len(rows.length))) > 0
-    counted = np.broadcast_to(advantages, mask.shape)[mask]
-    statistics.mean("advantages/mean", float(counted.sum()), float(len(counted)))
-    statistics.maximum("advantages/max", float(counted.max(initial=-math.inf)))
-    statistics.minimum("advantages/min", float(counted.min(initial=math.inf)))
+def _report_numbers(name: str, values: np.ndarray, statistics: StepStatistics) -> None:
+    numbers = values.astype(np.float64)
+    statistics.mean(f"{name}/mean", float(numbers.sum()), float(len(numbers)))
+    statistics.maximum(f"{name}/max", float(numbers.max(initial=-math.inf)))
+    statistics.minimum(f"{name}/min", float(numbers.min(initial=math.inf)))
 
 
 def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:
     """Add how far two engines differ on the same tokens under the same weights. `sampled`, `trained`: the log-probabilities of
     the sampling engine and of the trainer, of one shape with at least one element. `counted`: 1 for a token that counts, or 0.
-
-    k1 and k3 estimate KL(rollout || trainer) per token, after John Schulman, "Approximating KL divergence" (2020).
-    """
+    k1 and k3 estimate KL(rollout || trainer) per token, after John Schulman, "Approximating KL divergence" (2020)."""
     gap, tokens = (sampled - trained) * counted, counted.sum()
     size = gap.abs()
     statistics.mean("mismatch/abs_logprob", size.sum(), tokens)
@@ -412,21 +384,15 @@ def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: t
     statistics.total("mismatch/older_keys_tokens", tokens)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The critic's objective: the value loss on the samples of a step.
-
-
-METRICS = "critic/"
+# ---- The critic's objective: the value loss on the samples of a step.
 
 
 class CriticObjective(Objective):
-    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step.
+    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step. The
+    value of a token is the value of the state before the token: the model's output at the token that predicts it. The model's
+    outputs are these values, float32 [N]."""
 
-    The value of a token is the value of the state before the token: the model's output at the token that predicts it. The
-    model's outputs are these values, float32 [N].
-    """
-
-    role = "critic"
+    role, prefix = "critic", "critic/"
     averaged = "critic/vf_loss"
 
     def __init__(self, config: Config, backend: ModelBackend):
@@ -457,13 +423,13 @@ class CriticObjective(Objective):
             ("returns/mean", targets),
             ("vf_error", (values - targets).square()),
         ):
-            statistics.mean(METRICS + name, (each.detach() * batch.mask).sum(), tokens)
+            statistics.mean(self.prefix + name, (each.detach() * batch.mask).sum(), tokens)
         counted = batch.mask != 0
         for name, each in (("values", values.detach()), ("returns", targets)):
-            statistics.maximum(f"{METRICS}{name}/max", each.masked_fill(~counted, -torch.inf).max())
-            statistics.minimum(f"{METRICS}{name}/min", each.masked_fill(~counted, torch.inf).min())
+            statistics.maximum(f"{self.prefix}{name}/max", each.masked_fill(~counted, -torch.inf).max())
+            statistics.minimum(f"{self.prefix}{name}/min", each.masked_fill(~counted, torch.inf).min())
         return loss
 
     def named(self, metrics: dict[str, float]) -> dict[str, float]:
-        metrics |= {METRICS + name: metrics[name] for name in ("lr", "grad_norm", "skipped_updates") if name in metrics}
-        return {name: value for name, value in metrics.items() if name.startswith(METRICS)}
+        metrics[f"{self.prefix}skipped_updates"] = metrics["skipped_updates"]
+        return {name: value for name, value in metrics.items() if name.startswith(self.prefix)}

@@ -1,20 +1,16 @@
-"""One rank of a group of processes that share a model: how it joins the group, and the commands of each role."""
+"""One rank of a group of processes that share a model: the commands of each role."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from runtime import types
@@ -32,21 +28,17 @@ from runtime.commands import (
     SendWeights,
     WeightsSent,
 )
-from runtime.config import Config, Spread, Trainer
-from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.config import Config, Trainer
+from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger import checkpoint
-from runtime.ledger.checkpoint import Position
-from runtime.models import limits
 from runtime.models.adapters import base_of
-from runtime.models.hf_folder import read_raw
-from runtime.process import os_process, platform
+from runtime.process import platform
 from runtime.process.waiting import in_thread
 from runtime.trainer.backend import TrainedRole
-from runtime.trainer.collectives import RankInfo, _all_gather_json, exchange
-from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
+from runtime.trainer.rank_group import NodePart, join_group, require_memory
+from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer, timed
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.delta import FULL_EVERY, ShardDelta, TensorChanges
-from runtime.weights.group import AuthenticatedStore
 from runtime.weights.plan import Manifest, TensorSpec, roots
 from runtime.weights.sender import SendBuffers, WeightSender
 
@@ -70,61 +62,7 @@ class GroupRank:
         return getattr(self, snake(type(command).__name__))(command)
 
 
-def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:
-    """Join the group if there are several ranks, and return this rank's device. `timeout`: seconds of the group's collectives.
-
-    Raises UserError if the role's `backend` does not work on that device.
-    """
-    device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
-    backend = backend_of(role, settings, device)
-    if world_size > 1:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # newest collectives that the flight recorder keeps
-        limit, rank = timedelta(seconds=timeout), int(os.environ["RANK"])
-        _stores.append(store := _store(world_size, limit, backend))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    return device
-
-
-_stores: list[dist.Store] = []  # keeps the default group's store alive: torch calls it for each further group
-
-
-def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBackend) -> dist.Store:
-    """Open or join the group's store. Rank 0 opens it on the socket that it inherited, which already listens.
-
-    NCCL and HCCL call a store from their own threads, which must not wait for Python's lock: their store is not authenticated.
-    """
-    key = bytes.fromhex(os.environ.pop(os_process.STORE_KEY))
-    host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
-    if given is None:
-        store = dist.TCPStore(host, port, world_size, timeout=timeout)
-    else:
-        store = dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=int(given))
-    return AuthenticatedStore(store, key) if backend == "gloo" else store
-
-
-def backend_of(role: str, settings: Spread, device: torch.device) -> platform.CollectiveBackend:
-    """Return the collective backend of the ranks of `role`. Raises UserError if that backend does not work on `device`.
-
-    torch's gloo has no NPU support. On CUDA, gloo has what FSDP2 needs, but neither the sends between pipeline stages nor the
-    coalesced gathers of megatron-core.
-    """
-    staged = device.type == "cuda" and settings.engine == "torch"
-    return platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
-
-
-def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
-    """Check, before anything is loaded, that a rank of `role` with the model of folder `source` fits its device. Raises
-    UserError if the rank is known to need more memory."""
-    if getattr(config.services, role).engine != "megatron":
-        return
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    held = limits.rank_memory(config, role, read_raw(source), on_cpus=device.type == "cpu")
-    if fault := limits.memory_fault(config, role, held, platform.memory(device).total // sharing):
-        raise UserError(fault)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One rank of a group under training: the engine, and the commands that trainer and critic share.
+# ---- One rank of a group under training: the engine, and the commands that trainer and critic share.
 
 
 log = logging.getLogger("sluice")
@@ -153,36 +91,37 @@ class UpdateRank(GroupRank):
         self._saving: Future[list[str]] | None = None
         self._part = None if config.cluster.shared_folder else NodePart(config, self.role, self.backend.rank_info)
         if managed_externally:
-            self._offload()
-
-    def state(self, folder: Path) -> Path:
-        """Return where this role's state is in the checkpoint `folder`. Raises UserError if it is missing."""
-        return folder
+            self.offload(Offload())
 
     def execute(self, command: Any) -> Any:
         """Carry out one command, with the engine's state on the right device. Commands of a step are sent ahead: after one
         has failed, the later ones raise the same error until a checkpoint is restored."""
-        if not isinstance(command, OF_A_STEP):
-            return self._execute(command)
-        if self._failed is not None:
+        of_a_step = isinstance(command, OF_A_STEP)
+        if of_a_step and self._failed is not None:
             raise self._failed
         try:
-            return self._execute(command)
+            if self._away and not isinstance(command, (Offload, ComputeValues)):  # values need nothing that is offloaded
+                with self._counted("onload"):
+                    self.backend.onload()
+                self._away = False
+            answer = super().execute(command)
+            ended = self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS))
+            # After Restore the coordinator has not yet given the device to this role.
+            if ended or (self._managed_externally and isinstance(command, Restore)):
+                self.offload(Offload())
+            return answer
         except Exception as error:
-            self._failed = error
+            if of_a_step:
+                self._failed = error
             raise
-
-    def _execute(self, command: Any) -> Any:
-        with self._ensure_on_device(command):
-            return super().execute(command)
 
     def restore(self, command: Restore) -> None:
         before, folder = time.monotonic(), Path(command.folder)
         if self._part is None:
             self.version = checkpoint.read_position(folder).version
-            self.engine.load(str(self.state(folder)))
+            self.engine.load(str(checkpoint.critic_state(folder) if self.role == "critic" else folder))
         else:
-            self.version = self._part.load(command, self.engine)
+            self.version = self._part.load(command, self.backend.needed, self.engine.load)
         self._failed = None
         log.info("restored %s of %s in %.1f s", self.role, folder, time.monotonic() - before)
 
@@ -201,10 +140,14 @@ class UpdateRank(GroupRank):
         return replace(result, metrics=result.metrics | self.engine.phases | seconds)
 
     def offload(self, command: Offload) -> None:
-        self._offload()
+        """Move the state that the configuration names off the device, which may then be lent out."""
+        if not self._away:
+            with self._counted("offload"):
+                self.backend.offload()
+            self._away = True
 
     def onload(self, command: Onload) -> None:
-        """Do nothing: `_ensure_on_device` has brought everything back."""
+        """Do nothing: `execute` has brought everything back."""
 
     def save(self, command: Save) -> Future[list[str]] | list[str]:
         folder, part = Path(command.folder), self._part
@@ -235,36 +178,12 @@ class UpdateRank(GroupRank):
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "the last save still runs", timeout) from error
 
-    @contextlib.contextmanager
-    def _ensure_on_device(self, command: Any) -> Iterator[None]:
-        """Bring all of the engine's state to the device for `command`: between steps the device may be lent out."""
-        if self._away and not isinstance(command, Offload):
-            with self._counted("onload"):
-                self.engine.onload()
-            self._away = False
-        yield
-        if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
-            self._offload()
-        if self._managed_externally and isinstance(command, Restore):
-            self._offload()  # the coordinator has not yet given the device to this role
-
-    def _offload(self) -> None:
-        """Move the state that the configuration names off the device."""
-        if not self._away:
-            with self._counted("offload"):
-                self.engine.offload()
-            self._away = True
-
-    @contextlib.contextmanager
-    def _counted(self, what: str) -> Iterator[None]:
-        """Add the block's seconds to the next step's metrics."""
-        before, metric = time.perf_counter(), self.timed_as + what
-        yield
-        self._seconds[metric] = self._seconds.get(metric, 0.0) + time.perf_counter() - before
+    def _counted(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose seconds are added to the next step's metrics."""
+        return timed(self._seconds, self.timed_as + what)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One rank of the trainer group: the steps, the weight sync and the export of the policy.
+# ---- One rank of the trainer group: the steps, the weight sync and the export of the policy.
 
 
 class TrainRank(UpdateRank):
@@ -281,7 +200,7 @@ class TrainRank(UpdateRank):
         self.manifest = Manifest(tuple(specs), settings.bucket_bytes, len(ranks), base)
         self._targets = [ranks[root] for root in roots(self.manifest)]
         delta = settings.encoding == "delta"
-        by_shard = delta and self.world_size > 1 and self.backend.shards(self._targets) is not None
+        by_shard = delta and self.world_size > 1
         self._delta = ShardDelta(self.rank, device, self._targets) if by_shard else None
         self.sender: WeightSender | None = None
         """None if this rank sends nothing."""
@@ -326,22 +245,15 @@ class TrainRank(UpdateRank):
 
     def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
         """Return what changed since the last weight sync in the tensors that this rank sends, in order, or whole tensors."""
-        shards = self.backend.shards(self._targets) if self._delta is not None else None
-        if self._delta is None or shards is None:
-            return self.backend.gather(self._targets)
         current = self.sender is None or self.sender.buffers.filled
-        return self._delta.find(shards, current) or self.backend.gather(self._targets)
+        changes = self._delta.find(self.backend.shards(self._targets), current) if self._delta is not None else None
+        return changes or self.backend.gather(self._targets)
 
     def export(self, command: Export) -> None:
-        if self.rank:
-            self.backend.export(Path(command.folder))
-            return
-        with checkpoint.atomic_folder(Path(command.folder)) as partial:
-            self.backend.export(partial)
+        self.engine.export(Path(command.folder))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One rank of the critic group: the steps, and the values.
+# ---- One rank of the critic group: the steps, and the values.
 
 
 class CriticRank(UpdateRank):
@@ -352,13 +264,6 @@ class CriticRank(UpdateRank):
 
     def __init__(self, engine: ModelTrainer, config: Config):
         super().__init__(engine, config, alternates(config))
-
-    def state(self, folder: Path) -> Path:
-        return checkpoint.critic_state(folder)
-
-    def execute(self, command: Any) -> Any:
-        """Carry out one command. ComputeValues needs no state that is offloaded between steps."""
-        return self.compute_values(command) if isinstance(command, ComputeValues) else super().execute(command)
 
     def compute_values(self, command: ComputeValues) -> list[bytes]:
         """Return the encoded Values of this rank's groups, in their order."""
@@ -374,55 +279,3 @@ def make_rank(kind: type[Trained], config: Config, rank: int, world_size: int) -
     device = join_group(role, getattr(config.services, role), world_size, config.deadlines.train)
     require_memory(role, config, TrainedRole.of(config, role).source, device)
     return kind(kind.make_engine(config, rank=rank, world_size=world_size, device=device), config)
-
-
-class NodePart:
-    """The part of a checkpoint that this node's ranks write and read. Every method is a collective of all ranks, except
-    `complete`, which is called after a collective."""
-
-    def __init__(self, config: Config, role: str, info: RankInfo):
-        self._role, self._info, self._gathers = role, info, config.checkpoint.gather
-        self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # the first of this node's ranks
-        run_dir, node = Path(config.run.dir), os.environ.get(os_process.NODE, "")
-        self._root, self._name = checkpoint.part_root(run_dir, node, role), f"{role}/{node}"
-        self._whole = partial(checkpoint.whole_parts, run_dir, node, sums=False)  # the agent has compared the checksums
-
-    def begin(self, command: Save) -> Path:
-        """Create the folder that this node's ranks write to, and return it."""
-        step = types.decode(Position, command.place).version.step
-        if self._leads:
-            checkpoint.begin_part(self._root, step, command.keep)
-        self._info.largest([0])  # no rank writes before all folders exist
-        return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
-
-    def complete(self, folder: Path, command: Save) -> list[str]:
-        """Complete the checkpoint after all ranks have written into `folder`. Return the parts that this rank reports as safe:
-        at most one."""
-        if not self._leads or not checkpoint.files_of(folder):
-            return []
-        position = types.decode(Position, command.place)
-        checkpoint.complete(folder, checkpoint.folder_for(self._root, position.version.step), position)
-        return [] if self._gathers and self._info.rank else [self._name]
-
-    def load(self, command: Restore, engine: ModelTrainer) -> PolicyVersion:
-        """Restore the checkpoint with `engine` and return the checkpoint's version. Files that ranks of this node read and
-        only other nodes have are copied here and deleted after the load. Raises UserError on all ranks if a part is missing."""
-        position = types.decode(Position, command.place)
-        folder = checkpoint.folder_for(self._root, position.version.step)
-        if self._leads:
-            checkpoint.sweep(self._root)
-            checkpoint.set_aside(self._root, position.version.step, command.incarnation)
-        has = self._leads and f"{self._name}/{checkpoint.identity(position)}" in self._whole()
-        if self._leads and not has and self._name not in position.parts:
-            checkpoint.discard(folder)  # useless, and it would be in the way
-        of_ranks = _all_gather_json([self._name, has], self._info)
-        for part in position.parts:
-            if part.startswith(f"{self._role}/") and [part, True] not in of_ranks:
-                raise UserError(f"run.resume: {command.folder}: {checkpoint.missing_part(part)}")
-        got = list(exchange(folder, lambda name: not name.endswith(".distcp"), self._info))
-        got += exchange(folder, engine.backend.needed(folder).__contains__, self._info)
-        engine.load(str(folder))
-        self._info.largest([0])  # no rank reads any more
-        for path in got:
-            path.unlink()
-        return position.version

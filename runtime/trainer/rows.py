@@ -6,10 +6,9 @@ reply tokens of all rows back to back.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -108,45 +107,57 @@ class Needs:
     experts: Routes | None = None  # the experts that tokens took in the rollout
 
 
-def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
-    """Decode and check `groups`. Nothing is computed from a batch that violates its schema.
+class DecodedGroup(NamedTuple):
+    group: TrainGroup
+    payload: GroupPayload
+    reference: Logprobs | None = None
+    values: Values | None = None
 
-    Raises InvalidMessage, which names the group.
-    """
-    payloads = [types.decode(GroupPayload, group.payload) for group in groups]
-    references = [_reference(group) for group in groups] if needs.reference else None
-    values = [_values(group) for group in groups] if needs.values else None
-    for index, (group, payload) in enumerate(zip(groups, payloads, strict=True)):
-        given = [part[index] for part in (references, values) if part is not None]
-        _check(group, payload, vocab_size, given, needs.experts)
-    return _rows(groups, payloads, references, values, needs.experts)
+
+def check_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> list[DecodedGroup]:
+    """Decode and check `groups`. Nothing is computed from a batch that violates its schema. Raises InvalidMessage, which names
+    the group."""
+    found = [
+        DecodedGroup(
+            group,
+            types.decode(GroupPayload, group.payload),
+            _reference(group) if needs.reference else None,
+            _values(group) if needs.values else None,
+        )
+        for group in groups
+    ]
+    for each in found:
+        _check(each, vocab_size, needs.experts)
+    return found
+
+
+def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
+    """Return the rows of `groups`. Raises InvalidMessage as `check_groups`."""
+    return rows_of(check_groups(groups, vocab_size, needs), needs)
 
 
 def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: Routes | None = None) -> Rows:
     """Decode groups without scores as `decode_groups` does: rewards 0, all episodes valid. `experts`: as in `Needs`."""
-    payloads = [types.decode(GroupPayload, request.payload) for request in requests]
-    groups = [
-        TrainGroup(
+    decoded = []
+    for request in requests:
+        payload = types.decode(GroupPayload, request.payload)
+        group = TrainGroup(
             group_id=request.group_id,
             tokens=0,  # not used
             payload=request.payload,
             rewards=np.zeros(payload.n, np.float32),
             valid=np.ones(payload.n, np.uint8),
         )
-        for request, payload in zip(requests, payloads, strict=True)
-    ]
-    for group, payload in zip(groups, payloads, strict=True):
-        _check(group, payload, vocab_size, [], experts)
-    return _rows(groups, payloads, None, None, experts)
+        decoded.append(DecodedGroup(group, payload))
+        _check(decoded[-1], vocab_size, experts)
+    return rows_of(decoded, Needs(experts=experts))
 
 
-def _rows(
-    groups: Sequence[TrainGroup],
-    payloads: Sequence[GroupPayload],
-    references: Sequence[Logprobs] | None,
-    values: Sequence[Values] | None,
-    experts: Routes | None,
-) -> Rows:
+def rows_of(decoded: Sequence[DecodedGroup], needs: Needs) -> Rows:
+    """Return the rows of groups that `check_groups` has decoded."""
+    groups, payloads = [each.group for each in decoded], [each.payload for each in decoded]
+    references = [each.reference.values for each in decoded if each.reference is not None]
+    values = [each.values.values for each in decoded if each.values is not None]
     columns = [payload.columns() for payload in payloads]
     episodes = np.array([payload.n for payload in payloads], np.int64)
     branches = _concatenate([payload.rows for payload in payloads], np.uint32).astype(np.int64)  # number in each episode
@@ -158,7 +169,7 @@ def _rows(
     start = starts(length)
     prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
     valid = np.repeat(_concatenate([group.valid for group in groups], np.uint8) != 0, branches)
-    routed = [] if experts is None else [(np.zeros((0, *experts[:2]), np.uint8),) * 2, *map(_experts, payloads)]
+    routed = [] if needs.experts is None else [(np.zeros((0, *needs.experts[:2]), np.uint8),) * 2, *map(_experts, payloads)]
     return Rows(
         prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
         prompt_start=starts(prompt_length),
@@ -174,8 +185,8 @@ def _rows(
         mask=(_concatenate([column.loss_mask for column in columns], np.uint8) != 0) & np.repeat(valid, length),
         behaviour=_concatenate([column.logprobs for column in columns], np.float32),
         steps=_concatenate([column.versions for column in columns], np.int64) & 0xFFFFFFFF,
-        reference=None if references is None else _concatenate([part.values for part in references], np.float32),
-        values=None if values is None else _concatenate([part.values for part in values], np.float32),
+        reference=_concatenate(references, np.float32) if needs.reference else None,
+        values=_concatenate(values, np.float32) if needs.values else None,
         turn_tokens=np.array([start[row] + turn.token for row, turn in turns], np.int64),
         turn_rewards=np.array([turn.value for _, turn in turns], np.float64),
         rewards=np.repeat(_concatenate([group.rewards for group in groups], np.float32), branches),
@@ -194,29 +205,6 @@ def _experts(payload: GroupPayload) -> tuple[np.ndarray, np.ndarray]:
     out = np.zeros((len(payload.tokens), *taken.shape[1:]), taken.dtype)
     out[spans(starts(lengths), np.maximum(lengths - 1, 0))] = taken[prompt:]
     return out, taken[:prompt]
-
-
-def join(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of all `parts`, at least one part, in their order."""
-    if len(parts) == 1:
-        return parts[0]
-    joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
-    kept = TokenSets.joined(joined.pop("kept"), [len(tokens) for tokens in joined["tokens"]])
-    # An index into another array moves by the length of that array in the parts before.
-    sizes = {name: [len(array) for array in joined[name]] for name in ("prompts", "prompt_start", "tokens")}
-    sizes["episodes"] = [int(part.episode.max(initial=-1)) + 1 for part in parts]
-    pointers = {
-        "prompt_start": "prompts",
-        "group": "prompt_start",
-        "start": "tokens",
-        "turn_tokens": "tokens",
-        "episode": "episodes",
-    }
-    for name, target in pointers.items():
-        before = starts(np.array(sizes[target], np.int64))
-        joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
-    whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
-    return Rows(**whole, kept=kept)
 
 
 def share_prompts(rows: Rows) -> Rows:
@@ -244,11 +232,9 @@ def _values(group: TrainGroup) -> Values:
     return types.decode(Values, group.values)
 
 
-def _check(
-    group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Sequence[Logprobs | Values], experts: Routes | None
-) -> None:
-    where = f"group {group.group_id}"
-    n = payload.n
+def _check(decoded: DecodedGroup, vocab_size: int, experts: Routes | None) -> None:
+    group, payload, *given = decoded
+    where, n = f"group {group.group_id}", payload.n
     if payload.group_id != group.group_id or not n or len(group.rewards) != n or len(group.valid) != n:
         raise InvalidMessage(
             f"{where}: the payload is of group {payload.group_id} with {n} samples, "
@@ -265,13 +251,11 @@ def _check(
             if not mask[begins[turn.row] + turn.token]:
                 raise InvalidMessage(f"{where}: {turn} is of a token that is not trained in this row")
     for part in given:
-        if len(part.values) != len(payload.tokens):
+        if part is not None and len(part.values) != len(payload.tokens):
             raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} do not match its replies")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Which rows run together, and positions in arrays that hold runs of different lengths back to back. Pure functions.
-#
+# ---- Which rows run together, and positions in arrays that hold runs of different lengths back to back. Pure functions.
 # A length is the number of tokens of a whole sequence; `cut_by_length` and `balance` return indices of sequences.
 
 
@@ -279,10 +263,8 @@ SLACK = 0.005  # the largest part may exceed the lower bound by this fraction be
 
 
 def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut the rows, sorted by length, into runs with `rows x longest` of at most `budget` tokens.
-
-    Sorting keeps padding small; rows of equal length stay in order. A row longer than the budget runs alone.
-    """
+    """Cut the rows, sorted by length, into runs with `rows x longest` of at most `budget` tokens. Sorting keeps padding small;
+    rows of equal length stay in order. A row longer than the budget runs alone."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:
@@ -306,61 +288,38 @@ def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
 
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Distribute items over `parts` so that the largest sum of costs is small.
-
-    Karmarkar and Karp's largest differencing method, then exchanges: with few items a part, the method leaves the largest part
-    several per cent above the mean. Deterministic. Every index occurs once, in ascending order within its part. Parts may be
-    empty if there are few items.
-    """
-    if parts < 1:
-        raise ValueError(f"parts: {parts}; must be at least 1")
-    shares = _difference(costs, parts)
+    """Distribute items over `parts` so that the largest sum of costs is small: each item, the most expensive first, goes to the
+    part with the smallest sum, and then items are exchanged. Deterministic. Every index occurs once, in ascending order within
+    its part. Parts may be empty if there are few items."""
+    cost, owner, sums = np.array(costs, np.float64), np.zeros(len(costs), np.int64), np.zeros(parts)
+    for item in np.argsort(-cost, kind="stable"):
+        owner[item] = sums.argmin()
+        sums[owner[item]] += cost[item]
     # No distribution is better than the larger of the mean and the most expensive item.
-    _exchange(costs, shares, max(sum(costs) / parts, max(costs, default=0)) * (1 + SLACK))
-    return [sorted(share) for share in shares]
+    aim = max(cost.sum() / parts, cost.max(initial=0)) * (1 + SLACK)
+    while sums.max() > aim and _exchange(cost, owner, sums):
+        pass
+    return [np.flatnonzero(owner == part).tolist() for part in range(parts)]
 
 
-def _difference(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Partition by Karmarkar and Karp's largest differencing method (1982, UCB/CSD-82-113)."""
-    # A partial solution is its parts in descending order of their sums. The two solutions with the largest spread are merged:
-    # the heaviest parts of one with the lightest parts of the other.
-    heap = []
-    for index, cost in enumerate(costs):
-        heap.append((-cost, index, [(cost, [index])] + [(0, [])] * (parts - 1)))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, order, heavy = heapq.heappop(heap)
-        _, _, light = heapq.heappop(heap)
-        merged = [(a + b, left + right) for (a, left), (b, right) in zip(heavy, reversed(light), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
-    return [items for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
-
-
-def _exchange(costs: Sequence[float], shares: list[list[int]], aim: float) -> None:
-    """Move an item of the heaviest part to another part, or swap two items, until no part exceeds `aim` or no change helps. A
-    change must lower the heavier of the two parts. Each time, make the change that lowers it most."""
-    sums = [sum(costs[index] for index in share) for share in shares]
-    while (highest := max(sums)) > aim:
-        heavy = sums.index(highest)
-        best, change = highest, None
-        for other, share in enumerate(shares):
-            for given in shares[heavy]:
-                for taken in (None, *share):
-                    moved = costs[given] - (0 if taken is None else costs[taken])
-                    heavier = max(highest - moved, sums[other] + moved)
-                    if other != heavy and heavier < best:
-                        best, change = heavier, (other, given, taken, moved)
-        if change is None:
-            return
-        other, given, taken, moved = change
-        sums[heavy] -= moved
-        sums[other] += moved
-        shares[heavy].remove(given)
-        shares[other].append(given)
-        if taken is not None:
-            shares[other].remove(taken)
-            shares[heavy].append(taken)
+def _exchange(cost: np.ndarray, owner: np.ndarray, sums: np.ndarray) -> bool:
+    """Move an item of the heaviest part to another part, or swap two items: make the change that lowers the heavier of the two
+    parts most. Return false, and change nothing, if none lowers it. `owner`: the part of each item."""
+    heavy, highest = sums.argmax(), sums.max()
+    given = np.flatnonzero(owner == heavy)
+    # What is taken for it: an item, or nothing of a part.
+    taken, part = np.append(cost, np.zeros(len(sums))), np.append(owner, np.arange(len(sums)))
+    moved = cost[given, None] - taken
+    heavier = np.where(part == heavy, np.inf, np.maximum(highest - moved, sums[part] + moved))
+    give, take = np.unravel_index(heavier.argmin(), heavier.shape)
+    if heavier[give, take] >= highest:
+        return False
+    sums[heavy] -= moved[give, take]
+    sums[part[take]] += moved[give, take]
+    owner[given[give]] = part[take]
+    if take < len(cost):
+        owner[take] = heavy
+    return True
 
 
 def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,26 +26,26 @@ from runtime import types
 from runtime.chosen_algorithm import choose, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
+from runtime.ledger import checkpoint
 from runtime.process.spans import at
 from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import (
     ModelBackend,
     NonFiniteReport,
+    RankInfo,
     Reduced,
     StepStatistics,
     TrainedRole,
     TrainingPosition,
-    use_megatron,
+    micro_batches,
 )
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
+from runtime.trainer.micro_batch import Columns, MicroBatch
 from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
-from runtime.trainer.rows import Rows
+from runtime.trainer.rows import DecodedGroup, Rows
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
 
 # ---- Kept tokens
-#
 # Trained tokens of a step that are logged for readers of samples: collected on the device, written when the step is over.
 
 
@@ -52,8 +53,7 @@ KEPT_TOKENS = 2048  # they take 16 KiB of the device until the step is over
 
 
 class TokenLog:
-    """Of this rank, the first `KEPT_TOKENS` of each step that it trains; none without a run's folder. No pass waits
-    for it."""
+    """Of this rank, the first `KEPT_TOKENS` of each step that it trains; none without a run's folder. No pass waits for it."""
 
     def __init__(self, config: Config, rank: int):
         self._most = KEPT_TOKENS if config.run.dir else 0
@@ -94,26 +94,30 @@ def _places(rows: Rows, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 # ---- Model trainers
 
 
-def policy_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
-    """Load the policy of `model.path` for training, on the engine of `services.trainer`. Collective.
-
-    With several ranks the caller has initialised torch's default process group, which spans them. Raises UserError if the
-    configuration or the model folder is wrong.
-    """
-    return model_trainer(PolicyObjective, config, RankInfo(rank, world_size, torch.device(device)))
-
-
-def critic_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
-    """Load the value model of `critic.path`, or the policy's model with a new head, on the engine of `services.critic`.
-    Otherwise as `policy_trainer`."""
-    return model_trainer(CriticObjective, config, RankInfo(rank, world_size, torch.device(device)))
-
-
-def model_trainer(learned: type[Objective], config: Config, rank_info: RankInfo) -> ModelTrainer:
-    """Load the model of the objective `learned` on the engine of its role's service. Collective; raises as `policy_trainer`."""
+def model_trainer(
+    learned: type[Objective], config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
+) -> ModelTrainer:
+    """Load the model of the objective `learned` on the engine of its role's service. Collective. With several ranks the caller
+    has initialised torch's default process group, which spans them. Raises UserError if the configuration or the model folder
+    is wrong, or if the engine's package is missing."""
     choose(config)  # reports a wrong user-defined loss before a model is loaded
-    backend = load_backend(config, learned.role, rank_info)
+    trained, rank_info = TrainedRole.of(config, learned.role), RankInfo(rank, world_size, torch.device(device))
+    backend: ModelBackend
+    if trained.settings.engine == "megatron":
+        from runtime.trainer.megatron import facade
+
+        facade.prepare(rank_info.device)
+        from runtime.trainer.megatron.backend import MegatronBackend
+
+        backend = MegatronBackend(config, trained, rank_info)
+    else:
+        from runtime.trainer.fsdp.backend import FsdpBackend
+
+        backend = FsdpBackend(config, trained, rank_info)
     return ModelTrainer(config, backend, learned(config, backend))
+
+
+policy_trainer, critic_trainer = partial(model_trainer, PolicyObjective), partial(model_trainer, CriticObjective)
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,8 @@ class ModelTrainer:
 
     def _begin(self) -> None:
         self.backend.clear_gradients()
-        self._seconds = 0.0
-        self._held: list[Rows] = []
+        self._seconds: dict[str, float] = {}
+        self._held: list[DecodedGroup] = []
         self._begin_update()
         self._reduced = Reduced()
         self._norms: list[float] = []
@@ -175,37 +179,24 @@ class ModelTrainer:
         self._added: list[tuple[ReadySamples, np.ndarray]] = []
 
     def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
-        """Add the gradient of this rank's `groups` (perhaps none: the ranks still run the same collectives).
-
-        `last`, the same on all ranks: no group is added after these before `apply`; ranks may begin to reduce gradients.
-        """
+        """Add the gradient of this rank's `groups` (perhaps none: the ranks still run the same collectives). `last`, the same
+        on all ranks: no group is added after these before `apply`; ranks may begin to reduce gradients."""
         groups = self.backend.of_share(groups, TrainGroup)
-        with self._timed():
-            rows = self._decoded(groups)
+        with timed(self._seconds, "step"):
+            self._held += train_rows.check_groups(groups, self.backend.vocab_size, self.objective.needs)
             if self._streams:
                 # Advantages need one group only, and there is one update: run passes while rollouts generate other groups.
-                self._add(self._ready(rows), np.ones(len(rows.length), bool), last)
-            else:
-                self._held.append(rows)
-
-    def _decoded(self, groups: Sequence[TrainGroup]) -> Rows:
-        """Decode and check `groups`. If `algorithm.truncated` says so, mask episodes whose last row was cut off by length."""
-        rows = train_rows.decode_groups(groups, self.backend.vocab_size, self.objective.needs)
-        if self._config.algorithm.truncated == "train":
-            return rows
-        cut = rows.truncated[rows.last]
-        self._statistics.total("response_length/masked", float((cut & rows.valid & rows.leads).sum()))
-        return replace(rows, mask=rows.mask & ~np.repeat(cut, rows.length))
+                samples = self._ready()
+                self._add(samples, np.ones(len(samples.live), bool), last)
 
     def apply(self) -> StepResult:
         """Run the step's optimizer updates: one, or one for each mini-batch and epoch."""
-        with self._timed():
+        with timed(self._seconds, "step"):
             if self._streams:
                 self._update()
             else:
                 # The whole batch is here now. The loss's columns are computed once, before the first update.
-                empty = train_rows.decode_groups([], 0, self.objective.needs)
-                samples = self._ready(train_rows.join(self._held or [empty]))
+                samples = self._ready()
                 for epoch in range(self._config.training.epochs):
                     for index in range(updates_per_epoch(self._config)):
                         chosen = (samples.rows.mini_batch == index)[samples.rows.group]
@@ -214,18 +205,24 @@ class ModelTrainer:
             metrics = self._close_step()
             self._kept.write(self.step)
         self.step += 1
-        return StepResult(metrics=metrics, seconds=self._seconds)
+        return StepResult(metrics=metrics, seconds=self._seconds["step"])
 
-    def _ready(self, rows: Rows) -> ReadySamples:
-        """Return `rows` with the inputs of the loss: advantages, and log-probabilities of the reference and proximal policy."""
+    def _ready(self) -> ReadySamples:
+        """Take the held samples and return them with the inputs of the loss: advantages, and log-probabilities of the reference
+        and proximal policy. If `algorithm.truncated` says so, mask episodes whose last row was cut off by length."""
+        rows, self._held = train_rows.rows_of(self._held, self.objective.needs), []
+        if self._config.algorithm.truncated != "train":
+            cut = rows.truncated[rows.last]
+            self._statistics.total("response_length/masked", float((cut & rows.valid & rows.leads).sum()))
+            rows = replace(rows, mask=rows.mask & ~np.repeat(cut, rows.length))
         if self.objective.reference_is_base:
-            with self.backend.adapters_off():
+            with self.backend.adapters.off():
                 rows = replace(rows, reference=self._per_token_output(rows))
         if self.objective.compares_with_start and (self._several_updates or self.objective.chooses_by_start):
             # In the first update the loss's own pass gives these log-probabilities; in later updates the weights have changed.
-            with self._phase("old_log_p"):
+            with timed(self.phases, "timing/old_log_p"):
                 rows = replace(rows, proximal=self._per_token_output(rows))
-        with self._phase(*self.objective.timed_as):  # no pass runs in this phase
+        with timed(self.phases, *self.objective.timed_as):  # no pass runs in this phase
             columns, live = self.objective.columns(rows, self.step, self._statistics)
         return ReadySamples(rows, columns, live)
 
@@ -234,12 +231,13 @@ class ModelTrainer:
         their tokens, as far as there is room."""
         self._added.append((samples, chosen))
         trained = samples.rows.trained() & chosen
-        self.objective.count_masked(_episodes(samples.rows, chosen) - _episodes(samples.rows, trained), self._statistics)
+        episodes, seen = (int(samples.rows.first_of_episode(each).sum()) for each in (chosen, trained))
+        self.objective.count_masked(episodes - seen, self._statistics)
         # Samples whose gradient is exactly 0 (all rewards of a group are alike) get only a forward pass, for the statistics.
         self._keeps = samples.rows if keep else None
         for backward, kind in enumerate((~samples.live, samples.live)):
             batches = self._micro_batches(samples.rows, samples.columns, trained & kind)
-            self.backend.run(map(self._counted, batches), self._loss, bool(backward), last)
+            self.backend.run(batches, self._loss, bool(backward), last)
         self._keeps = None
 
     def _update(self) -> None:
@@ -249,15 +247,18 @@ class ModelTrainer:
             reduced, squared = self.backend.reduce(self._statistics)
         # 2. Losses are sums: the number that they are averaged over is known only now. If no token was trained, the gradient
         #    is 0 and is divided by 1.
-        averaged = reduced.means.get(self.objective.averaged)
-        denominator = averaged.count if averaged else 1.0
+        total, count = reduced.mean(self.objective.averaged)
+        denominator = count or 1.0
         norm = math.sqrt(squared) / denominator if squared >= 0 else math.nan
-        if math.isfinite(norm) and (averaged is None or math.isfinite(averaged.total)):
+        if math.isfinite(norm) and math.isfinite(total):
             # 3. Divide and clip by one factor, and update the weights.
             limit = self._options.max_grad_norm
             clip = limit / norm if limit and norm > limit else 1.0
             scheduled = learning_rate(self.step, self._config.training.steps, self._options)
-            self._rate = scheduled / self.objective.rate_divisor(self._reduced + reduced)
+            # The bias of a gradient of old samples grows with staleness times learning rate (arXiv:2607.01083). Dividing by
+            # staleness itself (arXiv:1511.05950) lowers the rate more than needed.
+            age, tokens = (self._reduced + reduced).mean("staleness/token_mean")
+            self._rate = scheduled / (1 + age / max(1.0, tokens)) ** self._config.training.lr_staleness_power
             with at("update"):
                 self.backend.update(clip / denominator, self._rate)
             self._norms.append(norm)
@@ -285,10 +286,9 @@ class ModelTrainer:
     def _close_step(self) -> dict[str, float]:
         """Return the step's metrics."""
         metrics = (self._reduced.finite() if self._skipped else self._reduced).metrics()
-        metrics["lr"] = self._rate
-        metrics["skipped_updates"] = float(self._skipped)
+        metrics |= {f"{self.objective.prefix}lr": self._rate, "skipped_updates": float(self._skipped)}
         if self._norms:
-            metrics["grad_norm"] = sum(self._norms) / len(self._norms)
+            metrics[f"{self.objective.prefix}grad_norm"] = sum(self._norms) / len(self._norms)
         if "actor/kl" in metrics:
             metrics["actor/kl_coefficient"] = self.objective.adapt_kl(metrics["actor/kl"], self._reduced)
         return self.objective.named(metrics)
@@ -300,11 +300,8 @@ class ModelTrainer:
         budget = self._config.training.max_tokens_per_microbatch
         return micro_batches(rows, chosen, columns, budget, self.backend.rank_info, self.backend.packs)
 
-    def _counted(self, batch: MicroBatch) -> MicroBatch:
-        self._statistics.mean("padding_waste", batch.padding, batch.attended)
-        return batch
-
     def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        self._statistics.mean("padding_waste", batch.padding, batch.attended)
         loss = self.objective.loss(batch, outputs, self._statistics)
         if self._keeps is not None and self.objective.token_figures is not None:
             self._kept.add(self._keeps, batch, *self.objective.token_figures)
@@ -323,12 +320,10 @@ class ModelTrainer:
 
     def compare(self, probes: Sequence[bytes]) -> list[float]:
         """Compare log-probabilities under the present weights with those in `probes`: encoded groups whose every token these
-        weights have sampled. Called between `begin_step` and `apply`; the step's `mismatch/*` metrics include the probes.
-
-        All ranks get all probes. Returns on rank 0, for each probe, the mean |rollout's − trainer's| over its tokens, in nats;
-        NaN if a log-probability is NaN. Raises InvalidMessage if a probe cannot be decoded or does not fit the model.
-        """
-        with self._timed():
+        weights have sampled. Called between `begin_step` and `apply`; the step's `mismatch/*` metrics include the probes. All
+        ranks get all probes. Returns on rank 0, for each probe, the mean |rollout's − trainer's| over its tokens, in nats; NaN
+        if a log-probability is NaN. Raises InvalidMessage if a probe cannot be decoded or does not fit the model."""
+        with timed(self._seconds, "step"):
             ids = [types.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]
             groups, needs = groups if self.backend.share == 0 else [], self.objective.needs
@@ -343,10 +338,8 @@ class ModelTrainer:
         return torch.from_numpy(np.append(flat, 0).astype(np.float32)).to(self.backend.rank_info.device)
 
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
-        """Return a critic's values of this rank's `groups` (perhaps none), in their order, under the present weights.
-
-        Raises InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary.
-        """
+        """Return a critic's values of this rank's `groups` (perhaps none), in their order, under the present weights. Raises
+        InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary."""
         groups = self.backend.of_share(groups, ValueRequest)
         rows = train_rows.decode_samples(groups, self.backend.vocab_size)
         parts = rows.by_group(self._per_token_output(rows))
@@ -357,15 +350,18 @@ class ModelTrainer:
 
     def begin_save(self, folder: str) -> Callable[[], None]:
         """Begin to write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes the
-        write atomic.
-
-        The returned function writes the rest, and returns when all ranks have written. With `checkpoint.async_save` another
-        thread may call it while training goes on: all data was copied before.
-        """
+        write atomic. The returned function writes the rest, and returns when all ranks have written. With
+        `checkpoint.async_save` another thread may call it while training goes on: all data was copied before."""
         return self.backend.begin_save(Path(folder), TrainingPosition(self.step, self.objective.kl_control.coefficient))
 
     def save(self, folder: str) -> None:
         self.begin_save(folder)()
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder, whole or not at all."""
+        first = self.backend.rank_info.rank == 0
+        with checkpoint.atomic_folder(folder) if first else contextlib.nullcontext(folder) as target:
+            self.backend.export(target)
 
     def load(self, folder: str) -> None:
         """Restore the state that `save` wrote, bit for bit. Raises UserError if it does not fit the model."""
@@ -374,46 +370,21 @@ class ModelTrainer:
         self.objective.resume(position.kl_coefficient)
         self._begin()
 
-    def offload(self) -> None:
-        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps.
-        Until `onload`, only `values` is called."""
-        self.backend.offload()
 
-    def onload(self) -> None:
-        """Move what `offload` took off back to the device, bit for bit."""
-        self.backend.onload()
-
-    # ------------------------------------------------------------------------------------------ time
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds += time.perf_counter() - begin
-
-    @contextlib.contextmanager
-    def _phase(self, *names: str) -> Iterator[None]:
-        """Add the block's seconds to the step's `timing/NAME`. The block's results must be on the host at its end."""
-        begin = time.perf_counter()
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], *names: str) -> Iterator[None]:
+    """Add the block's seconds to those of `names`. The block's results must be on the host at its end."""
+    begin = time.perf_counter()
+    try:
         yield
-        seconds = time.perf_counter() - begin
-        for metric in (f"timing/{name}" for name in names):
-            self.phases[metric] = self.phases.get(metric, 0.0) + seconds
-
-
-def _episodes(rows: Rows, chosen: np.ndarray) -> int:
-    """Return the number of episodes that the rows `chosen` (bool [B]) belong to."""
-    return int(rows.first_of_episode(chosen).sum())
+    finally:
+        for name in names:
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
-    """Return the learning rate of `step`, counted from 0.
-
-    Warm-up rises linearly and reaches the peak in its last step. The schedules linear and cosine then fall from the peak to
-    the minimum, which they reach at `total_steps`.
-    """
+    """Return the learning rate of `step`, counted from 0. Warm-up rises linearly and reaches the peak in its last step. The
+    schedules linear and cosine then fall from the peak to the minimum, which they reach at `total_steps`."""
     peak, low, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -422,16 +393,3 @@ def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     remaining = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return low + (peak - low) * remaining
-
-
-def load_backend(config: Config, role: str, rank_info: RankInfo) -> ModelBackend:
-    """Load the model that `role` trains, on the engine that the role's service names. Raises UserError if the configuration or
-    the folder is wrong, or if the engine's package is missing."""
-    trained = TrainedRole.of(config, role)
-    if use_megatron(trained.settings, rank_info.device):
-        from runtime.trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(config, trained, rank_info)
-    from runtime.trainer.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(config, trained, rank_info)

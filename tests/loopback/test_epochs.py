@@ -20,7 +20,7 @@ from runtime.coordinator.weight_sync import WeightPublisher, nearest
 from runtime.errors import Cancelled, ServiceFault, Unreachable
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
-from runtime.trainer.collectives import RankInfo
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult

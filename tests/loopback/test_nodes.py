@@ -38,9 +38,9 @@ from runtime.ledger.checkpoint import Position
 from runtime.process import keys, os_process
 from runtime.process.keys import Keys
 from runtime.status import Registration
-from runtime.trainer import collectives
-from runtime.trainer.collectives import RankInfo, exchange
-from runtime.trainer.rank import NodePart
+from runtime.trainer import rank_group
+from runtime.trainer.backend import RankInfo
+from runtime.trainer.rank_group import NodePart, exchange
 from runtime.types import PolicyVersion
 from services.nodes import Nodes
 from services.rpc import client, contract
@@ -540,7 +540,7 @@ class Engine:
     """Reads what a rank of megatron-core does: the files that all need, its own tensors, and the other's of one name."""
 
     def __init__(self, rank: int):
-        self.rank, self.backend = rank, self
+        self.rank = rank
         self.seen: dict[str, bytes] = {}
 
     def needed(self, folder: Path) -> set[str]:
@@ -552,7 +552,7 @@ class Engine:
 
 def made(rank: int, folder: Path) -> tuple[NodePart, RankInfo]:
     os.environ[os_process.NODE] = NODES[rank]
-    collectives.CHUNK = CHUNK
+    rank_group.CHUNK = CHUNK
     info = RankInfo(rank, 2, torch.device("cpu"))
     given = {"run": {"name": "r", "dir": str(folder / "run")}, "cluster": {"shared_folder": False}}
     return NodePart(msgspec.convert(given, Config), "trainer", info), info
@@ -581,8 +581,10 @@ def gives_and_takes(rank: int, folder: Path) -> None:
     engine: Any = Engine(rank)
     own = checkpoint.folder_for(checkpoint.part_root(folder / "run", NODES[rank], "trainer"), 2)
     before = checkpoint.files_of(own)
-    assert part.load(Restore("/r/step-2", types.encode(place(2, parts=BOTH)), 7), engine) == PolicyVersion(0, 2)
-    expected = {"trainer.json": b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
+    assert part.load(Restore("/r/step-2", types.encode(place(2, parts=BOTH)), 7), engine.needed, engine.load) == PolicyVersion(
+        0, 2
+    )
+    expected = {checkpoint.TRAINER: b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
     assert engine.seen == expected | ({"t/__0_2.distcp": b"nobody reads it"} if rank == 0 else {})
     assert checkpoint.files_of(own) == before, "what was read is kept"
     assert (own.parent / "dead-7" / "step-00000004").is_dir()
@@ -601,7 +603,7 @@ def refuses(rank: int, folder: Path) -> None:
         told = rf"^run.resume: /r/step-2: node {node} has no complete part of the trainer, or is not in this run$"
         position = msgspec.structs.replace(place(2, parts=named), **values)
         with pytest.raises(UserError, match=told):
-            part.load(Restore("/r/step-2", types.encode(position)), engine)
+            part.load(Restore("/r/step-2", types.encode(position)), engine.needed, engine.load)
 
     lacks("c", [*BOTH, "trainer/c"])
     lacks("a", BOTH, run="another")
@@ -612,7 +614,7 @@ def refuses(rank: int, folder: Path) -> None:
     assert engine.seen == {}
     # What nobody needs may be torn: the other node gives what is read.
     engine.needed = lambda _: {"t/__0_0.distcp"}
-    part.load(Restore("/r/step-2", types.encode(place(2, parts=["trainer/a", "critic/d"]))), engine)
+    part.load(Restore("/r/step-2", types.encode(place(2, parts=["trainer/a", "critic/d"]))), engine.needed, engine.load)
     assert engine.seen["t/__0_0.distcp"] == LARGE + b"\0"
     assert "t/__1_0.distcp" not in engine.seen
 

@@ -26,7 +26,7 @@ import os, sys
 from datetime import timedelta
 import psutil, torch
 import torch.distributed as dist
-from runtime.trainer.rank import _store
+from runtime.trainer.rank_group import _store
 rank, world, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=60)
 store = _store(world, limit, "gloo")
 store.add("there", 1)

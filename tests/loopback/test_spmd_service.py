@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from runtime.data.prompts import StreamState
 from runtime.errors import Forbidden, InvalidMessage, ServiceFault, StorageFull, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
-from runtime.trainer.collectives import RankInfo
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
@@ -39,7 +38,8 @@ class NotingEngine(ModelTrainer):
     """The value of a group is its id. Values are told, and a checkpoint is written, once they `may` be."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        self.backend: Any = SimpleNamespace(rank_info=RankInfo(rank, world_size, torch.device("cpu")))
+        self.backend: Any = self
+        self.rank_info = RankInfo(rank, world_size, torch.device("cpu"))
         self.seen: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
         self.may = threading.Event()

@@ -24,8 +24,8 @@ from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config, Moe
 from runtime.errors import ServiceFault
 from runtime.models import hf_policy
-from runtime.trainer.backend import confined
-from runtime.trainer.fsdp import optimizers, sharding
+from runtime.trainer.backend import confined, local, local_rows
+from runtime.trainer.fsdp import optimizers
 from runtime.trainer.megatron import passes
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import StepResult, TokenSets, TrainGroup, ValueRequest, encode_set
@@ -263,11 +263,11 @@ def lent_steps(policy: str, rank: int) -> tuple[int, list[dict[str, float]]]:
 
     def begin_step(step: int) -> None:
         nonlocal kept
-        engine.offload()
-        shards = [sharding.local(parameter) for parameter in backend.model.parameters()]
-        moments = [sharding.local(state["exp_avg"]) for state in backend.optimizer.state.values()]
+        engine.backend.offload()
+        shards = [local(parameter) for parameter in backend.model.parameters()]
+        moments = [local(state["exp_avg"]) for state in backend.optimizer.state.values()]
         kept += sum(tensor.untyped_storage().nbytes() for tensor in shards + moments)
-        engine.onload()
+        engine.backend.onload()
         begin(step)
 
     chunks = mock.patch("runtime.trainer.backend.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
@@ -483,7 +483,7 @@ def update(engine: ModelTrainer) -> None:
     for parameter in backend.parameters.values():  # type: ignore[attr-defined]
         gradient = torch.randn(parameter.shape, generator=generator)
         parameter.grad = torch.zeros_like(parameter)
-        sharding.local(parameter.grad).copy_(gradient[sharding.rows(parameter)])
+        local(parameter.grad).copy_(gradient[local_rows(parameter)])
     backend.update(1.0, 1e-2)
     backend.clear_gradients()
     engine.step += 1

@@ -27,7 +27,6 @@ from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Parallel, ReferenceScorer, Trainer
 from runtime.errors import ServiceFault
 from runtime.scoring.scorer_torch import TorchScorer
-from runtime.trainer.backend import use_megatron
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, LogprobRequest
 from tests.closeness import FLOAT32, LOGITS, assert_close, forward_terms, gamma
@@ -247,10 +246,12 @@ def make_engine(folder: Path, rank: int, overlap: bool, dtype: str, **training: 
     settings = Trainer(processes=BLOCKS, engine="megatron", offload=["optimizer", "grad", "param"] if overlap else [])
     sections = SECTIONS | {"training": SECTIONS["training"] | training}
     config = make_config(str(folder / "policy"), dtype=dtype, trainer=settings, **sections)
-    from runtime.trainer.megatron.optimizer import MegatronOptimizer
+    from runtime.trainer.megatron import optimizer
 
+    known = optimizer.DistributedDataParallelConfig
+    apart = {} if overlap else {"overlap_grad_reduce": False, "overlap_param_gather": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.trainer.megatron.backend.MegatronOptimizer", partial(MegatronOptimizer, overlap=overlap))
+        patch.setattr(optimizer, "DistributedDataParallelConfig", lambda **options: known(**options | apart))
         return policy_trainer(config, rank=rank, world_size=BLOCKS, device=CPU)
 
 
@@ -291,9 +292,9 @@ def lend_device(engine: Any) -> None:
     engine.backend.optimizer.settle()
     held = [tensor for kind in ("param", "grad", "optimizer") for tensor in engine.backend.optimizer.tensors(kind)]
     weights = {parameter: parameter.clone() for parameter in engine.backend.model.parameters()}
-    engine.offload()
+    engine.backend.offload()
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*held, *weights, *engine.backend.gradients()))
-    engine.onload()
+    engine.backend.onload()
     assert all(torch.equal(parameter, before) for parameter, before in weights.items())
 
 
@@ -484,7 +485,6 @@ def config_of(folder: Path, parallel: Parallel) -> Config:
 def reference_member(rank: int, folder: Path) -> None:
     for name, parallel in LAYOUTS.items():
         config = config_of(folder, parallel)
-        use_megatron(config.services.reference, CPU)
         from runtime.scoring.reference_rank import MegatronScorer
 
         scorer = MegatronScorer(config, 2, CPU)

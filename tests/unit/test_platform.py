@@ -20,7 +20,7 @@ from runtime.process import platform
 from runtime.rollout.engine import EngineStats
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.scoring.scorer_torch import OffloadableScorer
-from runtime.trainer import rank
+from runtime.trainer import rank_group
 from runtime.types import Logprobs, PolicyVersion
 
 CPU = torch.device("cpu")
@@ -95,11 +95,11 @@ def test_a_groups_backend_is_its_role(
     seen = []
     monkeypatch.setattr(platform, "device", lambda index: types.SimpleNamespace(type=kind))
     joins = lambda name, **how: seen.append((name, how["timeout"].total_seconds()))  # noqa: E731
-    monkeypatch.setattr(rank.dist, "init_process_group", joins)
-    monkeypatch.setattr(rank.dist, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(rank_group.dist, "init_process_group", joins)
+    monkeypatch.setattr(rank_group.dist, "TCPStore", lambda *_, **__: None)
     for name, value in {"SLUICE_STORE_KEY": "00", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    rank.join_group("critic", Trainer(engine=engine, backend=backend), 2, 7.0)
+    rank_group.join_group("critic", Trainer(engine=engine, backend=backend), 2, 7.0)
     assert seen == [(joined, 7.0)]
     assert "SLUICE_STORE_KEY" not in os.environ, "no child of a rank is told the key"
 
@@ -119,7 +119,7 @@ def test_a_groups_backend_that_its_device_has_not_is_one_line(
 ) -> None:
     monkeypatch.setattr(platform, "device", lambda index: types.SimpleNamespace(type=kind))
     with pytest.raises(UserError) as refused:
-        rank.join_group("trainer", Trainer(engine=engine, backend=backend), 2, 7.0)
+        rank_group.join_group("trainer", Trainer(engine=engine, backend=backend), 2, 7.0)
     assert str(refused.value) == f"services.trainer.backend: '{backend}' does not work on {kind}; must be one of {allowed}"
 
 

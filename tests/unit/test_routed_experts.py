@@ -27,8 +27,8 @@ from runtime.models.families.shape import ExpertShape
 from runtime.models.forward import Packing
 from runtime.rollout.torch import engine as engine_module
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import StepStatistics
-from runtime.trainer.micro_batch import MicroBatch, micro_batches
+from runtime.trainer.backend import StepStatistics, micro_batches
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RoutedExperts, Sample, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms
@@ -308,7 +308,7 @@ def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
         with_moe(path, Trainer(activation_checkpointing=checkpointing), router_replay="routing", aux_loss=aux, z_loss=z)
     )
     backend, statistics = engine.backend, StepStatistics(torch.device("cpu"))
-    rows = train_rows.join([train_rows.decode_groups([group], VOCAB, engine.objective.needs) for group in groups])
+    rows = train_rows.decode_groups(groups, VOCAB, engine.objective.needs)
     weight = {"weight": rng.normal(size=len(rows.tokens)).astype(np.float32)}
 
     def loss(batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:

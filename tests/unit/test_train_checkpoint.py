@@ -271,23 +271,23 @@ def test_steps_are_the_same_bit_for_bit(tmp_path: Path, optimizer: str, lent: tu
     for step in range(3):
         groups = make_groups(step, step=step)
         expected = run_step(plain, groups)
-        engine.offload()
+        engine.backend.offload()
         is_away = next(engine.backend.model.parameters()).untyped_storage().nbytes() == 0
         assert is_away == ("param" in lent)
         states = engine.backend.optimizer.state.values()  # type: ignore[attr-defined]
         kept = [value for state in states for key, value in state.items() if key != "step"]
         assert bool(kept) == (step > 0)
         assert all(not part.untyped_storage().nbytes() for value in kept for part in optimizers.storages(value))
-        engine.onload()
+        engine.backend.onload()
         assert run_step(engine, groups).metrics["actor/grad_norm"] == expected.metrics["actor/grad_norm"]
         assert_same(weights(engine), weights(plain))
 
 
 def test_on_a_cpu_nothing_is_taken_to_the_host(policy: str) -> None:
     engine = policy_trainer(make_config(policy, trainer=Trainer(offload=["param"])))
-    engine.offload()
+    engine.backend.offload()
     assert next(engine.backend.model.parameters()).untyped_storage().nbytes() > 0
-    engine.onload()
+    engine.backend.onload()
 
 
 # ---------------------------------------------------------------------------------------------- optimizers beside AdamW
@@ -417,7 +417,7 @@ def test_moments_of_8_bits_are_restored_bit_for_bit(name: str):
     held = eight.zeros(parameter, name)
     held.copy_(values if name == "exp_avg" else values.square())
     expected = optimizers.numbers(held)
-    optimizers.restore(eight, parameter, 1, lambda _: expected)
+    optimizers.restore(eight, parameter, 1, dict.fromkeys(optimizers.MOMENTS, expected))
     assert torch.equal(optimizers.numbers(eight.state[parameter][name]), expected)
 
 

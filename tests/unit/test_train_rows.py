@@ -184,16 +184,6 @@ def test_each_row_has_its_episode_s_reward(seed: int):
     assert np.array_equal(rows.tokens, tokens)
 
 
-@pytest.mark.parametrize("groups", [make_episodes(1, (2, 3, 1, 4), turns=True), make_groups(3)], ids=["episodes", "replies"])
-def test_parts_that_are_joined_are_one_batch(groups: list[TrainGroup]):
-    whole, parts = decoded(groups), [decoded(groups[:1]), decoded([]), decoded(groups[1:3]), decoded(groups[3:])]
-    joined = train_rows.join(parts)
-    for field in Rows.__dataclass_fields__:
-        left, right = getattr(joined, field), getattr(whole, field)
-        assert getattr(left, "dtype", None) == getattr(right, "dtype", None), field
-        np.testing.assert_array_equal(left, right, err_msg=field)
-
-
 def test_turns_begin_with_each_run_of_trained_tokens():
     rows = decoded(make_episodes(4))
     expected = []

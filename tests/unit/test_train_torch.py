@@ -30,7 +30,7 @@ from runtime.errors import UserError
 from runtime.models import experts, forward, hf_folder
 from runtime.models.experts import join_experts, mixture, route
 from runtime.trainer import objective
-from runtime.trainer.micro_batch import micro_batches
+from runtime.trainer.backend import micro_batches
 from runtime.trainer.rows import Needs, decode_groups
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import GroupPayload, PolicyVersion, TrainGroup, ValueRequest

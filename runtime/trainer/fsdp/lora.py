@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.models.adapters import DOWN, UP, AdapterBase, adapted, start_of
 from runtime.models.families.adapters import PREFIX, target_modules
 from runtime.models.limits import LORA_NEEDS_PEFT
-from runtime.trainer.fsdp import sharding
+from runtime.trainer.backend import full, wholes
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -30,11 +30,9 @@ _NAME = "default"  # PEFT allows several sets of adapters in a model; this is th
 
 
 def adapt(model: Any, settings: Lora, source: str, seed: int, frozen: torch.dtype) -> LoraConfig:
-    """Put adapters into `model`, which is whole and on the CPU, and freeze its other parameters in the dtype `frozen`.
-
-    A's values depend only on `seed`, so that every rank has the same; the global generators do not change. `source` is the
-    model's folder. Raises UserError if the model lacks a target layer.
-    """
+    """Put adapters into `model`, which is whole and on the CPU, and freeze its other parameters in the dtype `frozen`. A's
+    values depend only on `seed`, so that every rank has the same; the global generators do not change. `source` is the model's
+    folder. Raises UserError if the model lacks a target layer."""
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
     targets = target_modules(layers, settings.target_modules)
@@ -90,11 +88,9 @@ def _in_files(name: str) -> str:
 
 
 class Adapters:
-    """The adapters of a policy under training. With several ranks, all ranks call every method alike.
-
-    `trained` has the adapters under their names in PEFT's files; `published` the same under the names of
-    `runtime.models.adapters`; `base` the policy without adapters, under its Hugging Face names.
-    """
+    """The adapters of a policy under training. With several ranks, all ranks call every method alike. `trained` has the
+    adapters under their names in PEFT's files; `published` the same under the names of `runtime.models.adapters`; `base` the
+    policy without adapters, under its Hugging Face names."""
 
     def __init__(self, model: Any, config: LoraConfig, base: AdapterBase):
         """Find the adapters in `model`. `config` is the result of `adapt`."""
@@ -112,9 +108,9 @@ class Adapters:
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole policy with merged adapters, tensor by tensor in the order of `base`. `base` does not change."""
-        for name, weight in sharding.wholes(self.base):
+        for name, weight in wholes(self.base):
             if name in self._pairs:
-                down, up = map(sharding.full, self._pairs[name])
+                down, up = map(full, self._pairs[name])
                 weight = adapted(weight, up * self._scaling, down)
             yield name, weight
 
@@ -124,11 +120,8 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Make the model compute as before it was adapted, within the context.
-
-        This sets the scale to 0. PEFT's own switch also marks the adapters as not trained, and FSDP2 would take this over
-        in a first pass.
-        """
+        """Make the model compute as before it was adapted, within the context. This sets the scale to 0. PEFT's own switch also
+        marks the adapters as not trained, and FSDP2 would take this over in a first pass."""
         from peft.tuners.lora import LoraLayer
 
         layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
@@ -142,6 +135,6 @@ class Adapters:
 
     def write(self, folder: Path, rank: int) -> None:
         """Write a PEFT folder; rank 0 writes."""
-        tensors = {name: whole.cpu().contiguous() for name, whole in sharding.wholes(self.trained) if rank == 0}
+        tensors = {name: whole.cpu().contiguous() for name, whole in wholes(self.trained) if rank == 0}
         if rank == 0:
             write(folder, tensors, self.config)

@@ -11,7 +11,7 @@ import torch
 from runtime.config import Optimizer
 from runtime.errors import UserError
 from runtime.models.limits import NEEDS_TORCHAO
-from runtime.trainer.fsdp import sharding
+from runtime.trainer.backend import full, local, local_rows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
@@ -53,12 +53,10 @@ def hidden_matrices(model: Any, parameters: Iterable[torch.nn.Parameter]) -> fro
 
 class Muon(torch.optim.AdamW):
     """Muon for some matrices, AdamW for all other parameters (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
-
     `B ← μ B + (1 - μ) G`, `O = orthogonalised((1 - μ) G + μ B)`, `W ← (1 - ηλ) W - 0.2 η √max(m, n) O` of W [m, n]. An update
     is as large as AdamW's, so that η and λ are those of AdamW (Moonlight, arXiv:2502.16982, equation 4). It is the step of
     `torch.optim.Muon` with `match_rms_adamw`, which does not support sharded matrices. Here each rank keeps its rows of B, and
-    every rank orthogonalises the whole matrix: ranks agree bit for bit, and with a single rank.
-    """
+    every rank orthogonalises the whole matrix: ranks agree bit for bit, and with a single rank."""
 
     def __init__(
         self,
@@ -85,18 +83,16 @@ class Muon(torch.optim.AdamW):
         if not state:
             state.update(step=torch.tensor(0.0), momentum_buffer=torch.zeros_like(parameter, requires_grad=False))
         state["step"] += 1
-        own, gradient, buffer = map(sharding.local, (parameter, grad, state["momentum_buffer"]))
+        own, gradient, buffer = map(local, (parameter, grad, state["momentum_buffer"]))
         buffer.lerp_(gradient, 1 - self._momentum)
         ahead = gradient.lerp(buffer, self._momentum).to(self._compute)
-        update = orthogonalised(sharding.full(parameter, ahead))[sharding.rows(parameter)].to(own.device)
+        update = orthogonalised(full(parameter, ahead))[local_rows(parameter)].to(own.device)
         own.mul_(1 - rate * decay).add_(update, alpha=-rate * _RMS * math.sqrt(max(parameter.shape)))
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Return approximately U Vᵀ of `matrix` = U S Vᵀ, [m, n], in its dtype: singular values of about 0.7 to 1.2.
-
-    Newton-Schulz: `X ← a X + (b A + c A²) X`, `A = X Xᵀ`, from `X = matrix / ‖matrix‖`.
-    """
+    """Return approximately U Vᵀ of `matrix` = U S Vᵀ, [m, n], in its dtype: singular values of about 0.7 to 1.2. Newton-Schulz:
+    `X ← a X + (b A + c A²) X`, `A = X Xᵀ`, from `X = matrix / ‖matrix‖`."""
     a, b, c = _COEFFICIENTS
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -118,11 +114,9 @@ def _eight_bits() -> Any:
 
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments, in blocks of 256 along a rank's rows (Dettmers et al., arXiv:2110.02861), by torchao. A
-    parameter with fewer than 4,096 numbers on a rank, or with an incomplete block, has moments of its own dtype.
-
-    Each moment is decoded, updated and encoded again. torchao's own optimizer compiles the same computation, and therefore
-    needs a compiler on each machine.
-    """
+    parameter with fewer than 4,096 numbers on a rank, or with an incomplete block, has moments of its own dtype. Each moment is
+    decoded, updated and encoded again. torchao's own optimizer compiles the same computation, and therefore needs a compiler on
+    each machine."""
 
     def __init__(self, groups: list[dict[str, Any]], tensors: Any, *, lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr})
@@ -130,7 +124,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def zeros(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
         """Return a moment of this rank's rows before the first update."""
-        own = sharding.local(parameter)
+        own = local(parameter)
         if own.numel() < _SMALL or own.numel() % _BLOCK:
             return torch.zeros_like(own)
         zeros: torch.Tensor = self._tensors.zeros(own.shape, name == "exp_avg", _BLOCK, own.device, own.dtype)
@@ -148,7 +142,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if not state:
             state.update({name: self.zeros(parameter, name) for name in MOMENTS}, step=torch.tensor(0.0))
         state["step"] += 1
-        own, gradient = map(sharding.local, (parameter, grad))
+        own, gradient = map(local, (parameter, grad))
         mean, square = (
             numbers(state[name]).lerp(value, 1 - beta)
             for name, value, beta in zip(MOMENTS, (gradient, gradient.square()), self._betas, strict=True)
@@ -175,37 +169,34 @@ def kept(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> tup
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a state's tensor, in float32."""
-    own: Any = sharding.local(tensor)
+    own: Any = local(tensor)
     return own.dequantize() if hasattr(own, "codes") else own
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors that hold this rank's rows; without the 1 kB table of the codes' values."""
-    own: Any = sharding.local(tensor)
+    own: Any = local(tensor)
     return (own.codes, own.scale) if hasattr(own, "codes") else (own,)
 
 
-def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, read: Callable[[str], torch.Tensor]) -> None:
-    """Give `parameter` the state that it has after `updates` updates. `read` returns this rank's rows of a tensor by name. A
+def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give `parameter` the state that it has after `updates` updates. `tensors`: this rank's rows of what is `kept`, by name. A
     fused kernel keeps the number of updates on the parameter's device."""
-    names = kept(optimizer, parameter)
-    fused = optimizer.defaults.get("fused") and names == MOMENTS
+    fused = optimizer.defaults.get("fused") and tuple(tensors) == MOMENTS
     state = {"step": torch.tensor(float(updates), device=parameter.device if fused else "cpu")}
-    for name in names:
+    for name, rows in tensors.items():
         eight = isinstance(optimizer, AdamW8bit)
         state[name] = optimizer.zeros(parameter, name) if eight else torch.zeros_like(parameter, requires_grad=False)
-        own, rows = sharding.local(state[name]), read(name).to(parameter.device)
-        _encode(own, rows) if hasattr(own, "codes") else own.copy_(rows)
+        own, values = local(state[name]), rows.to(parameter.device)
+        _encode(own, values) if hasattr(own, "codes") else own.copy_(values)
     optimizer.state[parameter] = state
 
 
 def _encode(held: Any, values: torch.Tensor) -> None:
     """Encode `values`, float32, in the 8-bit tensor `held` of the same shape. If `values` were decoded from such a tensor with
-    the same blocks, the result is bit for bit that tensor.
-
-    The number furthest from 0 in a block is the block's scale. If that number is negative, it is the lowest of `qmap` times the
-    scale, and the quotient may be off by one float. The block's other numbers show which scale is right.
-    """
+    the same blocks, the result is bit for bit that tensor. The number furthest from 0 in a block is the block's scale. If that
+    number is negative, it is the lowest of `qmap` times the scale, and the quotient may be off by one float. The block's other
+    numbers show which scale is right."""
     blocks, qmap = values.reshape(-1, held.block_size), held.qmap
     top, low = blocks.amax(1), -blocks.amin(1)
     negative, zero = low / -qmap[0], torch.zeros_like(top)

@@ -16,12 +16,10 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -30,9 +28,8 @@ from runtime.models import hf_policy
 from runtime.models.adapters import AdapterBase
 from runtime.process import platform
 from runtime.run_files import read_object
-from runtime.trainer.backend import TrainingPosition
-from runtime.trainer.collectives import RankInfo
-from runtime.trainer.fsdp import lora, optimizers, sharding
+from runtime.trainer.backend import RankInfo, TrainingPosition, full, local, local_rows, wholes
+from runtime.trainer.fsdp import lora, optimizers
 from runtime.trainer.fsdp.lora import Adapters
 
 if TYPE_CHECKING:
@@ -64,15 +61,24 @@ class TrainingState:
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
     """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer come from `source`."""
-    _write_weights(folder, state, source)
-    updates = _updates(state)
+    rank, optimizer = state.rank_info.rank, state.optimizer
+    if state.adapters is not None:
+        state.adapters.write(folder / lora.FOLDER, rank)
+    else:
+        if rank == 0:
+            (folder / "model").mkdir()
+        tensors = {**state.parameters, **state.fixed}
+        hf_policy.write_model(folder / "model", tensors, wholes(tensors), rank, torch.float32, source)
+    # The optimizer's state exists from the first update on.
+    first = next(iter(state.parameters.values()))
+    updates = int(optimizer.state[first]["step"]) if optimizer.state else 0
     if updates:
         kept = _kept(state)
-        wholes = ((name, _whole(state.optimizer, name, parameter)) for name, parameter in kept.items())
-        hf_policy.write_tensors(folder, "optimizer", kept, wholes, state.rank_info.rank, torch.float32)
+        moments = ((name, _whole(optimizer, name, parameter)) for name, parameter in kept.items())
+        hf_policy.write_tensors(folder, "optimizer", kept, moments, rank, torch.float32)
     generators = _gather_generators(state)
-    description = describe(state.position, optimizers.family(state.optimizer), updates, state.config, state.base)
-    if state.rank_info.rank == 0:
+    description = describe(state.position, optimizers.family(optimizer), updates, state.config, state.base)
+    if rank == 0:
         save_file(generators, folder / GENERATORS)
         (folder / "trainer.json").write_text(description, encoding="utf-8")
 
@@ -93,23 +99,6 @@ def describe(
     return json.dumps(content) + "\n"
 
 
-def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
-    rank = state.rank_info.rank
-    if state.adapters is not None:
-        state.adapters.write(folder / lora.FOLDER, rank)
-        return
-    if rank == 0:
-        (folder / "model").mkdir()
-    tensors = {**state.parameters, **state.fixed}
-    hf_policy.write_model(folder / "model", tensors, sharding.wholes(tensors), rank, torch.float32, source)
-
-
-def _updates(state: TrainingState) -> int:
-    """Return the number of the optimizer's updates; its state exists from the first update on."""
-    first = next(iter(state.parameters.values()))
-    return int(state.optimizer.state[first]["step"]) if state.optimizer.state else 0
-
-
 def _kept(state: TrainingState) -> dict[str, torch.nn.Parameter]:
     """Return the parameter of each tensor of the optimizer's state, by the tensor's name in the file."""
     return {
@@ -120,27 +109,19 @@ def _kept(state: TrainingState) -> dict[str, torch.nn.Parameter]:
 
 
 def _whole(optimizer: torch.optim.Optimizer, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    return sharding.full(parameter, optimizers.numbers(optimizer.state[parameter][name.partition(".")[0]]))
+    return full(parameter, optimizers.numbers(optimizer.state[parameter][name.partition(".")[0]]))
 
 
 def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
-    own = platform.rng_state(state.rank_info.device)
-    if state.rank_info.world_size == 1:
-        return {f"0.{kind}": value for kind, value in own.items()}
-    gathered = {}
-    for kind, value in sorted(own.items()):
-        parts = [torch.empty_like(value, device=state.rank_info.device) for _ in range(state.rank_info.world_size)]
-        dist.all_gather(parts, value.to(state.rank_info.device))
-        gathered.update({f"{rank}.{kind}": part.cpu() for rank, part in enumerate(parts)})
-    return gathered
+    kinds = sorted(platform.rng_state(state.rank_info.device).items())
+    wholes = ((kind, state.rank_info.gathered(own[None])) for kind, own in kinds)
+    return {f"{rank}.{kind}": each.clone() for kind, whole in wholes for rank, each in enumerate(whole)}
 
 
 @torch.no_grad()
 def load(folder: Path, state: TrainingState) -> TrainingPosition:
     """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows. Return the progress of training.
-
-    Raises UserError, and changes nothing, if the checkpoint does not fit the model.
-    """
+    Raises UserError, and changes nothing, if the checkpoint does not fit the model."""
     description = read_description(folder, state.config, state.base)
     require_same_optimizer(folder, description, optimizers.family(state.optimizer))
     where = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
@@ -152,11 +133,12 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
         for name, tensor in {} if state.adapters else state.fixed.items():
             tensor.copy_(weights(name)[...])
         for name, parameter in state.parameters.items():
-            sharding.local(parameter).copy_(weights(name)[sharding.rows(parameter)])
+            local(parameter).copy_(weights(name)[local_rows(parameter)])
             state.optimizer.state.pop(parameter, None)
             if history is not None:
-                read = partial(_read_kept, history, name, parameter)
-                optimizers.restore(state.optimizer, parameter, description["optimizer_updates"], read)
+                names, rows = optimizers.kept(state.optimizer, parameter), local_rows(parameter)
+                moments = {kind: history(f"{kind}.{name}")[rows] for kind in names}
+                optimizers.restore(state.optimizer, parameter, description["optimizer_updates"], moments)
         _restore_generators(generators, state)
     return TrainingPosition(description["step"], description.get("kl_coefficient"))
 
@@ -225,11 +207,6 @@ def open_tensors(
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _read_kept(history: Callable[[str], Any], name: str, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
-    rows: torch.Tensor = history(f"{kind}.{name}")[sharding.rows(parameter)]
-    return rows
 
 
 def _restore_generators(file: Any, state: TrainingState) -> None:

@@ -18,7 +18,7 @@ from runtime.process import platform
 from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
-    PerToken,
+    RankInfo,
     Reduced,
     StepStatistics,
     TrainedRole,
@@ -26,7 +26,6 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
-from runtime.trainer.collectives import RankInfo
 from runtime.trainer.fsdp.lora import FOLDER
 from runtime.trainer.megatron import state
 from runtime.trainer.megatron.lora import MegatronAdapters
@@ -40,50 +39,33 @@ from runtime.weights.plan import TensorSpec
 T = TypeVar("T")
 
 
-class MegatronBackend(ModelBackend):
+class MegatronBackend(MegatronPasses, ModelBackend):
     """Every block of ranks that holds the model has its own share of the data: the share of its first rank. Computes in
-    `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU. Master weights are float32.
-
-    With `lora`, only adapters are trained. An export has the adapters merged into the model.
-
-    `megatron.facade.prepare` must have been called in this process.
-    """
+    `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU. Master weights are float32. With `lora`, only
+    adapters are trained. An export has the adapters merged into the model. `megatron.facade.prepare` must have been called in
+    this process."""
 
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
         """Load the model. Raises UserError if the configuration or the folder is wrong."""
-        device, settings = rank_info.device, trained.settings
-        compute = compute_dtype(config, device)
-        if not trained.has_value_head:
+        device, settings, compute = rank_info.device, trained.settings, compute_dtype(config, rank_info.device)
+        self._source, seed, timeout, valued = trained.source, config.run.seed, config.deadlines.train, trained.has_value_head
+        MegatronPasses.__init__(self, self._source, settings, compute, device, seed=seed, timeout=timeout, value_head=valued)
+        self.adapters: MegatronAdapters | None = None
+        if not valued:
             self._wire_dtype = wire_dtype(config, device)
-        self._source = trained.source
-        self._passes = MegatronPasses(
-            trained.source,
-            settings,
-            compute,
-            device,
-            seed=config.run.seed,
-            timeout=config.deadlines.train,
-            value_head=trained.has_value_head,
-        )
-        self._grid, self._weights = self._passes.grid, self._passes.weights
-        self.model = self._passes.model
-        self._adapters: MegatronAdapters | None = None
-        if config.lora is not None and not trained.has_value_head:
-            base = AdapterBase(trained.source)
-            self._adapters = MegatronAdapters(self._passes, config.lora, base, config.run.seed)
-        stored = compute if self._adapters is None else torch.float32
+            if config.lora is not None:
+                self.adapters = MegatronAdapters(self, config.lora, AdapterBase(self._source), seed)
+        stored = compute if self.adapters is None else torch.float32
         self.optimizer = MegatronOptimizer(self.model.train(), trained.options, stored, device)
-        self._passes.passed = self.optimizer.model
+        self.passed = self.optimizer.model
         save = config.deadlines.save
-        self._writer = state.Writer(self._grid.host_group(save), trained.role, save, config.checkpoint.gather)
+        self._writer = state.Writer(self.grid.host_group(save), trained.role, save, config.checkpoint.gather)
         self.on_host = [HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
-        shares = RankInfo(self._grid.block, self._grid.blocks, device, self._grid.data_group)
-        super().__init__(rank_info, self._passes.shape.vocab_size, shares, self._grid.leads)
+        shares = RankInfo(self.grid.block, self.grid.blocks, device, self.grid.data_group)
+        ModelBackend.__init__(self, rank_info, self.shape.vocab_size, shares, self.grid.leads)
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
-        return types.decode(list[kind], self._grid.bytes_of_leader(types.encode(list(items))))  # type: ignore[valid-type]
-
-    # ------------------------------------------------------------------------------------------ passes
+        return types.decode(list[kind], self.grid.bytes_of_leader(types.encode(list(items))))  # type: ignore[valid-type]
 
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
         def report(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -93,23 +75,13 @@ class MegatronBackend(ModelBackend):
 
         held = list(batches)
         with torch.set_grad_enabled(backward), self.optimizer.passes(last):
-            losses = self._passes.pipeline(held, report, forward_only=not backward)
-        return self._passes.of_last_stage([lost[None] for lost in losses], [1] * len(held))
-
-    def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        return self._passes.infer(batches, output)
-
-    def token_logprobs(
-        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
-    ) -> PerToken:
-        return self._passes.token_logprobs(outputs, batch, temperature, entropy_gradient=entropy_gradient)
-
-    # ------------------------------------------------------------------------------------------ gradients and updates
+            losses = self.pipeline(held, report, forward_only=not backward)
+        return self.of_last_stage([lost[None] for lost in losses], [1] * len(held))
 
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         squared = self.optimizer.finish()
-        reduced = statistics.reduce(self._grid.blocks, self._grid.data_group) if self._grid.last else Reduced()
-        return types.decode(Reduced, self._grid.bytes_of_last_stage(types.encode(reduced))), squared
+        reduced = statistics.reduce(self.grid.blocks, self.grid.data_group) if self.grid.last else Reduced()
+        return types.decode(Reduced, self.grid.bytes_of_last_stage(types.encode(reduced))), squared
 
     def gradients(self) -> list[torch.Tensor]:
         return self.optimizer.gradients()
@@ -119,8 +91,6 @@ class MegatronBackend(ModelBackend):
 
     def update(self, scale: float, rate: float) -> None:
         self.optimizer.step(scale, rate)
-
-    # ------------------------------------------------------------------------------------------ device and checkpoints
 
     def offload(self) -> None:
         self.optimizer.settle()
@@ -134,28 +104,26 @@ class MegatronBackend(ModelBackend):
 
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         self.optimizer.settle()
-        if self._adapters is not None:
-            return self._adapters.prepare(folder, self.optimizer, position)
+        if self.adapters is not None:
+            return self.adapters.prepare(folder, self.optimizer, position)
         return state.prepare(folder, self.optimizer, position, self._source, self._writer)
 
     def needed(self, folder: Path) -> set[str]:
-        return state.needed(folder, self.optimizer) if self._adapters is None else set()
+        return state.needed(folder, self.optimizer) if self.adapters is None else set()
 
     def load(self, folder: Path) -> TrainingPosition:
-        return self._adapters.load(folder, self.optimizer) if self._adapters is not None else state.load(folder, self.optimizer)
-
-    # ------------------------------------------------------------------------------------------ weight sync and export
+        return self.adapters.load(folder, self.optimizer) if self.adapters is not None else state.load(folder, self.optimizer)
 
     def _sync_weights(self) -> ModelWeights:
-        return self._weights if self._adapters is None else self._adapters.published()
+        return self.weights if self.adapters is None else self.adapters.published()
 
     def tensor_specs(self) -> list[TensorSpec]:
-        name_of = str if self._adapters is None else sync_name
+        name_of = str if self.adapters is None else sync_name
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._sync_weights().shapes}
         return [TensorSpec(name_of(name), dtypes[name], shape) for name, shape in self._sync_weights().shapes.items()]
 
     def holders(self) -> list[tuple[int, ...]]:
-        return [tuple(self._grid.leaders[stage]) for stage in self._sync_weights().stages()]
+        return [tuple(self.grid.leaders[stage]) for stage in self._sync_weights().stages()]
 
     @torch.no_grad()
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
@@ -173,10 +141,10 @@ class MegatronBackend(ModelBackend):
     def export(self, folder: Path) -> None:
         """Write the policy. With `lora`, also write the adapters in PEFT's format, in the subfolder `adapter`."""
         self.optimizer.settle()
-        like = {name: torch.empty(shape, device="meta") for name, shape in self._weights.shapes.items()}
+        like = {name: torch.empty(shape, device="meta") for name, shape in self.weights.shapes.items()}
         # Copies: files are written through numpy, which never frees memory that it was shown, not even to lend out a device.
         dtype = hf_policy.declared_dtype(self._source)
-        whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self._weights.wholes(dtype))
+        whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self.weights.wholes(dtype))
         hf_policy.write_model(folder, like, whole, self.rank_info.rank, dtype, self._source)
-        if self._adapters is not None:
-            self._adapters.write(folder / FOLDER)
+        if self.adapters is not None:
+            self.adapters.write(folder / FOLDER)

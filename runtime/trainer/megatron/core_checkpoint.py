@@ -43,12 +43,10 @@ from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Malformed
 from runtime.weights.plan import TensorSpec
 
 # ---- Core folder
-#
 # A model in megatron-core's layout on disk, readable without megatron: layout.json (`Description`), config.json, tokenizer and
 # so on from the Hugging Face folder, and per tensor rank TT and pipeline stage PP
 #     tp_TT_pp_PP.safetensors        the tensors that all expert ranks hold
 #     tp_TT_pp_PP_ep_EE.safetensors  the experts of expert rank EE, if there are any
-#
 # Tensors have the names of megatron-core's GPTModel on that rank: a rank loads the union of its one or two files.
 
 FORMAT = 1
@@ -138,10 +136,7 @@ class CoreFolder:
         return self._readers[part.name]
 
 
-# ---- Core index
-#
-# The index of torch's distributed checkpoint, `.metadata`, is a pickle. No code of the pickle runs.
-#
+# ---- Core index: that of torch's distributed checkpoint, `.metadata`, is a pickle. No code of the pickle runs.
 # torch would unpickle the index, and everything in a checkpoint that is not a tensor. Here `plain_pickle` reads the index, and
 # only tensors are read. An object of torch's is first read as `Attributes`; the object is made once they are checked.
 
@@ -181,10 +176,8 @@ class CoreReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """Return torch's form of an index, without attributes other than a tensor's dtype, shape and position in the files.
-
-    Raises UserError if the file is missing or torn, or if it names a class that does not belong in an index.
-    """
+    """Return torch's form of an index, without attributes other than a tensor's dtype, shape and position in the files. Raises
+    UserError if the file is missing or torn, or if it names a class that does not belong in an index."""
     try:
         with path.open("rb") as file:
             found = plain_pickle.load(file.read(_SCALE * plain_pickle.MOST_BYTES + 1), _Names(), _SCALE)

@@ -133,12 +133,10 @@ def _put_on_cpu() -> None:
 
 
 def _coalesce_nothing(buffers: Any) -> None:
-    """Make `buffers`, megatron-core's module, reduce and gather one by one over gloo, not coalesced.
-
-    With torch 2.13, coalesced gathers in the two threads of a group sometimes corrupt the process's memory ("malloc():
-    unaligned tcache chunk detected"). Both threads write the name of their last operation to one string, without a lock.
-    "ALLGATHER_COALESCED" is too long for the string's own storage: the address sanitizer saw a name freed twice.
-    """
+    """Make `buffers`, megatron-core's module, reduce and gather one by one over gloo, not coalesced. With torch 2.13, coalesced
+    gathers in the two threads of a group sometimes corrupt the process's memory ("malloc(): unaligned tcache chunk detected").
+    Both threads write the name of their last operation to one string, without a lock. "ALLGATHER_COALESCED" is too long for the
+    string's own storage: the address sanitizer saw a name freed twice."""
     open_: list[_Works] = []
 
     @contextlib.contextmanager
@@ -152,7 +150,7 @@ def _coalesce_nothing(buffers: Any) -> None:
     def begun_by(collective: Callable[..., Any]) -> Callable[..., Any]:
         def begin(*args: Any, **options: Any) -> Any:
             if (work := collective(*args, **options)) is not None:
-                open_[-1].works.append(work)
+                open_[-1].append(work)
             return work
 
         return begin
@@ -162,14 +160,11 @@ def _coalesce_nothing(buffers: Any) -> None:
     buffers.dist_reduce_scatter_func = begun_by(dist.reduce_scatter_tensor)
 
 
-class _Works:
+class _Works(list[Any]):
     """The running collectives, in place of torch's handle of coalesced ones."""
 
-    def __init__(self) -> None:
-        self.works: list[Any] = []
-
     def wait(self) -> None:
-        for work in self.works:
+        for work in self:
             work.wait()
 
 
@@ -190,8 +185,7 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @contextlib.contextmanager
 def moving(device: torch.device) -> Iterator[None]:
     """Make CPU tensors look like CUDA's, and moves to CUDA do nothing, in this context. For code that asks tensors whether they
-    are CUDA's or moves them there: building models and optimizers, and the passes of version 0.12.
-    """
+    are CUDA's or moves them there: building models and optimizers, and the passes of version 0.12."""
     if device.type != "cpu":
         yield
         return

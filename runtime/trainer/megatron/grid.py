@@ -17,10 +17,8 @@ from runtime.process import platform
 
 class ProcessGrid:
     """The process groups of megatron-core, made once in a process. Ranks count tensor-parallel first, then context-parallel,
-    then blocks, then pipeline stages.
-
-    All ranks of a model-parallel block get the same data; different blocks get different data.
-    """
+    then blocks, then pipeline stages. All ranks of a model-parallel block get the same data; different blocks get different
+    data."""
 
     def __init__(self, settings: Spread, device: torch.device, seed: int, timeout: float):
         """Make the groups. Collective over torch's default group; a single rank without that group makes it."""
@@ -42,19 +40,17 @@ class ProcessGrid:
             tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-        self.context_rank = parallel_state.get_context_parallel_rank()
         self.expert_rank = parallel_state.get_expert_model_parallel_rank()
         self.expert_data_rank = parallel_state.get_expert_data_parallel_rank()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.context_group = parallel_state.get_context_parallel_group()
-        self.context = parallel_state.get_context_parallel_world_size()
         self.data_group = parallel_state.get_data_parallel_group()
         self.expert_group = parallel_state.get_expert_model_parallel_group()
         self.blocks = parallel_state.get_data_parallel_world_size()
         self.block = parallel_state.get_data_parallel_rank()
         self.model_group = parallel_state.get_model_parallel_group()
-        self.leads = self.tensor_rank == self.context_rank == self.pipeline_rank == 0
+        self.leads = self.tensor_rank == parallel_state.get_context_parallel_rank() == self.pipeline_rank == 0
         """Whether this rank is the first of its block, the one that gets the block's data."""
         self.places = self._places()
         """(replica, pipeline stage) by rank, for the first rank of each stage of each replica. A replica has all experts."""

@@ -41,10 +41,8 @@ def require(family: Family) -> None:
 @torch.no_grad()
 def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Path) -> float:
     """Return the largest difference between the logits of the converted `weights`, by Hugging Face names, and of the folder
-    `hf` of the same model. Both get the same random tokens. Empties `weights`.
-
-    Raises InvariantViolated if the difference is more than rounding, UserError if the trainer lacks the rope scaling.
-    """
+    `hf` of the same model. Both get the same random tokens. Empties `weights`. Raises InvariantViolated if the difference is
+    more than rounding, UserError if the trainer lacks the rope scaling."""
     shape = hf_folder.read_config(hf, FAMILIES)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     dtype = weights[EMBEDDING].dtype
@@ -61,15 +59,14 @@ def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Pat
 def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of the trainer's model, [TOKENS, vocabulary]. Empties `weights`."""
     from runtime.trainer.megatron.grid import ProcessGrid
-    from runtime.trainer.megatron.model import PackedModel, transformer_config
+    from runtime.trainer.megatron.model import PackedModel
     from runtime.trainer.megatron.weights import held_by
 
     alone, cpu = Trainer(), torch.device("cpu")
     grid = ProcessGrid(alone, cpu, seed=0, timeout=timeouts.CONVERSION_GRID)
     try:
         with facade.moving(cpu):
-            described = transformer_config(shape, alone, torch.float32)
-            model = PackedModel(described, shape, shape.vocab_size, value_head=False).eval()
+            model = PackedModel(shape, alone, torch.float32, shape.vocab_size, value_head=False).eval()
         parameters = held_by(model)
         for parameter in family.parameters(grid.layout):
             parameters.pop(parameter.name).copy_(parameter.from_hf(weights.__getitem__))

@@ -22,10 +22,7 @@ from runtime.models.forward import packed_attention
 from runtime.models.hf_folder import ModelConfig
 from runtime.trainer.micro_batch import MicroBatch
 
-# ---- Latent
-#
-# Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) on megatron-core, for packed sequences.
-#
+# ---- Latent: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) on megatron-core, for packed sequences.
 # The parameters are those of megatron-core's `MLASelfAttention`. Its forward pass supports only positions that count from 0,
 # and no attention bias. If tensor parallelism cuts the down-projections, its gradient of the keys' shared part is incomplete:
 # each rank has the gradient of its own heads only.
@@ -107,10 +104,8 @@ class LatentNorm(Norm):
 
 
 class PackedAttention(torch.nn.Module):
-    """The core attention. The packing arrives as the attention bias, which no code on the way looks at.
-
-    Context-parallel ranks have T tokens each, and gather their keys and values, whose gradients are summed over the ranks.
-    """
+    """The core attention. The packing arrives as the attention bias, which no code on the way looks at. Context-parallel ranks
+    have T tokens each, and gather their keys and values, whose gradients are summed over the ranks."""
 
     def __init__(self, *_: Any, scaling: float, window: int, **__: Any):
         """Set up the attention. `scaling`: factor of the scores. `window`: tokens in reach, its own included; 0: all."""
@@ -132,10 +127,10 @@ class PackedAttention(torch.nn.Module):
 
 class PackedModel(GPTModel):
     """This rank's part of the model. It takes a micro-batch and returns the input of the next stage. The last stage returns the
-    head's input at the predictors of the trained tokens, [N, H]; with a value head, values [N].
-    """
+    head's input at the predictors of the trained tokens, [N, H]; with a value head, values [N]."""
 
-    def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
+    def __init__(self, shape: ModelConfig, settings: Spread, dtype: torch.dtype, padded_vocabulary: int, value_head: bool):
+        config = transformer_config(shape, settings, dtype)
         super().__init__(
             config,
             TransformerBlockSubmodules(layer_specs=_layers(config, shape), layer_norm=Norm),
@@ -274,7 +269,6 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        autocast_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # every micro-batch has its own length
         moe_token_dispatcher_type="alltoall",  # needed for variable lengths
@@ -288,13 +282,6 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
         hidden_dropout=0.0,
         attention_dropout=0.0,
         perform_initialization=False,  # the weights are read from a folder
-        # No kernels that need CUDA or Apex.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         **options,
     )
 

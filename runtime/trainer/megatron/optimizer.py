@@ -30,28 +30,22 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 class MegatronOptimizer:
     """A model's gradients, as sums over all passes since they were cleared, and the model's updates by AdamW."""
 
-    def __init__(
-        self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device, overlap: bool = True
-    ):
-        """Take over the weights of `model`; those that are trained are in `dtype`. Biases and norms do not decay. Without
-        `overlap` the results are the same."""
+    def __init__(self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device):
+        """Take over the weights of `model`; those that are trained are in `dtype`. Biases and norms do not decay."""
         self._decay = options.weight_decay
         self.device = device
         self._blocks = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._expert_blocks = parallel_state.get_expert_data_parallel_group()
         self._config: Any = model.config
-        self._overlaps = overlap and dist.get_world_size(self._blocks) > 1
-        self.model = DistributedDataParallel(
-            config=self._config,
-            ddp_config=DistributedDataParallelConfig(
-                use_distributed_optimizer=True,
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=self._overlaps,
-                overlap_param_gather=self._overlaps,
-                align_param_gather=True,  # `step` begins all gathers
-            ),
-            module=model,
+        several = dist.get_world_size(self._blocks) > 1
+        how = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=several,
+            overlap_param_gather=several,
+            align_param_gather=True,  # `step` begins all gathers
         )
+        self.model, self._overlaps = DistributedDataParallel(self._config, how, model), how.overlap_grad_reduce
         if self._overlaps:
             self._await_head(model)
         settings = OptimizerConfig(

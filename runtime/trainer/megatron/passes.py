@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from runtime.config import Spread
@@ -23,14 +24,11 @@ from runtime.process.spans import at
 from runtime.trainer.backend import BatchOutputs, PerToken, token_numbers
 from runtime.trainer.megatron import facade
 from runtime.trainer.megatron.grid import ProcessGrid
-from runtime.trainer.megatron.model import PackedModel, transformer_config
+from runtime.trainer.megatron.model import PackedModel
 from runtime.trainer.megatron.weights import ModelWeights, held_by
-from runtime.trainer.micro_batch import MicroBatch, padded, query_rows
+from runtime.trainer.micro_batch import MicroBatch, query_rows
 
-# ---- Context
-#
-# Context parallelism: each rank of a group computes a part of each micro-batch's tokens.
-#
+# ---- Context parallelism: each rank of a group computes a part of each micro-batch's tokens.
 # With C ranks the packed tokens are cut into 2C chunks. Rank c has chunks c and 2C - 1 - c: under the causal mask later tokens
 # are more work, and so all ranks have about as much. Queries stay where they are; keys and values are gathered, in the order of
 # ranks. A rank has the logits of the trained tokens that it predicts, and computes a number of each. These numbers are gathered
@@ -56,6 +54,19 @@ class ContextShard(MicroBatch):
 
     def of_tokens(self, name: str) -> torch.Tensor:
         return super().of_tokens(name)[self.chosen]
+
+
+def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """Pad `batch` at the end with tokens that no token attends to, so that T is a multiple of `multiple`."""
+    missing = -batch.input_ids.shape[1] % multiple
+    if not missing:
+        return batch
+    return replace(
+        batch,
+        input_ids=F.pad(batch.input_ids, (0, missing)),
+        position_ids=F.pad(batch.position_ids, (0, missing)),
+        packing=replace(batch.packing, cells=F.pad(batch.packing.cells, (0, missing))),
+    )
 
 
 def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> ContextShard:
@@ -117,9 +128,7 @@ def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.
 
 
 # ---- Vocab parallel
-#
 # Log-probability and entropy from logits whose vocabulary is sharded over the ranks of a group; no rank has a whole row.
-#
 # x are the logits of one token, divided by the temperature; m their maximum, Z = Σ exp(x − m), p = exp(x − m) / Z. Then
 # log p_t = x_t − m − log Z, H = m + log Z − Σ p x, ∂ log p_t / ∂x_j = [j = t] − p_j, ∂H / ∂x_j = −p_j (log p_j + H).
 
@@ -134,10 +143,8 @@ def token_logprobs(
     entropy_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `algorithms.losses.token_logprobs` from the logits [N, v] of the vocabulary's tokens `start` … `start + v - 1`.
-
     tokens int64 [N] -> log-probabilities [N], entropies [N], on every rank of `group`; half precision is computed in float32.
-    Two collectives in the forward pass and none in the backward pass: the gradient is that of this rank's logits.
-    """
+    Two collectives in the forward pass and none in the backward pass: the gradient is that of this rank's logits."""
     scaled = logits if logits.dtype.itemsize >= 4 else logits.float()
     if temperature != 1.0:
         scaled = scaled / temperature
@@ -193,19 +200,15 @@ class MegatronPasses:
         timeout: float,
         value_head: bool = False,
     ) -> None:
-        """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic.
-
-        `timeout`: seconds of a collective. Raises UserError if the folder or the layout is wrong.
-        """
+        """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic. `timeout`: seconds of a
+        collective. Raises UserError if the folder or the layout is wrong."""
         family, shape = hf_folder.read_family(source, value_head), hf_folder.read_config(source, FAMILIES)
         grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
         if fault := uncut(family.tied, settings.parallel.pipeline, megatron.core.__version__):
             raise UserError(fault)
-        padded = grid.layout.padded_vocab(family.shape)
         with facade.moving(device):
-            described = transformer_config(shape, settings, compute)
-            made = PackedModel(described, shape, padded, value_head)
+            made = PackedModel(shape, settings, compute, grid.layout.padded_vocab(family.shape), value_head)
         self.model = made.to(device, compute)
         self.weights = ModelWeights(family, held_by(self.model), grid)
         self.weights.load(source)
@@ -253,7 +256,7 @@ class MegatronPasses:
 
     def _share(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of `batch`."""
-        if self.grid.context > 1:
+        if self.grid.context_group.size() > 1:
             return part_of(batch, self.grid.context_group, self._multiple)
         return padded(batch, self._multiple)
 

@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.models import hf_policy
 from runtime.run_files import read_object
-from runtime.trainer.backend import TrainingPosition
-from runtime.trainer.collectives import RankInfo, exchange
+from runtime.trainer.backend import RankInfo, TrainingPosition
 from runtime.trainer.fsdp.state import require_same_adapters
 from runtime.trainer.megatron.core_checkpoint import FOLDER, INDEX, OWN, TRAINER, read_index
 from runtime.trainer.megatron.optimizer import KINDS, MegatronOptimizer
+from runtime.trainer.rank_group import exchange
 
 FORMAT = 1
 ENGINE = "megatron"
@@ -45,10 +45,8 @@ ENGINE = "megatron"
 def prepare(
     folder: Path, updates: MegatronOptimizer, position: TrainingPosition, source: str, writer: Writer
 ) -> Callable[[], None]:
-    """Copy the state to the host. Return a function that writes each rank's part, also while training goes on.
-
-    Collective. Configuration and tokenizer come from `source`.
-    """
+    """Copy the state to the host. Return a function that writes each rank's part, also while training goes on. Collective.
+    Configuration and tokenizer come from `source`."""
     target = folder / FOLDER
     target.mkdir(parents=True, exist_ok=True)  # on each node, if nodes share no folder
     if dist.get_rank() == 0:
@@ -120,10 +118,8 @@ def _described(
     updates: MegatronOptimizer, wholes: Callable[[torch.nn.Parameter, Any], Mapping[str, torch.Tensor]]
 ) -> dict[str, Any]:  # fmt: skip
     """Return the tree to save or to load into: the parameters as they are, and with the same sharding each parameter's master
-    weights and moments. `wholes` returns these by kind for a parameter and its entry.
-
-    megatron-core's own description of its optimizer's state does not fit torch's AdamW, and pads where it must not.
-    """
+    weights and moments. `wholes` returns these by kind for a parameter and its entry. megatron-core's own description of its
+    optimizer's state does not fit torch's AdamW, and pads where it must not."""
     model = updates.model.module.sharded_state_dict(prefix="")
     entries = {id(entry.data): entry for entry in model.values() if hasattr(entry, "data")}
     optimizer: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
