@@ -218,7 +218,7 @@ def predict(
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: nn.Module | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from runtime.errors import UserError
 from runtime.models.experts import clamped_swiglu, mixture, route, route_corrected, swiglu
 from runtime.models.families.shape import LATENT_EPS, ExpertShape, LatentShape
-from runtime.models.forward import Rope, exact_on_cpu, with_sinks
+from runtime.models.forward import Packing, Rope, exact_on_cpu, packed_attention, with_sinks
 from runtime.models.hf_folder import ModelConfig, WeightFiles, read_config
 from runtime.process import platform
 from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
@@ -368,20 +368,34 @@ class Decoder:
         near = {window: within(allowed, positions, past, window) for window in set(self._windows)}
 
         def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
-            states = self._states(layer, projected.unflatten(0, tokens.shape), kept, past)
+            query, *states = self._states(layer, projected.unflatten(0, tokens.shape), kept, past)
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in states)
             window, sinks = self._windows[layer], self.weights.layers[layer].sinks
             if (mask := near[window]) is None:
-                out = attend_causal(*states, self._scale, window, sinks)
+                out = attend_causal(query, key, value, self._scale, window, sinks)
             else:
-                out = attend_masked(*states, mask.unsqueeze(1), self._scale, sinks)
+                out = attend_masked(query, key, value, mask.unsqueeze(1), self._scale, sinks)
             return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
         return self._run(tokens.flatten(), positions.flatten(), attend).view(*tokens.shape, -1)
 
+    def packed(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """Compute packed sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden]."""
+
+        def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
+            states, window, sinks = self._states(layer, projected[None]), self._windows[layer], self.weights.layers[layer].sinks
+            made, _ = packed_attention(
+                None, *states, None, packing=packing, scaling=self._scale, sliding_window=window or None, s_aux=sinks
+            )
+            return made[0].flatten(1)
+
+        return self._run(tokens, positions, attend)
+
     def _states(
-        self, layer: int, projected: torch.Tensor, kept: torch.Tensor | None, past: int
+        self, layer: int, projected: torch.Tensor, kept: torch.Tensor | None = None, past: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [b, heads, t, d], keys and values [b, heads, past + t, d] of `projected` [b, t, ...]."""
+        """Return queries [b, heads, t, d], keys and values [b, kv_heads, past + t, d] of `projected` [b, t, ...]. With latent
+        attention all heads have keys and values."""
         config, latent = self.config, self._latent
         if latent is not None:
             query, entries = latent.split(projected)
@@ -396,11 +410,7 @@ class Decoder:
             kept[layer, 1, :, :, past:].copy_(value)
             if past:
                 key, value = kept[layer]
-        return query, self._per_head(key), self._per_head(value)
-
-    def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
-        """Repeat [b, kv_heads, t, d] for the query heads that share them: [b, heads, t, d]."""
-        return keys.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
+        return query, key, value
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
         """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab].
