@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from runtime.errors import InvalidMessage, UserError
+from runtime.models.families.adapters import DOWN, UP
 from runtime.models.hf_folder import WeightFiles, fingerprint
 
 # ---- Adapters
@@ -112,17 +113,9 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-DOWN, UP = ".lora_A", ".lora_B"
-
-
-def are_adapters(names: Iterable[str]) -> bool:
-    """Return whether tensors of these names are adapters, not a model's weights."""
-    return any(name.endswith(UP) for name in names)
-
-
 def base_of(names: Iterable[str], folder: str) -> str:
     """Return the fingerprint of `folder`, the base of adapters of these names; "" if the names are not adapters'."""
-    return fingerprint(folder) if are_adapters(names) else ""
+    return fingerprint(folder) if any(name.endswith(UP) for name in names) else ""
 
 
 def require_base(base: str, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""What passes of a model need: rotary embeddings, and the passes over micro-batches. Loads torch only to compute."""
+"""What passes of a model need: rotary embeddings, dtypes, and the passes over micro-batches. Loads torch only to compute."""
 
 from __future__ import annotations
 
@@ -139,6 +139,19 @@ def read_rope(raw: Mapping[str, Any], where: str) -> Rope:
         return Rope(theta, None if kind == "default" else msgspec.convert({**given, "type": kind}, _SCALINGS[kind]))
     except msgspec.ValidationError as error:
         raise UserError(f"{where}: rope_scaling: {error}") from error
+
+
+# ---- Weights
+
+ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the Hugging Face tensor `name` in a model of `dtype`. The router's score correction stays float32: it
+    is larger than the differences between scores, and half precision would choose other experts."""
+    import torch
+
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
 # ---- Passes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 #
 # The shape of a model, by its config.json.
 
-
-DECODED = tuple(FAMILIES)
-"""The families that the lean decoder computes."""
 
 PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
 """Families whose packed sequences in transformers equal each sequence alone, by test. Other families are trained padded."""
@@ -65,9 +62,6 @@ class ModelConfig(ModelShape, frozen=True, kw_only=True):
     norm_eps: float
     rope: Rope
     max_positions: int
-    qkv_bias: bool
-    output_bias: bool  # of the attention's output projection
-    qk_norm: bool
     windows: tuple[int, ...] = ()
     """For each layer, the tokens in reach of attention, its own included; 0: all tokens. (): all tokens in all layers."""
     rotary_dim: int = 0  # first elements of a head that are rotated; 0: all
@@ -86,9 +80,9 @@ class ModelConfig(ModelShape, frozen=True, kw_only=True):
         return (2, self.kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.cached)
 
 
-def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:
-    """Parse `folder`/config.json. Raises UserError if it is missing or malformed, or its family is not in `families`."""
-    return parse(read_raw(folder), f"model {Path(folder) / 'config.json'}", families)
+def read_config(folder: str | Path) -> ModelConfig:
+    """Parse `folder`/config.json. Raises UserError if it is missing or as `parse`."""
+    return parse(read_raw(folder), f"model {Path(folder) / 'config.json'}")
 
 
 def read_raw(folder: str | Path) -> dict[str, Any]:
@@ -137,36 +131,28 @@ def read_family(folder: str | Path, value_head: bool = False) -> Family:
     return family_for(read_raw(folder), f"model {Path(folder) / 'config.json'}", value_head=value_head)
 
 
-def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODED) -> ModelConfig:
-    """Parse the contents of a config.json; `where` is its name in messages. Raises UserError if it is malformed, if its family
-    is not in `families`, or if it has an unsupported feature."""
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in families:
-        raise UserError(f"{where}: model_type {family!r} is not supported; must be one of {', '.join(families)}")
+def parse(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """Parse the contents of a config.json; `where` is its name in messages. Raises UserError if it is malformed, of an unknown
+    family, or has an unsupported feature."""
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"{where}: model_type {name!r} is not supported; must be one of {', '.join(FAMILIES)}")
+    family, raw = FAMILIES[name], {**FAMILIES[name].defaults, **raw}
     try:
-        return _parse(family, {**FAMILIES[family].defaults, **raw}, where)
+        shape = family.supported(raw, where)
+        quantized.blocks_of(raw, where)
+        fields = {
+            **msgspec.structs.asdict(shape),
+            "family": name,
+            "norm_eps": raw.get("rms_norm_eps", 1e-6),
+            "rope": read_rope(raw, where),
+            "max_positions": raw.get("max_position_embeddings", 2048),
+            "centred_norms": family.centred_norms,
+            **family.traits(raw, shape, where),
+        }
+        config = msgspec.convert(fields, ModelConfig)
     except (msgspec.ValidationError, TypeError) as error:
         raise UserError(f"{where}: {error}") from error
-
-
-def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
-    model = FAMILIES[family]
-    shape = model.supported(raw, where)
-    quantized.blocks_of(raw, where)
-    attention_bias = bool(raw.get("attention_bias", False)) and not model.qkv_bias
-    fields = {
-        **msgspec.structs.asdict(shape),
-        "family": family,
-        "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "rope": read_rope(raw, where),
-        "max_positions": raw.get("max_position_embeddings", 2048),
-        "qkv_bias": model.qkv_bias or attention_bias,
-        "output_bias": attention_bias,
-        "qk_norm": model.qk_norm,
-        "centred_norms": model.centred_norms,
-        **model.traits(raw, shape, where),
-    }
-    config = msgspec.convert(fields, ModelConfig)
     if config.head_dim % 2:
         raise UserError(f"{where}: head_dim is {config.head_dim}; must be even")
     return config
@@ -175,7 +161,7 @@ def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
 def experts_of(raw: Mapping[str, Any]) -> ExpertShape | None:
     """Return the experts in the contents of a config.json; None if the family is unknown or has no experts."""
     try:
-        return parse(raw, "", FAMILIES).experts
+        return parse(raw, "").experts
     except UserError:
         return None
 
@@ -223,20 +209,6 @@ def weight_paths(folder: str | Path) -> list[Path]:
     if not index.is_file():
         raise UserError(f"model {folder}: has neither model.safetensors nor model.safetensors.index.json")
     return [index.with_name(name) for name in shard_names(index)]
-
-
-def misfit(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], optional: str = "") -> str | None:
-    """Return what is wrong with weights of the names and `shapes`, in one line. Return None if they are as `expected`; the
-    tensor `optional` may be missing."""
-    missing = sorted(expected.keys() - shapes.keys() - {optional})
-    unknown = sorted(shapes.keys() - expected.keys())
-    if missing or unknown:
-        faults = [f"{what} {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        return f"{len(missing)} tensors missing, {len(unknown)} unknown: {'; '.join(faults)}"
-    for name, shape in shapes.items():
-        if tuple(shape) != tuple(expected[name]):
-            return f"{name} has shape {list(shape)}, must be {list(expected[name])}"
-    return None
 
 
 class WeightFiles:

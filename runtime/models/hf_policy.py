@@ -19,8 +19,8 @@ from runtime.errors import UserError
 from runtime.models import hf_folder, quantized
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
-from runtime.models.families.family import LM_HEAD, VALUE_HEAD, dtype_of
-from runtime.models.forward import PACKED_ATTENTION, packed_attention
+from runtime.models.families.family import LM_HEAD, VALUE_HEAD
+from runtime.models.forward import PACKED_ATTENTION, dtype_of, packed_attention
 from runtime.models.hf_folder import WeightFiles
 from runtime.weights.delta import TensorWriter
 from runtime.weights.plan import TensorSpec

@@ -7,19 +7,25 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
 from runtime import types
 from runtime.errors import InvalidMessage
+from runtime.models.families.adapters import UP
 from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, TokenSets, outside
 
 if TYPE_CHECKING:
     import torch
 
 
-class EngineStats(Struct, kw_only=True):
-    """Counters since the start, and present gauges."""
+_COUNTERS = ("prefill_tokens", "decode_steps", "busy_seconds", "kv_hits", "kv_misses", "preemptions")
+_GAUGES = {"decode_tokens": "tokens_total", **{name: f"{name}_total" for name in _COUNTERS}}
+
+
+class EngineStats(Struct, kw_only=True, rename=_GAUGES):
+    """Counters since the start, and present gauges. They are encoded under the names of a rollout's gauges."""
 
     running: int = 0
     waiting: int = 0
@@ -38,22 +44,7 @@ class EngineStats(Struct, kw_only=True):
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges of a rollout's status."""
-        return {
-            "running": self.running,
-            "waiting": self.waiting,
-            "slots": self.slots,
-            "tokens_total": self.decode_tokens,
-            "prefill_tokens_total": self.prefill_tokens,
-            "decode_steps_total": self.decode_steps,
-            "busy_seconds_total": self.busy_seconds,
-            "kv_waiting_bytes": self.kv_waiting_bytes,
-            "kv_waiting_texts": self.kv_waiting_texts,
-            "kv_hits_total": self.kv_hits,
-            "kv_misses_total": self.kv_misses,
-            "kv_use": self.kv_use,
-            "kv_shared": float(self.kv_shared),
-            "preemptions_total": self.preemptions,
-        }
+        return {name: float(value) for name, value in msgspec.to_builtins(self).items()}
 
 
 class RolloutEngine(ABC):
@@ -130,7 +121,26 @@ class RolloutEngine(ABC):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Shared by the rollout engines: which requests are refused, and how finished replies become samples and groups.
+# Shared by the rollout engines: which weights and requests are refused, and how finished replies become samples and groups.
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """Return whether tensors of these names are adapters, not a model's weights."""
+    return any(name.endswith(UP) for name in names)
+
+
+def misfit(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], optional: str = "") -> str | None:
+    """Return what is wrong with weights of the names and `shapes`, in one line. Return None if they are as `expected`; the
+    tensor `optional` may be missing."""
+    missing = sorted(expected.keys() - shapes.keys() - {optional})
+    unknown = sorted(shapes.keys() - expected.keys())
+    if missing or unknown:
+        faults = [f"{what} {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        return f"{len(missing)} tensors missing, {len(unknown)} unknown: {'; '.join(faults)}"
+    for name, shape in shapes.items():
+        if tuple(shape) != tuple(expected[name]):
+            return f"{name} has shape {list(shape)}, must be {list(expected[name])}"
+    return None
 
 
 class EngineGroup:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from runtime.errors import UserError
 from runtime.models.families.layout import Layout
 from runtime.models.families.parameter import Parameter, SourceTensor
 from runtime.models.families.shape import ModelShape, read_shape
-
-if TYPE_CHECKING:
-    import torch
+from runtime.models.forward import ROUTER_BIAS
 
 HEAD, WORDS = "output_layer.weight", "embedding.word_embeddings.weight"  # in megatron-core, for any kind of head
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
 SHOWN = 10  # wrong names that a message lists
 _SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}  # of all families; they may override it
 
@@ -37,28 +35,24 @@ class Family:
     model_type: ClassVar[str]  # in config.json
     architecture: ClassVar[str]  # the stem of its class names in transformers: "Qwen2" of Qwen2ForCausalLM
     unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with their only supported value
-    only_mapped: ClassVar[Mapping[str, Any]] = {}  # keys with the only value that has a mapping to megatron-core
     defaults: ClassVar[Mapping[str, Any]] = {}  # of optional keys of config.json, where Llama's differ
     unmapped: ClassVar[str] = ""  # its parts without a mapping to megatron-core; the table then has only names and shapes
     centred_norms: ClassVar[bool] = False  # norms multiply by 1 + their weight
-    qkv_bias: bool = False  # of the attention
-    qk_norm: bool = False  # each head of q and k is normalised
+    qkv_bias: ClassVar[bool] = False  # of the attention, whatever config.json says
+    qk_norm: ClassVar[bool] = False  # each head of q and k is normalised
 
-    def __init__(self, config: Mapping[str, Any], where: str, value_head: bool = False):
-        """Read the sizes from a config.json. `value_head`: one number a token instead of the language model's head.
-
-        Raises UserError if sizes are missing or wrong, or if the table lacks a row for a feature.
-        """
-        config = {**self.defaults, **config}
-        _require_values(config, self.only_mapped, where, " with megatron-core")
-        self.shape = self.supported(config, where)
-        self.value_head = value_head
+    def __init__(self, shape: ModelShape, value_head: bool = False):
+        """Make the table of a model. `value_head`: one number a token instead of the language model's head."""
+        self.shape, self.value_head = shape, value_head
 
     @classmethod
     def supported(cls, config: Mapping[str, Any], where: str) -> ModelShape:
         """Return the sizes in a config.json with the `defaults`. Raises UserError, also for an unsupported value."""
-        _require_values(config, {**_SUPPORTED, **cls.unsupported}, where)
-        return cls.read(config, where)
+        for key, value in {**_SUPPORTED, **cls.unsupported}.items():
+            if config.get(key, value) != value:
+                raise UserError(f"{where}: {key} {config[key]!r} is not supported; must be {value!r}")
+        bias = bool(config.get("attention_bias")) and not cls.qkv_bias
+        return replace(cls.read(config, where), qkv_bias=cls.qkv_bias or bias, output_bias=bias, qk_norm=cls.qk_norm)
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
@@ -67,7 +61,7 @@ class Family:
 
     @classmethod
     def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
-        """Return fields of `hf_config.ModelConfig`, other than those above, that differ from Llama's. Raises UserError."""
+        """Return fields of `hf_folder.ModelConfig` that differ from Llama's, except those of `shape`. Raises UserError."""
         return {}
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:
@@ -78,7 +72,7 @@ class Family:
 
     def attention(self) -> Iterator[ParameterMapping]:
         """Yield the rows of a layer's attention and of the norm before it."""
-        return attention(self.shape, bias=self.qkv_bias, qk_norm=self.qk_norm)
+        return attention(self.shape)
 
     @property
     def tied(self) -> bool:
@@ -154,20 +148,6 @@ class Family:
                 yield vocabulary(name=HEAD, sources=(embedding,), copy=True)
 
 
-def _require_values(config: Mapping[str, Any], only: Mapping[str, Any], where: str, engine: str = "") -> None:
-    for key, value in only.items():
-        if config.get(key, value) != value:
-            raise UserError(f"{where}: {key} {config[key]!r} is not supported{engine}; must be {value!r}")
-
-
-def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the Hugging Face tensor `name` in a model of `dtype`. The router's score correction stays float32: it
-    is larger than the differences between scores, and half precision would choose other experts."""
-    import torch
-
-    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
-
-
 def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     """Check that names and shapes are the same. Raises UserError with a line for each kind of fault and the first names."""
     faults = {
@@ -210,12 +190,12 @@ def norm(name: str, source: str, size: int) -> ParameterMapping:
     return ParameterMapping(name=f"{name}.weight", sources=(SourceTensor(f"{source}.weight", (size,)),))
 
 
-def attention(shape: ModelShape, *, bias: bool = False, qk_norm: bool = False) -> Iterator[ParameterMapping]:
-    """Yield the rows of grouped-query attention and its norm. `bias`: q, k and v have biases."""
+def attention(shape: ModelShape) -> Iterator[ParameterMapping]:
+    """Yield the rows of grouped-query attention and its norm."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     rows = {"q": q, "k": kv, "v": kv}
     yield norm("input_layernorm", "input_layernorm", shape.hidden_size)
-    for kind in ("weight", "bias") if bias else ("weight",):
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         tail = (shape.hidden_size,) if kind == "weight" else ()
         yield ParameterMapping(
             name=f"self_attention.linear_qkv.{kind}",
@@ -223,10 +203,13 @@ def attention(shape: ModelShape, *, bias: bool = False, qk_norm: bool = False) -
             split=0,
             groups=shape.kv_heads,
         )
-    if qk_norm:
+    if shape.qk_norm:
         for part in "qk":
             yield norm(f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", shape.head_dim)
     yield row_parallel("self_attention.linear_proj", "self_attn.o_proj", (shape.hidden_size, q))
+    if shape.output_bias:
+        bias = SourceTensor("self_attn.o_proj.bias", (shape.hidden_size,))
+        yield ParameterMapping(name="self_attention.linear_proj.bias", sources=(bias,))
 
 
 def dense(shape: ModelShape, before: str = "post_attention_layernorm") -> Iterator[ParameterMapping]:

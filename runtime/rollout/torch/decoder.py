@@ -310,7 +310,7 @@ class Decoder:
     def __init__(self, weights: DecoderWeights):
         """Keep `weights`, which a caller replaces by assignment between two calls."""
         self.weights = weights
-        self.config = weights.config
+        self.config, self.cached = weights.config, weights.config.cached
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.chosen: list[torch.Tensor] | None = None  # if a list, each layer in turn appends its experts [m, k]

@@ -19,12 +19,12 @@ from msgspec.structs import replace
 
 from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
-from runtime.models.adapters import HostOffload, are_adapters, merged
-from runtime.models.families.family import ROUTER_BIAS
+from runtime.models.adapters import HostOffload, merged
+from runtime.models.forward import ROUTER_BIAS
 from runtime.models.hf_folder import WeightFiles
 from runtime.process import platform
 from runtime.process.spans import at
-from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests
+from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_adapters, check_requests
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 from runtime.rollout.torch.slots import (
@@ -103,8 +103,8 @@ def continued(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[tor
 
 
 def _shape(decoder: Decoder, rows: int, length: int) -> tuple[int, ...]:
-    config, (parts, heads, width) = decoder.config, decoder.config.cached
-    return config.layers, parts, rows, heads, length, width
+    parts, heads, width = decoder.cached
+    return decoder.config.layers, parts, rows, heads, length, width
 
 
 def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
@@ -440,7 +440,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._finish(group, index, with_experts(slots.take(slot, met_stop), group.request, taken))
 
     def _admit(self, group: _TorchGroup) -> None:
-        """Give the next sample of the first waiting group a slot, unless its first token is also its last."""
+        """Give the next sample of the first waiting group a slot; take it back at once if its first token is also its last."""
         if group.prefilled is None:
             self._prefill()
         prefilled, request, index = group.prefilled, group.request, group.admitted
@@ -449,15 +449,13 @@ class TorchRolloutEngine(RolloutEngine):
         if group.admitted == request.n:
             self._waiting.popleft()
             group.prefilled = None
-        first = prefilled.first(index)
-        stopped = first.token in request.sampling.stop_token_ids
+        slot = self._slots.start((group, index), prefilled, index, request.sampling)
+        stopped = prefilled.tokens[index] in request.sampling.stop_token_ids
         if stopped or request.sampling.max_new_tokens == 1:
             if request.keep:
                 self._turn_cache.put(request.prompt, prefilled.keys_values)
-            alone = first.alone("stop" if stopped else "length", self._decoder.config.vocab_size)
-            self._finish(group, index, with_experts(alone, request, prefilled.experts))
+            self._finish(group, index, with_experts(self._slots.take(slot, stopped), request, prefilled.experts))
             return
-        slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
         self._cache.fill(slot, prefilled.keys_values)
         if self._routing.of is not None:
             self._routing.of[self._slots.sequences()[slot], : len(request.prompt)] = prefilled.experts

@@ -29,13 +29,13 @@ import torch
 from runtime import timeouts
 from runtime.commands import Level
 from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault, UserError
-from runtime.models.adapters import are_adapters, merged
-from runtime.models.families.family import dtype_of
-from runtime.models.hf_folder import WeightFiles, misfit, packs, read_config
+from runtime.models.adapters import merged
+from runtime.models.forward import dtype_of
+from runtime.models.hf_folder import WeightFiles, packs, read_config
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
 from runtime.process.spans import work
-from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests, make_sample
+from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_adapters, check_requests, make_sample, misfit
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
 from runtime.rollout.vllm.worker import MENDABLE

@@ -19,8 +19,8 @@ from runtime.config import Config, Moe
 from runtime.errors import UserError
 from runtime.models import forward, hf_folder, hf_policy
 from runtime.models.adapters import AdapterBase, HostOffload
-from runtime.models.families.family import dtype_of
 from runtime.models.families.shape import ExpertShape
+from runtime.models.forward import dtype_of
 from runtime.process import platform
 from runtime.process.spans import at
 from runtime.trainer.backend import (

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and models of its shape: R1, V3.1, Moonlight, Kimi-K2 (arXiv:2412.19437, section 2.1)."""
+"""Families with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,116 @@ from typing import Any
 from msgspec.structs import replace
 
 from runtime.errors import UserError
+from runtime.models.families.dense import Mistral
 from runtime.models.families.family import Family, ParameterMapping, norm, row_parallel
 from runtime.models.families.parameter import SourceTensor
-from runtime.models.families.shape import ExpertShape, LatentShape, ModelShape, number, read_shape
+from runtime.models.families.shape import ExpertShape, LatentShape, ModelShape, number, read_routed, read_shape, windows
 from runtime.models.forward import YarnScaling, read_rope, yarn_growth
 
 
+class Mixtral(Mistral):
+    """Mixtral: Mistral with a mixture of experts in every layer. The weights of the chosen experts add up to 1."""
+
+    model_type = "mixtral"
+    architecture = "Mixtral"
+    unsupported = {"attention_bias": False}  # noqa: RUF012
+    defaults = {  # noqa: RUF012
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
+        return read_routed(config, where, "num_local_experts", block="block_sparse_moe", parts=("w1", "w3", "w2"))
+
+
+class Qwen3Moe(Family):
+    """Qwen3's mixture of experts, such as Qwen3-30B-A3B."""
+
+    model_type = "qwen3_moe"
+    architecture = "Qwen3Moe"
+    qk_norm = True
+    unsupported = {"attention_bias": False}  # noqa: RUF012
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
+        """Return the sizes. Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
+        layers = range(number(config, "num_hidden_layers", where))
+        step = number(config, "decoder_sparse_step", where) if "decoder_sparse_step" in config else 1
+        single = set(config.get("mlp_only_layers") or ())
+        return read_routed(
+            config,
+            where,
+            "num_experts",
+            intermediate_size=number(config, "moe_intermediate_size", where),
+            normalized=bool(config.get("norm_topk_prob", False)),
+            layers=frozenset(layer for layer in layers if (layer + 1) % step == 0 and layer not in single),
+        )
+
+
+class GptOss(Family):
+    """gpt-oss: attention with sinks, a window in every other layer, and experts with biases in every layer."""
+
+    model_type = "gpt_oss"
+    architecture = "GptOss"
+    unmapped = "its attention's sinks and its experts' biases"
+    # Weights of mxfp4 must be dequantised first.
+    unsupported = {"attention_bias": True, "quantization_config": None, "swiglu_limit": 7.0}  # noqa: RUF012
+    defaults = {  # noqa: RUF012
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": 128,
+    }
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
+        return read_routed(config, where, "num_local_experts", biased=True)
+
+    @classmethod
+    def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
+        """Return the traits. Layers with a window and full layers alternate, unless `layer_types` says otherwise."""
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.layers)]
+        return {"windows": windows(config, where, config.get("layer_types") or kinds), "sinks": True}
+
+    def layer(self, number: int) -> Iterator[ParameterMapping]:
+        shape, experts = self.shape, self.shape.experts
+        assert experts is not None
+        count, inner, hidden = experts.count, experts.intermediate_size, shape.hidden_size
+        yield from self.attention()
+        yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
+        others = {
+            "self_attn.sinks": (shape.heads,),
+            "mlp.router.weight": (count, hidden),
+            "mlp.router.bias": (count,),
+            "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
+            "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
+            "mlp.experts.down_proj": (count, inner, hidden),
+            "mlp.experts.down_proj_bias": (count, hidden),
+        }
+        yield from (ParameterMapping(name=name, sources=(SourceTensor(name, size),)) for name, size in others.items())
+
+
 class DeepseekV3(Family):
+    """DeepSeek-V3 and models of its shape: R1, V3.1, Moonlight, Kimi-K2 (arXiv:2412.19437, section 2.1)."""
+
     model_type = "deepseek_v3"
     architecture = "DeepseekV3"
     unsupported = {  # noqa: RUF012
@@ -110,3 +213,39 @@ def _rows(name: str, source: str, rows: int, columns: int) -> ParameterMapping:
     """Return a mapping cut by rows; the output of down-projections is gathered again."""
     tensor = SourceTensor(f"self_attn.{source}.weight", (rows, columns))
     return ParameterMapping(name=f"self_attention.{name}.weight", sources=(tensor,), split=0)
+
+
+class Glm4Moe(Family):
+    """GLM-4.5 and its smaller Air: grouped-query attention with partly rotated heads, and DeepSeek-V3's experts."""
+
+    model_type = "glm4_moe"
+    architecture = "Glm4Moe"
+    unsupported = {"norm_topk_prob": True}  # noqa: RUF012
+    defaults = {  # noqa: RUF012
+        "attention_bias": False,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 131072,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    }
+
+    @classmethod
+    def supported(cls, config: Mapping[str, Any], where: str) -> ModelShape:
+        found, has_norms = super().supported(config, where), bool(config["use_qk_norm"])
+        return replace(found, experts=read_experts(config, where), output_bias=False, qk_norm=has_norms)
+
+    @classmethod
+    def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
+        share = config["partial_rotary_factor"]
+        rotated = int(shape.head_dim * share) if isinstance(share, (int, float)) and 0 < share <= 1 else 0
+        if rotated < 2 or rotated % 2:
+            raise UserError(
+                f"{where}: partial_rotary_factor is {share!r} of head_dim {shape.head_dim}; must be above 0, at most 1, "
+                "and make an even number"
+            )
+        return {"rotary_dim": rotated}
