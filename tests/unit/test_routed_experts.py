@@ -25,7 +25,6 @@ from runtime.models import hf_policy
 from runtime.models.experts import route, route_corrected
 from runtime.models.families.shape import ExpertShape
 from runtime.models.forward import Packing
-from runtime.rollout.torch import engine as engine_module
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import StepStatistics
 from runtime.trainer.micro_batch import MicroBatch, micro_batches
@@ -135,13 +134,9 @@ def test_the_rollout_tells_the_experts_that_its_tokens_took(folders: Callable[[s
     assert np.mean(share) > 0.8
 
 
-@pytest.mark.parametrize("entries", [engine_module.MASK, 1], ids=["at once", "token by token"])
-def test_a_conversation_goes_on_with_the_experts_of_what_is_new(
-    folders: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, entries: int
-) -> None:
+def test_a_conversation_goes_on_with_the_experts_of_what_is_new(folders: Callable[[str], str]) -> None:
     """The next turn's request asks for those from the last reply's last token on, which no request had fed; all together are
     those of the whole text. A prompt that is asked for again is computed again from there on, though more of it is kept."""
-    monkeypatch.setattr(engine_module, "MASK", entries)
     path = folders("qwen3_moe")
     prompt = tuple(range(20))
     first = request(0, n=1, prompt=prompt, limit=8, experts_from=0)

@@ -18,16 +18,14 @@ import torch.nn.functional as F
 from runtime.errors import UserError
 from runtime.models.experts import clamped_swiglu, mixture, route, route_corrected, swiglu
 from runtime.models.families.shape import LATENT_EPS, ExpertShape, LatentShape
-from runtime.models.forward import Packing, Rope, exact_on_cpu, packed_attention, with_sinks
+from runtime.models.forward import Packing, Rope, exact_on_cpu, packed_attention
 from runtime.models.hf_folder import ModelConfig, WeightFiles, read_config
 from runtime.process import platform
 from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
 
 # ---- Attention
 #
-# The parts of the lean decoder's attention: rotations, masks, and attention over cached keys and values.
-
-_BLOCK = 1024  # least number of queries at once if attention has a mask, which grows with them
+# The parts of the lean decoder's attention: rotations, and attention over cached keys and values.
 
 
 def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,53 +36,6 @@ def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tupl
     angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.frequencies(dim)).unsqueeze(1)
     cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
     return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
-
-
-def within(allowed: torch.Tensor | None, positions: torch.Tensor, past: int, window: int) -> torch.Tensor | None:
-    """Limit `allowed` [b, t, past + t] to the keys within `window` of each query at `positions` [b, t]; 0 is no limit. The keys
-    of `past` tokens come right before the first query."""
-    if allowed is None or not window:
-        return allowed
-    before = torch.arange(-past, 0, device=positions.device) + positions[:, :1]
-    return allowed & (positions.unsqueeze(2) - torch.cat((before, positions), 1).unsqueeze(1) < window)
-
-
-def attend_causal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend [b, heads, t, d] to itself: each token to itself and the tokens before. A `window` that is not 0 limits their
-    number, the token included."""
-    t = query.shape[2]
-    if sinks is None and not 0 < window < t:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    step, parts = max(window, _BLOCK), []
-    for start in range(0, t, step):
-        end, first = min(start + step, t), max(0, start - window + 1) if window else 0
-        columns = torch.arange(first, end, device=query.device)
-        back = columns[start - first :, None] - columns
-        mask = (back >= 0) & (back < (window or end))
-        parts.append(attend_masked(query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], mask, scale, sinks))
-    return torch.cat(parts, 2)
-
-
-def attend_masked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend to the keys where `mask` is true."""
-    width = value.shape[-1]
-    if sinks is not None:
-        query, key, value, mask = with_sinks(query, key, value, sinks, scale, mask)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)[..., :width]
 
 
 def cached_bias(positions: torch.Tensor, length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
@@ -351,66 +302,42 @@ class Decoder:
         logits, cap = F.linear(*exact_on_cpu(hidden, self.weights.head)), self.config.softcap
         return (torch.tanh(logits / cap) * cap if cap else logits).float()
 
-    def forward(
+    def packed(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        allowed: torch.Tensor | None = None,
+        packing: Packing,
         kept: torch.Tensor | None = None,
-        past: int = 0,
+        where: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute whole sequences at once: int64 `tokens` and `positions` [b, t] to the normed output [b, t, hidden].
+        """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden].
 
-        `allowed` [b, t, past + t] bool: the keys that a query sees; None: causal, so padding on the right does no harm.
-        `kept` [layers, parts, b, heads, past + t, width] receives the cache entries, behind those of `past` tokens that it
-        already has. With `past`, `allowed` is required.
+        `kept` [layers, S, parts, heads, width] has the cache entries of the S tokens that `packing` knows, and receives the T
+        tokens' entries at `where` (int64 [T]). Without it the S tokens are the T tokens.
         """
-        near = {window: within(allowed, positions, past, window) for window in set(self._windows)}
 
         def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
-            query, *states = self._states(layer, projected.unflatten(0, tokens.shape), kept, past)
-            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in states)
-            window, sinks = self._windows[layer], self.weights.layers[layer].sinks
-            if (mask := near[window]) is None:
-                out = attend_causal(query, key, value, self._scale, window, sinks)
-            else:
-                out = attend_masked(query, key, value, mask.unsqueeze(1), self._scale, sinks)
-            return out.transpose(1, 2).flatten(2).flatten(0, 1)
-
-        return self._run(tokens.flatten(), positions.flatten(), attend).view(*tokens.shape, -1)
-
-    def packed(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Compute packed sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden]."""
-
-        def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
-            states, window, sinks = self._states(layer, projected[None]), self._windows[layer], self.weights.layers[layer].sinks
+            weights, latent, window = self.weights.layers[layer], self._latent, self._windows[layer]
+            query, own = latent.split(projected) if latent is not None else projected.tensor_split((self.config.heads,), 1)
+            entries = own.reshape(len(own), *self.cached)
+            if kept is not None and where is not None:
+                entries = kept[layer].index_copy_(0, where, entries)
+            states = entries.permute(1, 2, 0, 3)
+            key, value = states[:, None] if latent is None else latent.expand(weights, states[0])
             made, _ = packed_attention(
-                None, *states, None, packing=packing, scaling=self._scale, sliding_window=window or None, s_aux=sinks
+                None,
+                query.transpose(0, 1)[None],
+                key,
+                value,
+                None,
+                packing=packing,
+                scaling=self._scale,
+                sliding_window=window,
+                s_aux=weights.sinks,
             )
             return made[0].flatten(1)
 
         return self._run(tokens, positions, attend)
-
-    def _states(
-        self, layer: int, projected: torch.Tensor, kept: torch.Tensor | None = None, past: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [b, heads, t, d], keys and values [b, kv_heads, past + t, d] of `projected` [b, t, ...]. With latent
-        attention all heads have keys and values."""
-        config, latent = self.config, self._latent
-        if latent is not None:
-            query, entries = latent.split(projected)
-            if kept is not None:
-                kept[layer, 0, :, 0, past:].copy_(entries)
-                entries = kept[layer, 0, :, 0]
-            return query.transpose(1, 2), *latent.expand(self.weights.layers[layer], entries)
-        widths = [config.heads, config.kv_heads, config.kv_heads]
-        query, key, value = (part.transpose(1, 2) for part in projected.split(widths, 2))
-        if kept is not None:
-            kept[layer, 0, :, :, past:].copy_(key)
-            kept[layer, 1, :, :, past:].copy_(value)
-            if past:
-                key, value = kept[layer]
-        return query, key, value
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
         """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab].
