@@ -31,22 +31,8 @@ PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "se
 """Families whose packed sequences in transformers equal each sequence alone, by test. Other families are trained padded."""
 
 _UNTRUE = (
-    *(
-        ".safetensors",
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".h5",
-        ".msgpack",
-        ".onnx",
-        ".onnx_data",
-        ".gguf",
-        ".ot",
-        ".npz",
-        ".pkl",
-        ".distcp",
-    ),
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"),
+    *(".onnx", ".onnx_data", ".gguf", ".ot", ".npz", ".pkl", ".distcp"),
     *(".index.json", "quantize_config.json", "quant_config.json", "adapter_config.json", "trainer_state.json"),
     *("_results.json", "README.md"),  # they describe the model before
 )

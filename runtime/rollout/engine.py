@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
@@ -172,29 +172,25 @@ def check_requests(requests: Sequence[GroupRequest], here: Iterable[int], contex
     """Check groups. Raises InvalidMessage for one that is already `here`, does not fit, or has invalid sampling parameters."""
     known = set(here)
     for request in requests:
-        _check(request, known, context, vocabulary)
+        prompt, sampling = request.prompt, request.sampling
+        total = len(prompt) + sampling.max_new_tokens
+        faults = {
+            "group_id is already here": request.group_id in known,
+            f"n is {request.n}, must be at least 1": request.n < 1,
+            f"first is {request.first}, must be at least 0": request.first < 0,
+            f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1": sampling.max_new_tokens < 1,
+            "the prompt is empty": len(prompt) == 0,
+            f"prompt and max_new_tokens are {total} tokens, at most {context} fit": total > context,
+            f"token ids outside of 0..{vocabulary - 1}": outside(prompt, vocabulary),
+            f"temperature is {sampling.temperature}, must be at least 0": not sampling.temperature >= 0,
+            f"top_p is {sampling.top_p}, must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
+            f"min_p is {sampling.min_p}, must be within 0 and 1": not 0 <= sampling.min_p <= 1,
+            f"top_k is {sampling.top_k}, must be at least 0": sampling.top_k < 0,
+        }
+        for fault, present in faults.items():
+            if present:
+                raise InvalidMessage(f"group {request.group_id}: {fault}")
         known.add(request.group_id)
-
-
-def _check(request: GroupRequest, known: Container[int], context: int, vocabulary: int) -> None:
-    prompt, sampling = request.prompt, request.sampling
-    total = len(prompt) + sampling.max_new_tokens
-    faults = {
-        "group_id is already here": request.group_id in known,
-        f"n is {request.n}, must be at least 1": request.n < 1,
-        f"first is {request.first}, must be at least 0": request.first < 0,
-        f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1": sampling.max_new_tokens < 1,
-        "the prompt is empty": len(prompt) == 0,
-        f"prompt and max_new_tokens are {total} tokens, at most {context} fit": total > context,
-        f"token ids outside of 0..{vocabulary - 1}": outside(prompt, vocabulary),
-        f"temperature is {sampling.temperature}, must be at least 0": not sampling.temperature >= 0,
-        f"top_p is {sampling.top_p}, must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
-        f"min_p is {sampling.min_p}, must be within 0 and 1": not 0 <= sampling.min_p <= 1,
-        f"top_k is {sampling.top_k}, must be at least 0": sampling.top_k < 0,
-    }
-    for fault, present in faults.items():
-        if present:
-            raise InvalidMessage(f"group {request.group_id}: {fault}")
 
 
 def make_sample(

@@ -38,41 +38,28 @@ def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tupl
     return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
-def cached_bias(positions: torch.Tensor, length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an additive mask [n, length] for queries at `positions` [n]: 0 for a sequence's keys up to the query's own, -inf
-    beyond them, and -inf before the last `window` keys if the window is not 0."""
-    back = positions.unsqueeze(1) - torch.arange(length, device=positions.device)
-    unseen = (back < 0) | (back >= window) if window else back < 0
-    return torch.zeros(unseen.shape, device=positions.device, dtype=dtype).masked_fill_(unseen, -math.inf)
-
-
 def attend_fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float, sinks: None
 ) -> torch.Tensor:
-    """Attend [n, kv_heads, queries, d] to [n, kv_heads, length, d] with an additive mask [n, kv_heads, 1, length]. Return the
-    shape of `query`, partly flattened. Takes no sinks."""
+    """Attend [n, kv_heads, queries, d] to [n, kv_heads, length, d] with an additive mask [n, kv_heads, 1, length]. Return
+    [n, kv_heads * queries * d]. Takes no sinks."""
     mask = bias.expand(-1, -1, query.shape[2], -1)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(len(query), -1)
 
 
 def attend_batched(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Attend as `attend_fused` does, by batched matrix products. `sinks` [heads]: one for each head. The heads that share a
     key-value head stand in for queries."""
     n, kv_heads, _, _ = query.shape
     query, keys, values, bias = (each.flatten(0, 1) for each in (query, keys, values, bias))
     scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale)
-    if sinks is None:
-        return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
-    own = sinks.view(kv_heads, -1).repeat(n, 1).unsqueeze(-1).to(scores.dtype)
-    shares = torch.softmax(torch.cat((scores, own), -1), -1, dtype=torch.float32)[..., :-1]
-    return torch.bmm(shares.to(values.dtype), values)
+    if sinks is not None:
+        own = sinks.view(kv_heads, -1).repeat(n, 1).unsqueeze(-1).to(scores.dtype)
+        scores = torch.cat((scores, own), -1)
+    shares = torch.softmax(scores, -1, dtype=torch.float32)[..., : keys.shape[1]]
+    return torch.bmm(shares.to(values.dtype), values).view(n, -1)
 
 
 # ---- Latent
@@ -247,14 +234,6 @@ class Span(NamedTuple):
     longest: int
 
 
-class _SpanPart(NamedTuple):
-    """The slots of a span, and the keys, values and masks that their tokens attend to."""
-
-    slots: slice
-    views: tuple[torch.Tensor, ...]  # of the cache, from `KVCache.views`
-    biases: dict[int, torch.Tensor]  # by a layer's window
-
-
 class Decoder:
     """Inference only: call under `torch.inference_mode()`."""
 
@@ -345,46 +324,38 @@ class Decoder:
         `tokens` and `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n
         slots, so that short sequences are not attended over the longest length.
         """
-        config, n = self.config, len(tokens)
-        where = cache.locate(positions)
-        parts = [self._part(span, positions, cache) for span in spans if span.start < span.end]
+        config, latent, n = self.config, self._latent, len(tokens)
+        where, parts = cache.locate(positions), []
+        for start, end, longest in spans:
+            slots, length = slice(start, end), min(round_up(longest, LENGTH_STEP), cache.max_length)
+            if start < end:
+                biases = {window: self._bias(positions[slots], length, window) for window in set(self._windows)}
+                parts.append((slots, cache.views(slots, length), biases))
 
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            cache.append(layer, where, qkv[:, config.heads :])
-            # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
-            query = qkv[:, : config.heads].view(n, config.kv_heads, -1, config.head_dim)
-            out = [self._attend_part(query[p.slots], p.views[2 * layer], p.views[2 * layer + 1], p, layer) for p in parts]
-            return (out[0] if len(out) == 1 else torch.cat(out)).view(n, -1)
-
-        def attend_latent(layer: int, projected: torch.Tensor) -> torch.Tensor:
-            assert self._latent is not None
-            weights, (query, entries) = self.weights.layers[layer], self._latent.split(projected)
+        def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
+            weights, window, out = self.weights.layers[layer], self._windows[layer], []
+            if latent is not None:
+                query, entries = latent.split(projected)
+                query = latent.absorb(weights, query)
+            else:  # the query heads that share a key-value head stand in for a sequence of queries: no key is repeated
+                query, entries = projected[:, : config.heads], projected[:, config.heads :]
+                query = query.view(n, config.kv_heads, -1, config.head_dim)
             cache.append(layer, where, entries)
-            query, out = self._latent.absorb(weights, query), []
-            for part in parts:
-                keys = part.views[layer]
-                out.append(self._attend_part(query[part.slots], keys, self._latent.means(keys), part, layer))
-            return self._latent.values(weights, out[0] if len(out) == 1 else torch.cat(out))
+            for slots, views, biases in parts:
+                keys = views[2 * layer if latent is None else layer]
+                values = views[2 * layer + 1] if latent is None else latent.means(keys)
+                out.append(self._attend_cached(query[slots], keys, values, biases[window], self._scale, weights.sinks))
+            made = out[0] if len(out) == 1 else torch.cat(out)
+            return made if latent is None else latent.values(weights, made)
 
-        return self.logits(self._run(tokens, positions, attend if self._latent is None else attend_latent))
+        return self.logits(self._run(tokens, positions, attend))
 
-    def _part(self, span: Span, positions: torch.Tensor, cache: KVCache) -> _SpanPart:
-        slots = slice(span.start, span.end)
-        length = min(round_up(span.longest, LENGTH_STEP), cache.max_length)
-        biases = {window: self._cached_bias(positions[slots], length, window) for window in set(self._windows)}
-        return _SpanPart(slots, cache.views(slots, length), biases)
-
-    def _attend_part(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart, layer: int
-    ) -> torch.Tensor:
-        """Attend the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
-        bias, sinks = part.biases[self._windows[layer]], self.weights.layers[layer].sinks
-        made: torch.Tensor = self._attend_cached(query, keys, values, bias, self._scale, sinks)
-        return made.view(len(query), -1)
-
-    def _cached_bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
-        """Return `cached_bias` for all heads: [n, kv_heads, 1, length]."""
-        bias = cached_bias(positions, length, window, self.dtype)
+    def _bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
+        """Return an additive mask [n, kv_heads, 1, length] for queries at `positions` [n]: 0 for a sequence's keys up to the
+        query's own, -inf beyond them, and -inf before the last `window` keys if the window is not 0."""
+        back = positions.unsqueeze(1) - torch.arange(length, device=positions.device)
+        unseen = (back < 0) | (back >= window) if window else back < 0
+        bias = torch.zeros(unseen.shape, device=positions.device, dtype=self.dtype).masked_fill_(unseen, -math.inf)
         bias = bias.view(len(bias), 1, 1, length).expand(-1, self.config.kv_heads, -1, -1)
         return bias.contiguous() if self._attend_cached is attend_batched else bias
 

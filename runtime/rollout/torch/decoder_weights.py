@@ -127,11 +127,7 @@ class DecoderWeights:
     @classmethod
     @torch.no_grad()
     def adopt(
-        cls,
-        config: ModelConfig,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
+        cls, config: ModelConfig, tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
     ) -> DecoderWeights:
         """Take over a complete set of weights by Hugging Face names, without a copy as far as possible.
 

@@ -27,16 +27,7 @@ from runtime.process.spans import at
 from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_adapters, check_requests
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
-from runtime.rollout.torch.slots import (
-    Prefilled,
-    RowSampling,
-    Slots,
-    as_row,
-    sample,
-    sets_of,
-    streams,
-    to_host,
-)
+from runtime.rollout.torch.slots import Prefilled, RowSampling, Slots, as_row, sample, sets_of, streams, to_host
 from runtime.trainer.micro_batch import query_rows, tree_paths
 from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts, Sample, common

@@ -159,14 +159,6 @@ def streams(request: GroupRequest) -> np.ndarray:
     return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
 
 
-class StepInputs(NamedTuple):
-    """The inputs of a decode step: a token of each of n slots."""
-
-    tokens: np.ndarray  # tokens and positions, int64 [2, n]
-    uniforms: np.ndarray  # float32 [n]
-    params: np.ndarray  # of sampling, float32 [n, 5]
-
-
 _BOUNDARY_RANGE = 0.35, 0.65  # of the longest length: the boundary stays within, as each change of it moves sequences
 _WORTH_SPLITTING = 512  # positions of attention saved per layer that pay for a second call
 
@@ -260,14 +252,14 @@ class Slots:
         self._stop[s, : len(stops)] = stops
         return slot
 
-    def inputs(self) -> StepInputs:
-        """Return the newest tokens of slots 0..n-1."""
+    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return of slots 0..n-1 the newest tokens and positions, int64 [2, n], uniform numbers, float32 [n], and parameters of
+        sampling, float32 [n, 5]."""
         sequences = self._sequence[: self._top]
         position = self._position[sequences]
         newest = sequences * self._length + position
-        return StepInputs(
-            np.stack((self._tokens.take(newest), position)), self._uniforms.take(newest + 1), self._params[sequences]
-        )
+        tokens = np.stack((self._tokens.take(newest), position))
+        return tokens, self._uniforms.take(newest + 1), self._params[sequences]
 
     def record(
         self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sets: Mapping[int, EncodedSet]
