@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -207,66 +207,59 @@ class WeightFiles:
         from safetensors import SafetensorError, safe_open
 
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.left_out: list[str] = []
-        """The tensors of layers for multi-token prediction, which are not used."""
         raw = _description(folder)
         self.blocks = quantized.blocks_of(raw, f"model {folder}/config.json")
-        self._files: dict[Path, list[str]] = {}
-        self.scales: dict[str, str] = {}
-        """The scales' names, by the names of the quantised weights."""
+        self._holders: dict[str, Path] = {}  # the file of each tensor
         dtypes: dict[str, str] = {}
         for path in weight_paths(folder):
             try:
                 with safe_open(path, framework="pt") as file:
                     # Without buffers that old checkpoints stored: they follow from config.json.
-                    names = [name for name in list(file.keys()) if not name.endswith("rotary_emb.inv_freq")]
-                    for name in names:
+                    for name in (name for name in list(file.keys()) if not name.endswith("rotary_emb.inv_freq")):
                         part = file.get_slice(name)
                         self.shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+                        self._holders[name] = path
             except (OSError, SafetensorError) as error:
                 raise UserError(f"model {path}: cannot be read: {error}") from error
-            self._files[path] = names
-        self._holders = {name: path for path, names in self._files.items() for name in names}
+        self.scales: dict[str, str] = {}
+        """The scales' names, by the names of the quantised weights."""
         if self.blocks is not None:
-            for name, dtype in dtypes.items():
-                if dtype == "F8_E4M3":
-                    self.scales[name] = quantized.scales_of(name, self.shapes, self.blocks, f"model {folder}")
-        self._drop(self.scales.values())
+            for name in (name for name, dtype in dtypes.items() if dtype == "F8_E4M3"):
+                self.scales[name] = quantized.scales_of(name, self.shapes, self.blocks, f"model {folder}")
+        for name in self.scales.values():
+            del self.shapes[name]
         self.left_out = [name for name in self.shapes if name.startswith(predicting_layers(raw))]
-        self._drop(self.left_out)
-        self.scales = {name: scales for name, scales in self.scales.items() if name in self.shapes}
+        """The tensors of layers for multi-token prediction, which are not used."""
+        for name in self.left_out:
+            del self.shapes[name]
+            self.scales.pop(name, None)
         if self.left_out:
             left_out = f"{len(self.left_out)} tensors of layers for multi-token prediction are left out"
             log.info("model %s: %s: %s, ...", folder, left_out, self.left_out[0])
 
-    def _drop(self, names: Iterable[str]) -> None:
-        gone = set(names)
-        self.shapes = {name: shape for name, shape in self.shapes.items() if name not in gone}
-        self._files = {path: [name for name in names if name not in gone] for path, names in self._files.items()}
-
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor, one at a time, so that at most one tensor is in memory twice."""
+        with self._opened() as files, self.slices() as read:
+            for name in self.shapes:
+                yield name, read(name)[:] if name in self.scales else files[self._holders[name]].get_tensor(name)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[dict[Path, Any]]:
         from safetensors import safe_open
 
-        with self.slices() as read:
-            for path, names in self._files.items():
-                with safe_open(path, framework="pt") as file:
-                    for name in names:
-                        yield name, read(name)[:] if name in self.scales else file.get_tensor(name)
+        with contextlib.ExitStack() as stack:
+            yield {path: stack.enter_context(safe_open(path, framework="pt")) for path in {*self._holders.values()}}
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[Callable[[str], Any]]:
         """Open the files and yield a function that returns a readable slice of a tensor, by the tensor's name."""
-        from safetensors import safe_open
-
-        with contextlib.ExitStack() as stack:
-            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self._files}
+        with self._opened() as files:
 
             def read(name: str) -> Any:
-                part = opened[self._holders[name]].get_slice(name)
+                part = files[self._holders[name]].get_slice(name)
                 if self.blocks is None or name not in self.scales:
                     return part
-                scales = opened[self._holders[self.scales[name]]].get_slice(self.scales[name])
+                scales = files[self._holders[self.scales[name]]].get_slice(self.scales[name])
                 return quantized.Dequantized(part, scales, self.shapes[name], self.blocks)
 
             yield read
