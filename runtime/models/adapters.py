@@ -19,9 +19,7 @@ from runtime.errors import InvalidMessage, UserError
 from runtime.models.families.adapters import DOWN, UP
 from runtime.models.hf_folder import WeightFiles, fingerprint
 
-# ---- Adapters
-#
-# Initial values and base model of low-rank adapters, for all engines.
+# ---- Adapters. Initial values and base model of low-rank adapters, for all engines.
 
 
 def start_of(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
@@ -58,9 +56,7 @@ class AdapterBase:
             )
 
 
-# ---- Offload
-#
-# Memory of a device that is lent out for a while: its content is on the host until the device is back.
+# ---- Offload. Memory of a device that is lent out for a while: its content is on the host until the device is back.
 
 
 class HostOffload:

@@ -226,9 +226,7 @@ def predict(
         hook.remove()
 
 
-# ---- Attention
-#
-# For packed sequences. Several sequences may begin with the same tokens.
+# ---- Attention. For packed sequences. Several sequences may begin with the same tokens.
 
 
 def packed_attention(

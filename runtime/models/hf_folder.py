@@ -22,9 +22,7 @@ from runtime.run_files import read_object
 if TYPE_CHECKING:
     import torch
 
-# ---- Configuration
-#
-# The shape of a model, by its config.json.
+# ---- Configuration. The shape of a model, by its config.json.
 
 
 PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
@@ -177,9 +175,7 @@ def unread(raw: Mapping[str, Any]) -> str:
     return quantized.fault_of(raw)
 
 
-# ---- Weights
-#
-# The weights of a folder: safetensors, without the transformers package.
+# ---- Weights. The weights of a folder: safetensors, without the transformers package.
 
 
 log = logging.getLogger("sluice")

@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,7 +22,6 @@ from runtime.config import Config, Moe, Trainer
 from runtime.errors import InvalidMessage
 from runtime.models import hf_policy
 from runtime.models.experts import route, route_corrected
-from runtime.models.families.shape import ExpertShape
 from runtime.models.forward import Packing
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import StepStatistics
@@ -345,12 +343,10 @@ def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
 def test_the_same_experts_have_the_same_weights_bit_for_bit() -> None:
     torch.manual_seed(0)
     logits, correction = torch.randn(50, 16), torch.rand(16)
-    shape = ExpertShape(count=16, intermediate_size=4, per_token=4, normalized=True, layers=frozenset({0}), groups=4, scale=2.5)
-    shape = msgspec.structs.replace(shape, groups_per_token=2)
     for choose in (
         partial(route, logits, 4, True),
         partial(route, logits, 4, False),
-        partial(route_corrected, logits, correction, shape),
+        partial(route_corrected, logits, correction, 4, 4, 2, 2.5),
     ):
         own = choose()
         again = choose(taken=own[1])

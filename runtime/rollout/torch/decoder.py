@@ -23,9 +23,7 @@ from runtime.models.hf_folder import ModelConfig, WeightFiles, read_config
 from runtime.process import platform
 from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
 
-# ---- Attention
-#
-# The parts of the lean decoder's attention: rotations, and attention over cached keys and values.
+# ---- Attention. The parts of the lean decoder's attention: rotations, and attention over cached keys and values.
 
 
 def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -418,7 +416,8 @@ def routed(
 ) -> torch.Tensor:
     """Apply a layer's experts to [m, H]. Append the experts' indices to `chosen`."""
     if layer.score_bias is not None:
-        routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, experts)
+        sizes = experts.per_token, experts.groups, experts.groups_per_token, experts.scale
+        routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, *sizes)
     else:
         routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized)
     if chosen is not None:

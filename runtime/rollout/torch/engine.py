@@ -32,9 +32,7 @@ from runtime.trainer.micro_batch import query_rows, tree_paths
 from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts, Sample, common
 
-# ---- Prefill
-#
-# Computes several texts at once, packed: whole, or from the point where their keys and values are already known.
+# ---- Prefill. Computes several texts at once, packed: whole, or from the point where their keys and values are already known.
 
 SHARED = 16  # least number of common first tokens that are computed once for all texts
 
@@ -78,9 +76,7 @@ def prefill(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch
     return Computed(last, keys_values, [asks[way] for way in ways], len(hidden))
 
 
-# ---- Next weights
-#
-# The weights of the version that an engine takes over next.
+# ---- Next weights. The weights of the version that an engine takes over next.
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -131,9 +127,7 @@ class NextWeights:
             self._spare = before
 
 
-# ---- Routed
-#
-# Records the experts of each token, on the host: they travel with the samples that ask for them.
+# ---- Routed. Records the experts of each token, on the host: they travel with the samples that ask for them.
 
 
 class RoutingRecord:
@@ -180,9 +174,7 @@ def with_experts(sample: Sample, request: GroupRequest, taken: np.ndarray | None
     return replace(sample, experts=RoutedExperts.of(own.copy()))
 
 
-# ---- Turn cache
-#
-# A prefix cache: keys and values of conversations that wait for their next turn, found by their tokens.
+# ---- Turn cache. A prefix cache: keys and values of conversations that wait for their next turn, found by their tokens.
 
 SHORTEST = 16  # tokens; a shorter beginning is not used, as most prompts of a run share it by their template
 

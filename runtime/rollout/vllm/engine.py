@@ -42,9 +42,7 @@ from runtime.rollout.vllm.worker import MENDABLE
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts
 from runtime.weights.group import Location, arena, locate
 
-# ---- Shared weights
-#
-# The weights that vLLM's workers load at the next swap: a whole set in shared memory.
+# ---- Shared weights. The weights that vLLM's workers load at the next swap: a whole set in shared memory.
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
