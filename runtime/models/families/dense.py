@@ -89,6 +89,6 @@ class Gemma3(Family):
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:
         yield from self.attention()
-        yield norm("post_attention_layernorm", "post_attention_layernorm", self.shape.hidden_size)
+        yield norm("attention_norm", "post_attention_layernorm", "post_attention_layernorm", self.shape.hidden_size)
         yield from dense(self.shape, before="pre_feedforward_layernorm")
-        yield norm("post_feedforward_layernorm", "post_feedforward_layernorm", self.shape.hidden_size)
+        yield norm("mlp_out_norm", "post_feedforward_layernorm", "post_feedforward_layernorm", self.shape.hidden_size)

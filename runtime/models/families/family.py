@@ -25,7 +25,7 @@ class Family:
     """One model of a family: its mapping between Hugging Face's tensors and megatron-core's parameters.
 
     A subclass defines how a layer differs from Llama's. The table is independent of ranks; `parameters` shards it for one rank.
-    The converter, the trainer's loading and export, and the weight sync share it:
+    The converter, the loading and export of trainers, the weight sync and the embedded decoder share it:
 
     - load: for each of the rank's `parameters`, `from_hf` with a reader of Hugging Face tensors by name.
     - export and weight sync: for each that is no `copy`, gather its `pieces` over the tensor-parallel group, then `to_hf`.
@@ -180,24 +180,32 @@ class ParameterMapping(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # megatron-core's; `{expert}` stands for the expert's number on its rank
     sources: tuple[SourceTensor, ...]
+    field: str  # of the embedded decoder's `LayerWeights`, which may join several rows
     split: int | None = None  # dimension of the sources that tensor parallelism cuts
     groups: int = 1  # by which the sources are interleaved, on all tensor ranks together; 1: they are concatenated
     expert: int | None = None  # its number in the layer
 
 
-def norm(name: str, source: str, size: int) -> ParameterMapping:
-    """Return the row of a norm. It is replicated, as all parameters except large matrices are."""
-    return ParameterMapping(name=f"{name}.weight", sources=(SourceTensor(f"{source}.weight", (size,)),))
+def row(
+    field: str, name: str, source: str, shape: tuple[int, ...], split: int | None = None, expert: int | None = None
+) -> ParameterMapping:
+    """Return the row of a parameter that is one tensor. Without `split` it is replicated, as all but large matrices are."""
+    return ParameterMapping(field=field, name=name, sources=(SourceTensor(source, shape),), split=split, expert=expert)
+
+
+def norm(field: str, name: str, source: str, size: int) -> ParameterMapping:
+    return row(field, f"{name}.weight", f"{source}.weight", (size,))
 
 
 def attention(shape: ModelShape) -> Iterator[ParameterMapping]:
     """Yield the rows of grouped-query attention and its norm."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     rows = {"q": q, "k": kv, "v": kv}
-    yield norm("input_layernorm", "input_layernorm", shape.hidden_size)
+    yield norm("input_norm", "input_layernorm", "input_layernorm", shape.hidden_size)
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         tail = (shape.hidden_size,) if kind == "weight" else ()
         yield ParameterMapping(
+            field="qkv" if kind == "weight" else "qkv_bias",
             name=f"self_attention.linear_qkv.{kind}",
             sources=tuple(SourceTensor(f"self_attn.{part}_proj.{kind}", (size, *tail)) for part, size in rows.items()),
             split=0,
@@ -205,35 +213,31 @@ def attention(shape: ModelShape) -> Iterator[ParameterMapping]:
         )
     if shape.qk_norm:
         for part in "qk":
-            yield norm(f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", shape.head_dim)
-    yield row_parallel("self_attention.linear_proj", "self_attn.o_proj", (shape.hidden_size, q))
+            yield norm("qk_norm", f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", shape.head_dim)
+    yield row("output", "self_attention.linear_proj.weight", "self_attn.o_proj.weight", (shape.hidden_size, q), split=1)
     if shape.output_bias:
-        bias = SourceTensor("self_attn.o_proj.bias", (shape.hidden_size,))
-        yield ParameterMapping(name="self_attention.linear_proj.bias", sources=(bias,))
+        yield row("output_bias", "self_attention.linear_proj.bias", "self_attn.o_proj.bias", (shape.hidden_size,))
 
 
 def dense(shape: ModelShape, before: str = "post_attention_layernorm") -> Iterator[ParameterMapping]:
     """Yield the rows of a gated MLP and its norm, which Hugging Face names `before`."""
-    yield norm("pre_mlp_layernorm", before, shape.hidden_size)
+    yield norm("mlp_norm", "pre_mlp_layernorm", before, shape.hidden_size)
     yield from gated("mlp", "mlp", shape.hidden_size, shape.intermediate_size)
 
 
 def experts(shape: ModelShape) -> Iterator[ParameterMapping]:
     """Yield the rows of routed experts, each a gated MLP, with norm, router, score correction, and shared experts."""
-    assert shape.experts is not None
-    yield norm("pre_mlp_layernorm", "post_attention_layernorm", shape.hidden_size)
-    yield ParameterMapping(
-        name="mlp.router.weight",
-        sources=(SourceTensor(f"{shape.experts.block}.gate.weight", (shape.experts.count, shape.hidden_size)),),
-    )
-    for expert in range(shape.experts.count):
-        target, source = "mlp.experts.local_experts.{expert}", f"{shape.experts.block}.experts.{expert}"
-        yield from gated(target, source, shape.hidden_size, shape.experts.intermediate_size, expert, shape.experts.parts)
-    if shape.experts.corrected:
-        bias = SourceTensor(f"mlp.gate.{ROUTER_BIAS}", (shape.experts.count,))
-        yield ParameterMapping(name="mlp.router.expert_bias", sources=(bias,))
-    if shape.experts.shared_size:
-        yield from gated("mlp.shared_experts", "mlp.shared_experts", shape.hidden_size, shape.experts.shared_size)
+    experts, hidden = shape.experts, shape.hidden_size
+    assert experts is not None
+    yield norm("mlp_norm", "pre_mlp_layernorm", "post_attention_layernorm", hidden)
+    yield row("router", "mlp.router.weight", f"{experts.block}.gate.weight", (experts.count, hidden))
+    for expert in range(experts.count):
+        target, source = "mlp.experts.local_experts.{expert}", f"{experts.block}.experts.{expert}"
+        yield from gated(target, source, hidden, experts.intermediate_size, expert, experts.parts)
+    if experts.corrected:
+        yield row("score_bias", "mlp.router.expert_bias", f"mlp.gate.{ROUTER_BIAS}", (experts.count,))
+    if experts.shared_size:
+        yield from gated("mlp.shared_experts", "mlp.shared_experts", hidden, experts.shared_size, prefix="shared_")
 
 
 def gated(
@@ -243,16 +247,14 @@ def gated(
     intermediate: int,
     expert: int | None = None,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    prefix: str = "",
 ) -> Iterator[ParameterMapping]:
     *inner, down = parts
     yield ParameterMapping(
+        field=f"{prefix}gate_up",
         name=f"{name}.linear_fc1.weight",
         sources=tuple(SourceTensor(f"{source}.{part}.weight", (intermediate, hidden)) for part in inner),
         split=0,
         expert=expert,
     )
-    yield row_parallel(f"{name}.linear_fc2", f"{source}.{down}", (hidden, intermediate), expert)
-
-
-def row_parallel(name: str, source: str, shape: tuple[int, int], expert: int | None = None) -> ParameterMapping:
-    return ParameterMapping(name=f"{name}.weight", sources=(SourceTensor(f"{source}.weight", shape),), split=1, expert=expert)
+    yield row(f"{prefix}down", f"{name}.linear_fc2.weight", f"{source}.{down}.weight", (hidden, intermediate), 1, expert)

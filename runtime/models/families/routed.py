@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from runtime.errors import UserError
 from runtime.models.families.dense import Mistral
-from runtime.models.families.family import Family, ParameterMapping, norm, row_parallel
-from runtime.models.families.parameter import SourceTensor
+from runtime.models.families.family import Family, ParameterMapping, norm, row
 from runtime.models.families.shape import ExpertShape, LatentShape, ModelShape, number, read_routed, read_shape, windows
 from runtime.models.forward import YarnScaling, read_rope, yarn_growth
 
@@ -102,17 +101,17 @@ class GptOss(Family):
         assert experts is not None
         count, inner, hidden = experts.count, experts.intermediate_size, shape.hidden_size
         yield from self.attention()
-        yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
+        yield norm("mlp_norm", "pre_mlp_layernorm", "post_attention_layernorm", hidden)
         others = {
-            "self_attn.sinks": (shape.heads,),
-            "mlp.router.weight": (count, hidden),
-            "mlp.router.bias": (count,),
-            "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
-            "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
-            "mlp.experts.down_proj": (count, inner, hidden),
-            "mlp.experts.down_proj_bias": (count, hidden),
+            "sinks": ("self_attn.sinks", (shape.heads,)),
+            "router": ("mlp.router.weight", (count, hidden)),
+            "logit_bias": ("mlp.router.bias", (count,)),
+            "gate_up": ("mlp.experts.gate_up_proj", (count, hidden, 2 * inner)),
+            "gate_up_bias": ("mlp.experts.gate_up_proj_bias", (count, 2 * inner)),
+            "down": ("mlp.experts.down_proj", (count, inner, hidden)),
+            "down_bias": ("mlp.experts.down_proj_bias", (count, hidden)),
         }
-        yield from (ParameterMapping(name=name, sources=(SourceTensor(name, size),)) for name, size in others.items())
+        yield from (row(field, name, name, size) for field, (name, size) in others.items())
 
 
 class DeepseekV3(Family):
@@ -159,17 +158,18 @@ class DeepseekV3(Family):
         """Yield the rows of multi-head latent attention and its norm."""
         latent, heads, hidden = self.shape.latent, self.shape.heads, self.shape.hidden_size
         assert latent is not None
-        yield norm("input_layernorm", "input_layernorm", hidden)
+        yield norm("input_norm", "input_layernorm", "input_layernorm", hidden)
         if latent.query_rank is None:
-            yield _rows("linear_q_proj", "q_proj", heads * latent.head, hidden)
+            yield _rows("qkv", "linear_q_proj", "q_proj", heads * latent.head, hidden)
         else:
-            yield _rows("linear_q_down_proj", "q_a_proj", latent.query_rank, hidden)
-            yield norm("self_attention.q_layernorm", "self_attn.q_a_layernorm", latent.query_rank)
-            yield _rows("linear_q_up_proj", "q_b_proj", heads * latent.head, latent.query_rank)
-        yield _rows("linear_kv_down_proj", "kv_a_proj_with_mqa", latent.cached, hidden)
-        yield norm("self_attention.kv_layernorm", "self_attn.kv_a_layernorm", latent.rank)
-        yield _rows("linear_kv_up_proj", "kv_b_proj", heads * (latent.plain + latent.value), latent.rank)
-        yield row_parallel("self_attention.linear_proj", "self_attn.o_proj", (hidden, heads * latent.value))
+            yield _rows("qkv", "linear_q_down_proj", "q_a_proj", latent.query_rank, hidden)
+            yield norm("query_norm", "self_attention.q_layernorm", "self_attn.q_a_layernorm", latent.query_rank)
+            yield _rows("query_up", "linear_q_up_proj", "q_b_proj", heads * latent.head, latent.query_rank)
+        yield _rows("qkv", "linear_kv_down_proj", "kv_a_proj_with_mqa", latent.cached, hidden)
+        yield norm("latent_norm", "self_attention.kv_layernorm", "self_attn.kv_a_layernorm", latent.rank)
+        yield _rows("latent_up", "linear_kv_up_proj", "kv_b_proj", heads * (latent.plain + latent.value), latent.rank)
+        name, source = "self_attention.linear_proj.weight", "self_attn.o_proj.weight"
+        yield row("output", name, source, (hidden, heads * latent.value), split=1)
 
 
 def read_experts(config: Mapping[str, Any], where: str) -> ExpertShape:
@@ -209,10 +209,9 @@ def read_experts(config: Mapping[str, Any], where: str) -> ExpertShape:
     return found
 
 
-def _rows(name: str, source: str, rows: int, columns: int) -> ParameterMapping:
+def _rows(field: str, name: str, source: str, rows: int, columns: int) -> ParameterMapping:
     """Return a mapping cut by rows; the output of down-projections is gathered again."""
-    tensor = SourceTensor(f"self_attn.{source}.weight", (rows, columns))
-    return ParameterMapping(name=f"self_attention.{name}.weight", sources=(tensor,), split=0)
+    return row(field, f"self_attention.{name}.weight", f"self_attn.{source}.weight", (rows, columns), split=0)
 
 
 class Glm4Moe(Family):

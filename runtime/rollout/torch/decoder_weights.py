@@ -38,40 +38,6 @@ class _Part(NamedTuple):
 
 _Parts = list[_Part]
 
-_FIELDS = {
-    "input_layernorm.weight": "input_norm",
-    "self_attention.linear_qkv.weight": "qkv",
-    "self_attention.linear_qkv.bias": "qkv_bias",
-    "self_attention.q_layernorm.weight": "qk_norm",
-    "self_attention.k_layernorm.weight": "qk_norm",
-    "self_attention.linear_q_proj.weight": "qkv",
-    "self_attention.linear_q_down_proj.weight": "qkv",
-    "self_attention.linear_q_up_proj.weight": "query_up",
-    "self_attention.linear_kv_down_proj.weight": "qkv",
-    "self_attention.kv_layernorm.weight": "latent_norm",
-    "self_attention.linear_kv_up_proj.weight": "latent_up",
-    "self_attention.linear_proj.weight": "output",
-    "self_attention.linear_proj.bias": "output_bias",
-    "self_attn.sinks": "sinks",
-    "post_attention_layernorm.weight": "attention_norm",
-    "pre_mlp_layernorm.weight": "mlp_norm",
-    "mlp.linear_fc1.weight": "gate_up",
-    "mlp.linear_fc2.weight": "down",
-    "mlp.router.weight": "router",
-    "mlp.router.bias": "logit_bias",
-    "mlp.router.expert_bias": "score_bias",
-    "mlp.experts.local_experts.{expert}.linear_fc1.weight": "gate_up",
-    "mlp.experts.local_experts.{expert}.linear_fc2.weight": "down",
-    "mlp.shared_experts.linear_fc1.weight": "shared_gate_up",
-    "mlp.shared_experts.linear_fc2.weight": "shared_down",
-    "mlp.experts.gate_up_proj": "gate_up",
-    "mlp.experts.gate_up_proj_bias": "gate_up_bias",
-    "mlp.experts.down_proj": "down",
-    "mlp.experts.down_proj_bias": "down_bias",
-    "post_feedforward_layernorm.weight": "mlp_out_norm",
-}
-"""The fields of `LayerWeights`, by the names of a family's rows (`Family.layer`)."""
-
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -207,12 +173,9 @@ def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
     """Return by field of `LayerWeights` the tensors that the model has for it, in order."""
     parts: dict[str, _Parts] = {}
-    heads = {"self_attention.q_layernorm.weight": config.heads, "self_attention.k_layernorm.weight": config.kv_heads}
     for row in FAMILIES[config.family](config).layer(index):
-        field, repeats = _FIELDS[row.name], 0
-        if field == "qk_norm":
-            field, repeats = ("query_norm", 0) if config.latent is not None else (field, heads[row.name])
-        own = parts.setdefault(field, [])
+        own = parts.setdefault(row.field, [])
+        repeats = (config.heads, config.kv_heads)[len(own)] if row.field == "qk_norm" else 0
         own += [_Part(f"model.layers.{index}.{source.name}", source.shape, repeats) for source in row.sources]
     return parts
 
