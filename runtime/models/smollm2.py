@@ -69,20 +69,11 @@ def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
     """
     wanted = folder / "requirements.txt"
     wanted.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in hashes.items()), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary=:all:",
-    ]
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     asked = f"pip download {' '.join(hashes)}"
     try:
         done = subprocess.run(
-            [*command, "--require-hashes", "--dest", str(folder), "--requirement", str(wanted)],
+            [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "--requirement", str(wanted)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -26,16 +26,6 @@ from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, 
 # ---- Attention. The parts of the lean decoder's attention: rotations, and attention over cached keys and values.
 
 
-def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, float32 [length, 1, dim], of rotary embeddings (Su et al. 2021, RoFormer, equation 34, halves).
-
-    The first half of the sines is negated: a rotation is then x * cos + roll(x, dim / 2) * sin.
-    """
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.frequencies(dim)).unsqueeze(1)
-    cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
-    return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
-
-
 def attend_fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float, sinks: None
 ) -> torch.Tensor:
@@ -209,14 +199,10 @@ class KVCache:
         self.data.zero_()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 # Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated, or the projections of latent attention) -> the
 # input of the output projection, [m, heads * head_dim].
 Attention = Callable[[int, torch.Tensor], torch.Tensor]
 
-_Projection = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # weight; a norm of the product; bias
 LENGTH_STEP = 8  # cached lengths are cut to a multiple of it: fused kernels need aligned masks
 
 
@@ -269,10 +255,15 @@ class Decoder:
             self._rotations = self._rotated(length)
 
     def _rotated(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the cosines and sines of `length` positions; the last pair is for layers with a window."""
-        local = self.config.local_theta
-        ropes = [self.config.rope] + ([] if local is None else [Rope(local)])
-        return [rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device) for rope in ropes]
+        """Return cosines and sines, float32 [length, 1, dim], of rotary embeddings (Su et al. 2021, RoFormer, equation 34,
+        halves); the last pair is for layers with a window. The first half of the sines is negated: a rotation is then
+        x * cos + roll(x, dim / 2) * sin."""
+        local, dim, found = self.config.local_theta, self.config.rotary_dim or self.config.head_dim, []
+        for rope in [self.config.rope] + ([] if local is None else [Rope(local)]):
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.frequencies(dim)).unsqueeze(1)
+            cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
+            found.append((torch.cat((cos, cos), -1).to(self.device), torch.cat((-sin, sin), -1).to(self.device)))
+        return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of `hidden` [m, hidden], float32 [m, vocab_size]."""
@@ -284,33 +275,24 @@ class Decoder:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         packing: Packing,
-        kept: torch.Tensor | None = None,
-        where: torch.Tensor | None = None,
+        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden].
 
-        `kept` [layers, S, parts, heads, width] has the cache entries of the S tokens that `packing` knows, and receives the T
-        tokens' entries at `where` (int64 [T]). Without it the S tokens are the T tokens.
+        `kept`: [layers, S, parts, heads, width], the cache entries of the S tokens that `packing` knows, and int64 [T], where
+        among them it receives the T tokens' entries. Without it the S tokens are the T tokens.
         """
 
         def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
             weights, latent, window = self.weights.layers[layer], self._latent, self._windows[layer]
             query, own = latent.split(projected) if latent is not None else projected.tensor_split((self.config.heads,), 1)
             entries = own.reshape(len(own), *self.cached)
-            if kept is not None and where is not None:
-                entries = kept[layer].index_copy_(0, where, entries)
-            states = entries.permute(1, 2, 0, 3)
+            if kept is not None:
+                entries = kept[0][layer].index_copy_(0, kept[1], entries)
+            query, states = query.transpose(0, 1)[None], entries.permute(1, 2, 0, 3)
             key, value = states[:, None] if latent is None else latent.expand(weights, states[0])
             made, _ = packed_attention(
-                None,
-                query.transpose(0, 1)[None],
-                key,
-                value,
-                None,
-                packing=packing,
-                scaling=self._scale,
-                sliding_window=window,
-                s_aux=weights.sinks,
+                None, query, key, value, None, packing=packing, scaling=self._scale, sliding_window=window, s_aux=weights.sinks
             )
             return made[0].flatten(1)
 
@@ -366,14 +348,14 @@ class Decoder:
         for index, layer in enumerate(weights.layers):
             rotation = rotations[-1 if self._windows[index] else 0]
             made = attend(index, self._project(layer, self._norm(x, layer.input_norm).to(self.dtype), *rotation))
-            x = self._added(x, made, (layer.output, layer.attention_norm, layer.output_bias))
+            x = self._added(x, made, layer.output, layer.attention_norm, layer.output_bias)
             normed = self._norm(x, layer.mlp_norm).to(self.dtype)
             if layer.router is not None and config.experts is not None:
                 x += routed(normed, layer, layer.router, config.experts, self.chosen)
                 continue
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
             gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-            x = self._added(x, gate.mul_(up), (layer.down, layer.mlp_out_norm, None))
+            x = self._added(x, gate.mul_(up), layer.down, layer.mlp_out_norm)
         return self._norm(x, weights.norm).to(self.dtype)
 
     def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -402,9 +384,15 @@ class Decoder:
             return F.rms_norm(x, shape, weight.float(), eps)
         return F.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight.float()
 
-    def _added(self, x: torch.Tensor, made: torch.Tensor, to: _Projection) -> torch.Tensor:
-        """Add the projection of `made` to x."""
-        weight, norm, bias = to
+    def _added(
+        self,
+        x: torch.Tensor,
+        made: torch.Tensor,
+        weight: torch.Tensor,
+        norm: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add the projection of `made`, normed if there is a norm, to x."""
         if norm is None and bias is None and self.dtype == torch.float32:
             return torch.addmm(x, made, weight.t())
         out = F.linear(made, weight, bias)

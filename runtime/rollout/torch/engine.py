@@ -69,7 +69,7 @@ def prefill(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch
     kept = torch.empty(shape, device=decoder.device, dtype=decoder.dtype)
     for begin, each in zip(begins.tolist(), begun, strict=False):
         kept[:, begin : begin + each.shape[3]].copy_(each.permute(0, 3, 1, 2, 4))
-    hidden = decoder.packed(send(tokens[new]), send(positions[new]), packing, kept, send(np.flatnonzero(new)))
+    hidden = decoder.packed(send(tokens[new]), send(positions[new]), packing, (kept, send(np.flatnonzero(new))))
     ways = np.split(paths, begins[1:])
     last = hidden.index_select(0, send(asks[[way[-1] for way in ways]]))
     keys_values = [kept.index_select(1, send(way)).permute(0, 2, 3, 1, 4) for way in ways]
