@@ -117,10 +117,7 @@ class DecoderWeights:
 
     @classmethod
     def _of(cls, config: ModelConfig, parameter: Callable[[_Parts], torch.Tensor]) -> DecoderWeights:
-        layers = tuple(
-            LayerWeights(**{field: parameter(parts) for field, parts in _layer_parts(config, index).items()})
-            for index in range(config.layers)
-        )
+        layers = tuple(LayerWeights(**{field: parameter(parts) for field, parts in layer.items()}) for layer in _layers(config))
         table = (config.vocab_size, config.hidden_size)
         embedding, norm = parameter([_Part(EMBEDDING, table)]), parameter([_Part(_NORM, table[1:])])
         return cls(config, embedding, layers, norm, embedding if config.tied else parameter([_Part(LM_HEAD, table)]))
@@ -142,8 +139,8 @@ class DecoderWeights:
         views = {EMBEDDING: self.embedding, _NORM: self.norm}
         if not self.config.tied:
             views[LM_HEAD] = self.head
-        for index, layer in enumerate(self.layers):
-            for name, parts in _layer_parts(self.config, index).items():
+        for layer, fields in zip(self.layers, _layers(self.config), strict=True):
+            for name, parts in fields.items():
                 rows = getattr(layer, name).split([part.rows for part in parts])
                 views.update(zip((part.name for part in parts), rows, strict=True))
         return views
@@ -170,14 +167,18 @@ def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     return FAMILIES[config.family](config).tensors() | {LM_HEAD: (config.vocab_size, config.hidden_size)}
 
 
-def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
-    """Return by field of `LayerWeights` the tensors that the model has for it, in order."""
-    parts: dict[str, _Parts] = {}
-    for row in FAMILIES[config.family](config).layer(index):
-        own = parts.setdefault(row.field, [])
-        repeats = (config.heads, config.kv_heads)[len(own)] if row.field == "qk_norm" else 0
-        own += [_Part(f"model.layers.{index}.{source.name}", source.shape, repeats) for source in row.sources]
-    return parts
+@lru_cache(maxsize=4)
+def _layers(config: ModelConfig) -> list[dict[str, _Parts]]:
+    """Return for each layer, by field of `LayerWeights`, the tensors that the model has for it, in order."""
+    family, layers = FAMILIES[config.family](config), []
+    for index in range(config.layers):
+        parts: dict[str, _Parts] = {}
+        for row in family.layer(index):
+            own = parts.setdefault(row.field, [])
+            repeats = (config.heads, config.kv_heads)[len(own)] if row.field == "qk_norm" else 0
+            own += [_Part(f"model.layers.{index}.{source.name}", source.shape, repeats) for source in row.sources]
+        layers.append(parts)
+    return layers
 
 
 def _fused_shape(parts: _Parts) -> tuple[int, ...]:
