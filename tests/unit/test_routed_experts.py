@@ -142,7 +142,7 @@ def test_a_conversation_goes_on_with_the_experts_of_what_is_new(folders: Callabl
     begun = (*prompt, *payload.tokens.tolist())
     second = request(1, n=2, prompt=(*begun, 7, 8, 9), limit=8, experts_from=len(begun) - 1)
     keeps = [replace(each, keep=True) for each in (first, second, replace(second, group_id=2))]
-    found = sampled(path, *keeps, kv_for_waiting=1 << 20)
+    found = sampled(path, *keeps)
     for group_id in (1, 2):
         one, other = found[0], found[group_id]
         assert one.experts is not None and other.experts is not None

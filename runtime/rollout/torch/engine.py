@@ -250,7 +250,6 @@ def _key(tokens: np.ndarray) -> bytes:
 
 T = TypeVar("T")
 
-_INITIAL = PolicyVersion()
 # Seconds for which steps go on after a group is done, so that groups leave together: each group that leaves alone wakes every
 # process after it. A single reply is an agent's turn, an evaluation or a probe, and a process waits for it.
 _COMPANY_SECONDS = 0.03
@@ -280,12 +279,9 @@ class TorchRolloutEngine(RolloutEngine):
         dtype: torch.dtype,
         slots: int,
         max_model_len: int,
-        kv_for_waiting: int = KV_FOR_WAITING,
         replays: bool = False,
-        version: PolicyVersion = _INITIAL,
     ):
-        """Load the model. `kv_for_waiting`: limit in bytes of what is kept for next turns. `replays`: whether requests may ask
-        for the tokens' experts.
+        """Load the model. `replays`: whether requests may ask for the tokens' experts.
 
         Raises UserError if the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
         """
@@ -300,11 +296,10 @@ class TorchRolloutEngine(RolloutEngine):
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
         self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free slot is for a probe
         self._routing = RoutingRecord(self._decoder, slots + 1, max_model_len, replays)
-        self._turn_cache = TurnCache(kv_for_waiting)
+        self._turn_cache = TurnCache(KV_FOR_WAITING)
         self._device = device
         self._next = NextWeights(self._decoder.weights, model_path)
         self.adopts = self._next.adopts
-        self.version = version
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []

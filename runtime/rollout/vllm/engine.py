@@ -91,7 +91,6 @@ class SharedWeights:
             raise InvalidMessage(f"weights do not fit the model: {fault}")
 
 
-_INITIAL = PolicyVersion()
 _CPU_STEP = 2048  # most tokens that a step computes, unless the longest sequence has more
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags for waking
@@ -128,7 +127,6 @@ class VLLMRolloutEngine(RolloutEngine):
         engine_args: Mapping[str, Any] | None = None,
         swap_timeout: float,
         sleeps: bool = False,
-        version: PolicyVersion = _INITIAL,
         worker: str = _WORKER,
         replays: bool = False,
     ):
@@ -147,7 +145,6 @@ class VLLMRolloutEngine(RolloutEngine):
         self._context = max_model_len
         self._slots = slots
         self._swap_timeout = swap_timeout
-        self.version = version
         self._groups: dict[int, EngineGroup] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}  # by vLLM's request id
