@@ -68,22 +68,19 @@ class LatentAttention:
     def __init__(self, heads: int, latent: LatentShape):
         self._heads, self._shape = heads, latent
 
-    def project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Project the normed input [m, hidden] to queries and cache entries, [m, heads · head + cached]. cos, sin
+    def project(
+        self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project the normed input [m, hidden] to queries [m, heads, head] and cache entries [m, cached]. cos, sin
         [m, 1, rotated]."""
         shape, assembled = self._shape, F.linear(x, layer.qkv)
         query, latent, rotated = assembled.split((assembled.shape[1] - shape.cached, shape.rank, shape.rotated), 1)
         if layer.query_up is not None:
             query = F.linear(F.rms_norm(query, query.shape[1:], layer.query_norm, LATENT_EPS), layer.query_up)
         plain, turned = query.view(len(x), self._heads, -1).split((shape.plain, shape.rotated), 2)
-        query = torch.cat((plain, _rotated(turned, cos, sin)), 2).flatten(1)
+        query = torch.cat((plain, _rotated(turned, cos, sin)), 2)
         latent = F.rms_norm(latent, (shape.rank,), layer.latent_norm, LATENT_EPS)
-        return torch.cat((query, latent, _rotated(rotated.unsqueeze(1), cos, sin).squeeze(1)), 1)
-
-    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split the result of `project` into queries [..., heads, head] and cache entries [..., cached]."""
-        query, entry = projected.split((projected.shape[-1] - self._shape.cached, self._shape.cached), -1)
-        return query.unflatten(-1, (self._heads, -1)), entry
+        return query, torch.cat((latent, _rotated(rotated.unsqueeze(1), cos, sin).squeeze(1)), 1)
 
     def expand(self, layer: LayerWeights, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys [b, heads, t, head] and values [b, heads, t, value] of cache entries [b, t, cached]."""
@@ -199,9 +196,9 @@ class KVCache:
         self.data.zero_()
 
 
-# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated, or the projections of latent attention) -> the
-# input of the output projection, [m, heads * head_dim].
-Attention = Callable[[int, torch.Tensor], torch.Tensor]
+# Attention of one layer: (layer, queries [m, heads, head_dim], keys and values [m, 2 * kv_heads, head_dim] or latent attention's
+# entries [m, cached]), all rotated -> the input of the output projection, [m, heads * head_dim].
+Attention = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 LENGTH_STEP = 8  # cached lengths are cut to a multiple of it: fused kernels need aligned masks
 
@@ -283,10 +280,9 @@ class Decoder:
         among them it receives the T tokens' entries. Without it the S tokens are the T tokens.
         """
 
-        def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
             weights, latent, window = self.weights.layers[layer], self._latent, self._windows[layer]
-            query, own = latent.split(projected) if latent is not None else projected.tensor_split((self.config.heads,), 1)
-            entries = own.reshape(len(own), *self.cached)
+            entries = entries.reshape(len(entries), *self.cached)
             if kept is not None:
                 entries = kept[0][layer].index_copy_(0, kept[1], entries)
             query, states = query.transpose(0, 1)[None], entries.permute(1, 2, 0, 3)
@@ -312,13 +308,11 @@ class Decoder:
                 biases = {window: self._bias(positions[slots], length, window) for window in set(self._windows)}
                 parts.append((slots, cache.views(slots, length), biases))
 
-        def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
             weights, window, out = self.weights.layers[layer], self._windows[layer], []
             if latent is not None:
-                query, entries = latent.split(projected)
                 query = latent.absorb(weights, query)
             else:  # the query heads that share a key-value head stand in for a sequence of queries: no key is repeated
-                query, entries = projected[:, : config.heads], projected[:, config.heads :]
                 query = query.view(n, config.kv_heads, -1, config.head_dim)
             cache.append(layer, where, entries)
             for slots, views, biases in parts:
@@ -347,7 +341,7 @@ class Decoder:
             x = x * self._embedding_scale
         for index, layer in enumerate(weights.layers):
             rotation = rotations[-1 if self._windows[index] else 0]
-            made = attend(index, self._project(layer, self._norm(x, layer.input_norm).to(self.dtype), *rotation))
+            made = attend(index, *self._project(layer, self._norm(x, layer.input_norm).to(self.dtype), *rotation))
             x = self._added(x, made, layer.output, layer.attention_norm, layer.output_bias)
             normed = self._norm(x, layer.mlp_norm).to(self.dtype)
             if layer.router is not None and config.experts is not None:
@@ -358,8 +352,10 @@ class Decoder:
             x = self._added(x, gate.mul_(up), layer.down, layer.mlp_out_norm)
         return self._norm(x, weights.norm).to(self.dtype)
 
-    def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return the attention's input for a layer's normed input [m, hidden]."""
+    def _project(
+        self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and cache entries of a layer's normed input [m, hidden], as `Attention` takes them."""
         if self._latent is not None:
             return self._latent.project(layer, x, cos, sin)
         config = self.config
@@ -372,7 +368,7 @@ class Decoder:
         rotated.mul_(cos).addcmul_(swapped, sin)
         if exact is not qk:
             qk.copy_(exact)
-        return qkv
+        return qkv[:, : config.heads], qkv[:, config.heads :]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension. `weight` has that dimension, or one more for heads. Round as transformers does: before
