@@ -196,8 +196,8 @@ class KVCache:
         self.data.zero_()
 
 
-# Attention of one layer: (layer, queries [m, heads, head_dim], keys and values [m, 2 * kv_heads, head_dim] or latent attention's
-# entries [m, cached]), all rotated -> the input of the output projection, [m, heads * head_dim].
+# Attention of one layer: (layer, queries [m, heads, head_dim], keys and values [m, 2 * kv_heads, head_dim] or latent entries
+# [m, cached]), all rotated -> the input of the output projection, [m, heads * head_dim].
 Attention = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 LENGTH_STEP = 8  # cached lengths are cut to a multiple of it: fused kernels need aligned masks
@@ -310,10 +310,9 @@ class Decoder:
 
         def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
             weights, window, out = self.weights.layers[layer], self._windows[layer], []
-            if latent is not None:
-                query = latent.absorb(weights, query)
-            else:  # the query heads that share a key-value head stand in for a sequence of queries: no key is repeated
-                query = query.view(n, config.kv_heads, -1, config.head_dim)
+            # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
+            shared = query.view(n, config.kv_heads, -1, query.shape[2])
+            query = shared if latent is None else latent.absorb(weights, query)
             cache.append(layer, where, entries)
             for slots, views, biases in parts:
                 keys = views[2 * layer if latent is None else layer]
