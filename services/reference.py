@@ -24,7 +24,8 @@ class ReferenceService(FrozenModelService):
     libraries = process.TORCH
 
     def load(self) -> None:
-        from runtime.models.hf_folder import DECODED, read_raw
+        from runtime.models.families import FAMILIES
+        from runtime.models.hf_folder import read_raw
         from runtime.process import platform
         from runtime.scoring.scorer_torch import OffloadableScorer, PolicyScorer, TorchScorer, answers
 
@@ -33,7 +34,7 @@ class ReferenceService(FrozenModelService):
         dtype, budget = platform.resolve_dtype(settings.dtype, device, model.dtype), settings.max_tokens_per_microbatch
 
         def load(folder: str) -> OffloadableScorer:
-            make = TorchScorer if read_raw(folder).get("model_type") in DECODED else PolicyScorer
+            make = TorchScorer if read_raw(folder).get("model_type") in FAMILIES else PolicyScorer
             scorer = make(folder, device=device, dtype=dtype, max_tokens_per_microbatch=budget)
             return OffloadableScorer(scorer, away)
 

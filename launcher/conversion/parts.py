@@ -15,8 +15,9 @@ import torch
 from runtime.errors import UserError
 from runtime.models import quantized
 from runtime.models.families import Family, Parameter, family_for
-from runtime.models.families.family import EMBEDDING, dtype_of
+from runtime.models.families.family import EMBEDDING
 from runtime.models.families.parameter import Sliceable
+from runtime.models.forward import dtype_of
 from runtime.models.hf_folder import WeightFiles, predicting_layers, read_raw, weight_paths
 from runtime.weights.delta import TensorReader
 from runtime.weights.plan import TensorSpec

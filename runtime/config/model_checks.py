@@ -334,7 +334,7 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
     try:
         described = {**made, **policy} if not config.model.path else policy
         family = family_for(described, where)
-        hf_folder.parse(described, where, FAMILIES)
+        hf_folder.parse(described, where)
         faults = [f"{key}.parallel: {fault}" for fault in layout_of(parallel).faults(family.shape)]
         if not faults:
             limits.adapters_of(config, key.removeprefix("services."), family)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from runtime.errors import InvalidMessage, UserError
+from runtime.models.families.adapters import DOWN, UP
 from runtime.models.hf_folder import WeightFiles, fingerprint
 
-# ---- Adapters
-#
-# Initial values and base model of low-rank adapters, for all engines.
+# ---- Adapters. Initial values and base model of low-rank adapters, for all engines.
 
 
 def start_of(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
@@ -57,9 +56,7 @@ class AdapterBase:
             )
 
 
-# ---- Offload
-#
-# Memory of a device that is lent out for a while: its content is on the host until the device is back.
+# ---- Offload. Memory of a device that is lent out for a while: its content is on the host until the device is back.
 
 
 class HostOffload:
@@ -112,17 +109,9 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-DOWN, UP = ".lora_A", ".lora_B"
-
-
-def are_adapters(names: Iterable[str]) -> bool:
-    """Return whether tensors of these names are adapters, not a model's weights."""
-    return any(name.endswith(UP) for name in names)
-
-
 def base_of(names: Iterable[str], folder: str) -> str:
     """Return the fingerprint of `folder`, the base of adapters of these names; "" if the names are not adapters'."""
-    return fingerprint(folder) if are_adapters(names) else ""
+    return fingerprint(folder) if any(name.endswith(UP) for name in names) else ""
 
 
 def require_base(base: str, folder: str) -> None:

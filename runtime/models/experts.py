@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.models.families.shape import ExpertShape
-
 Weights = torch.Tensor | Sequence[torch.Tensor]
 """[E, out, in], or E tensors of [out, in]."""
 
@@ -37,21 +35,27 @@ def route(logits: torch.Tensor, per_token: int, normalized: bool, taken: torch.T
 
 
 def route_corrected(
-    logits: torch.Tensor, correction: torch.Tensor, shape: ExpertShape, taken: torch.Tensor | None = None
+    logits: torch.Tensor,
+    correction: torch.Tensor,
+    per_token: int,
+    groups: int,
+    groups_per_token: int,
+    scale: float,
+    taken: torch.Tensor | None = None,
 ) -> Routed:
     """Route as DeepSeek-V3 does (arXiv:2412.19437, section 2.1.2, equations 12 to 16). Scores are sigmoids of `logits` [m, E];
     `correction` [E] is added only for the choice. The groups with the largest sums of their two best experts are chosen, and
-    the experts from them. Weights [m, k] are float32 scores, normalised, times `shape.scale`. `taken`: as in `route`."""
+    the experts from them. Weights [m, k] are float32 scores, normalised, times `scale`. `taken`: as in `route`."""
     scores = torch.sigmoid(logits.float())
     choice = scores.detach() + correction
-    if shape.groups > 1:
-        grouped = choice.unflatten(1, (shape.groups, -1))
-        best = grouped.topk(2, -1).values.sum(-1).topk(shape.groups_per_token, -1).indices
+    if groups > 1:
+        grouped = choice.unflatten(1, (groups, -1))
+        best = grouped.topk(2, -1).values.sum(-1).topk(groups_per_token, -1).indices
         left_out = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
         choice = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
-    chosen = choice.topk(shape.per_token, -1).indices if taken is None else taken
+    chosen = choice.topk(per_token, -1).indices if taken is None else taken
     weights = scores.gather(1, chosen)
-    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * shape.scale, chosen
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, chosen
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -136,43 +140,27 @@ def join_experts(model: nn.Module) -> None:
             module.watch, module.forward = RouterWatch(), partial(_joined_block, module)
         elif kind in _APART and "SiLU" in type(module.experts[0].act_fn).__name__:
             module.watch, module.jitter_noise = RouterWatch(), 0.0  # Mixtral's noise would make it another policy
-            module.forward = partial(_corrected_block if hasattr(module, "shared_experts") else _block, module, module.forward)
+            module.forward = partial(_block, module, module.forward)
 
 
-def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the block. `apart` is its own forward pass, one expert after the other. It is used if experts are more than three
-    matrices: experts with adapters."""
-    if not _are_plain(block.experts):
-        found: tuple[torch.Tensor, torch.Tensor] = apart(hidden_states)
-        return found
+def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> Any:
+    """Run the block, and return what it returns. `apart` is its own forward pass, one expert after the other. It is used if
+    experts are more than three matrices: experts with adapters. Blocks with shared experts, of DeepSeek-V3 and GLM-4.5, have
+    corrected scores, and a router that computes in float32."""
+    gate, is_corrected = block.gate, hasattr(block, "shared_experts")
+    if not _are_plain(block.experts) or (is_corrected and not gate.norm_topk_prob):
+        return apart(hidden_states)
     x = hidden_states.flatten(0, -2)
-    logits = block.gate(x)
-    routing: Routed = block.watch.through(logits, partial(route, logits, block.top_k, getattr(block, "norm_topk_prob", True)))
-    return mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states), logits
-
-
-def _corrected_block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
-    """Run a block of DeepSeek-V3 or GLM-4.5, with corrected scores and shared experts. The router computes in float32."""
-    gate = block.gate
-    if not _are_plain(block.experts) or not gate.norm_topk_prob:
-        found: torch.Tensor = apart(hidden_states)
-        return found
-    x = hidden_states.flatten(0, -2)
-    with torch.autocast(x.device.type, enabled=False):
-        logits = F.linear(x.float(), gate.weight.float())
-    shape = ExpertShape(
-        count=gate.n_routed_experts,
-        intermediate_size=block.config.moe_intermediate_size,
-        per_token=gate.top_k,
-        normalized=True,
-        layers=frozenset(),
-        groups=gate.n_group,
-        groups_per_token=gate.topk_group,
-        scale=gate.routed_scaling_factor,
-    )
-    routing: Routed = block.watch.through(logits, partial(route_corrected, logits, gate.e_score_correction_bias, shape))
-    made: torch.Tensor = mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states)
-    return made + block.shared_experts(hidden_states)
+    if is_corrected:
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), gate.weight.float())
+        sizes = gate.top_k, gate.n_group, gate.topk_group, gate.routed_scaling_factor
+        choose = partial(route_corrected, logits, gate.e_score_correction_bias, *sizes)
+    else:
+        logits = gate(x)
+        choose = partial(route, logits, block.top_k, getattr(block, "norm_topk_prob", True))
+    made = mixture(x, *block.watch.through(logits, choose), *_stacked(block.experts)).view_as(hidden_states)
+    return made + block.shared_experts(hidden_states) if is_corrected else (made, logits)
 
 
 def _joined_block(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

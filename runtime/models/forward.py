@@ -1,4 +1,4 @@
-"""What passes of a model need: rotary embeddings, and the passes over micro-batches. Loads torch only to compute."""
+"""What passes of a model need: rotary embeddings, dtypes, and the passes over micro-batches. Loads torch only to compute."""
 
 from __future__ import annotations
 
@@ -141,6 +141,19 @@ def read_rope(raw: Mapping[str, Any], where: str) -> Rope:
         raise UserError(f"{where}: rope_scaling: {error}") from error
 
 
+# ---- Weights
+
+ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the Hugging Face tensor `name` in a model of `dtype`. The router's score correction stays float32: it
+    is larger than the differences between scores, and half precision would choose other experts."""
+    import torch
+
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+
+
 # ---- Passes
 #
 # The passes of a loaded model over a micro-batch: packed, or each sequence whole in a right-padded row of its own.
@@ -151,6 +164,7 @@ def read_rope(raw: Mapping[str, Any], where: str) -> Rope:
 
 PACKED_ATTENTION = "sluice_packed"  # the name of `packed_attention` in transformers
 _UNGROUPED = {"npu"}  # devices whose attention kernel needs as many key heads as query heads
+_BLOCK = 1024  # least number of queries at once if attention has a mask
 
 
 @dataclass(frozen=True)
@@ -212,13 +226,11 @@ def predict(
         hook.remove()
 
 
-# ---- Attention
-#
-# For packed sequences. Several sequences may begin with the same tokens.
+# ---- Attention. For packed sequences. Several sequences may begin with the same tokens.
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: nn.Module | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -253,33 +265,38 @@ def packed_attention(
         q = F.embedding(ends, queries).view(count, asked, heads, head_dim).transpose(1, 2)
         k = F.embedding(rows, keys).view(count, length, kv_heads, head_dim).transpose(1, 2)
         v = F.embedding(rows, values).view(count, length, kv_heads, value_dim).transpose(1, 2)
-        grouped = heads != kv_heads
-        if grouped and query.device.type in _UNGROUPED:
-            k, v = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (k, v))
-            grouped = False
-        if s_aux is None:
-            causality = _causality(asked, length, sliding_window, query.device)
-        else:
-            scaling, mask = scaling or head_dim**-0.5, _mask(asked, length, sliding_window, query.device)
-            q, k, v, mask = with_sinks(q, k, v, s_aux, scaling, mask)
-            causality = {"attn_mask": mask}
-        output = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **causality)[..., :value_dim]
+        output = _attended(q, k, v, scaling or head_dim**-0.5, sliding_window or 0, s_aux)
         outputs.append(output.transpose(1, 2).reshape(count * asked, heads * value_dim))
     return F.embedding(packing.cells, torch.cat(outputs)).view(1, tokens, heads, value_dim), None
 
 
-def _causality(asked: int, length: int, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
-    """Return the causal options of attention for the last `asked` tokens of a row as queries."""
-    if asked == length and (sliding_window is None or sliding_window >= length):
-        return {"is_causal": True}
-    return {"attn_mask": _mask(asked, length, sliding_window, device)}
-
-
-def _mask(asked: int, length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend causally: query [b, heads, t, d] of the last t of s tokens, key [b, kv_heads, s, d]. A `window` that is not 0
+    limits the number of keys, the token's own included. A mask grows with the queries, so they are attended in blocks."""
     import torch
+    import torch.nn.functional as F
 
-    distance = torch.arange(length - asked, length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < (sliding_window or length))
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.device.type in _UNGROUPED:
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+        grouped = False
+    asked, length, width = query.shape[2], key.shape[2], value.shape[3]
+    if sinks is None and asked == length and not 0 < window < length:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    step, parts = max(window, _BLOCK), []
+    for start in range(0, asked, step):
+        block = query[:, :, start : start + step]
+        end = length - asked + start + block.shape[2]
+        first = max(0, end - block.shape[2] - window + 1) if window else 0
+        distance = torch.arange(end - block.shape[2], end, device=query.device)[:, None]
+        distance = distance - torch.arange(first, end, device=query.device)
+        part = block, key[:, :, first:end], value[:, :, first:end], (distance >= 0) & (distance < (window or end))
+        if sinks is not None:
+            part = with_sinks(*part[:3], sinks, scale, part[3])
+        parts.append(F.scaled_dot_product_attention(*part, scale=scale, enable_gqa=grouped)[..., :width])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def with_sinks(

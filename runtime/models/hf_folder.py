@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,34 +22,15 @@ from runtime.run_files import read_object
 if TYPE_CHECKING:
     import torch
 
-# ---- Configuration
-#
-# The shape of a model, by its config.json.
+# ---- Configuration. The shape of a model, by its config.json.
 
-
-DECODED = tuple(FAMILIES)
-"""The families that the lean decoder computes."""
 
 PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
 """Families whose packed sequences in transformers equal each sequence alone, by test. Other families are trained padded."""
 
 _UNTRUE = (
-    *(
-        ".safetensors",
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".h5",
-        ".msgpack",
-        ".onnx",
-        ".onnx_data",
-        ".gguf",
-        ".ot",
-        ".npz",
-        ".pkl",
-        ".distcp",
-    ),
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"),
+    *(".onnx", ".onnx_data", ".gguf", ".ot", ".npz", ".pkl", ".distcp"),
     *(".index.json", "quantize_config.json", "quant_config.json", "adapter_config.json", "trainer_state.json"),
     *("_results.json", "README.md"),  # they describe the model before
 )
@@ -65,9 +46,6 @@ class ModelConfig(ModelShape, frozen=True, kw_only=True):
     norm_eps: float
     rope: Rope
     max_positions: int
-    qkv_bias: bool
-    output_bias: bool  # of the attention's output projection
-    qk_norm: bool
     windows: tuple[int, ...] = ()
     """For each layer, the tokens in reach of attention, its own included; 0: all tokens. (): all tokens in all layers."""
     rotary_dim: int = 0  # first elements of a head that are rotated; 0: all
@@ -86,9 +64,9 @@ class ModelConfig(ModelShape, frozen=True, kw_only=True):
         return (2, self.kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.cached)
 
 
-def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:
-    """Parse `folder`/config.json. Raises UserError if it is missing or malformed, or its family is not in `families`."""
-    return parse(read_raw(folder), f"model {Path(folder) / 'config.json'}", families)
+def read_config(folder: str | Path) -> ModelConfig:
+    """Parse `folder`/config.json. Raises UserError if it is missing or as `parse`."""
+    return parse(read_raw(folder), f"model {Path(folder) / 'config.json'}")
 
 
 def read_raw(folder: str | Path) -> dict[str, Any]:
@@ -137,36 +115,28 @@ def read_family(folder: str | Path, value_head: bool = False) -> Family:
     return family_for(read_raw(folder), f"model {Path(folder) / 'config.json'}", value_head=value_head)
 
 
-def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODED) -> ModelConfig:
-    """Parse the contents of a config.json; `where` is its name in messages. Raises UserError if it is malformed, if its family
-    is not in `families`, or if it has an unsupported feature."""
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in families:
-        raise UserError(f"{where}: model_type {family!r} is not supported; must be one of {', '.join(families)}")
+def parse(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """Parse the contents of a config.json; `where` is its name in messages. Raises UserError if it is malformed, of an unknown
+    family, or has an unsupported feature."""
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"{where}: model_type {name!r} is not supported; must be one of {', '.join(FAMILIES)}")
+    family, raw = FAMILIES[name], {**FAMILIES[name].defaults, **raw}
     try:
-        return _parse(family, {**FAMILIES[family].defaults, **raw}, where)
+        shape = family.supported(raw, where)
+        quantized.blocks_of(raw, where)
+        fields = {
+            **msgspec.structs.asdict(shape),
+            "family": name,
+            "norm_eps": raw.get("rms_norm_eps", 1e-6),
+            "rope": read_rope(raw, where),
+            "max_positions": raw.get("max_position_embeddings", 2048),
+            "centred_norms": family.centred_norms,
+            **family.traits(raw, shape, where),
+        }
+        config = msgspec.convert(fields, ModelConfig)
     except (msgspec.ValidationError, TypeError) as error:
         raise UserError(f"{where}: {error}") from error
-
-
-def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
-    model = FAMILIES[family]
-    shape = model.supported(raw, where)
-    quantized.blocks_of(raw, where)
-    attention_bias = bool(raw.get("attention_bias", False)) and not model.qkv_bias
-    fields = {
-        **msgspec.structs.asdict(shape),
-        "family": family,
-        "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "rope": read_rope(raw, where),
-        "max_positions": raw.get("max_position_embeddings", 2048),
-        "qkv_bias": model.qkv_bias or attention_bias,
-        "output_bias": attention_bias,
-        "qk_norm": model.qk_norm,
-        "centred_norms": model.centred_norms,
-        **model.traits(raw, shape, where),
-    }
-    config = msgspec.convert(fields, ModelConfig)
     if config.head_dim % 2:
         raise UserError(f"{where}: head_dim is {config.head_dim}; must be even")
     return config
@@ -175,7 +145,7 @@ def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
 def experts_of(raw: Mapping[str, Any]) -> ExpertShape | None:
     """Return the experts in the contents of a config.json; None if the family is unknown or has no experts."""
     try:
-        return parse(raw, "", FAMILIES).experts
+        return parse(raw, "").experts
     except UserError:
         return None
 
@@ -205,9 +175,7 @@ def unread(raw: Mapping[str, Any]) -> str:
     return quantized.fault_of(raw)
 
 
-# ---- Weights
-#
-# The weights of a folder: safetensors, without the transformers package.
+# ---- Weights. The weights of a folder: safetensors, without the transformers package.
 
 
 log = logging.getLogger("sluice")
@@ -225,20 +193,6 @@ def weight_paths(folder: str | Path) -> list[Path]:
     return [index.with_name(name) for name in shard_names(index)]
 
 
-def misfit(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], optional: str = "") -> str | None:
-    """Return what is wrong with weights of the names and `shapes`, in one line. Return None if they are as `expected`; the
-    tensor `optional` may be missing."""
-    missing = sorted(expected.keys() - shapes.keys() - {optional})
-    unknown = sorted(shapes.keys() - expected.keys())
-    if missing or unknown:
-        faults = [f"{what} {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        return f"{len(missing)} tensors missing, {len(unknown)} unknown: {'; '.join(faults)}"
-    for name, shape in shapes.items():
-        if tuple(shape) != tuple(expected[name]):
-            return f"{name} has shape {list(shape)}, must be {list(expected[name])}"
-    return None
-
-
 class WeightFiles:
     """The safetensors files of a folder: one `model.safetensors`, or the shards of its index. Quantised weights are read as
     float32 (`quantized`)."""
@@ -249,66 +203,59 @@ class WeightFiles:
         from safetensors import SafetensorError, safe_open
 
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.left_out: list[str] = []
-        """The tensors of layers for multi-token prediction, which are not used."""
         raw = _description(folder)
         self.blocks = quantized.blocks_of(raw, f"model {folder}/config.json")
-        self._files: dict[Path, list[str]] = {}
-        self.scales: dict[str, str] = {}
-        """The scales' names, by the names of the quantised weights."""
+        self._holders: dict[str, Path] = {}  # the file of each tensor
         dtypes: dict[str, str] = {}
         for path in weight_paths(folder):
             try:
                 with safe_open(path, framework="pt") as file:
                     # Without buffers that old checkpoints stored: they follow from config.json.
-                    names = [name for name in list(file.keys()) if not name.endswith("rotary_emb.inv_freq")]
-                    for name in names:
+                    for name in (name for name in list(file.keys()) if not name.endswith("rotary_emb.inv_freq")):
                         part = file.get_slice(name)
                         self.shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+                        self._holders[name] = path
             except (OSError, SafetensorError) as error:
                 raise UserError(f"model {path}: cannot be read: {error}") from error
-            self._files[path] = names
-        self._holders = {name: path for path, names in self._files.items() for name in names}
+        self.scales: dict[str, str] = {}
+        """The scales' names, by the names of the quantised weights."""
         if self.blocks is not None:
-            for name, dtype in dtypes.items():
-                if dtype == "F8_E4M3":
-                    self.scales[name] = quantized.scales_of(name, self.shapes, self.blocks, f"model {folder}")
-        self._drop(self.scales.values())
+            for name in (name for name, dtype in dtypes.items() if dtype == "F8_E4M3"):
+                self.scales[name] = quantized.scales_of(name, self.shapes, self.blocks, f"model {folder}")
+        for name in self.scales.values():
+            del self.shapes[name]
         self.left_out = [name for name in self.shapes if name.startswith(predicting_layers(raw))]
-        self._drop(self.left_out)
-        self.scales = {name: scales for name, scales in self.scales.items() if name in self.shapes}
+        """The tensors of layers for multi-token prediction, which are not used."""
+        for name in self.left_out:
+            del self.shapes[name]
+            self.scales.pop(name, None)
         if self.left_out:
             left_out = f"{len(self.left_out)} tensors of layers for multi-token prediction are left out"
             log.info("model %s: %s: %s, ...", folder, left_out, self.left_out[0])
 
-    def _drop(self, names: Iterable[str]) -> None:
-        gone = set(names)
-        self.shapes = {name: shape for name, shape in self.shapes.items() if name not in gone}
-        self._files = {path: [name for name in names if name not in gone] for path, names in self._files.items()}
-
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor, one at a time, so that at most one tensor is in memory twice."""
+        with self._opened() as files, self.slices() as read:
+            for name in self.shapes:
+                yield name, read(name)[:] if name in self.scales else files[self._holders[name]].get_tensor(name)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[dict[Path, Any]]:
         from safetensors import safe_open
 
-        with self.slices() as read:
-            for path, names in self._files.items():
-                with safe_open(path, framework="pt") as file:
-                    for name in names:
-                        yield name, read(name)[:] if name in self.scales else file.get_tensor(name)
+        with contextlib.ExitStack() as stack:
+            yield {path: stack.enter_context(safe_open(path, framework="pt")) for path in {*self._holders.values()}}
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[Callable[[str], Any]]:
         """Open the files and yield a function that returns a readable slice of a tensor, by the tensor's name."""
-        from safetensors import safe_open
-
-        with contextlib.ExitStack() as stack:
-            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self._files}
+        with self._opened() as files:
 
             def read(name: str) -> Any:
-                part = opened[self._holders[name]].get_slice(name)
+                part = files[self._holders[name]].get_slice(name)
                 if self.blocks is None or name not in self.scales:
                     return part
-                scales = opened[self._holders[self.scales[name]]].get_slice(self.scales[name])
+                scales = files[self._holders[self.scales[name]]].get_slice(self.scales[name])
                 return quantized.Dequantized(part, scales, self.shapes[name], self.blocks)
 
             yield read

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ from runtime.errors import UserError
 from runtime.models import hf_folder, quantized
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
-from runtime.models.families.family import LM_HEAD, VALUE_HEAD, dtype_of
-from runtime.models.forward import PACKED_ATTENTION, packed_attention
+from runtime.models.families.family import LM_HEAD, VALUE_HEAD
+from runtime.models.forward import PACKED_ATTENTION, dtype_of, packed_attention
 from runtime.models.hf_folder import WeightFiles
 from runtime.weights.delta import TensorWriter
 from runtime.weights.plan import TensorSpec
@@ -229,28 +229,22 @@ class ShardWriter(contextlib.ExitStack):
     """Writes tensors as safetensors files of at most SHARD_BYTES, with Hugging Face's file names. On exit raises
     InvariantViolated unless each tensor was written exactly once as a whole."""
 
-    def __init__(self, folder: Path, stem: str, specs: Iterable[TensorSpec]):
+    def __init__(self, folder: Path, stem: str, specs: Sequence[TensorSpec]):
         """Create the files. `specs`: all tensors, in the order of the files."""
+        from huggingface_hub import split_torch_state_dict_into_shards
+
         super().__init__()
-        shards: list[list[TensorSpec]] = [[]]
-        used = 0
-        for spec in specs:
-            if shards[-1] and used + spec.nbytes > SHARD_BYTES:
-                shards.append([])
-                used = 0
-            shards[-1].append(spec)
-            used += spec.nbytes
-        count = len(shards)
+        known = {spec.name: spec for spec in specs}
+        sizes = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
+        plan = split_torch_state_dict_into_shards(
+            sizes, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=SHARD_BYTES
+        )
         self._writers: dict[str, TensorWriter] = {}
-        weight_map: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            file = f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
-            writer = self.enter_context(TensorWriter(folder / file, shard))
-            self._writers.update((spec.name, writer) for spec in shard)
-            weight_map.update((spec.name, file) for spec in shard)
-        if count > 1:
-            total = sum(spec.nbytes for shard in shards for spec in shard)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        for file, names in plan.filename_to_tensors.items():
+            writer = self.enter_context(TensorWriter(folder / file, [known[name] for name in names]))
+            self._writers |= dict.fromkeys(names, writer)
+        if plan.is_sharded:
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:

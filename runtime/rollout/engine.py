@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
 from runtime import types
 from runtime.errors import InvalidMessage
+from runtime.models.families.adapters import UP
 from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, TokenSets, outside
 
 if TYPE_CHECKING:
     import torch
 
 
-class EngineStats(Struct, kw_only=True):
-    """Counters since the start, and present gauges."""
+_COUNTERS = ("prefill_tokens", "decode_steps", "busy_seconds", "kv_hits", "kv_misses", "preemptions")
+_GAUGES = {"decode_tokens": "tokens_total", **{name: f"{name}_total" for name in _COUNTERS}}
+
+
+class EngineStats(Struct, kw_only=True, rename=_GAUGES):
+    """Counters since the start, and present gauges. They are encoded under the names of a rollout's gauges."""
 
     running: int = 0
     waiting: int = 0
@@ -38,22 +44,7 @@ class EngineStats(Struct, kw_only=True):
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges of a rollout's status."""
-        return {
-            "running": self.running,
-            "waiting": self.waiting,
-            "slots": self.slots,
-            "tokens_total": self.decode_tokens,
-            "prefill_tokens_total": self.prefill_tokens,
-            "decode_steps_total": self.decode_steps,
-            "busy_seconds_total": self.busy_seconds,
-            "kv_waiting_bytes": self.kv_waiting_bytes,
-            "kv_waiting_texts": self.kv_waiting_texts,
-            "kv_hits_total": self.kv_hits,
-            "kv_misses_total": self.kv_misses,
-            "kv_use": self.kv_use,
-            "kv_shared": float(self.kv_shared),
-            "preemptions_total": self.preemptions,
-        }
+        return {name: float(value) for name, value in msgspec.to_builtins(self).items()}
 
 
 class RolloutEngine(ABC):
@@ -130,7 +121,26 @@ class RolloutEngine(ABC):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Shared by the rollout engines: which requests are refused, and how finished replies become samples and groups.
+# Shared by the rollout engines: which weights and requests are refused, and how finished replies become samples and groups.
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """Return whether tensors of these names are adapters, not a model's weights."""
+    return any(name.endswith(UP) for name in names)
+
+
+def misfit(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], optional: str = "") -> str | None:
+    """Return what is wrong with weights of the names and `shapes`, in one line. Return None if they are as `expected`; the
+    tensor `optional` may be missing."""
+    missing = sorted(expected.keys() - shapes.keys() - {optional})
+    unknown = sorted(shapes.keys() - expected.keys())
+    if missing or unknown:
+        faults = [f"{what} {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        return f"{len(missing)} tensors missing, {len(unknown)} unknown: {'; '.join(faults)}"
+    for name, shape in shapes.items():
+        if tuple(shape) != tuple(expected[name]):
+            return f"{name} has shape {list(shape)}, must be {list(expected[name])}"
+    return None
 
 
 class EngineGroup:
@@ -162,29 +172,25 @@ def check_requests(requests: Sequence[GroupRequest], here: Iterable[int], contex
     """Check groups. Raises InvalidMessage for one that is already `here`, does not fit, or has invalid sampling parameters."""
     known = set(here)
     for request in requests:
-        _check(request, known, context, vocabulary)
+        prompt, sampling = request.prompt, request.sampling
+        total = len(prompt) + sampling.max_new_tokens
+        faults = {
+            "group_id is already here": request.group_id in known,
+            f"n is {request.n}, must be at least 1": request.n < 1,
+            f"first is {request.first}, must be at least 0": request.first < 0,
+            f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1": sampling.max_new_tokens < 1,
+            "the prompt is empty": len(prompt) == 0,
+            f"prompt and max_new_tokens are {total} tokens, at most {context} fit": total > context,
+            f"token ids outside of 0..{vocabulary - 1}": outside(prompt, vocabulary),
+            f"temperature is {sampling.temperature}, must be at least 0": not sampling.temperature >= 0,
+            f"top_p is {sampling.top_p}, must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
+            f"min_p is {sampling.min_p}, must be within 0 and 1": not 0 <= sampling.min_p <= 1,
+            f"top_k is {sampling.top_k}, must be at least 0": sampling.top_k < 0,
+        }
+        for fault, present in faults.items():
+            if present:
+                raise InvalidMessage(f"group {request.group_id}: {fault}")
         known.add(request.group_id)
-
-
-def _check(request: GroupRequest, known: Container[int], context: int, vocabulary: int) -> None:
-    prompt, sampling = request.prompt, request.sampling
-    total = len(prompt) + sampling.max_new_tokens
-    faults = {
-        "group_id is already here": request.group_id in known,
-        f"n is {request.n}, must be at least 1": request.n < 1,
-        f"first is {request.first}, must be at least 0": request.first < 0,
-        f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1": sampling.max_new_tokens < 1,
-        "the prompt is empty": len(prompt) == 0,
-        f"prompt and max_new_tokens are {total} tokens, at most {context} fit": total > context,
-        f"token ids outside of 0..{vocabulary - 1}": outside(prompt, vocabulary),
-        f"temperature is {sampling.temperature}, must be at least 0": not sampling.temperature >= 0,
-        f"top_p is {sampling.top_p}, must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
-        f"min_p is {sampling.min_p}, must be within 0 and 1": not 0 <= sampling.min_p <= 1,
-        f"top_k is {sampling.top_k}, must be at least 0": sampling.top_k < 0,
-    }
-    for fault, present in faults.items():
-        if present:
-            raise InvalidMessage(f"group {request.group_id}: {fault}")
 
 
 def make_sample(

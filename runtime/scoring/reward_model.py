@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,20 +37,10 @@ TOO_LONG, NOT_FINITE = "model:too long", "model:not finite"
 Texts = Sequence[Sequence[np.ndarray]]  # token ids of prompt and reply (of an episode its last branch), by group and episode
 
 
-class Classifier(Protocol):
-    """A model that returns one number for a text."""
-
-    vocab_size: int
-    positions: int
-
-    def score(self, groups: Texts) -> list[np.ndarray]:
-        """Return one float32 for each text of each group."""
-
-
 class ModelScorer:
     """Scores groups by `rewards.model`, weighted."""
 
-    def __init__(self, settings: config.RewardModel, policy: str, model: Classifier, fail: bool):
+    def __init__(self, settings: config.RewardModel, policy: str, model: TorchRewardModel, fail: bool):
         """Set up the scorer. `policy` is the policy's folder. `fail`: a sample without a finite score raises, not masked.
 
         Raises UserError if the model reads text and its folder cannot render or tokenise it.

@@ -60,8 +60,9 @@ def query_rows(
         cell = np.arange(int(tokens.max()))
         valid = cell < tokens
         packed = paths[np.where(valid, begin + cell, begin)]
-        real = valid[:, before:]
-        asked = np.where(real, asks[packed[:, before:]], 0)
+        asked = asks[packed[:, before:]]
+        real = valid[:, before:] & (asked >= 0)
+        asked = np.where(real, asked, 0)
         cells[asked[real]] = used + np.flatnonzero(real)
         used += real.size
         queries.append(torch.from_numpy(asked).to(device, non_blocking=True))

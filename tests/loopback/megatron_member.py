@@ -21,8 +21,8 @@ from msgspec.structs import replace
 from runtime import types
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, Moe, Parallel, Trainer
-from runtime.models.adapters import are_adapters
 from runtime.process.waiting import in_thread
+from runtime.rollout.engine import are_adapters
 from runtime.trainer import backend
 from runtime.trainer import rows as train_rows
 from runtime.trainer.step import critic_trainer, policy_trainer

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from launcher.conversion import conversion
 from runtime.errors import InvariantViolated, UserError
 from runtime.models.families import Layout, family
+from runtime.models.forward import ROUTER_BIAS
 from tests.closeness import FLOAT32, LOGITS, forward_terms
 from tests.unit.family_cases import CONFIGS, write_folder
 from tests.unit.test_convert import sluice
@@ -65,7 +66,7 @@ def make_model(folder: Path, case: str) -> None:
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     for name, buffer in model.named_buffers():
-        if name.endswith(family.ROUTER_BIAS):
+        if name.endswith(ROUTER_BIAS):
             torch.nn.init.normal_(buffer, 0.6, 0.1)
     model.save_pretrained(folder)
 

@@ -18,7 +18,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.errors import InvalidMessage, UserError
-from runtime.models.forward import read_rope
+from runtime.models import forward
+from runtime.models.forward import Packing, read_rope
 from runtime.models.hf_folder import read_config
 from runtime.rollout.torch import decoder as decoder_module
 from runtime.rollout.torch.decoder import Decoder, KVCache, Span, kv_bytes
@@ -45,9 +46,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 @torch.inference_mode()
 def whole_logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-    hidden = decoder.forward(tokens, positions)
-    return decoder.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+    positions, cells = torch.arange(tokens.shape[1]).repeat(len(tokens)), torch.arange(tokens.numel())
+    hidden = decoder.packed(tokens.flatten(), positions, Packing([cells.view(tokens.shape)], cells))
+    return decoder.logits(hidden).view(*tokens.shape, -1)
 
 
 @torch.no_grad()
@@ -68,7 +69,7 @@ def test_logits_equal_transformers(monkeypatch: pytest.MonkeyPatch, name: str) -
     decoder, tokens = load(folder), torch.randint(0, VOCABULARY, (3, 90), generator=torch.Generator().manual_seed(0))
     assert_equals(model, whole_logits(decoder, tokens), tokens)
     tokens = tokens[:, :20]
-    monkeypatch.setattr(decoder_module, "_BLOCK", 4)
+    monkeypatch.setattr(forward, "_BLOCK", 4)
     assert_equals(model, whole_logits(decoder, tokens), tokens)
     for attend in ("attend_batched", "attend_fused")[: 1 if name == "gpt_oss" else 2]:
         decoder._attend_cached = getattr(decoder_module, attend)

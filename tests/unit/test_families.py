@@ -20,7 +20,7 @@ from runtime.errors import InvariantViolated, UserError
 from runtime.models import hf_policy, tiny_model
 from runtime.models.experts import join_experts
 from runtime.models.families import Family, Layout, Parameter, family_for
-from runtime.models.families.family import dtype_of
+from runtime.models.forward import dtype_of
 from runtime.models.hf_folder import WeightFiles, parse, read_config
 from runtime.models.limits import kv_cache_bytes
 from runtime.rollout.torch.decoder import Decoder, KVCache, kv_bytes

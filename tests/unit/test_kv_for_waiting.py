@@ -25,7 +25,6 @@ from runtime.config.loading import resolve
 from runtime.errors import InvalidMessage
 from runtime.models.experts import join_experts
 from runtime.rollout.engine import EngineGroup, EngineStats
-from runtime.rollout.torch import engine as engine_module
 from runtime.rollout.torch import engine as rollout_torch
 from runtime.rollout.torch.engine import SHORTEST, TorchRolloutEngine, TurnCache
 from runtime.rollout.vllm import engine as rollout_vllm
@@ -77,7 +76,7 @@ def models(request: pytest.FixtureRequest) -> TwoModels:
 
 @pytest.fixture
 def make(models: TwoModels) -> Iterator[Make]:
-    with engines(models.path, max_model_len=256, kv_for_waiting=1 << 30) as build:
+    with engines(models.path, max_model_len=256) as build:
         yield build
 
 
@@ -190,9 +189,11 @@ SAID = [BEGIN + words(9), words(4, seed=1), words(1, seed=2), words(30, seed=3)]
 
 
 @pytest.mark.parametrize("models", ["qwen2", "qwen3_moe", "mistral", "gemma3", "gpt_oss", "deepseek_v3"], indirect=True)
-def test_a_turn_costs_its_own_tokens_and_is_the_same(models: TwoModels, make: Make) -> None:
+def test_a_turn_costs_its_own_tokens_and_is_the_same(models: TwoModels, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same greedy tokens, up to the first that another rounding may change."""
-    with_store, without = make(), make(kv_for_waiting=0)
+    with_store = make()
+    monkeypatch.setattr(rollout_torch, "KV_FOR_WAITING", 0)
+    without = make()
     turns = converse(with_store, SAID, temperature=0.0)
     bound, compared = 2 * LOGITS * gamma(forward_terms(256)), 0
     for asked, sample in turns:
@@ -217,21 +218,21 @@ def test_a_turn_costs_its_own_tokens_and_is_the_same(models: TwoModels, make: Ma
     assert (stats.kv_waiting_texts, stats.kv_waiting_bytes) == (1, length * each)
 
 
-@pytest.mark.parametrize(("slots", "together", "mask"), [(64, 8192, 1 << 26), (64, 100, 1 << 26), (2, 8192, 300)])
+@pytest.mark.parametrize(("slots", "together"), [(64, 8192), (64, 100), (2, 8192)])
 def test_many_continue_side_by_side(
-    models: TwoModels, make: Make, monkeypatch: pytest.MonkeyPatch, slots: int, together: int, mask: int
+    models: TwoModels, make: Make, monkeypatch: pytest.MonkeyPatch, slots: int, together: int
 ) -> None:
     """Conversations of different lengths, n samples of one prompt, and prompts of which nothing is kept, in one queue; in one
-    batch or in several, and with new tokens in parts."""
+    batch or in several."""
     monkeypatch.setattr(rollout_torch, "_PREFILL_TOKENS", together)
-    monkeypatch.setattr(engine_module, "MASK", mask)
-    computed, batches = engine_module.continued, []
+    computed, batches = rollout_torch.prefill, []
 
     def noted(decoder: Any, texts: Any, begun: Any) -> Any:
-        batches.append((len(texts), max(map(len, texts))))
+        if begun:
+            batches.append((len(texts), sum(map(len, texts))))
         return computed(decoder, texts, begun)
 
-    monkeypatch.setattr(engine_module, "continued", noted)
+    monkeypatch.setattr(rollout_torch, "prefill", noted)
     engine = make(slots)
     begun = [turn(i, words(16 + 9 * i, seed=i), n=1 + i % 3, limit=3 + 2 * i) for i in range(6)]
     kept = run(engine, *begun)
@@ -251,7 +252,7 @@ def test_many_continue_side_by_side(
     assert engine.stats().prefill_tokens - before == new
     assert (engine.stats().kv_hits, engine.stats().kv_misses) == (len(requests) // 2, len(begun))
     assert sum(size for size, _ in batches) == len(requests) // 2
-    assert all(size == 1 or size * longest <= together for size, longest in batches)
+    assert all(size == 1 or tokens <= together for size, tokens in batches)
     assert engine.stats().kv_waiting_texts == len(requests) // 2  # those that do not say `keep` leave the store as it is
 
 

@@ -148,7 +148,8 @@ def test_a_slot_forgets_the_stop_tokens_of_the_one_before(make: Make) -> None:
 
 
 def test_the_header_describes_the_payload(make: Make) -> None:
-    engine = make(version=PolicyVersion(2, 7))
+    engine = make()
+    engine.version = PolicyVersion(2, 7)
     each = request(5, n=6, stop_token_ids=(3, 4), limit=15)
     (group,) = asyncio.run(begin(engine, [each], 99))
     payload = types.decode(GroupPayload, group.payload)

@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,9 +22,7 @@ from runtime.config import Config, Moe, Trainer
 from runtime.errors import InvalidMessage
 from runtime.models import hf_policy
 from runtime.models.experts import route, route_corrected
-from runtime.models.families.shape import ExpertShape
 from runtime.models.forward import Packing
-from runtime.rollout.torch import engine as engine_module
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import StepStatistics, micro_batches
 from runtime.trainer.micro_batch import MicroBatch
@@ -135,13 +132,9 @@ def test_the_rollout_tells_the_experts_that_its_tokens_took(folders: Callable[[s
     assert np.mean(share) > 0.8
 
 
-@pytest.mark.parametrize("entries", [engine_module.MASK, 1], ids=["at once", "token by token"])
-def test_a_conversation_goes_on_with_the_experts_of_what_is_new(
-    folders: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, entries: int
-) -> None:
+def test_a_conversation_goes_on_with_the_experts_of_what_is_new(folders: Callable[[str], str]) -> None:
     """The next turn's request asks for those from the last reply's last token on, which no request had fed; all together are
     those of the whole text. A prompt that is asked for again is computed again from there on, though more of it is kept."""
-    monkeypatch.setattr(engine_module, "MASK", entries)
     path = folders("qwen3_moe")
     prompt = tuple(range(20))
     first = request(0, n=1, prompt=prompt, limit=8, experts_from=0)
@@ -149,7 +142,7 @@ def test_a_conversation_goes_on_with_the_experts_of_what_is_new(
     begun = (*prompt, *payload.tokens.tolist())
     second = request(1, n=2, prompt=(*begun, 7, 8, 9), limit=8, experts_from=len(begun) - 1)
     keeps = [replace(each, keep=True) for each in (first, second, replace(second, group_id=2))]
-    found = sampled(path, *keeps, kv_for_waiting=1 << 20)
+    found = sampled(path, *keeps)
     for group_id in (1, 2):
         one, other = found[0], found[group_id]
         assert one.experts is not None and other.experts is not None
@@ -350,12 +343,10 @@ def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
 def test_the_same_experts_have_the_same_weights_bit_for_bit() -> None:
     torch.manual_seed(0)
     logits, correction = torch.randn(50, 16), torch.rand(16)
-    shape = ExpertShape(count=16, intermediate_size=4, per_token=4, normalized=True, layers=frozenset({0}), groups=4, scale=2.5)
-    shape = msgspec.structs.replace(shape, groups_per_token=2)
     for choose in (
         partial(route, logits, 4, True),
         partial(route, logits, 4, False),
-        partial(route_corrected, logits, correction, shape),
+        partial(route_corrected, logits, correction, 4, 4, 2, 2.5),
     ):
         own = choose()
         again = choose(taken=own[1])

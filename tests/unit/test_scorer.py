@@ -24,9 +24,9 @@ from runtime.data.prepared import training_prompts
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.models import tiny_model
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.scoring import scorer_torch
 from runtime.scoring.reward_model import ModelScorer, TorchRewardModel
 from runtime.scoring.scorer_torch import PolicyScorer, TorchScorer
+from runtime.trainer import backend
 from runtime.trainer.step import critic_trainer
 from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Logprobs, Sample, SamplingParams, Scores
 from services.reference import ReferenceService
@@ -75,15 +75,14 @@ def make_scorer(folder: Path, budget: int = 4096) -> TorchScorer:
     return TorchScorer(str(folder), device=CPU, dtype=torch.float32, max_tokens_per_microbatch=budget)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3_scaled", "mistral", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3_scaled", "mistral", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_values_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One reply a row (causal), several (masked), and mixtures, cut into micro-batches of any size."""
-    monkeypatch.setattr(scorer_torch, "_LOGIT_ELEMENTS", VOCABULARY * 7)
+    """Replies of one length or many, cut into micro-batches and chunks of logits of any size."""
+    monkeypatch.setattr(backend, "CPU_CHUNK_ELEMENTS", VOCABULARY * 7)
     model = save_model(tmp_path, name)
     groups = [make_group(1, 5, [3, 17, 1, 9], 0.7), make_group(2, 12, [30]), make_group(3, 1, [8, 8, 70], 1.3)]
     wanted = [expected(model, payload, request.temperature) for request, payload in groups]
-    for budget, row_tokens in ((1, 512), (100, 60), (4096, 1), (4096, 60), (4096, 512)):
-        monkeypatch.setattr(scorer_torch, "_ROW_TOKENS", row_tokens)
+    for budget in (1, 60, 100, 4096):
         assert_scored(make_scorer(tmp_path, budget), groups, wanted, tokens=71)
 
 
@@ -110,7 +109,7 @@ def test_empty_replies_and_empty_batches_have_no_values(tmp_path: Path) -> None:
 def test_the_scorer_agrees_with_the_rollout_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(scorer_torch, "_LOGIT_ELEMENTS", VOCABULARY * 7)
+    monkeypatch.setattr(backend, "CPU_CHUNK_ELEMENTS", VOCABULARY * 7)
     save_model(tmp_path)
     engine = TorchRolloutEngine(str(tmp_path), device=CPU, dtype=torch.float32, slots=5, max_model_len=100)
     sampling = SamplingParams(max_new_tokens=60, temperature=0.7, stop_token_ids=(3,), **filters)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from runtime.models.families.family import ROUTER_BIAS
+from runtime.models.forward import ROUTER_BIAS
 from tests.unit.family_cases import session_folder
 
 VOCABULARY = 61

@@ -9,8 +9,9 @@ import torch
 from msgspec.structs import replace
 
 from runtime.config import Optimizer
-from runtime.models.adapters import are_adapters, merged
+from runtime.models.adapters import merged
 from runtime.models.hf_folder import WeightFiles
+from runtime.rollout.engine import are_adapters
 from runtime.trainer.backend import BINS_PER_OCTAVE
 from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup

@@ -1,6 +1,6 @@
 """Model families: how their Hugging Face tensors map to megatron-core's parameters. Pure; loads neither torch nor megatron.
 
-A family is one file with one class, and its line in `FAMILIES`.
+A family is one class, and its name in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.errors import UserError
-from runtime.models.families.deepseek_v3 import DeepseekV3
+from runtime.models.families.dense import Gemma3, Llama, Mistral, Qwen2, Qwen3
 from runtime.models.families.family import Family
-from runtime.models.families.gemma3 import Gemma3
-from runtime.models.families.glm4_moe import Glm4Moe
-from runtime.models.families.gpt_oss import GptOss
 from runtime.models.families.layout import Layout
-from runtime.models.families.llama import Llama
-from runtime.models.families.mistral import Mistral
-from runtime.models.families.mixtral import Mixtral
 from runtime.models.families.parameter import Parameter
-from runtime.models.families.qwen2 import Qwen2
-from runtime.models.families.qwen3 import Qwen3
-from runtime.models.families.qwen3_moe import Qwen3Moe
+from runtime.models.families.routed import DeepseekV3, Glm4Moe, GptOss, Mixtral, Qwen3Moe
 
 _ALL: tuple[type[Family], ...] = (Llama, Qwen2, Qwen3, Qwen3Moe, Mistral, Mixtral, Gemma3, GptOss, DeepseekV3, Glm4Moe)
 FAMILIES = {family.model_type: family for family in _ALL}
@@ -43,4 +35,9 @@ def family_for(
         raise UserError(f"{where}: model_type {name!r} has no mapping to megatron-core; {allowed}")
     if mapped and (missing := FAMILIES[name].unmapped):
         raise UserError(f"{where}: model_type {name!r} has no mapping to megatron-core, for {missing}; {allowed}")
-    return FAMILIES[name](config, where, value_head)
+    config = {**FAMILIES[name].defaults, **config}
+    shape = FAMILIES[name].supported(config, where)
+    if mapped and shape.output_bias:
+        found = f"attention_bias {config['attention_bias']!r}"
+        raise UserError(f"{where}: {found} is not supported with megatron-core; must be False")
+    return FAMILIES[name](shape, value_head)

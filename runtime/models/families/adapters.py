@@ -13,6 +13,7 @@ from runtime.models.families.family import Family
 from runtime.models.families.layout import Layout
 from runtime.models.families.parameter import Parameter, SourceTensor
 
+DOWN, UP = ".lora_A", ".lora_B"  # ends of names in a weight sync (`runtime.models.adapters`)
 PREFIX = "base_model.model."  # of a tensor's name in PEFT's files
 _ROUTERS = ("gate", "router")
 _MATRIX = ".weight"

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from runtime.errors import UserError
 from runtime.models.families.layout import Layout
 from runtime.models.families.parameter import Parameter, SourceTensor
 from runtime.models.families.shape import ModelShape, read_shape
-
-if TYPE_CHECKING:
-    import torch
+from runtime.models.forward import ROUTER_BIAS
 
 HEAD, WORDS = "output_layer.weight", "embedding.word_embeddings.weight"  # in megatron-core, for any kind of head
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
 SHOWN = 10  # wrong names that a message lists
 _SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}  # of all families; they may override it
 
@@ -27,7 +25,7 @@ class Family:
     """One model of a family: its mapping between Hugging Face's tensors and megatron-core's parameters.
 
     A subclass defines how a layer differs from Llama's. The table is independent of ranks; `parameters` shards it for one rank.
-    The converter, the trainer's loading and export, and the weight sync share it:
+    The converter, the loading and export of trainers, the weight sync and the embedded decoder share it:
 
     - load: for each of the rank's `parameters`, `from_hf` with a reader of Hugging Face tensors by name.
     - export and weight sync: for each that is no `copy`, gather its `pieces` over the tensor-parallel group, then `to_hf`.
@@ -37,28 +35,24 @@ class Family:
     model_type: ClassVar[str]  # in config.json
     architecture: ClassVar[str]  # the stem of its class names in transformers: "Qwen2" of Qwen2ForCausalLM
     unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with their only supported value
-    only_mapped: ClassVar[Mapping[str, Any]] = {}  # keys with the only value that has a mapping to megatron-core
     defaults: ClassVar[Mapping[str, Any]] = {}  # of optional keys of config.json, where Llama's differ
     unmapped: ClassVar[str] = ""  # its parts without a mapping to megatron-core; the table then has only names and shapes
     centred_norms: ClassVar[bool] = False  # norms multiply by 1 + their weight
-    qkv_bias: bool = False  # of the attention
-    qk_norm: bool = False  # each head of q and k is normalised
+    qkv_bias: ClassVar[bool] = False  # of the attention, whatever config.json says
+    qk_norm: ClassVar[bool] = False  # each head of q and k is normalised
 
-    def __init__(self, config: Mapping[str, Any], where: str, value_head: bool = False):
-        """Read the sizes from a config.json. `value_head`: one number a token instead of the language model's head.
-
-        Raises UserError if sizes are missing or wrong, or if the table lacks a row for a feature.
-        """
-        config = {**self.defaults, **config}
-        _require_values(config, self.only_mapped, where, " with megatron-core")
-        self.shape = self.supported(config, where)
-        self.value_head = value_head
+    def __init__(self, shape: ModelShape, value_head: bool = False):
+        """Make the table of a model. `value_head`: one number a token instead of the language model's head."""
+        self.shape, self.value_head = shape, value_head
 
     @classmethod
     def supported(cls, config: Mapping[str, Any], where: str) -> ModelShape:
         """Return the sizes in a config.json with the `defaults`. Raises UserError, also for an unsupported value."""
-        _require_values(config, {**_SUPPORTED, **cls.unsupported}, where)
-        return cls.read(config, where)
+        for key, value in {**_SUPPORTED, **cls.unsupported}.items():
+            if config.get(key, value) != value:
+                raise UserError(f"{where}: {key} {config[key]!r} is not supported; must be {value!r}")
+        bias = bool(config.get("attention_bias")) and not cls.qkv_bias
+        return replace(cls.read(config, where), qkv_bias=cls.qkv_bias or bias, output_bias=bias, qk_norm=cls.qk_norm)
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
@@ -67,7 +61,7 @@ class Family:
 
     @classmethod
     def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
-        """Return fields of `hf_config.ModelConfig`, other than those above, that differ from Llama's. Raises UserError."""
+        """Return fields of `hf_folder.ModelConfig` that differ from Llama's, except those of `shape`. Raises UserError."""
         return {}
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:
@@ -78,7 +72,7 @@ class Family:
 
     def attention(self) -> Iterator[ParameterMapping]:
         """Yield the rows of a layer's attention and of the norm before it."""
-        return attention(self.shape, bias=self.qkv_bias, qk_norm=self.qk_norm)
+        return attention(self.shape)
 
     @property
     def tied(self) -> bool:
@@ -154,20 +148,6 @@ class Family:
                 yield vocabulary(name=HEAD, sources=(embedding,), copy=True)
 
 
-def _require_values(config: Mapping[str, Any], only: Mapping[str, Any], where: str, engine: str = "") -> None:
-    for key, value in only.items():
-        if config.get(key, value) != value:
-            raise UserError(f"{where}: {key} {config[key]!r} is not supported{engine}; must be {value!r}")
-
-
-def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the Hugging Face tensor `name` in a model of `dtype`. The router's score correction stays float32: it
-    is larger than the differences between scores, and half precision would choose other experts."""
-    import torch
-
-    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
-
-
 def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     """Check that names and shapes are the same. Raises UserError with a line for each kind of fault and the first names."""
     faults = {
@@ -200,57 +180,64 @@ class ParameterMapping(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # megatron-core's; `{expert}` stands for the expert's number on its rank
     sources: tuple[SourceTensor, ...]
+    field: str  # of the embedded decoder's `LayerWeights`, which may join several rows
     split: int | None = None  # dimension of the sources that tensor parallelism cuts
     groups: int = 1  # by which the sources are interleaved, on all tensor ranks together; 1: they are concatenated
     expert: int | None = None  # its number in the layer
 
 
-def norm(name: str, source: str, size: int) -> ParameterMapping:
-    """Return the row of a norm. It is replicated, as all parameters except large matrices are."""
-    return ParameterMapping(name=f"{name}.weight", sources=(SourceTensor(f"{source}.weight", (size,)),))
+def row(
+    field: str, name: str, source: str, shape: tuple[int, ...], split: int | None = None, expert: int | None = None
+) -> ParameterMapping:
+    """Return the row of a parameter that is one tensor. Without `split` it is replicated, as all but large matrices are."""
+    return ParameterMapping(field=field, name=name, sources=(SourceTensor(source, shape),), split=split, expert=expert)
 
 
-def attention(shape: ModelShape, *, bias: bool = False, qk_norm: bool = False) -> Iterator[ParameterMapping]:
-    """Yield the rows of grouped-query attention and its norm. `bias`: q, k and v have biases."""
+def norm(field: str, name: str, source: str, size: int) -> ParameterMapping:
+    return row(field, f"{name}.weight", f"{source}.weight", (size,))
+
+
+def attention(shape: ModelShape) -> Iterator[ParameterMapping]:
+    """Yield the rows of grouped-query attention and its norm."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     rows = {"q": q, "k": kv, "v": kv}
-    yield norm("input_layernorm", "input_layernorm", shape.hidden_size)
-    for kind in ("weight", "bias") if bias else ("weight",):
+    yield norm("input_norm", "input_layernorm", "input_layernorm", shape.hidden_size)
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         tail = (shape.hidden_size,) if kind == "weight" else ()
         yield ParameterMapping(
+            field="qkv" if kind == "weight" else "qkv_bias",
             name=f"self_attention.linear_qkv.{kind}",
             sources=tuple(SourceTensor(f"self_attn.{part}_proj.{kind}", (size, *tail)) for part, size in rows.items()),
             split=0,
             groups=shape.kv_heads,
         )
-    if qk_norm:
+    if shape.qk_norm:
         for part in "qk":
-            yield norm(f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", shape.head_dim)
-    yield row_parallel("self_attention.linear_proj", "self_attn.o_proj", (shape.hidden_size, q))
+            yield norm("qk_norm", f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", shape.head_dim)
+    yield row("output", "self_attention.linear_proj.weight", "self_attn.o_proj.weight", (shape.hidden_size, q), split=1)
+    if shape.output_bias:
+        yield row("output_bias", "self_attention.linear_proj.bias", "self_attn.o_proj.bias", (shape.hidden_size,))
 
 
 def dense(shape: ModelShape, before: str = "post_attention_layernorm") -> Iterator[ParameterMapping]:
     """Yield the rows of a gated MLP and its norm, which Hugging Face names `before`."""
-    yield norm("pre_mlp_layernorm", before, shape.hidden_size)
+    yield norm("mlp_norm", "pre_mlp_layernorm", before, shape.hidden_size)
     yield from gated("mlp", "mlp", shape.hidden_size, shape.intermediate_size)
 
 
 def experts(shape: ModelShape) -> Iterator[ParameterMapping]:
     """Yield the rows of routed experts, each a gated MLP, with norm, router, score correction, and shared experts."""
-    assert shape.experts is not None
-    yield norm("pre_mlp_layernorm", "post_attention_layernorm", shape.hidden_size)
-    yield ParameterMapping(
-        name="mlp.router.weight",
-        sources=(SourceTensor(f"{shape.experts.block}.gate.weight", (shape.experts.count, shape.hidden_size)),),
-    )
-    for expert in range(shape.experts.count):
-        target, source = "mlp.experts.local_experts.{expert}", f"{shape.experts.block}.experts.{expert}"
-        yield from gated(target, source, shape.hidden_size, shape.experts.intermediate_size, expert, shape.experts.parts)
-    if shape.experts.corrected:
-        bias = SourceTensor(f"mlp.gate.{ROUTER_BIAS}", (shape.experts.count,))
-        yield ParameterMapping(name="mlp.router.expert_bias", sources=(bias,))
-    if shape.experts.shared_size:
-        yield from gated("mlp.shared_experts", "mlp.shared_experts", shape.hidden_size, shape.experts.shared_size)
+    experts, hidden = shape.experts, shape.hidden_size
+    assert experts is not None
+    yield norm("mlp_norm", "pre_mlp_layernorm", "post_attention_layernorm", hidden)
+    yield row("router", "mlp.router.weight", f"{experts.block}.gate.weight", (experts.count, hidden))
+    for expert in range(experts.count):
+        target, source = "mlp.experts.local_experts.{expert}", f"{experts.block}.experts.{expert}"
+        yield from gated(target, source, hidden, experts.intermediate_size, expert, experts.parts)
+    if experts.corrected:
+        yield row("score_bias", "mlp.router.expert_bias", f"mlp.gate.{ROUTER_BIAS}", (experts.count,))
+    if experts.shared_size:
+        yield from gated("mlp.shared_experts", "mlp.shared_experts", hidden, experts.shared_size, prefix="shared_")
 
 
 def gated(
@@ -260,16 +247,14 @@ def gated(
     intermediate: int,
     expert: int | None = None,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    prefix: str = "",
 ) -> Iterator[ParameterMapping]:
     *inner, down = parts
     yield ParameterMapping(
+        field=f"{prefix}gate_up",
         name=f"{name}.linear_fc1.weight",
         sources=tuple(SourceTensor(f"{source}.{part}.weight", (intermediate, hidden)) for part in inner),
         split=0,
         expert=expert,
     )
-    yield row_parallel(f"{name}.linear_fc2", f"{source}.{down}", (hidden, intermediate), expert)
-
-
-def row_parallel(name: str, source: str, shape: tuple[int, int], expert: int | None = None) -> ParameterMapping:
-    return ParameterMapping(name=f"{name}.weight", sources=(SourceTensor(f"{source}.weight", shape),), split=1, expert=expert)
+    yield row(f"{prefix}down", f"{name}.linear_fc2.weight", f"{source}.{down}.weight", (hidden, intermediate), 1, expert)

@@ -67,6 +67,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     tied: bool  # lm_head is the embedding
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    qk_norm: bool = False
     experts: ExpertShape | None = None
     latent: LatentShape | None = None
 
@@ -103,13 +106,12 @@ def number(config: Mapping[str, Any], key: str, where: str) -> int:
     return value
 
 
-def windows(config: Mapping[str, Any], where: str, *, alike: bool = False) -> tuple[int, ...]:
+def windows(config: Mapping[str, Any], where: str, kinds: Any) -> tuple[int, ...]:
     """Return for each layer the tokens in reach of attention, its own included; 0: all tokens. (): all tokens in all layers.
 
-    Reads `sliding_window`, and `layer_types` unless all layers are `alike`. Raises UserError for layers of another kind.
+    `kinds`: each layer's, as in `layer_types`. Raises UserError for layers of another kind.
     """
     layers = number(config, "num_hidden_layers", where)
-    kinds = ["sliding_attention"] * layers if alike else config.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise UserError(f"{where}: layer_types is {kinds!r}; must be full_attention or sliding_attention for each layer")
     if config.get("sliding_window") is None:

@@ -18,110 +18,36 @@ import torch.nn.functional as F
 from runtime.errors import UserError
 from runtime.models.experts import clamped_swiglu, mixture, route, route_corrected, swiglu
 from runtime.models.families.shape import LATENT_EPS, ExpertShape, LatentShape
-from runtime.models.forward import Rope, exact_on_cpu, with_sinks
+from runtime.models.forward import Packing, Rope, exact_on_cpu, packed_attention
 from runtime.models.hf_folder import ModelConfig, WeightFiles, read_config
 from runtime.process import platform
 from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
 
-# ---- Attention
-#
-# The parts of the lean decoder's attention: rotations, masks, and attention over cached keys and values.
-
-_BLOCK = 1024  # least number of queries at once if attention has a mask, which grows with them
-
-
-def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, float32 [length, 1, dim], of rotary embeddings (Su et al. 2021, RoFormer, equation 34, halves).
-
-    The first half of the sines is negated: a rotation is then x * cos + roll(x, dim / 2) * sin.
-    """
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.frequencies(dim)).unsqueeze(1)
-    cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
-    return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
-
-
-def within(allowed: torch.Tensor | None, positions: torch.Tensor, past: int, window: int) -> torch.Tensor | None:
-    """Limit `allowed` [b, t, past + t] to the keys within `window` of each query at `positions` [b, t]; 0 is no limit. The keys
-    of `past` tokens come right before the first query."""
-    if allowed is None or not window:
-        return allowed
-    before = torch.arange(-past, 0, device=positions.device) + positions[:, :1]
-    return allowed & (positions.unsqueeze(2) - torch.cat((before, positions), 1).unsqueeze(1) < window)
-
-
-def attend_causal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend [b, heads, t, d] to itself: each token to itself and the tokens before. A `window` that is not 0 limits their
-    number, the token included."""
-    t = query.shape[2]
-    if sinks is None and not 0 < window < t:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    step, parts = max(window, _BLOCK), []
-    for start in range(0, t, step):
-        end, first = min(start + step, t), max(0, start - window + 1) if window else 0
-        columns = torch.arange(first, end, device=query.device)
-        back = columns[start - first :, None] - columns
-        mask = (back >= 0) & (back < (window or end))
-        parts.append(attend_masked(query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], mask, scale, sinks))
-    return torch.cat(parts, 2)
-
-
-def attend_masked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend to the keys where `mask` is true."""
-    width = value.shape[-1]
-    if sinks is not None:
-        query, key, value, mask = with_sinks(query, key, value, sinks, scale, mask)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)[..., :width]
-
-
-def cached_bias(positions: torch.Tensor, length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an additive mask [n, length] for queries at `positions` [n]: 0 for a sequence's keys up to the query's own, -inf
-    beyond them, and -inf before the last `window` keys if the window is not 0."""
-    back = positions.unsqueeze(1) - torch.arange(length, device=positions.device)
-    unseen = (back < 0) | (back >= window) if window else back < 0
-    return torch.zeros(unseen.shape, device=positions.device, dtype=dtype).masked_fill_(unseen, -math.inf)
+# ---- Attention. The parts of the lean decoder's attention: rotations, and attention over cached keys and values.
 
 
 def attend_fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float, sinks: None
 ) -> torch.Tensor:
-    """Attend [n, kv_heads, queries, d] to [n, kv_heads, length, d] with an additive mask [n, kv_heads, 1, length]. Return the
-    shape of `query`, partly flattened. Takes no sinks."""
+    """Attend [n, kv_heads, queries, d] to [n, kv_heads, length, d] with an additive mask [n, kv_heads, 1, length]. Return
+    [n, kv_heads * queries * d]. Takes no sinks."""
     mask = bias.expand(-1, -1, query.shape[2], -1)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(len(query), -1)
 
 
 def attend_batched(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Attend as `attend_fused` does, by batched matrix products. `sinks` [heads]: one for each head. The heads that share a
     key-value head stand in for queries."""
     n, kv_heads, _, _ = query.shape
     query, keys, values, bias = (each.flatten(0, 1) for each in (query, keys, values, bias))
     scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale)
-    if sinks is None:
-        return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
-    own = sinks.view(kv_heads, -1).repeat(n, 1).unsqueeze(-1).to(scores.dtype)
-    shares = torch.softmax(torch.cat((scores, own), -1), -1, dtype=torch.float32)[..., :-1]
-    return torch.bmm(shares.to(values.dtype), values)
+    if sinks is not None:
+        own = sinks.view(kv_heads, -1).repeat(n, 1).unsqueeze(-1).to(scores.dtype)
+        scores = torch.cat((scores, own), -1)
+    shares = torch.softmax(scores, -1, dtype=torch.float32)[..., : keys.shape[1]]
+    return torch.bmm(shares.to(values.dtype), values).view(n, -1)
 
 
 # ---- Latent
@@ -142,22 +68,19 @@ class LatentAttention:
     def __init__(self, heads: int, latent: LatentShape):
         self._heads, self._shape = heads, latent
 
-    def project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Project the normed input [m, hidden] to queries and cache entries, [m, heads · head + cached]. cos, sin
+    def project(
+        self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project the normed input [m, hidden] to queries [m, heads, head] and cache entries [m, cached]. cos, sin
         [m, 1, rotated]."""
         shape, assembled = self._shape, F.linear(x, layer.qkv)
         query, latent, rotated = assembled.split((assembled.shape[1] - shape.cached, shape.rank, shape.rotated), 1)
         if layer.query_up is not None:
             query = F.linear(F.rms_norm(query, query.shape[1:], layer.query_norm, LATENT_EPS), layer.query_up)
         plain, turned = query.view(len(x), self._heads, -1).split((shape.plain, shape.rotated), 2)
-        query = torch.cat((plain, _rotated(turned, cos, sin)), 2).flatten(1)
+        query = torch.cat((plain, _rotated(turned, cos, sin)), 2)
         latent = F.rms_norm(latent, (shape.rank,), layer.latent_norm, LATENT_EPS)
-        return torch.cat((query, latent, _rotated(rotated.unsqueeze(1), cos, sin).squeeze(1)), 1)
-
-    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split the result of `project` into queries [..., heads, head] and cache entries [..., cached]."""
-        query, entry = projected.split((projected.shape[-1] - self._shape.cached, self._shape.cached), -1)
-        return query.unflatten(-1, (self._heads, -1)), entry
+        return query, torch.cat((latent, _rotated(rotated.unsqueeze(1), cos, sin).squeeze(1)), 1)
 
     def expand(self, layer: LayerWeights, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys [b, heads, t, head] and values [b, heads, t, value] of cache entries [b, t, cached]."""
@@ -273,14 +196,10 @@ class KVCache:
         self.data.zero_()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# Attention of one layer: (layer, queries [m, heads, head_dim], keys and values [m, 2 * kv_heads, head_dim] or latent entries
+# [m, cached]), all rotated -> the input of the output projection, [m, heads * head_dim].
+Attention = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
-
-# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated, or the projections of latent attention) -> the
-# input of the output projection, [m, heads * head_dim].
-Attention = Callable[[int, torch.Tensor], torch.Tensor]
-
-_Projection = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # weight; a norm of the product; bias
 LENGTH_STEP = 8  # cached lengths are cut to a multiple of it: fused kernels need aligned masks
 
 
@@ -296,21 +215,13 @@ class Span(NamedTuple):
     longest: int
 
 
-class _SpanPart(NamedTuple):
-    """The slots of a span, and the keys, values and masks that their tokens attend to."""
-
-    slots: slice
-    views: tuple[torch.Tensor, ...]  # of the cache, from `KVCache.views`
-    biases: dict[int, torch.Tensor]  # by a layer's window
-
-
 class Decoder:
     """Inference only: call under `torch.inference_mode()`."""
 
     def __init__(self, weights: DecoderWeights):
         """Keep `weights`, which a caller replaces by assignment between two calls."""
         self.weights = weights
-        self.config = weights.config
+        self.config, self.cached = weights.config, weights.config.cached
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.chosen: list[torch.Tensor] | None = None  # if a list, each layer in turn appends its experts [m, k]
@@ -341,66 +252,47 @@ class Decoder:
             self._rotations = self._rotated(length)
 
     def _rotated(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the cosines and sines of `length` positions; the last pair is for layers with a window."""
-        local = self.config.local_theta
-        ropes = [self.config.rope] + ([] if local is None else [Rope(local)])
-        return [rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device) for rope in ropes]
+        """Return cosines and sines, float32 [length, 1, dim], of rotary embeddings (Su et al. 2021, RoFormer, equation 34,
+        halves); the last pair is for layers with a window. The first half of the sines is negated: a rotation is then
+        x * cos + roll(x, dim / 2) * sin."""
+        local, dim, found = self.config.local_theta, self.config.rotary_dim or self.config.head_dim, []
+        for rope in [self.config.rope] + ([] if local is None else [Rope(local)]):
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.frequencies(dim)).unsqueeze(1)
+            cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
+            found.append((torch.cat((cos, cos), -1).to(self.device), torch.cat((-sin, sin), -1).to(self.device)))
+        return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of `hidden` [m, hidden], float32 [m, vocab_size]."""
         logits, cap = F.linear(*exact_on_cpu(hidden, self.weights.head)), self.config.softcap
         return (torch.tanh(logits / cap) * cap if cap else logits).float()
 
-    def forward(
+    def packed(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        allowed: torch.Tensor | None = None,
-        kept: torch.Tensor | None = None,
-        past: int = 0,
+        packing: Packing,
+        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute whole sequences at once: int64 `tokens` and `positions` [b, t] to the normed output [b, t, hidden].
+        """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden].
 
-        `allowed` [b, t, past + t] bool: the keys that a query sees; None: causal, so padding on the right does no harm.
-        `kept` [layers, parts, b, heads, past + t, width] receives the cache entries, behind those of `past` tokens that it
-        already has. With `past`, `allowed` is required.
+        `kept`: [layers, S, parts, heads, width], the cache entries of the S tokens that `packing` knows, and int64 [T], where
+        among them it receives the T tokens' entries. Without it the S tokens are the T tokens.
         """
-        near = {window: within(allowed, positions, past, window) for window in set(self._windows)}
 
-        def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
-            states = self._states(layer, projected.unflatten(0, tokens.shape), kept, past)
-            window, sinks = self._windows[layer], self.weights.layers[layer].sinks
-            if (mask := near[window]) is None:
-                out = attend_causal(*states, self._scale, window, sinks)
-            else:
-                out = attend_masked(*states, mask.unsqueeze(1), self._scale, sinks)
-            return out.transpose(1, 2).flatten(2).flatten(0, 1)
-
-        return self._run(tokens.flatten(), positions.flatten(), attend).view(*tokens.shape, -1)
-
-    def _states(
-        self, layer: int, projected: torch.Tensor, kept: torch.Tensor | None, past: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [b, heads, t, d], keys and values [b, heads, past + t, d] of `projected` [b, t, ...]."""
-        config, latent = self.config, self._latent
-        if latent is not None:
-            query, entries = latent.split(projected)
+        def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+            weights, latent, window = self.weights.layers[layer], self._latent, self._windows[layer]
+            entries = entries.reshape(len(entries), *self.cached)
             if kept is not None:
-                kept[layer, 0, :, 0, past:].copy_(entries)
-                entries = kept[layer, 0, :, 0]
-            return query.transpose(1, 2), *latent.expand(self.weights.layers[layer], entries)
-        widths = [config.heads, config.kv_heads, config.kv_heads]
-        query, key, value = (part.transpose(1, 2) for part in projected.split(widths, 2))
-        if kept is not None:
-            kept[layer, 0, :, :, past:].copy_(key)
-            kept[layer, 1, :, :, past:].copy_(value)
-            if past:
-                key, value = kept[layer]
-        return query, self._per_head(key), self._per_head(value)
+                entries = kept[0][layer].index_copy_(0, kept[1], entries)
+            query, states = query.transpose(0, 1)[None], entries.permute(1, 2, 0, 3)
+            key, value = states[:, None] if latent is None else latent.expand(weights, states[0])
+            made, _ = packed_attention(
+                None, query, key, value, None, packing=packing, scaling=self._scale, sliding_window=window, s_aux=weights.sinks
+            )
+            return made[0].flatten(1)
 
-    def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
-        """Repeat [b, kv_heads, t, d] for the query heads that share them: [b, heads, t, d]."""
-        return keys.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
+        return self._run(tokens, positions, attend)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
         """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab].
@@ -408,46 +300,35 @@ class Decoder:
         `tokens` and `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n
         slots, so that short sequences are not attended over the longest length.
         """
-        config, n = self.config, len(tokens)
-        where = cache.locate(positions)
-        parts = [self._part(span, positions, cache) for span in spans if span.start < span.end]
+        config, latent, n = self.config, self._latent, len(tokens)
+        where, parts = cache.locate(positions), []
+        for start, end, longest in spans:
+            slots, length = slice(start, end), min(round_up(longest, LENGTH_STEP), cache.max_length)
+            if start < end:
+                biases = {window: self._bias(positions[slots], length, window) for window in set(self._windows)}
+                parts.append((slots, cache.views(slots, length), biases))
 
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            cache.append(layer, where, qkv[:, config.heads :])
+        def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+            weights, window, out = self.weights.layers[layer], self._windows[layer], []
             # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
-            query = qkv[:, : config.heads].view(n, config.kv_heads, -1, config.head_dim)
-            out = [self._attend_part(query[p.slots], p.views[2 * layer], p.views[2 * layer + 1], p, layer) for p in parts]
-            return (out[0] if len(out) == 1 else torch.cat(out)).view(n, -1)
-
-        def attend_latent(layer: int, projected: torch.Tensor) -> torch.Tensor:
-            assert self._latent is not None
-            weights, (query, entries) = self.weights.layers[layer], self._latent.split(projected)
+            shared = query.view(n, config.kv_heads, -1, query.shape[2])
+            query = shared if latent is None else latent.absorb(weights, query)
             cache.append(layer, where, entries)
-            query, out = self._latent.absorb(weights, query), []
-            for part in parts:
-                keys = part.views[layer]
-                out.append(self._attend_part(query[part.slots], keys, self._latent.means(keys), part, layer))
-            return self._latent.values(weights, out[0] if len(out) == 1 else torch.cat(out))
+            for slots, views, biases in parts:
+                keys = views[2 * layer if latent is None else layer]
+                values = views[2 * layer + 1] if latent is None else latent.means(keys)
+                out.append(self._attend_cached(query[slots], keys, values, biases[window], self._scale, weights.sinks))
+            made = out[0] if len(out) == 1 else torch.cat(out)
+            return made if latent is None else latent.values(weights, made)
 
-        return self.logits(self._run(tokens, positions, attend if self._latent is None else attend_latent))
+        return self.logits(self._run(tokens, positions, attend))
 
-    def _part(self, span: Span, positions: torch.Tensor, cache: KVCache) -> _SpanPart:
-        slots = slice(span.start, span.end)
-        length = min(round_up(span.longest, LENGTH_STEP), cache.max_length)
-        biases = {window: self._cached_bias(positions[slots], length, window) for window in set(self._windows)}
-        return _SpanPart(slots, cache.views(slots, length), biases)
-
-    def _attend_part(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart, layer: int
-    ) -> torch.Tensor:
-        """Attend the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
-        bias, sinks = part.biases[self._windows[layer]], self.weights.layers[layer].sinks
-        made: torch.Tensor = self._attend_cached(query, keys, values, bias, self._scale, sinks)
-        return made.view(len(query), -1)
-
-    def _cached_bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
-        """Return `cached_bias` for all heads: [n, kv_heads, 1, length]."""
-        bias = cached_bias(positions, length, window, self.dtype)
+    def _bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
+        """Return an additive mask [n, kv_heads, 1, length] for queries at `positions` [n]: 0 for a sequence's keys up to the
+        query's own, -inf beyond them, and -inf before the last `window` keys if the window is not 0."""
+        back = positions.unsqueeze(1) - torch.arange(length, device=positions.device)
+        unseen = (back < 0) | (back >= window) if window else back < 0
+        bias = torch.zeros(unseen.shape, device=positions.device, dtype=self.dtype).masked_fill_(unseen, -math.inf)
         bias = bias.view(len(bias), 1, 1, length).expand(-1, self.config.kv_heads, -1, -1)
         return bias.contiguous() if self._attend_cached is attend_batched else bias
 
@@ -459,19 +340,21 @@ class Decoder:
             x = x * self._embedding_scale
         for index, layer in enumerate(weights.layers):
             rotation = rotations[-1 if self._windows[index] else 0]
-            made = attend(index, self._project(layer, self._norm(x, layer.input_norm).to(self.dtype), *rotation))
-            x = self._added(x, made, (layer.output, layer.attention_norm, layer.output_bias))
+            made = attend(index, *self._project(layer, self._norm(x, layer.input_norm).to(self.dtype), *rotation))
+            x = self._added(x, made, layer.output, layer.attention_norm, layer.output_bias)
             normed = self._norm(x, layer.mlp_norm).to(self.dtype)
             if layer.router is not None and config.experts is not None:
                 x += routed(normed, layer, layer.router, config.experts, self.chosen)
                 continue
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
             gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-            x = self._added(x, gate.mul_(up), (layer.down, layer.mlp_out_norm, None))
+            x = self._added(x, gate.mul_(up), layer.down, layer.mlp_out_norm)
         return self._norm(x, weights.norm).to(self.dtype)
 
-    def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return the attention's input for a layer's normed input [m, hidden]."""
+    def _project(
+        self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and cache entries of a layer's normed input [m, hidden], as `Attention` takes them."""
         if self._latent is not None:
             return self._latent.project(layer, x, cos, sin)
         config = self.config
@@ -484,7 +367,7 @@ class Decoder:
         rotated.mul_(cos).addcmul_(swapped, sin)
         if exact is not qk:
             qk.copy_(exact)
-        return qkv
+        return qkv[:, : config.heads], qkv[:, config.heads :]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension. `weight` has that dimension, or one more for heads. Round as transformers does: before
@@ -496,9 +379,15 @@ class Decoder:
             return F.rms_norm(x, shape, weight.float(), eps)
         return F.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight.float()
 
-    def _added(self, x: torch.Tensor, made: torch.Tensor, to: _Projection) -> torch.Tensor:
-        """Add the projection of `made` to x."""
-        weight, norm, bias = to
+    def _added(
+        self,
+        x: torch.Tensor,
+        made: torch.Tensor,
+        weight: torch.Tensor,
+        norm: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add the projection of `made`, normed if there is a norm, to x."""
         if norm is None and bias is None and self.dtype == torch.float32:
             return torch.addmm(x, made, weight.t())
         out = F.linear(made, weight, bias)
@@ -510,7 +399,8 @@ def routed(
 ) -> torch.Tensor:
     """Apply a layer's experts to [m, H]. Append the experts' indices to `chosen`."""
     if layer.score_bias is not None:
-        routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, experts)
+        sizes = experts.per_token, experts.groups, experts.groups_per_token, experts.scale
+        routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, *sizes)
     else:
         routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized)
     if chosen is not None:

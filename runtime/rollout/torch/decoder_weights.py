@@ -1,25 +1,27 @@
 """The parameters of a decoder: one object, which an engine replaces between two steps.
 
-Projections with the same input are one matrix (query, key and value; gate and up); Hugging Face has one tensor for each. A
-table lists the tensors of each parameter; everything else here follows from the table.
+Projections with the same input are one matrix (query, key and value; gate and up); Hugging Face has one tensor for each. The
+model's family lists the tensors of each parameter; everything else here follows from it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 
 from runtime.errors import InvalidMessage
-from runtime.models.families.family import ROUTER_BIAS, dtype_of
-from runtime.models.families.shape import ExpertShape
-from runtime.models.hf_folder import ModelConfig, misfit
+from runtime.models.families import FAMILIES
+from runtime.models.families.family import EMBEDDING, LM_HEAD
+from runtime.models.forward import dtype_of
+from runtime.models.hf_folder import ModelConfig
+from runtime.rollout.engine import misfit
 
-_HEAD, _EMBEDDING, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+_NORM = "model.norm.weight"
 
 
 class _Part(NamedTuple):
@@ -34,7 +36,7 @@ class _Part(NamedTuple):
         return self.heads or self.shape[0]
 
 
-_Parts = tuple[_Part, ...]
+_Parts = list[_Part]
 
 
 @dataclass(frozen=True)
@@ -78,29 +80,20 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [H]
     head: torch.Tensor  # [vocabulary, H], the embedding if they are tied
-    copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The parameters in memory of their own, by their first tensor's Hugging Face name."""
 
     @classmethod
     def empty(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
         """Return weights in uninitialised memory, for `load` to fill."""
-        copies: dict[str, torch.Tensor] = {}
 
         def parameter(parts: _Parts) -> torch.Tensor:
-            name = parts[0].name
-            own = dtype_of(name, dtype)
-            return copies.setdefault(name, torch.empty(_fused_shape(parts), device=device, dtype=own))
+            return torch.empty(_fused_shape(parts), device=device, dtype=dtype_of(parts[0].name, dtype))
 
-        return replace(cls._of(config, parameter), copies=copies)
+        return cls._of(config, parameter)
 
     @classmethod
     @torch.no_grad()
     def adopt(
-        cls,
-        config: ModelConfig,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
+        cls, config: ModelConfig, tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
     ) -> DecoderWeights:
         """Take over a complete set of weights by Hugging Face names, without a copy as far as possible.
 
@@ -110,29 +103,24 @@ class DecoderWeights:
         """
         require_fit(config, tensors)
 
-        copies: dict[str, torch.Tensor] = {}
-
         def parameter(parts: _Parts) -> torch.Tensor:
-            given, name = [tensors[part.name] for part in parts], parts[0].name
-            own = dtype_of(name, dtype)
+            given, own = [tensors[part.name] for part in parts], dtype_of(parts[0].name, dtype)
             view = _adjoined(parts, given, device, own)
             if view is not None:
                 return view
-            copies[name] = torch.empty(_fused_shape(parts), device=device, dtype=own)
-            for rows, tensor in zip(copies[name].split([part.rows for part in parts]), given, strict=True):
+            copy = torch.empty(_fused_shape(parts), device=device, dtype=own)
+            for rows, tensor in zip(copy.split([part.rows for part in parts]), given, strict=True):
                 rows.copy_(tensor)
-            return copies[name]
+            return copy
 
-        return replace(cls._of(config, parameter), copies=copies)
+        return cls._of(config, parameter)
 
     @classmethod
     def _of(cls, config: ModelConfig, parameter: Callable[[_Parts], torch.Tensor]) -> DecoderWeights:
-        layers = tuple(
-            LayerWeights(**{field: parameter(parts) for field, parts in _layer_parts(config, index).items()})
-            for index in range(config.layers)
-        )
-        outer = {name: parameter((part,)) for name, part in _outer_parts(config).items()}
-        return cls(config, outer[_EMBEDDING], layers, outer[_NORM], outer.get(_HEAD, outer[_EMBEDDING]))
+        layers = tuple(LayerWeights(**{field: parameter(parts) for field, parts in layer.items()}) for layer in _layers(config))
+        table = (config.vocab_size, config.hidden_size)
+        embedding, norm = parameter([_Part(EMBEDDING, table)]), parameter([_Part(_NORM, table[1:])])
+        return cls(config, embedding, layers, norm, embedding if config.tied else parameter([_Part(LM_HEAD, table)]))
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -148,11 +136,11 @@ class DecoderWeights:
     @cached_property
     def _views(self) -> dict[str, torch.Tensor]:
         """Each tensor's view by its Hugging Face name; [heads, D] for a repeated norm."""
-        views = {_EMBEDDING: self.embedding, _NORM: self.norm}
+        views = {EMBEDDING: self.embedding, _NORM: self.norm}
         if not self.config.tied:
-            views[_HEAD] = self.head
-        for index, layer in enumerate(self.layers):
-            for name, parts in _layer_parts(self.config, index).items():
+            views[LM_HEAD] = self.head
+        for layer, fields in zip(self.layers, _layers(self.config), strict=True):
+            for name, parts in fields.items():
                 rows = getattr(layer, name).split([part.rows for part in parts])
                 views.update(zip((part.name for part in parts), rows, strict=True))
         return views
@@ -163,7 +151,7 @@ def mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | 
 
     The name lm_head.weight may be present or absent if the head is tied to the embedding.
     """
-    return misfit(_shapes(config), shapes, _HEAD if config.tied else "")
+    return misfit(_shapes(config), shapes, LM_HEAD if config.tied else "")
 
 
 def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -176,105 +164,21 @@ def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Non
 @lru_cache(maxsize=4)
 def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of all allowed tensors, by Hugging Face name."""
-    shapes = {part.name: part.shape for part in _outer_parts(config).values()}
-    shapes[_HEAD] = shapes[_EMBEDDING]
+    return FAMILIES[config.family](config).tensors() | {LM_HEAD: (config.vocab_size, config.hidden_size)}
+
+
+@lru_cache(maxsize=4)
+def _layers(config: ModelConfig) -> list[dict[str, _Parts]]:
+    """Return for each layer, by field of `LayerWeights`, the tensors that the model has for it, in order."""
+    family, layers = FAMILIES[config.family](config), []
     for index in range(config.layers):
-        shapes.update((part.name, part.shape) for parts in _layer_parts(config, index).values() for part in parts)
-    return shapes
-
-
-def _outer_parts(config: ModelConfig) -> dict[str, _Part]:
-    table = (config.vocab_size, config.hidden_size)
-    parts = [_Part(_EMBEDDING, table), _Part(_NORM, table[1:])] + ([] if config.tied else [_Part(_HEAD, table)])
-    return {part.name: part for part in parts}
-
-
-def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
-    """Return by field of `LayerWeights` the tensors that the model has for it, in order."""
-    hidden = config.hidden_size
-    heads = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
-    widths = {each: count * config.head_dim for each, count in heads.items()}
-    at = f"model.layers.{index}.self_attn."
-    norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if config.output_norms:
-        norms |= {"attention_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
-        norms["mlp_out_norm"] = "post_feedforward_layernorm"
-    parts: dict[str, _Parts] = {
-        **{field: (_Part(f"model.layers.{index}.{name}.weight", (hidden,)),) for field, name in norms.items()},
-        **_projections(config, at),
-        **_mlp_parts(config, index),
-    }
-    if config.qkv_bias:
-        parts["qkv_bias"] = tuple(_Part(f"{at}{each}_proj.bias", (width,)) for each, width in widths.items())
-    if config.output_bias:
-        parts["output_bias"] = (_Part(f"{at}o_proj.bias", (hidden,)),)
-    if config.sinks:
-        parts["sinks"] = (_Part(f"{at}sinks", (config.heads,)),)
-    if config.qk_norm:
-        parts["qk_norm"] = tuple(_Part(f"{at}{each}_norm.weight", (config.head_dim,), heads[each]) for each in ("q", "k"))
-    return parts
-
-
-def _projections(config: ModelConfig, at: str) -> dict[str, _Parts]:
-    """Return the projections of the attention whose tensor names begin with `at`."""
-    hidden, latent = config.hidden_size, config.latent
-    if latent is None:
-        widths = {"q": config.heads * config.head_dim, **dict.fromkeys("kv", config.kv_heads * config.head_dim)}
-        return {
-            "qkv": tuple(_Part(f"{at}{each}_proj.weight", (width, hidden)) for each, width in widths.items()),
-            "output": (_Part(f"{at}o_proj.weight", (hidden, widths["q"])),),
-        }
-    queries, down = config.heads * latent.head, _Part(f"{at}kv_a_proj_with_mqa.weight", (latent.cached, hidden))
-    parts: dict[str, _Parts] = {
-        "latent_norm": (_Part(f"{at}kv_a_layernorm.weight", (latent.rank,)),),
-        "latent_up": (_Part(f"{at}kv_b_proj.weight", (config.heads * (latent.plain + latent.value), latent.rank)),),
-        "output": (_Part(f"{at}o_proj.weight", (hidden, config.heads * latent.value)),),
-    }
-    if latent.query_rank is None:
-        return {"qkv": (_Part(f"{at}q_proj.weight", (queries, hidden)), down), **parts}
-    return {
-        "qkv": (_Part(f"{at}q_a_proj.weight", (latent.query_rank, hidden)), down),
-        "query_norm": (_Part(f"{at}q_a_layernorm.weight", (latent.query_rank,)),),
-        "query_up": (_Part(f"{at}q_b_proj.weight", (queries, latent.query_rank)),),
-        **parts,
-    }
-
-
-def _mlp_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
-    at, hidden, inner, experts = f"model.layers.{index}.", config.hidden_size, config.intermediate_size, config.experts
-    if experts is not None and experts.biased:
-        return _biased_parts(f"{at}{experts.block}.", hidden, experts)
-    others: dict[str, _Parts] = {}
-    each, parts = [f"{at}mlp."], ("gate_proj", "up_proj", "down_proj")
-    if experts is not None and index in experts.layers:
-        at, parts, inner = f"{at}{experts.block}.", experts.parts, experts.intermediate_size
-        each = [f"{at}experts.{expert}." for expert in range(experts.count)]
-        others = {"router": (_Part(f"{at}gate.weight", (experts.count, hidden)),)}
-        if experts.corrected:
-            others["score_bias"] = (_Part(f"{at}gate.{ROUTER_BIAS}", (experts.count,)),)
-        if experts.shared_size:
-            others |= _gated_parts("shared_", [f"{at}shared_experts."], parts, experts.shared_size, hidden)
-    return {**_gated_parts("", each, parts, inner, hidden), **others}
-
-
-def _gated_parts(prefix: str, each: Sequence[str], parts: tuple[str, str, str], inner: int, hidden: int) -> dict[str, _Parts]:
-    return {
-        f"{prefix}gate_up": tuple(_Part(f"{mlp}{part}.weight", (inner, hidden)) for mlp in each for part in parts[:2]),
-        f"{prefix}down": tuple(_Part(f"{mlp}{parts[2]}.weight", (hidden, inner)) for mlp in each),
-    }
-
-
-def _biased_parts(at: str, hidden: int, experts: ExpertShape) -> dict[str, _Parts]:
-    count, inner = experts.count, experts.intermediate_size
-    shapes = {
-        "router": ("router.weight", (count, hidden)),
-        "logit_bias": ("router.bias", (count,)),
-        "gate_up": ("experts.gate_up_proj", (count, hidden, 2 * inner)),
-        "gate_up_bias": ("experts.gate_up_proj_bias", (count, 2 * inner)),
-        "down": ("experts.down_proj", (count, inner, hidden)),
-        "down_bias": ("experts.down_proj_bias", (count, hidden)),
-    }
-    return {field: (_Part(f"{at}{name}", shape),) for field, (name, shape) in shapes.items()}
+        parts: dict[str, _Parts] = {}
+        for row in family.layer(index):
+            own = parts.setdefault(row.field, [])
+            repeats = (config.heads, config.kv_heads)[len(own)] if row.field == "qk_norm" else 0
+            own += [_Part(f"model.layers.{index}.{source.name}", source.shape, repeats) for source in row.sources]
+        layers.append(parts)
+    return layers
 
 
 def _fused_shape(parts: _Parts) -> tuple[int, ...]:

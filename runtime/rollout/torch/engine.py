@@ -19,111 +19,64 @@ from msgspec.structs import replace
 
 from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
-from runtime.models.adapters import HostOffload, are_adapters, merged
-from runtime.models.families.family import ROUTER_BIAS
+from runtime.models.adapters import HostOffload, merged
+from runtime.models.forward import ROUTER_BIAS
 from runtime.models.hf_folder import WeightFiles
 from runtime.process import platform
 from runtime.process.spans import at
-from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests
+from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_adapters, check_requests
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
-from runtime.rollout.torch.slots import (
-    Prefilled,
-    RowSampling,
-    Slots,
-    as_row,
-    sample,
-    sets_of,
-    streams,
-    to_host,
-)
+from runtime.rollout.torch.slots import Prefilled, RowSampling, Slots, as_row, sample, sets_of, streams, to_host
+from runtime.trainer.micro_batch import query_rows, tree_paths
+from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts, Sample, common
 
-# ---- Prefill
-#
-# Computes several texts at once: whole, or from the point where their keys and values are already known.
+# ---- Prefill. Computes several texts at once, packed: whole, or from the point where their keys and values are already known.
 
 SHARED = 16  # least number of common first tokens that are computed once for all texts
-MASK = 1 << 26  # entries of an attention mask; more new tokens are computed in several parts
 
 
 class Computed(NamedTuple):
     last: torch.Tensor  # [texts, hidden]: the last layer's output for each text's last token
     keys_values: list[torch.Tensor]  # by text, [layers, parts, heads, its length, width]
+    places: list[np.ndarray]  # by text, int64 [its length]: the token's number among the computed ones; -1: known before
+    count: int  # of the tokens that were computed
 
 
-def beginnings(decoder: Decoder, texts: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Compute the common beginning of all texts once, as a system prompt, for `continued`. Return [] below SHARED tokens."""
-    shortest = min(map(len, texts)) - 1
-    same = (np.stack([text[:shortest] for text in texts]) == texts[0][:shortest]).all(0)
-    shared = shortest if same.all() else int(same.argmin())
-    if len(texts) == 1 or shared < SHARED:
-        return []
-    return whole(decoder, [texts[0][:shared]]).keys_values * len(texts)
+def prefill(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> Computed:
+    """Compute `texts` (token ids), each behind its first keys and values, `begun` [layers, parts, heads, length, width], which
+    cover less than the text. Without them, what all texts begin with, as a system prompt, is computed once."""
+    lengths = np.array([len(text) for text in texts])
+    known, shared = np.zeros((2, len(texts)), np.int64)
+    if begun:
+        known[:] = [each.shape[3] for each in begun]
+    elif (same := min(common(texts[0][:-1], text[:-1]) for text in texts)) >= SHARED:
+        shared[1:] = same
+    paths, begins = tree_paths(lengths, shared), starts(lengths)
+    packed = ramps(lengths) >= np.repeat(shared, lengths)
+    positions, tokens = ramps(lengths)[packed], np.concatenate(texts)[packed]
+    new = positions >= np.repeat(known, lengths)[packed]
+    asks = np.where(new, np.cumsum(new) - 1, -1)
+
+    def send(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(decoder.device)
+
+    before = known + shared
+    stretches = np.stack([begins, before, lengths - before], 1)
+    packing = query_rows(paths, stretches, asks, np.arange(len(asks)), decoder.device)
+    shape = decoder.config.layers, len(asks), *decoder.cached
+    kept = torch.empty(shape, device=decoder.device, dtype=decoder.dtype)
+    for begin, each in zip(begins.tolist(), begun, strict=False):
+        kept[:, begin : begin + each.shape[3]].copy_(each.permute(0, 3, 1, 2, 4))
+    hidden = decoder.packed(send(tokens[new]), send(positions[new]), packing, (kept, send(np.flatnonzero(new))))
+    ways = np.split(paths, begins[1:])
+    last = hidden.index_select(0, send(asks[[way[-1] for way in ways]]))
+    keys_values = [kept.index_select(1, send(way)).permute(0, 2, 3, 1, 4) for way in ways]
+    return Computed(last, keys_values, [asks[way] for way in ways], len(hidden))
 
 
-def whole(decoder: Decoder, texts: Sequence[np.ndarray]) -> Computed:
-    """Compute whole `texts` (token ids), padded to the longest."""
-    lengths = [len(text) for text in texts]
-    padded = _padded(texts)
-    kept = torch.empty(_shape(decoder, *padded.shape), device=decoder.device, dtype=decoder.dtype)
-    positions = torch.arange(padded.shape[1], device=decoder.device).expand(padded.shape)
-    hidden = decoder.forward(torch.from_numpy(padded).to(decoder.device), positions, kept=kept)
-    return Computed(_last(hidden, lengths), [kept[:, :, row, :, :length] for row, length in enumerate(lengths)])
-
-
-def continued(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor]) -> Computed:
-    """Compute the rest of each text behind its first keys and values, `begun` [layers, parts, heads, length, width], which
-    cover less than the text. `begun` is padded on the left, new tokens on the right."""
-    lengths = np.array([each.shape[3] for each in begun])
-    new = [text[length:] for text, length in zip(texts, lengths, strict=True)]
-    padded, past = _padded(new), int(lengths.max())
-    rows, count = padded.shape
-    # Zeros, because a masked position still multiplies its value by a probability of 0.
-    kept = torch.zeros(_shape(decoder, rows, past + count), device=decoder.device, dtype=decoder.dtype)
-    for row, each in enumerate(begun):
-        kept[:, :, row, :, past - each.shape[3] : past].copy_(each)
-
-    # Positions of padding are cut to the text's last one, so that they can be rotated.
-    ends = np.array([len(text) for text in texts])[:, None] - 1
-    positions = torch.from_numpy(np.minimum(lengths[:, None] + np.arange(count), ends)).to(decoder.device)
-    tokens = torch.from_numpy(padded).to(decoder.device)
-    columns = torch.arange(past + count, device=decoder.device)
-    there = columns >= torch.from_numpy(past - lengths).to(decoder.device).view(-1, 1, 1)
-    step, parts = max(1, MASK // (rows * (past + count))), []
-    for start in range(0, count, step):
-        end = min(start + step, count)
-        allowed = (there & (columns <= columns[past + start : past + end, None]))[:, :, : past + end]
-        part = decoder.forward(tokens[:, start:end], positions[:, start:end], allowed, kept[..., : past + end, :], past + start)
-        parts.append(part)
-    return Computed(
-        _last(torch.cat(parts, 1), [len(each) for each in new]),
-        [kept[:, :, row, :, past - length : past + len(new[row])] for row, length in enumerate(lengths.tolist())],
-    )
-
-
-def _shape(decoder: Decoder, rows: int, length: int) -> tuple[int, ...]:
-    config, (parts, heads, width) = decoder.config, decoder.config.cached
-    return config.layers, parts, rows, heads, length, width
-
-
-def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Pad the texts to int64 [texts, longest]."""
-    padded = np.zeros((len(texts), max(map(len, texts))), np.int64)
-    for row, text in zip(padded, texts, strict=True):
-        row[: len(text)] = text
-    return padded
-
-
-def _last(hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return [texts, hidden] of [texts, T, hidden]: the last of each text's `lengths` tokens."""
-    last = torch.from_numpy(np.arange(len(lengths)) * hidden.shape[1] + np.array(lengths) - 1)
-    return hidden.flatten(0, 1).index_select(0, last.to(hidden.device))
-
-
-# ---- Next weights
-#
-# The weights of the version that an engine takes over next.
+# ---- Next weights. The weights of the version that an engine takes over next.
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -174,9 +127,7 @@ class NextWeights:
             self._spare = before
 
 
-# ---- Routed
-#
-# Records the experts of each token, on the host: they travel with the samples that ask for them.
+# ---- Routed. Records the experts of each token, on the host: they travel with the samples that ask for them.
 
 
 class RoutingRecord:
@@ -196,25 +147,23 @@ class RoutingRecord:
         """Record what the decoder computes until `taken`."""
         self._decoder.chosen = None if self.of is None else []
 
-    def taken(self, texts: int) -> np.ndarray:
-        """Return [texts, tokens of each, L, k], padding included, for the number of texts that were computed together."""
+    def taken(self) -> np.ndarray:
+        """Return the experts of the tokens that were computed, [tokens, L, k]."""
         assert self.of is not None and self._decoder.chosen is not None
-        (chosen, self._decoder.chosen), layers = (self._decoder.chosen, None), self.of.shape[2]
-        parts = [torch.stack(chosen[at : at + layers], 1) for at in range(0, len(chosen), layers)]
-        return torch.cat([part.unflatten(0, (texts, -1)) for part in parts], 1).cpu().numpy().astype(self.of.dtype)
+        chosen, self._decoder.chosen = self._decoder.chosen, None
+        return torch.stack(chosen, 1).cpu().numpy().astype(self.of.dtype)
 
     def note(self, sequences: np.ndarray, positions: np.ndarray) -> None:
         """Record a step, by each token's sequence and position, int64 [m]."""
         if self.of is not None:
-            self.of[sequences, positions] = self.taken(1)[0]
+            self.of[sequences, positions] = self.taken()
 
-    def of_texts(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor]) -> list[np.ndarray | None]:
-        """Return for each of the texts, computed together behind `begun`, [its length, L, k], with 0 for `begun`."""
+    def of_texts(self, places: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        """Return for each text, by `places` as in `Computed`, [its length, L, k]; 0 for tokens that were known before."""
         if self.of is None:
-            return [None] * len(texts)
-        first = [each.shape[3] for each in begun] or [0] * len(texts)
-        pairs = zip(self.taken(len(texts)), texts, first, strict=True)
-        return [np.pad(row[: len(text) - known], ((known, 0), (0, 0), (0, 0))) for row, text, known in pairs]
+            return [None] * len(places)
+        taken = np.pad(self.taken(), ((0, 1), (0, 0), (0, 0)))
+        return [taken[each] for each in places]
 
 
 def with_experts(sample: Sample, request: GroupRequest, taken: np.ndarray | None) -> Sample:
@@ -225,9 +174,7 @@ def with_experts(sample: Sample, request: GroupRequest, taken: np.ndarray | None
     return replace(sample, experts=RoutedExperts.of(own.copy()))
 
 
-# ---- Turn cache
-#
-# A prefix cache: keys and values of conversations that wait for their next turn, found by their tokens.
+# ---- Turn cache. A prefix cache: keys and values of conversations that wait for their next turn, found by their tokens.
 
 SHORTEST = 16  # tokens; a shorter beginning is not used, as most prompts of a run share it by their template
 
@@ -303,13 +250,12 @@ def _key(tokens: np.ndarray) -> bytes:
 
 T = TypeVar("T")
 
-_INITIAL = PolicyVersion()
 # Seconds for which steps go on after a group is done, so that groups leave together: each group that leaves alone wakes every
 # process after it. A single reply is an agent's turn, an evaluation or a probe, and a process waits for it.
 _COMPANY_SECONDS = 0.03
 _COMPANY_OF_ONE_SECONDS = 0.002
 _PREFILL_AHEAD = 4  # prompts prefilled beyond those with free slots: one prompt costs nearly as much as a few
-_PREFILL_TOKENS = 8192  # of one prefill, padding included
+_PREFILL_TOKENS = 8192  # of the texts of one prefill, kept beginnings included
 
 
 class _TorchGroup(EngineGroup):
@@ -333,12 +279,9 @@ class TorchRolloutEngine(RolloutEngine):
         dtype: torch.dtype,
         slots: int,
         max_model_len: int,
-        kv_for_waiting: int = KV_FOR_WAITING,
         replays: bool = False,
-        version: PolicyVersion = _INITIAL,
     ):
-        """Load the model. `kv_for_waiting`: limit in bytes of what is kept for next turns. `replays`: whether requests may ask
-        for the tokens' experts.
+        """Load the model. `replays`: whether requests may ask for the tokens' experts.
 
         Raises UserError if the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
         """
@@ -353,11 +296,10 @@ class TorchRolloutEngine(RolloutEngine):
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
         self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free slot is for a probe
         self._routing = RoutingRecord(self._decoder, slots + 1, max_model_len, replays)
-        self._turn_cache = TurnCache(kv_for_waiting)
+        self._turn_cache = TurnCache(KV_FOR_WAITING)
         self._device = device
         self._next = NextWeights(self._decoder.weights, model_path)
         self.adopts = self._next.adopts
-        self.version = version
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
@@ -440,7 +382,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._finish(group, index, with_experts(slots.take(slot, met_stop), group.request, taken))
 
     def _admit(self, group: _TorchGroup) -> None:
-        """Give the next sample of the first waiting group a slot, unless its first token is also its last."""
+        """Give the next sample of the first waiting group a slot; take it back at once if its first token is also its last."""
         if group.prefilled is None:
             self._prefill()
         prefilled, request, index = group.prefilled, group.request, group.admitted
@@ -449,15 +391,13 @@ class TorchRolloutEngine(RolloutEngine):
         if group.admitted == request.n:
             self._waiting.popleft()
             group.prefilled = None
-        first = prefilled.first(index)
-        stopped = first.token in request.sampling.stop_token_ids
+        slot = self._slots.start((group, index), prefilled, index, request.sampling)
+        stopped = prefilled.tokens[index] in request.sampling.stop_token_ids
         if stopped or request.sampling.max_new_tokens == 1:
             if request.keep:
                 self._turn_cache.put(request.prompt, prefilled.keys_values)
-            alone = first.alone("stop" if stopped else "length", self._decoder.config.vocab_size)
-            self._finish(group, index, with_experts(alone, request, prefilled.experts))
+            self._finish(group, index, with_experts(self._slots.take(slot, stopped), request, prefilled.experts))
             return
-        slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
         self._cache.fill(slot, prefilled.keys_values)
         if self._routing.of is not None:
             self._routing.of[self._slots.sequences()[slot], : len(request.prompt)] = prefilled.experts
@@ -467,11 +407,11 @@ class TorchRolloutEngine(RolloutEngine):
         groups, begun = self._next_prompts()
         prompts = [group.request.prompt for group in groups]
         self._routing.begin()
-        last, keys_values = self._compute(prompts, begun)
-        routed = self._routing.of_texts(prompts, begun)
+        computed = self._compute(prompts, begun)
+        routed = self._routing.of_texts(computed.places)
         self._stats.kv_hits += len(begun)
         self._stats.kv_misses += 0 if begun else sum(group.request.keep for group in groups)
-        logits = self._decoder.logits(last)
+        logits = self._decoder.logits(computed.last)
 
         counts = [group.request.n for group in groups]
         owner = np.repeat(np.arange(len(groups)), counts)
@@ -481,24 +421,22 @@ class TorchRolloutEngine(RolloutEngine):
         drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
         tokens, logprobs = to_host(drawn)
         sets, version, begin = sets_of(drawn.kept), self.version.pack(), 0
-        for group, text, stream, taken in zip(groups, keys_values, numbers, routed, strict=True):
+        for group, text, stream, taken in zip(groups, computed.keys_values, numbers, routed, strict=True):
             own = slice(begin, begin := begin + group.request.n)
             kept = [sets.get(row) for row in range(own.start, own.stop)]
             group.prefilled = Prefilled(text, stream, tokens[own], logprobs[own], version, kept, taken)
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> Computed:
-        if not begun and self._routing.of is None:  # experts are read from a pass over whole texts
-            begun = beginnings(self._decoder, texts)
-            self._stats.prefill_tokens += begun[0].shape[3] if begun else 0
-        self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)
-        return continued(self._decoder, texts, begun) if begun else whole(self._decoder, texts)
+        computed = prefill(self._decoder, texts, begun)
+        self._stats.prefill_tokens += computed.count
+        return computed
 
     def _next_prompts(self) -> tuple[list[_TorchGroup], list[torch.Tensor]]:
         """Return the first waiting groups without a prefilled prompt, within the token budget but at least one; also the kept
         beginning of each prompt, or none at all: prompts with and without a kept beginning are never mixed."""
         chosen: list[_TorchGroup] = []
         begun: list[torch.Tensor] = []
-        room, ahead, longest, past = self._slots.free - 1, _PREFILL_AHEAD, 0, 0
+        room, ahead, tokens = self._slots.free - 1, _PREFILL_AHEAD, 0
         for group in self._waiting:
             if room <= 0:
                 ahead -= 1
@@ -510,9 +448,8 @@ class TorchRolloutEngine(RolloutEngine):
             found = self._turn_cache.longest(group.request.prompt, group.request.sampling.experts_from)
             if chosen and (found is None) == bool(begun):
                 continue
-            length = 0 if found is None else found.shape[3]
-            longest, past = max(longest, len(group.request.prompt) - length), max(past, length)
-            if chosen and (longest + past) * (len(chosen) + 1) > _PREFILL_TOKENS:
+            tokens += len(group.request.prompt)
+            if chosen and tokens > _PREFILL_TOKENS:
                 break
             chosen.append(group)
             begun += [] if found is None else [found]
@@ -563,17 +500,14 @@ class TorchRolloutEngine(RolloutEngine):
 
     @torch.inference_mode()
     def _recompute(self) -> None:
-        """Recompute the cache of the running sequences: all tokens but the newest, which the next step takes. Texts of similar
-        length form a batch, as a batch is padded to its longest text."""
+        """Recompute the cache of the running sequences: all tokens but the newest, which the next step takes."""
         slots = self._slots
-        texts = {slot: self._text(slot) for slot in slots.active()}
-        order = sorted(texts, key=lambda slot: len(texts[slot]), reverse=True)
-        while order:
-            fit = max(1, _PREFILL_TOKENS // len(texts[order[0]]))
-            batch, order = order[:fit], order[fit:]
-            for slot, keys_values in zip(batch, self._compute([texts[slot] for slot in batch]).keys_values, strict=True):
-                self._cache.fill(slot, keys_values)
-                slots.recomputed(slot, self.version.pack())
+        active = slots.active()
+        texts = [self._text(slot) for slot in active]
+        for batch in cut_by_length([len(text) for text in texts], _PREFILL_TOKENS):
+            for index, keys_values in zip(batch, self._compute([texts[index] for index in batch]).keys_values, strict=True):
+                self._cache.fill(active[index], keys_values)
+                slots.recomputed(active[index], self.version.pack())
 
     def _text(self, slot: int) -> np.ndarray:
         """Return the tokens of a slot's sequence whose keys and values the cache holds."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 
 from runtime.rollout.engine import make_sample
 from runtime.rollout.torch.decoder import LENGTH_STEP, KVCache, Span, round_up
-from runtime.types import EncodedSet, FinishReason, GroupRequest, Sample, SamplingParams, TokenSets, encode_set
+from runtime.types import EncodedSet, GroupRequest, Sample, SamplingParams, TokenSets, encode_set
 
 # ---- Sampling
 #
@@ -160,32 +159,11 @@ def streams(request: GroupRequest) -> np.ndarray:
     return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
 
 
-class StepInputs(NamedTuple):
-    """The inputs of a decode step: a token of each of n slots."""
-
-    tokens: np.ndarray  # tokens and positions, int64 [2, n]
-    uniforms: np.ndarray  # float32 [n]
-    params: np.ndarray  # of sampling, float32 [n, 5]
-
-
 _BOUNDARY_RANGE = 0.35, 0.65  # of the longest length: the boundary stays within, as each change of it moves sequences
 _WORTH_SPLITTING = 512  # positions of attention saved per layer that pay for a second call
 
 
-class FirstToken(NamedTuple):
-    token: int
-    logprob: float
-    version: int
-    kept: EncodedSet | None  # None: sets are not kept
-
-    def alone(self, reason: FinishReason, vocabulary: int) -> Sample:
-        """Return a reply that consists of this token."""
-        arrays = np.array([self.token], np.int32), np.array([self.logprob], np.float32), np.array([self.version], np.int64)
-        return make_sample(*arrays, reason, None if self.kept is None else TokenSets.of([self.kept], vocabulary))
-
-
-@dataclass
-class Prefilled:
+class Prefilled(NamedTuple):
     """A prompt that is ready for decoding, computed with the weights of `version`."""
 
     keys_values: torch.Tensor  # [layers, parts, heads, P, width]
@@ -193,11 +171,8 @@ class Prefilled:
     tokens: np.ndarray  # int64 [n], the first token of each sample
     logprobs: np.ndarray  # float32 [n]
     version: int
-    kept: list[EncodedSet | None]  # [n]
+    kept: list[EncodedSet | None]  # [n]; None: sets are not kept
     experts: np.ndarray | None  # [P, L, k], as in `RoutingRecord`; 0 for tokens that were computed before
-
-    def first(self, index: int) -> FirstToken:
-        return FirstToken(int(self.tokens[index]), self.logprobs[index], self.version, self.kept[index])
 
 
 class Slots:
@@ -254,20 +229,21 @@ class Slots:
     def owner_of(self, slot: int) -> Any:
         return self.owner[self._sequence[slot]]
 
-    def start(self, owner: Any, position: int, first: FirstToken, sampling: SamplingParams, uniforms: np.ndarray) -> int:
-        """Take a slot for a sequence whose first token is at `position`."""
+    def start(self, owner: Any, prefilled: Prefilled, index: int, sampling: SamplingParams) -> int:
+        """Take a slot for sample `index` of a prompt, with its first token."""
         if self._holes:
             slot = self._holes.pop()
         else:
             slot, self._top = self._top, self._top + 1
         s = self._sequence[slot]
         self.owner[s] = owner
+        position, kept = prefilled.keys_values.shape[3], prefilled.kept[index]
         end = position + sampling.max_new_tokens
         self._start[s], self._position[s], self._end[s] = position, position, end
-        self._tokens[s, position], self._logprobs[s, position], self._versions[s, position] = first[:3]
-        self._computed[s] = first.version
-        self._kept[s] = [] if first.kept is None else [first.kept]
-        self._uniforms[s, position:end] = uniforms
+        self._tokens[s, position], self._logprobs[s, position] = prefilled.tokens[index], prefilled.logprobs[index]
+        self._versions[s, position] = self._computed[s] = prefilled.version
+        self._kept[s] = [] if kept is None else [kept]
+        self._uniforms[s, position:end] = prefilled.uniforms[index]
         self._params[s] = as_row(sampling)
         stops = sampling.stop_token_ids
         if len(stops) > self._stop.shape[1]:
@@ -276,14 +252,14 @@ class Slots:
         self._stop[s, : len(stops)] = stops
         return slot
 
-    def inputs(self) -> StepInputs:
-        """Return the newest tokens of slots 0..n-1."""
+    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return of slots 0..n-1 the newest tokens and positions, int64 [2, n], uniform numbers, float32 [n], and parameters of
+        sampling, float32 [n, 5]."""
         sequences = self._sequence[: self._top]
         position = self._position[sequences]
         newest = sequences * self._length + position
-        return StepInputs(
-            np.stack((self._tokens.take(newest), position)), self._uniforms.take(newest + 1), self._params[sequences]
-        )
+        tokens = np.stack((self._tokens.take(newest), position))
+        return tokens, self._uniforms.take(newest + 1), self._params[sequences]
 
     def record(
         self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sets: Mapping[int, EncodedSet]

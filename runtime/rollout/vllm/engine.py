@@ -29,22 +29,20 @@ import torch
 from runtime import timeouts
 from runtime.commands import Level
 from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault, UserError
-from runtime.models.adapters import are_adapters, merged
-from runtime.models.families.family import dtype_of
-from runtime.models.hf_folder import WeightFiles, misfit, packs, read_config
+from runtime.models.adapters import merged
+from runtime.models.forward import dtype_of
+from runtime.models.hf_folder import WeightFiles, packs, read_config
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
 from runtime.process.spans import work
-from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests, make_sample
+from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_adapters, check_requests, make_sample, misfit
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
 from runtime.rollout.vllm.worker import MENDABLE, Location, locate
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts
 from runtime.weights.group import arena
 
-# ---- Shared weights
-#
-# The weights that vLLM's workers load at the next swap: a whole set in shared memory.
+# ---- Shared weights. The weights that vLLM's workers load at the next swap: a whole set in shared memory.
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -93,7 +91,6 @@ class SharedWeights:
             raise InvalidMessage(f"weights do not fit the model: {fault}")
 
 
-_INITIAL = PolicyVersion()
 _CPU_STEP = 2048  # most tokens that a step computes, unless the longest sequence has more
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags for waking
@@ -130,7 +127,6 @@ class VLLMRolloutEngine(RolloutEngine):
         engine_args: Mapping[str, Any] | None = None,
         swap_timeout: float,
         sleeps: bool = False,
-        version: PolicyVersion = _INITIAL,
         worker: str = _WORKER,
         replays: bool = False,
     ):
@@ -149,7 +145,6 @@ class VLLMRolloutEngine(RolloutEngine):
         self._context = max_model_len
         self._slots = slots
         self._swap_timeout = swap_timeout
-        self.version = version
         self._groups: dict[int, EngineGroup] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}  # by vLLM's request id

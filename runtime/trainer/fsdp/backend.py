@@ -15,7 +15,7 @@ from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config
 from runtime.models import forward, hf_folder, hf_policy
 from runtime.models.adapters import AdapterBase, HostOffload
-from runtime.models.families.family import dtype_of
+from runtime.models.forward import dtype_of
 from runtime.process import platform
 from runtime.process.spans import at
 from runtime.trainer.backend import (

@@ -13,7 +13,7 @@ from runtime.config import Config
 from runtime.models import hf_policy
 from runtime.models.adapters import AdapterBase, HostOffload
 from runtime.models.families.adapters import sync_name
-from runtime.models.families.family import dtype_of
+from runtime.models.forward import dtype_of
 from runtime.process import platform
 from runtime.trainer.backend import (
     BatchOutputs,

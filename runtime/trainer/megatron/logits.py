@@ -17,7 +17,7 @@ from runtime import timeouts
 from runtime.config import Trainer
 from runtime.errors import InvariantViolated, UserError
 from runtime.models import hf_folder
-from runtime.models.families import FAMILIES, Family
+from runtime.models.families import Family
 from runtime.models.families.family import EMBEDDING
 from runtime.models.forward import Packing
 from runtime.models.hf_folder import ModelConfig
@@ -41,9 +41,11 @@ def require(family: Family) -> None:
 @torch.no_grad()
 def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Path) -> float:
     """Return the largest difference between the logits of the converted `weights`, by Hugging Face names, and of the folder
-    `hf` of the same model. Both get the same random tokens. Empties `weights`. Raises InvariantViolated if the difference is
-    more than rounding, UserError if the trainer lacks the rope scaling."""
-    shape = hf_folder.read_config(hf, FAMILIES)
+    `hf` of the same model. Both get the same random tokens. Empties `weights`.
+
+    Raises InvariantViolated if the difference is more than rounding, UserError if the trainer lacks the rope scaling.
+    """
+    shape = hf_folder.read_config(hf)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     dtype = weights[EMBEDDING].dtype
     logits = _core_logits(family, shape, weights, tokens)

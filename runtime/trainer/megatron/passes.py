@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from runtime.config import Spread
 from runtime.errors import UserError
 from runtime.models import hf_folder
-from runtime.models.families import FAMILIES
 from runtime.models.forward import Packing
 from runtime.models.limits import uncut
 from runtime.process.spans import at
@@ -200,9 +199,11 @@ class MegatronPasses:
         timeout: float,
         value_head: bool = False,
     ) -> None:
-        """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic. `timeout`: seconds of a
-        collective. Raises UserError if the folder or the layout is wrong."""
-        family, shape = hf_folder.read_family(source, value_head), hf_folder.read_config(source, FAMILIES)
+        """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic.
+
+        `timeout`: seconds of a collective. Raises UserError if the folder or the layout is wrong.
+        """
+        family, shape = hf_folder.read_family(source, value_head), hf_folder.read_config(source)
         grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
         if fault := uncut(family.tied, settings.parallel.pipeline, megatron.core.__version__):

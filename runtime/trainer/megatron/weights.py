@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from runtime.models.families import Family, Parameter
 from runtime.models.families.adapters import AdapterTable
-from runtime.models.families.family import dtype_of
+from runtime.models.forward import dtype_of
 from runtime.models.hf_folder import WeightFiles
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.weights.delta import Shard
