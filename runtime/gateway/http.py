@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 from aiohttp import web
-from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import timeouts
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
-from runtime.gateway.dialects import anthropic, chat, completions, responses
-from runtime.gateway.dialects.fields import Events, FieldTable, NonNegative, Parse, decode, error_body
+from runtime.gateway.dialects import anthropic, openai, responses
+from runtime.gateway.dialects.fields import Events, NonNegative, Parse, S, Strict, decode, error_body, read
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import KEYED, Episodes
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in, log
@@ -34,30 +33,25 @@ LONG_ANSWER = 2048  # tokens, with their log-probabilities
 CONNECTIONS, SPARE = 4, 256  # connections that each episode may have, and connections besides
 
 _DIALECTS: dict[str, Parse] = {
-    "/v1/chat/completions": chat.parse,
+    "/v1/chat/completions": openai.parse_chat,
     "/v1/responses": responses.parse,
     "/v1/messages": anthropic.parse,
-    "/v1/completions": completions.parse,
-    "/inference/v1/generate": completions.parse_generate,
+    "/v1/completions": openai.parse_completion,
+    "/inference/v1/generate": openai.parse_generate,
 }
 
 
-class _BeginBody(Struct, frozen=True):
-    """`wait`: seconds to wait for a task if no task is ready."""
-
-    wait: NonNegative = 0.0
+class _BeginBody(Strict, frozen=True):
+    wait: NonNegative = 0.0  # seconds to wait for a task if no task is ready
 
 
-class _RewardBody(Struct, frozen=True):
+class _RewardBody(Strict, frozen=True):
     reward: float
     completion_id: str = ""
 
 
-class _EndBody(Struct, frozen=True):
+class _EndBody(Strict, frozen=True):
     stop_reason: str = ""
-
-
-_BEGIN, _REWARD, _END = FieldTable(_BeginBody), FieldTable(_RewardBody), FieldTable(_EndBody)
 
 
 MAX_BODY = 8 << 20  # bytes of a request
@@ -95,17 +89,17 @@ class _GatewayRoutes:
         self._refuse_browsers(request)
         self._episodes.check(key := _key(request))  # before the body is read
         let_in(request)
-        return _json(await self._episodes.begin(key, (await _body(request, _BEGIN)).wait))
+        return _json(await self._episodes.begin(key, (await _body(request, _BeginBody)).wait))
 
     async def reward(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
-        body = await _body(request, _REWARD)
+        body = await _body(request, _RewardBody)
         self._episodes.reward(episode, body.reward, body.completion_id)
         return _json({})
 
     async def end(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
-        await self._episodes.end(episode, (await _body(request, _END)).stop_reason)
+        await self._episodes.end(episode, (await _body(request, _EndBody)).stop_reason)
         return _json({})
 
     async def models(self, request: web.Request) -> web.Response:
@@ -244,9 +238,9 @@ async def _read(request: web.Request) -> bytes:
         raise Refused(408, f"the body did not come within {timeouts.REQUEST_BODY:g} s") from None
 
 
-async def _body(request: web.Request, table: FieldTable[T]) -> T:
+async def _body(request: web.Request, struct: type[S]) -> S:
     """Read and parse a JSON body. An empty body is an empty object."""
-    return table.read(decode(await _read(request) or b"{}"))
+    return read(struct, decode(await _read(request) or b"{}"))
 
 
 def _json(content: Any, status: int = 200) -> web.Response:

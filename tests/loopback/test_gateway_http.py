@@ -24,7 +24,7 @@ from yarl import URL
 from runtime import timeouts, types
 from runtime.gateway import http
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
-from runtime.gateway.dialects import chat
+from runtime.gateway.dialects import openai
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
@@ -509,9 +509,9 @@ async def test_a_response_goes_on_with_the_conversation_of_a_former_one(served: 
 def test_a_large_body_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
 
-    def parse(body: bytes) -> chat.ChatAsked:
+    def parse(body: bytes) -> openai.ChatAsked:
         threads.append(threading.current_thread() is threading.main_thread())
-        return chat.parse(body)
+        return openai.parse_chat(body)
 
     monkeypatch.setitem(http._DIALECTS, "/v1/chat/completions", parse)
 
