@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
-import os
 import random
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import run_files
@@ -28,27 +23,15 @@ from runtime.errors import UserError
 from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.reader import LedgerReader
-from runtime.process.os_process import first_error
+from runtime.process.os_process import first_error, unless_failed
 from runtime.simulation.calibration import Observed, observe
 from runtime.simulation.cluster import ROLES, Observer, SimulatedCluster
 from runtime.simulation.engine import CommandDeadlines, Costs, Fixed
 from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
 from runtime.telemetry.metrics import Metrics
-from runtime.telemetry.summary import Summary
 from runtime.telemetry.trackers import Trackers
 
 WALL = 1.7e9  # seconds since the epoch
-
-
-class Outcome(Struct):
-    """The outcome of a run. `metrics`: of its steps; `trace`: of all lives of its coordinator."""
-
-    summary: Summary | None = None
-    metrics: list[tuple[int, Metrics]] = field(default_factory=list)
-    lives: int = 1
-    seconds: float = 0.0  # virtual, of the last life
-    rounds: int = 0
-    trace: str = ""
 
 
 class _Metrics(Trackers):
@@ -96,7 +79,10 @@ class Simulation(SimulatedWorld):
         nodes: int = 1,
     ):
         self.config = config
-        self.outcome = Outcome()
+        self.metrics: list[tuple[int, Metrics]] = []  # of the steps
+        self.lives = 1  # of the coordinator
+        self.seconds = 0.0  # virtual, of the last life
+        self.trace = ""  # of all lives
         self.training: TrainingRun | None = None
         self.cluster: SimulatedCluster | None = None
         self.observer = observer or Observer()
@@ -107,13 +93,12 @@ class Simulation(SimulatedWorld):
         ]
         self._chance = random.Random(f"{seed}/storage")
 
-    def run(self) -> Outcome:
+    def run(self) -> None:
         """Simulate the run. Raises Stuck, and the errors that end a real run."""
         Path(self.config.run.dir).mkdir(parents=True, exist_ok=True)
         loop = self.new_loop(BEGAN)
         try:
-            self.outcome.summary = loop.run(self.live(loop, self.config))
-            return self.outcome
+            loop.run(self.live(loop, self.config))
         finally:
             self.close(loop)
 
@@ -121,25 +106,24 @@ class Simulation(SimulatedWorld):
 
     def new_loop(self, began: float) -> SimulatedLoop:
         """Make the loop of the next life. It lacks asyncio's methods for files and sockets, which it has none of."""
-        return SimulatedLoop(f"{self._seed}/{self.outcome.lives}", self, began)  # type: ignore[abstract]
+        return SimulatedLoop(f"{self._seed}/{self.lives}", self, began)  # type: ignore[abstract]
 
     def close(self, loop: SimulatedLoop) -> None:
-        self.outcome.seconds = loop.time() - BEGAN
-        self.outcome.rounds += loop.rounds
-        self.outcome.trace += loop.trace
+        self.seconds = loop.time() - BEGAN
+        self.trace += loop.trace
         self.training = None
         loop.end()
 
-    async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> Summary:
+    async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> None:
         """Execute the run in the folder of `config`. `clock`: offset of the wall clock in seconds."""
-        life = f"{self._seed}/{self.outcome.lives}"
+        life = f"{self._seed}/{self.lives}"
         cluster = self.cluster = SimulatedCluster(loop, config, self._costs, life, self._deadlines, self.observer, self._nodes)
         ledger = await LedgerWriter.open(Path(config.run.dir) / run_files.LEDGER)
         try:
             context = RunContext(
                 config=config,
                 ledger=ledger,
-                trackers=_Metrics(config, self.outcome.metrics),
+                trackers=_Metrics(config, self.metrics),
                 train=self._train,
                 held_out=self._held_out,
                 text=_Numbers(),
@@ -150,16 +134,10 @@ class Simulation(SimulatedWorld):
             )
             run = self.training = TrainingRun(context, cluster.register)
             self.began(loop, cluster)
-            # Wait for the end of the run, or for the loss of a process that is not started again.
-            working = asyncio.ensure_future(run.execute())
-            waits: set[asyncio.Future[Any]] = {working, cluster.failed}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                cluster.failed.result()
-            try:
-                return working.result()
-            except Exception as error:  # noqa: BLE001 - errors come in groups
-                raise first_error(error) from None
+            # The end of the run unblocks this, or the loss of a process that is not started again.
+            await unless_failed([cluster.failed], run.execute())
+        except Exception as error:  # noqa: BLE001 - errors come in groups
+            raise first_error(error) from None
         finally:
             await ledger.close()
 
@@ -175,7 +153,6 @@ class Simulation(SimulatedWorld):
 # Predicts the speed of a configuration: simulated runs of some steps, also of variations of the configuration.
 
 MEMORY = Path("/dev/shm")  # a file system in memory, if present
-PREFIX = "sluice-simulation-"
 
 
 class RoleUse(Struct):
@@ -219,7 +196,7 @@ def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: 
     refuse(config)
     cluster = config.cluster
     nodes = cluster.min_nodes or 1 if cluster.nodes == "auto" else len(cluster.nodes)
-    with _scratch() as folder:
+    with tempfile.TemporaryDirectory(prefix="sluice-simulation-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         settings = replace(
             config,
             run=replace(config.run, dir=f"{folder}/run", resume=""),
@@ -230,39 +207,11 @@ def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: 
         )
         simulation = _Measured(settings, costs, deadlines, nodes=nodes)
         simulation.lost_at = lost_at
-        outcome = simulation.run()
+        simulation.run()
         with LedgerReader(Path(settings.run.dir) / run_files.LEDGER) as reader:
-            observed = observe([point for _, point in outcome.metrics], reader.groups())
+            observed = observe([point for _, point in simulation.metrics], reader.groups())
         assert simulation.cluster is not None
-        return Prediction(observed, _uses(simulation, outcome.seconds, observed))
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """Make a folder in memory, and remove it at the end. Also removes folders of killed simulations. A lock marks a folder as
-    in use; the kernel frees the lock when the process ends in any way."""
-    parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-    for left in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError), _locked(left):  # in use, or another user's
-            shutil.rmtree(left)
-    made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=parent))
-    with _locked(made):
-        folder = made.rename(made.with_name(made.name.removeprefix("new-")))  # gets its name locked, so no process removes it
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder within the block. Raises OSError if another process has the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+        return Prediction(observed, _uses(simulation, observed))
 
 
 def refuse(config: Config) -> None:
@@ -275,8 +224,8 @@ def refuse(config: Config) -> None:
         raise UserError("\n".join(faults))
 
 
-def _uses(simulation: _Measured, seconds: float, observed: Observed) -> list[RoleUse]:
-    cluster, config = simulation.cluster, simulation.config
+def _uses(simulation: _Measured, observed: Observed) -> list[RoleUse]:
+    cluster, config, seconds = simulation.cluster, simulation.config, simulation.seconds
     assert cluster is not None
     busy: dict[str, list[float]] = {}
     for process in cluster.processes.values():

@@ -16,9 +16,8 @@ from runtime.types import PolicyVersion, TrainGroup
 
 if TYPE_CHECKING:
     from runtime.coordinator.run import TrainingRun
-    from runtime.simulation.cluster import SimulatedCluster, SimulatedModel, SimulatedProcess, SimulatedRollout
+    from runtime.simulation.cluster import SimulatedCluster, SimulatedModel, SimulatedProcess, SimulatedRollout, SyncEpoch
     from runtime.simulation.engine import ModelState
-    from runtime.simulation.weights import SyncEpoch
 
 
 class Broken(Exception):
