@@ -22,7 +22,7 @@ import sys
 import time
 
 LENGTH = struct.Struct("<I")
-ANSWER = struct.Struct("<iI4Q")  # exit code, index in REASONS; bytes kept of stdout and stderr, bytes dropped of each
+ANSWER = struct.Struct("<iI2Q")  # exit code, index in REASONS, bytes kept of stdout and stderr
 REASONS = ("", "timeout", "cpu", "memory", "processes", "disk")
 FILES = 10_000  # files that the folder may hold: an empty file takes memory too
 DESCRIPTORS = 256  # open descriptors of a process, at most
@@ -149,7 +149,7 @@ class Keeper:
             self._store(files)
         except OSError as error:
             said = f"{error.filename}: {error.strerror}\n".encode()
-            send(ANSWER.pack(_NOT_RUN, 0, 0, len(said), 0, 0) + said)
+            send(ANSWER.pack(_NOT_RUN, 0, 0, len(said)) + said)
             return
         inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
         child = os.fork()
@@ -158,17 +158,16 @@ class Keeper:
         for end in (inward[0], outward[1], errors[1]):
             os.close(end)
         most = int(head[4])
-        kept, dropped = {outward[0]: bytearray(), errors[0]: bytearray()}, {outward[0]: 0, errors[0]: 0}
-        reason = self._watch(child, (inward[1], head[2]), (kept, dropped, most), (timeout, cpu_seconds))
+        kept = {outward[0]: bytearray(), errors[0]: bytearray()}
+        reason = self._watch(child, (inward[1], head[2]), (kept, most), (timeout, cpu_seconds))
         code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         kill_others()
         for end in kept:  # data left in the pipes; no process holds the other ends now
             while data := os.read(end, 1 << 16):
-                keep(end, data, kept, dropped, most)
+                kept[end] += data[: most - len(kept[end])]
             os.close(end)
         reason = reason or ("cpu" if code == -_SIGXCPU else "")
-        sizes = *map(len, kept.values()), *dropped.values()
-        send(ANSWER.pack(code, REASONS.index(reason), *sizes) + b"".join(kept.values()))
+        send(ANSWER.pack(code, REASONS.index(reason), *map(len, kept.values())) + b"".join(kept.values()))
 
     def _store(self, files: dict[str, bytes]) -> None:
         """Write the files. An earlier command may have put a link or a pipe in their place: do not follow or wait."""
@@ -215,13 +214,13 @@ class Keeper:
         self,
         child: int,
         given: tuple[int, bytes],
-        taken: tuple[dict[int, bytearray], dict[int, int], int],
+        taken: tuple[dict[int, bytearray], int],
         limits: tuple[float, float],
     ) -> str:
         """Feed and read the command. Return "" once `child` has ended, or the name of an exceeded limit."""
-        inward, left = given[0], memoryview(given[1])
+        inward, left, kept, most = given[0], memoryview(given[1]), *taken
         ended, deadline, cpu = os.pidfd_open(child), now() + limits[0], limits[1] + sum(os.times()[2:4])
-        heard, due, reason = set(taken[0]), now() + self._look, ""
+        heard, due, reason = set(kept), now() + self._look, ""
         os.set_blocking(inward, False)
         while not reason:
             if not left and inward:
@@ -232,11 +231,14 @@ class Keeper:
                 raise EOFError
             for end in heard & set(readable):
                 if data := os.read(end, 1 << 16):
-                    keep(end, data, *taken)
+                    kept[end] += data[: most - len(kept[end])]
                 else:
                     heard.discard(end)
             if writable:
-                left = left[feed(inward, left) :]
+                try:
+                    left = left[os.write(inward, left[: 1 << 16]) :]
+                except BrokenPipeError:  # the command has closed its input
+                    left = left[:0]
             if ended in readable:
                 break
             if now() >= due:
@@ -265,21 +267,6 @@ def limit(kind: int, amount: int, more: int = 0) -> None:
     most = resource.getrlimit(kind)[1]
     amount, most = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (amount, amount + more))
     resource.setrlimit(kind, (amount, most))
-
-
-def keep(end: int, data: bytes, kept: dict[int, bytearray], dropped: dict[int, int], most: int) -> None:
-    room = most - len(kept[end])
-    kept[end] += data[:room]
-    dropped[end] += max(len(data) - room, 0)
-
-
-def feed(inward: int, data: memoryview) -> int:
-    """Write at most 64 KiB of `data` to `inward`, the descriptor of the command's standard input. Return the number of bytes
-    written; all of `data` if the command has closed its input."""
-    try:
-        return os.write(inward, data[: 1 << 16])
-    except BrokenPipeError:
-        return len(data)
 
 
 # ------------------------------------------------------------------------------------------------

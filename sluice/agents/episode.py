@@ -87,7 +87,8 @@ class Episode:
         """Reward the episode, or one turn of it: the number of the policy's reply, from 0, or its completion id. Raises
         ValueError if `value` is no finite number."""
         self.rewarded = True
-        self.notify(reward=finite(value), **({} if turn is None else {"turn": turn}))
+        of = {} if turn is None else {"completion_id" if isinstance(turn, str) else "turn": turn}
+        self.notify(reward=finite(value), **of)
 
     def log(self, **numbers: float) -> None:
         """Log figures of this episode. Their means over a step's episodes are metrics of the run."""
