@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.conversation import TOO_LONG, Completion, OnText, PolicyCall, PolicyReply, Refused, ReplyEnd
-from runtime.gateway.episode import GatewayEpisode, mixed
+from runtime.gateway.episodes import GatewayEpisode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.gateway.tool_calls import without_start_of
@@ -76,7 +76,7 @@ class PolicyCalls:
             group_id=0,
             prompt=extension.prompt,
             n=call.n,
-            seed=mixed(self._seed(episode, call), episode.calls),
+            seed=mixed(episode.seed if call.seed is None or task or self._run else call.seed, episode.calls),
             sampling=self._sampling(task, call, len(extension.prompt), len(extension.given)),
             purpose="train" if task is None else task.purpose,
             keep=True,
@@ -113,11 +113,6 @@ class PolicyCalls:
         if not episode.over:
             episode.graph.add(extension, completion.id, made)
         return completion
-
-    def _seed(self, episode: GatewayEpisode, call: PolicyCall) -> int:
-        if episode.request is not None:
-            return episode.seed
-        return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
 
     def _sampling(self, task: RunEpisodesRequest | None, call: PolicyCall, prompt: int, given: int) -> SamplingParams:
         """Return the sampling of one call. `given`: new tokens in `prompt`. Raises Refused if the conversation is too long."""

@@ -19,8 +19,7 @@ from runtime import timeouts
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
 from runtime.gateway.dialects import anthropic, openai, responses
 from runtime.gateway.dialects.fields import Events, NonNegative, Parse, S, Strict, decode, error_body, read
-from runtime.gateway.episode import GatewayEpisode
-from runtime.gateway.episodes import KEYED, Episodes
+from runtime.gateway.episodes import KEYED, Episodes, GatewayEpisode
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in, log
 from runtime.process.os_process import done_within
 
@@ -117,7 +116,7 @@ class _GatewayRoutes:
         asked = await _aside(len(body) > LONG_BODY, parse, body)
         call = asked.call
         if isinstance(asked, responses.ResponseAsked) and asked.previous:
-            call = asked.continues(self._episodes.history(episode, asked.previous))
+            call = asked.continues(episode.graph.history(asked.previous))
         key = request.headers.get("Idempotency-Key")
         digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
         branch = request.match_info.get("branch", "")

@@ -23,7 +23,7 @@ from contextlib import aclosing, suppress
 from typing import Any, Literal, Protocol
 
 from runtime import timeouts
-from runtime.config import Environment
+from runtime.config import Config, Environment
 from runtime.config.services import Slow
 from runtime.environments.messages import (
     PHASES,
@@ -35,8 +35,7 @@ from runtime.environments.messages import (
 )
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
-from runtime.gateway.episode import EpisodeRun, GatewayEpisode
-from runtime.gateway.episodes import Episodes
+from runtime.gateway.episodes import EpisodeRun, Episodes, GatewayEpisode
 from runtime.process.os_process import done_within, now
 from runtime.types import EpisodeTask
 
@@ -135,11 +134,10 @@ class _Attempt:
 class EpisodeRunner:
     """Plays episodes by the environments. All methods belong to one event loop."""
 
-    def __init__(self, settings: Mapping[str, Environment], url: str, episodes: Episodes, silence: float, seconds: float):
-        """Create without processes. `url`, `episodes`: of the gateway. `silence`: how long a task waits for a process of its
-        environment. `seconds`: how long a group may take."""
-        self._settings, self._url, self._episodes = settings, url, episodes
-        self._silence, self._seconds = silence, seconds
+    def __init__(self, config: Config, url: str, episodes: Episodes):
+        """Create without processes. `url`, `episodes`: of the gateway."""
+        self._settings, self._url, self._episodes = config.services.environment, url, episodes
+        self._silence, self._seconds = config.deadlines.start, config.deadlines.episode
         self._ports: dict[str, Sequence[EnvironmentPort]] = {}
         self._lost: dict[EnvironmentPort, asyncio.Task[None]] = {}  # with the task that waits until the process answers again
         self._changed = asyncio.Event()

@@ -84,31 +84,33 @@ class TemplateRenderer:
         self,
         tokens: np.ndarray,
         reply: int,
-        ended: bool,
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Tool],
-        said: Callable[[], str] | None = None,
+        said: Callable[[], str],
     ) -> list[int] | str:
         """Return the tokens to put behind `tokens` (int32) so that the model answers the messages `new`. Return a reason if it
         cannot be proved that this continues the conversation as rendered. `tokens` end with the `reply` tokens of the last
-        message of `history`. `ended`: the reply ended with one of `stop_ids`. `said`: returns the text of `tokens` if it is
-        known without decoding all of them."""
+        message of `history`. `said`: returns the text of `tokens`."""
         if (known := self.bridge_of_family(tokens, reply, new, tools)) is not None:
             return known
         if self._no_bridge:
             return self._no_bridge
-        last = history[-1]
+        last, ended = history[-1], self.ends(tokens)
         if ended and tokens[-1] != self._close_id:
             return f"the reply ended with {self.decode(tokens[-1:])}, not {self._close}"
         if not ended and last.reasoning and not last.content and not last.tool_calls:
             return "the reply was cut off while it reasoned"
         try:
-            tail = self._tail(said() if said else self.decode(tokens), ended, history, new, tools)
+            tail = self._tail(said(), ended, history, new, tools)
         except UserError as error:
             return str(error)
         added = self.encode(self._close + tail)
         return added[1:] if ended else added
+
+    def ends(self, tokens: np.ndarray) -> bool:
+        """Return True if the last token ends a reply."""
+        return int(tokens[-1]) in self.stop_ids
 
     def bridge_of_family(
         self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]
@@ -291,22 +293,18 @@ class FamilyRenderer(TemplateRenderer):
 
 def renderer_of(tokenizer: Tokenizer, tools: Literal["auto"] | Format, model_folder: Path | str) -> TemplateRenderer:
     """Return a family renderer if the package knows the model's family and renders like the template; else a template's."""
-    return _family_renderer(tokenizer, tools, Path(model_folder) / "config.json") or TemplateRenderer(tokenizer, tools)
-
-
-def _family_renderer(tokenizer: Tokenizer, tools: Literal["auto"] | Format, file: Path) -> FamilyRenderer | None:
+    file = Path(model_folder) / "config.json"
     name = FAMILIES.get(read_object(file, f"model.path: {file}").get("model_type", "")) if file.is_file() else None
-    if name is None:
-        return None
-    try:
-        found = _made(name, tokenizer, tools)
-        if not (where := found.fault()):
-            return found
-        why = f"it renders {where} differently"
-    except UserError as error:
-        why = str(error)
-    log.warning("the chat template continues conversations, not %s of the renderers package: %s", name, why)
-    return None
+    if name is not None:
+        try:
+            found = _made(name, tokenizer, tools)
+            if not (where := found.fault()):
+                return found
+            why = f"it renders {where} differently"
+        except UserError as error:
+            why = str(error)
+        log.warning("the chat template continues conversations, not %s of the renderers package: %s", name, why)
+    return TemplateRenderer(tokenizer, tools)
 
 
 def _made(name: str, tokenizer: Tokenizer, tools: Literal["auto"] | Format) -> FamilyRenderer:
