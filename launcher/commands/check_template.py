@@ -77,5 +77,5 @@ def _reply(renderer: TemplateRenderer, message: Message) -> PolicyReply:
 
 def _way(renderer: TemplateRenderer, parent: ReplyNode, extension: Extension) -> str:
     new, reply = extension.conversation[len(parent.conversation) :], len(parent.reply.tokens)
-    known = renderer.bridge_of_family(parent.tokens(), reply, new, extension.tools)
+    known = renderer.family_bridge(parent.tokens(), reply, new, extension.tools)
     return "difference" if known is None else "renderers"

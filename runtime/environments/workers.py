@@ -44,10 +44,8 @@ def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
     except msgspec.ValidationError as error:
         raise UserError(f"episode.sandbox: {error}") from None
     for name in LIMITS:
-        if getattr(asked, name) > getattr(sandbox, name):
-            raise UserError(
-                f"episode.sandbox: {name}: {getattr(asked, name)} is more than the {getattr(sandbox, name)} allowed"
-            )
+        if (value := getattr(asked, name)) > getattr(sandbox, name):
+            raise UserError(f"episode.sandbox: {name}: {value} is more than the {getattr(sandbox, name)} allowed")
     if (asked.runtime, asked.image) != (sandbox.runtime, sandbox.image) or asked.network not in ("none", sandbox.network):
         raise UserError(f"episode.sandbox: runtime, image and network are those of services.environment, {sandbox.runtime}")
     if more := set(asked.read) - set(sandbox.read):

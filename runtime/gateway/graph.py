@@ -216,9 +216,8 @@ class EpisodeGraph:
         if not (text := node.text):
             before = node.parent
             if before is not None and self._renderer.decodes_parts and (known := before.text):
-                text = known + self._renderer.decode(
-                    node.own(), before.reply.tokens[-1:] if self._renderer.ends(before.reply.tokens) else ()
-                )
+                closing = before.reply.tokens[-1:] if self._renderer.ends(before.reply.tokens) else ()
+                text = known + self._renderer.decode(node.own(), closing)
                 before.text = ""
             node.text = text = text or self._renderer.decode(node.tokens())
         return text
@@ -294,11 +293,7 @@ def payload_of(
         branches[0].tokens[:size],
         [branch.part(slice(size, None)) for branch in branches],
         [len(each or [idle]) for each in played],
-        [
-            TurnReward(row, token - size, value)
-            for row, branch in enumerate(branches)
-            for token, value in branch.rewards.items()
-        ],
+        [TurnReward(row, at - size, value) for row, branch in enumerate(branches) for at, value in branch.rewards.items()],
     )
     if not len(versions):
         return payload, None

@@ -25,14 +25,7 @@ from typing import Any, Literal, Protocol
 from runtime import timeouts
 from runtime.config import Config, Environment
 from runtime.config.services import Slow
-from runtime.environments.messages import (
-    PHASES,
-    STOP_REASONS,
-    EnvironmentDescription,
-    EpisodeEnd,
-    EpisodeEvent,
-    EpisodeRequest,
-)
+from runtime.environments.messages import STOP_REASONS, EnvironmentDescription, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
 from runtime.gateway.episodes import EpisodeRun, Episodes, GatewayEpisode
@@ -41,6 +34,7 @@ from runtime.types import EpisodeTask
 
 log = logging.getLogger("sluice")
 
+PHASES = ("setup", "run", "score", "cleanup")
 FIGURES = 64  # figures that an episode may report
 SHOWN = 60  # characters of a reason that are counted
 _FIGURE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}")
@@ -247,9 +241,8 @@ class EpisodeRunner:
         until = min(until, now() + self._silence)
         while not (ports := [port for port in self._ports.get(name, ()) if port not in self._lost]):
             if not await done_within(self._changed.wait(), until - now()):
-                raise ServiceFault(
-                    f"services.environment.{name}", "play", "no process of the environment serves", self._silence
-                )
+                why = "no process of the environment serves"
+                raise ServiceFault(f"services.environment.{name}", "play", why, self._silence)
         fresh = [port for port in ports if port.name not in tried]
         return min(fresh or ports, key=lambda port: (self._busy[port.name], port.name))
 

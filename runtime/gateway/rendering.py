@@ -92,7 +92,7 @@ class TemplateRenderer:
         """Return the tokens to put behind `tokens` (int32) so that the model answers the messages `new`. Return a reason if it
         cannot be proved that this continues the conversation as rendered. `tokens` end with the `reply` tokens of the last
         message of `history`. `said`: returns the text of `tokens`."""
-        if (known := self.bridge_of_family(tokens, reply, new, tools)) is not None:
+        if (known := self.family_bridge(tokens, reply, new, tools)) is not None:
             return known
         if self._no_bridge:
             return self._no_bridge
@@ -112,9 +112,7 @@ class TemplateRenderer:
         """Return True if the last token ends a reply."""
         return int(tokens[-1]) in self.stop_ids
 
-    def bridge_of_family(
-        self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
+    def family_bridge(self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
         """Return the tokens to add, as `bridge`; None if the model's family is unknown or would have to render anew."""
         return None
 
@@ -265,9 +263,7 @@ class FamilyRenderer(TemplateRenderer):
         super().__init__(tokenizer, tools)
         self._family = family
 
-    def bridge_of_family(
-        self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
+    def family_bridge(self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
         before = tokens.tolist()
         at = len(before) - reply
         shaped = [as_openai(message) for message in new]

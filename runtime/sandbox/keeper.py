@@ -144,7 +144,6 @@ class Keeper:
     def run_command(self, head: list[bytes]) -> None:
         """Run one command and answer."""
         arguments, variables, files = receive(), pairs(receive()), pairs(receive())
-        timeout, cpu_seconds = float(head[0]), float(head[1])
         try:
             self._store(files)
         except OSError as error:
@@ -154,17 +153,16 @@ class Keeper:
         inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
         child = os.fork()
         if not child:
-            self._become((inward[0], outward[1], errors[1]), cpu_seconds, head[3], arguments, variables)
+            self._become((inward[0], outward[1], errors[1]), head, arguments, variables)
         for end in (inward[0], outward[1], errors[1]):
             os.close(end)
-        most = int(head[4])
         kept = {outward[0]: bytearray(), errors[0]: bytearray()}
-        reason = self._watch(child, (inward[1], head[2]), (kept, most), (timeout, cpu_seconds))
+        reason = self._watch(child, inward[1], head, kept)
         code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         kill_others()
         for end in kept:  # data left in the pipes; no process holds the other ends now
             while data := os.read(end, 1 << 16):
-                kept[end] += data[: most - len(kept[end])]
+                keep(data, kept[end], head)
             os.close(end)
         reason = reason or ("cpu" if code == -_SIGXCPU else "")
         send(ANSWER.pack(code, REASONS.index(reason), *map(len, kept.values())) + b"".join(kept.values()))
@@ -179,23 +177,23 @@ class Keeper:
                 file.write(data)
 
     def _become(
-        self, ends: tuple[int, int, int], cpu_seconds: float, source: bytes, arguments: list[bytes], variables: dict[str, bytes]
+        self, ends: tuple[int, int, int], head: list[bytes], arguments: list[bytes], variables: dict[str, bytes]
     ) -> None:
-        """Become the command in the child process, or run `source` in this interpreter and exit."""
+        """Become the command in the child process, or run its source in this interpreter and exit."""
         os.setsid()
         for number, end in enumerate(ends):
             os.dup2(end, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.chdir(self._home)
         os.environ.update({name: value.decode() for name, value in variables.items()})
-        limit(resource.RLIMIT_CPU, int(cpu_seconds) + 1, 1)
+        limit(resource.RLIMIT_CPU, int(float(head[1])) + 1, 1)
         limit(resource.RLIMIT_DATA, self._most["memory"])
         limit(resource.RLIMIT_FSIZE, self._most["disk"])
         limit(resource.RLIMIT_NOFILE, DESCRIPTORS)
         limit(resource.RLIMIT_CORE, 0)
         if self._most["processes"]:
             limit(resource.RLIMIT_NPROC, self._most["processes"])
-        if source:
+        if source := head[3]:
             sys.argv = [argument.decode() for argument in arguments]
             sys.path.append(self._packages)
             exec(compile(source, "main", "exec"), {"__name__": "__main__"})
@@ -210,16 +208,10 @@ class Keeper:
             os.write(2, f"{arguments[0].decode()}: {error.strerror}\n".encode())
             os._exit(_NOT_RUN)
 
-    def _watch(
-        self,
-        child: int,
-        given: tuple[int, bytes],
-        taken: tuple[dict[int, bytearray], int],
-        limits: tuple[float, float],
-    ) -> str:
+    def _watch(self, child: int, inward: int, head: list[bytes], kept: dict[int, bytearray]) -> str:
         """Feed and read the command. Return "" once `child` has ended, or the name of an exceeded limit."""
-        inward, left, kept, most = given[0], memoryview(given[1]), *taken
-        ended, deadline, cpu = os.pidfd_open(child), now() + limits[0], limits[1] + sum(os.times()[2:4])
+        ended, left = os.pidfd_open(child), memoryview(head[2])
+        deadline, cpu = now() + float(head[0]), float(head[1]) + sum(os.times()[2:4])
         heard, due, reason = set(kept), now() + self._look, ""
         os.set_blocking(inward, False)
         while not reason:
@@ -231,7 +223,7 @@ class Keeper:
                 raise EOFError
             for end in heard & set(readable):
                 if data := os.read(end, 1 << 16):
-                    kept[end] += data[: most - len(kept[end])]
+                    keep(data, kept[end], head)
                 else:
                     heard.discard(end)
             if writable:
@@ -267,6 +259,10 @@ def limit(kind: int, amount: int, more: int = 0) -> None:
     most = resource.getrlimit(kind)[1]
     amount, most = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (amount, amount + more))
     resource.setrlimit(kind, (amount, most))
+
+
+def keep(data: bytes, kept: bytearray, head: list[bytes]) -> None:
+    kept += data[: int(head[4]) - len(kept)]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -156,11 +156,6 @@ class SimulatedProcess:
         """Break the connection; the process lives on."""
         self.loop.call_later(self._delay(), self.lose, "connection reset")
 
-    @property
-    def noticed(self) -> bool:
-        """Whether the process runs, or the coordinator has noticed that it does not."""
-        return self._goes_on.is_set() or bool(self._lost) or not self.alive
-
     def ended(self) -> None:
         """Clean up more than tasks, in subclasses."""
 
@@ -519,9 +514,8 @@ class SimulatedRollout(SyncMember):
             "slots": engine.slots,
             "running": engine.running,
             "waiting": engine.waiting,
-            "kv_use": 0.0,  # each slot has its own room, and its use is not modelled
-            "kv_shared": 0.0,
-            "preemptions_total": 0.0,
+            # Each slot has its own room for keys and values, and its use is not modelled.
+            **dict.fromkeys(("kv_use", "kv_shared", "preemptions_total"), 0.0),
         }
 
 
@@ -542,9 +536,8 @@ class SimulatedReward(SimulatedProcess):
         values = np.array([float(chance.random() < 0.5) for _ in range(size)], np.float32)
         answers: list[str | None] = [request.label] * size if request.answers else []
         rules = {self.cluster.judge: values}
-        return types.Scores(
-            group_id=request.group_id, rewards=values, valid=np.ones(size, np.uint8), rules=rules, answers=answers
-        )
+        valid = np.ones(size, np.uint8)
+        return types.Scores(group_id=request.group_id, rewards=values, valid=valid, rules=rules, answers=answers)
 
 
 class SimulatedReference(SimulatedProcess):
@@ -587,9 +580,8 @@ class SimulatedModel(SimulatedProcess):
             self.cluster.observer.applied(self, command.step, batch)
             self.state = ModelState(command.step + 1, [*self.state.trained, *(group.group_id for group in batch)])
             seconds, self._computed = self._computed, 0.0
-        gaps = [
-            float(msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF != command.step) for probe in command.probes
-        ]
+        newest = [msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF for probe in command.probes]
+        gaps = [float(step != command.step) for step in newest]
         return types.StepResult(metrics={}, seconds=seconds, probes=gaps)
 
     async def save(self, command: commands.Save) -> list[str]:

@@ -87,10 +87,9 @@ class Simulation(SimulatedWorld):
         self.cluster: SimulatedCluster | None = None
         self.observer = observer or Observer()
         self._costs, self._deadlines, self._seed, self._nodes = costs, deadlines, seed, nodes
-        self._train = prompts("train", problems, costs.prompt_tokens)
-        self._held_out = [
-            HeldOut(each, prompts(each.name, each.problems or 16, costs.prompt_tokens)) for each in evaluation_sets(config)
-        ]
+        tokens = costs.prompt_tokens
+        self._train = prompts("train", problems, tokens)
+        self._held_out = [HeldOut(each, prompts(each.name, each.problems or 16, tokens)) for each in evaluation_sets(config)]
         self._chance = random.Random(f"{seed}/storage")
 
     def run(self) -> None:

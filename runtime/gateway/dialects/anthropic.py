@@ -210,9 +210,8 @@ def _begin(index: int, block: dict[str, Any]) -> list[bytes]:
 
 
 def _end(reply: PolicyReply) -> dict[str, Any]:
-    reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if reply.stop else "end_turn"}[
-        reply.end
-    ]
+    stop = "stop_sequence" if reply.stop else "end_turn"
+    reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": stop}[reply.end]
     return {"stop_reason": reason, "stop_sequence": reply.stop or None}
 
 

@@ -11,20 +11,7 @@ from msgspec import Meta, field
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Tool, ToolCall
 from runtime.gateway.dialects import fields
-from runtime.gateway.dialects.fields import (
-    Asked,
-    Count,
-    Events,
-    S,
-    Strict,
-    TokenId,
-    decode,
-    event,
-    one_of,
-    read,
-    text_of,
-    wrong,
-)
+from runtime.gateway.dialects.fields import Asked, Events, S, Strict, TokenId, decode, event, one_of, read, text_of, wrong
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # One model is served under any name. Fields about storing, caching and billing do not change the answer.
@@ -42,7 +29,7 @@ class Sampled(Strict, frozen=True, kw_only=True):
     """How to sample. top_k and min_p are vLLM's."""
 
     n: fields.Replies = 1
-    max_tokens: Count | None = None
+    max_tokens: fields.Count | None = None
     stop: fields.StopText | fields.StopTexts = ()
     temperature: fields.NonNegative | None = None
     top_p: fields.Share | None = None
@@ -185,7 +172,7 @@ class _ChatRequest(Streamed, frozen=True, kw_only=True):
         "verbosity": ("medium",),
     }
     messages: list[Any]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: fields.Count | None = None
     tools: tuple[Any, ...] = ()
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True

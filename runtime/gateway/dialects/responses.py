@@ -17,6 +17,7 @@ from runtime.gateway.dialects.fields import Asked, Events, Strict, decode, event
 from runtime.gateway.dialects.openai import UNUSED, functions
 
 ROLES = ("system", "developer", "user", "assistant")
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text")
 
 
@@ -145,21 +146,19 @@ class ResponseAsked(Asked, frozen=True, kw_only=True):
     def answer(self, completion: Completion) -> dict[str, Any]:
         return self.response(completion.id, completion.model, int(completion.created), completion)
 
-    def response(
-        self, id: str, model: str, created: int, completion: Completion | None, text_first: bool = False
-    ) -> dict[str, Any]:
-        """Return the whole answer. `completion`: None if it has only begun."""
+    def response(self, id: str, model: str, created: int, done: Completion | None, text_first: bool = False) -> dict[str, Any]:
+        """Return the whole answer. `done`: None if it has only begun."""
         status, output, used = "in_progress", [], None
-        if completion is not None:
-            reply = completion.replies[0]
+        if done is not None:
+            reply = done.replies[0]
             status = "incomplete" if reply.end == "length" else "completed"
             output = _items(id, reply.message, status, text_first)
             used = {
-                "input_tokens": len(completion.prompt),
+                "input_tokens": len(done.prompt),
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": len(reply.tokens),
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": len(completion.prompt) + len(reply.tokens),
+                "total_tokens": len(done.prompt) + len(reply.tokens),
             }
         return {
             "id": id,
@@ -209,9 +208,7 @@ def _add(messages: list[Message], given: Any, where: str) -> None:
     """Add an item to the conversation: to the assistant's last message if both belong to one reply."""
     if not isinstance(given, dict):
         raise wrong(where, given, "an object")
-    kind = one_of(
-        f"{where}.type", given.get("type", "message"), ("message", "function_call", "function_call_output", "reasoning")
-    )
+    kind = one_of(f"{where}.type", given.get("type", "message"), ITEMS)
     last = messages.pop() if messages and messages[-1].role == "assistant" else None
     if kind == "function_call_output":
         result = read(_FunctionOutput, given, where)
