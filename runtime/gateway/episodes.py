@@ -16,8 +16,9 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -133,61 +134,16 @@ class SharedCall:
     """A running call that repeats of the same request share. It is cancelled when no request waits for it."""
 
     def __init__(self, work: asyncio.Task[Completion]):
-        self._work, self._waiting = work, 0
+        self.work, self._waiting = work, 0
 
     async def answer(self) -> Completion:
         self._waiting += 1
         try:
-            return await asyncio.shield(self._work)
+            return await asyncio.shield(self.work)
         finally:
             self._waiting -= 1
             if not self._waiting:
-                self._work.cancel()
-
-    def withdraw(self) -> None:
-        self._work.cancel()
-
-
-def finished(
-    request: RunEpisodesRequest,
-    episodes: Sequence[GatewayEpisode],
-    renderer: TemplateRenderer,
-    repeated: Mapping[str, int],
-    given: bool,
-) -> GeneratedGroup:
-    """Return the result of the group: header and encoded payload. A group without trained tokens gets the request's version.
-    `given`: whether the rewards of the episodes count."""
-    messages = tuple(Message(each["role"], each["content"]) for each in request.task.messages)
-    task = np.array(renderer.render(messages, ()) if messages else [], np.int32)
-    payload, versions = payload_of(request.group_id, [episode.graph for episode in episodes], task)
-    log: dict[str, tuple[int, float]] = {}
-    for episode in episodes:
-        for name, value in episode.log.items():
-            count, total = log.get(name, (0, 0.0))
-            log[name] = (count + 1, total + value)
-    oldest, newest = versions or (request.version, request.version)
-    return GeneratedGroup(
-        group_id=request.group_id,
-        prompt_tokens=len(payload.prompt),
-        response_tokens=payload.lengths.tolist(),
-        truncated=payload.finish_reasons.count("length"),
-        oldest=oldest,
-        newest=newest,
-        rewards=[_earned(episode) for episode in episodes] if given else [],
-        outcomes=Outcomes(
-            environment=request.task.environment,
-            reasons=[episode.outcome for episode in episodes],
-            turns=[episode.graph.calls for episode in episodes],
-            log=log,
-            repeated=dict(repeated),
-        ),
-        payload=types.encode(payload),
-    )
-
-
-def _earned(episode: GatewayEpisode) -> float:
-    """Return the reward that counts, or NaN if none does."""
-    return math.nan if episode.reward is None or episode.left_out else episode.reward
+                self.work.cancel()
 
 
 def mixed(seed: int, *parts: int) -> int:
@@ -279,15 +235,42 @@ class Episodes:
 
     def _finish(self, group: EpisodeRun) -> None:
         """Set the result of a group whose episodes are all over."""
-        episodes = [group.episodes[index] for index in range(group.request.n)]
-        # If the run has rewards, players may give none. An episode that is left out stays left out in any case.
-        given = not self._rewarded or any(episode.left_out or episode.reward is not None for episode in episodes)
         try:
-            found = finished(group.request, episodes, self._renderer, group.repeated, given)
+            group.done.set_result(self._result(group))
         except SluiceError as error:
             group.done.set_exception(error)
-        else:
-            group.done.set_result(found)
+
+    def _result(self, group: EpisodeRun) -> GeneratedGroup:
+        """Return header and encoded payload. A group without trained tokens gets the request's version."""
+        request, episodes = group.request, [group.episodes[index] for index in range(group.request.n)]
+        # If the run has rewards, players may give none. An episode that is left out stays left out in any case.
+        given = not self._rewarded or any(each.left_out or each.reward is not None for each in episodes)
+        messages = tuple(Message(each["role"], each["content"]) for each in request.task.messages)
+        task = np.array(self._renderer.render(messages, ()) if messages else [], np.int32)
+        payload, versions = payload_of(request.group_id, [episode.graph for episode in episodes], task)
+        log: dict[str, tuple[int, float]] = {}
+        for name, value in chain.from_iterable(episode.log.items() for episode in episodes):
+            count, total = log.get(name, (0, 0.0))
+            log[name] = (count + 1, total + value)
+        oldest, newest = versions or (request.version, request.version)
+        earned = [math.nan if each.left_out or each.reward is None else each.reward for each in episodes]
+        return GeneratedGroup(
+            group_id=request.group_id,
+            prompt_tokens=len(payload.prompt),
+            response_tokens=payload.lengths.tolist(),
+            truncated=payload.finish_reasons.count("length"),
+            oldest=oldest,
+            newest=newest,
+            rewards=earned if given else [],
+            outcomes=Outcomes(
+                environment=request.task.environment,
+                reasons=[episode.outcome for episode in episodes],
+                turns=[episode.graph.calls for episode in episodes],
+                log=log,
+                repeated=dict(group.repeated),
+            ),
+            payload=types.encode(payload),
+        )
 
     # ------------------------------------------------------------------------------------------ requests of programs
 
@@ -439,7 +422,7 @@ class Episodes:
         if episode.timer is not None:
             episode.timer.cancel()
         for shared in list(episode.under_way.values()):
-            shared.withdraw()
+            shared.work.cancel()
 
     # ------------------------------------------------------------------------------------------ status
 

@@ -667,7 +667,8 @@ class SimulatedCluster:
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
         self.coordinator_busy = 0.0  # seconds
         self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # unread by the coordinator
-        for number, unit in enumerate(self._units()):
+        units = [unit for unit in instances(config) if unit.rank == 0 or not is_group(config, unit.role)]
+        for number, unit in enumerate(units):
             self._nodes[unit.name] = f"node-{number % nodes}"
             self._allowances[unit.name] = RestartBackoff(settings_of(config, unit).restarts)
             self._spawn(unit, 0)
@@ -711,9 +712,6 @@ class SimulatedCluster:
             self.loop.call_later(start, self._spawn, Instance(process.role, process.name), process.incarnation + 1)
         elif process.is_group or not self.register.has_others(process):
             self.loop.call_later(self.costs.delay.draw(self._chance), self._fail, process.name)
-
-    def _units(self) -> list[Instance]:
-        return [unit for unit in instances(self.config) if unit.rank == 0 or not is_group(self.config, unit.role)]
 
     def _spawn(self, unit: Instance, incarnation: int) -> None:
         process = self.processes[unit.name] = ROLES[unit.role](self, unit.name, incarnation, self._nodes[unit.name])

@@ -205,7 +205,7 @@ class SimulatedEngine:
         self._pauses = 0
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = count()
-        self._idle: list[asyncio.Future[None]] = []
+        self._idle = asyncio.Event()  # set when the last sequence ends
 
     @property
     def running(self) -> int:
@@ -250,9 +250,8 @@ class SimulatedEngine:
         self._slots, slots = 0, self._slots
         try:
             while self._running:
-                idle = self._loop.create_future()
-                self._idle.append(idle)
-                await idle
+                self._idle.clear()
+                await self._idle.wait()
         finally:
             self._slots = slots
             self._update()
@@ -306,10 +305,7 @@ class SimulatedEngine:
         for done in ended:
             done()
         if not self._running:
-            idle, self._idle = self._idle, []
-            for one in idle:
-                if not one.done():
-                    one.set_result(None)
+            self._idle.set()
         self._update()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import run_files
-from runtime.cluster.topology import fleets, instances, takes_turns
+from runtime.cluster.topology import fleets, instances
 from runtime.config import Config, Rollout, StopConditions
 from runtime.coordinator.metrics_recorder import RunContext
 from runtime.coordinator.run import TrainingRun
@@ -154,47 +154,20 @@ class Simulation(SimulatedWorld):
 MEMORY = Path("/dev/shm")  # a file system in memory, if present
 
 
-class RoleUse(Struct):
-    """The use of a role's processes. `busy`: mean share of the time spent computing. `waits`: the reason for the rest."""
-
-    role: str
-    processes: int
-    busy: float
-    waits: str
-
-
 class Prediction(Struct):
     observed: Observed
-    roles: list[RoleUse]
+    busy: dict[str, list[float]]
+    """By role: the share of the time that each process spent computing."""
 
 
-class _Measured(Simulation):
-    """A simulation that measures the time without admission of groups. At step `lost_at` the last rollout dies."""
-
-    bound = 0.0  # seconds in which no group may be admitted
-    lost_at = 0
-
-    def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
-        self._clock, self._since = loop, loop.time()
-
-    def after_round(self) -> None:
-        run = self.training
-        if run is None or (now := self._clock.time()) == self._since:
-            return
-        if self.lost_at and run.buffer.committed >= self.lost_at and self.cluster is not None:
-            self.cluster.kill([process for process in self.cluster.processes.values() if process.role == "rollout"][-1])
-            self.lost_at = 0
-        if not run.buffer.capacity(1 << 30, self.config.training.steps):
-            self.bound += now - self._since
-        self._since = now
-
-
-def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, lost_at: int = 0) -> Prediction:
-    """Simulate `steps` steps of `config`, without evaluations before and after. `lost_at`: the step at which the last rollout
-    dies, 0 for none. Raises UserError if a part of the configuration is not modelled, and the errors that end a real run."""
+def simulated(
+    config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, make: Callable[..., Simulation] = Simulation
+) -> Prediction:
+    """Simulate `steps` steps of `config`, without evaluations before and after. Raises UserError if a part of the configuration
+    is not modelled, and the errors that end a real run."""
     refuse(config)
-    cluster = config.cluster
-    nodes = cluster.min_nodes or 1 if cluster.nodes == "auto" else len(cluster.nodes)
+    given = config.cluster.nodes
+    nodes = config.cluster.min_nodes or 1 if given == "auto" else len(given)
     with tempfile.TemporaryDirectory(prefix="sluice-simulation-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         settings = replace(
             config,
@@ -204,13 +177,16 @@ def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: 
             evaluation=replace(config.evaluation, before=False, after=False),
             trackers=[],
         )
-        simulation = _Measured(settings, costs, deadlines, nodes=nodes)
-        simulation.lost_at = lost_at
+        simulation = make(settings, costs, deadlines, nodes=nodes)
         simulation.run()
         with LedgerReader(Path(settings.run.dir) / run_files.LEDGER) as reader:
             observed = observe([point for _, point in simulation.metrics], reader.groups())
-        assert simulation.cluster is not None
-        return Prediction(observed, _uses(simulation, observed))
+        cluster, seconds = simulation.cluster, simulation.seconds
+        assert cluster is not None
+        busy = {"coordinator": [cluster.coordinator_busy / seconds]}
+        for process in cluster.processes.values():
+            busy.setdefault(process.role, []).append(process.gauges()["busy_seconds_total"] / seconds)
+        return Prediction(observed, busy)
 
 
 def refuse(config: Config) -> None:
@@ -221,25 +197,6 @@ def refuse(config: Config) -> None:
         faults.append("services.rollout: fleets of different engines or sizes are not modelled: all rollouts have one speed")
     if faults:
         raise UserError("\n".join(faults))
-
-
-def _uses(simulation: _Measured, observed: Observed) -> list[RoleUse]:
-    cluster, config, seconds = simulation.cluster, simulation.config, simulation.seconds
-    assert cluster is not None
-    busy: dict[str, list[float]] = {}
-    for process in cluster.processes.values():
-        busy.setdefault(process.role, []).append(process.gauges()["busy_seconds_total"] / seconds)
-    step, sync = observed.seconds["step"], observed.seconds.get("weight sync", 0.0)
-    waits = {
-        "rollout": f"may not begin a group in {simulation.bound / seconds:.0%} of the time: (η + 1) batches are admitted",
-        "trainer": f"{min(1.0, sync / step):.0%} of a step for the weight sync, otherwise for groups",
-        "reward": "replies",
-        "reference": "replies",
-    }
-    if takes_turns(config):
-        waits["rollout"] = waits["trainer"] = "the devices, in turns"
-    uses = [RoleUse(role, len(found), sum(found) / len(found), waits.get(role, "groups")) for role, found in busy.items()]
-    return [RoleUse("coordinator", 1, cluster.coordinator_busy / seconds, "answers"), *uses]
 
 
 def variations(config: Config, costs: Costs) -> Iterator[tuple[str, Config, Costs]]:
