@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -218,23 +218,17 @@ class Box:
         *,
         stdin: bytes = b"",
         source: str = "",
-        environment: Mapping[str, str] | None = None,
-        files: Mapping[str, bytes] | None = None,
         timeout: float | None = None,
         output: int = OUTPUT,
     ) -> Finished:
-        """Run `command`, with `environment` added to the sandbox's own. Write `files` first, by their paths in its folder.
-
-        `source`: Python code to run instead, with `command` as its sys.argv. It runs in the keeper's interpreter, with this
-        process's packages (not with docker and apptainer). `timeout`: seconds, in place of the sandbox's. `output`: bytes kept
-        of stdout and of stderr. Raises ServiceFault if the sandbox was lost before.
-        """
+        """Run `command`. `source`: Python code to run instead, with `command` as its sys.argv, in the keeper's interpreter with
+        this process's packages (not with docker and apptainer). `timeout`: seconds, in place of the sandbox's. `output`: bytes
+        kept of stdout and of stderr. Raises ServiceFault if the sandbox was lost before."""
         if not self._usable:
             raise ServiceFault("sandbox", "run a command", "the sandbox was lost")
         self._usable = False  # until the whole answer has arrived
         seconds = self._sandbox.timeout if timeout is None else timeout
-        head: list[str | bytes] = [repr(seconds), repr(self._sandbox.cpu_seconds), stdin, source, str(output)]
-        message = _message(head) + _message(command) + _message(_flat(environment or {})) + _message(_flat(files or {}))
+        message = _message([repr(seconds), repr(self._sandbox.cpu_seconds), stdin, source, str(output), *command])
         assert self._process.stdin is not None
         try:
             with suppress(ConnectionError):  # reading the answer finds the loss
@@ -329,7 +323,7 @@ class Box:
         }
         assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None
         with suppress(ConnectionError):
-            self._process.stdin.write(_message(_flat({name: str(value) for name, value in settings.items()})))
+            self._process.stdin.write(_message([str(item) for pair in settings.items() for item in pair]))
         try:
             await asyncio.wait_for(self._process.stdout.readexactly(LENGTH.size), timeouts.SANDBOX_START)
         except asyncio.IncompleteReadError:
@@ -403,10 +397,6 @@ def _in_memory(data: bytes) -> int:
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def _flat(pairs: Mapping[str, str | bytes]) -> list[str | bytes]:
-    return [item for pair in pairs.items() for item in pair]
 
 
 def _message(items: Sequence[str | bytes]) -> bytes:
