@@ -13,8 +13,7 @@ from rich.console import Console
 from runtime.data.tokenizer import Tokenizer
 from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.graph import EpisodeGraph, Extension, ReplyNode
-from runtime.gateway.probes import ProbeConversation, conversations
-from runtime.gateway.rendering import TemplateRenderer, renderer_of
+from runtime.gateway.rendering import ProbeConversation, TemplateRenderer, conversations, renderer_of
 from runtime.telemetry.shown import LiteralTable, say
 
 

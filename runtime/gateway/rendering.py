@@ -8,20 +8,53 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from runtime.data.handlers import SlotTemplate
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.gateway import tool_calls
 from runtime.gateway.conversation import Message, Refused, Tool, ToolCall
-from runtime.gateway.probes import conversations
 from runtime.gateway.tool_calls import THINK, THOUGHT, Format
 from runtime.run_files import read_object
+
+# ---- Conversations that test chat templates: tools, thinking, system prompts, parallel calls, Unicode, empty and long ones
+
+_NUMBER = {"type": "number"}
+_PROBE_TOOLS = (
+    Tool("add", "Adds two numbers.", {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"]}),
+    Tool(
+        "look_up", "Finds a fact.", {"type": "object", "properties": {"query": {"type": "string", "description": "Of what."}}}
+    ),
+)
+
+
+class ProbeConversation(Struct, frozen=True):
+    """A conversation that begins with a question and ends with a reply."""
+
+    name: str
+    with_tools: bool
+    messages: tuple[Message, ...]
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return _PROBE_TOOLS if self.with_tools else ()
+
+
+@lru_cache(maxsize=1)
+def conversations() -> list[ProbeConversation]:
+    """Return the forty conversations of `conversations.jsonl`."""
+    lines = Path(__file__).with_name("conversations.jsonl").read_bytes()
+    return msgspec.json.Decoder(ProbeConversation).decode_lines(lines)
+
+
+# ---- Template rendering
 
 
 class TemplateRenderer:

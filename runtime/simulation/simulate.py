@@ -67,17 +67,9 @@ def prompts(name: str, count: int, tokens: int) -> Prompts:
 class Simulation(SimulatedWorld):
     """A simulated run, by `run`, in the folder `config.run.dir`, which `run` makes."""
 
-    def __init__(
-        self,
-        config: Config,
-        costs: Costs,
-        deadlines: CommandDeadlines,
-        seed: int = 0,
-        *,
-        observer: Observer | None = None,
-        problems: int = 1000,
-        nodes: int = 1,
-    ):
+    problems = 1000  # of the training data
+
+    def __init__(self, config: Config, costs: Costs, deadlines: CommandDeadlines, seed: int = 0, nodes: int = 1):
         self.config = config
         self.metrics: list[tuple[int, Metrics]] = []  # of the steps
         self.lives = 1  # of the coordinator
@@ -85,10 +77,10 @@ class Simulation(SimulatedWorld):
         self.trace = ""  # of all lives
         self.training: TrainingRun | None = None
         self.cluster: SimulatedCluster | None = None
-        self.observer = observer or Observer()
+        self.observer = Observer()
         self._costs, self._deadlines, self._seed, self._nodes = costs, deadlines, seed, nodes
         tokens = costs.prompt_tokens
-        self._train = prompts("train", problems, tokens)
+        self._train = prompts("train", self.problems, tokens)
         self._held_out = [HeldOut(each, prompts(each.name, each.problems or 16, tokens)) for each in evaluation_sets(config)]
         self._chance = random.Random(f"{seed}/storage")
 

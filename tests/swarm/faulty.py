@@ -24,13 +24,16 @@ from tests.swarm.witness import Witness
 
 
 class FaultySimulation(Simulation):
+    problems = 50
+
     def __init__(
         self, config: Config, costs: Costs, deadlines: CommandDeadlines, seed: int, faults: Sequence[Fault] = (), **more: Any
     ):
         training, every = config.training, config.checkpoint.every
         redone = min(training.steps, every or training.steps)
         self.witness = Witness(training.staleness, training.groups_per_step, _patience(config), redone)
-        super().__init__(config, costs, deadlines, seed, observer=self.witness, **more)
+        super().__init__(config, costs, deadlines, seed, **more)
+        self.observer = self.witness
         self.said: list[str] = []  # of damaged ledgers
         self._faults = Faults(faults, random.Random(f"{seed}/faults"))
 

@@ -18,8 +18,7 @@ from tokenizers import AddedToken
 
 from runtime.data.tokenizer import Tokenizer
 from runtime.gateway.conversation import Message, Refused, Tool, ToolCall
-from runtime.gateway.probes import conversations
-from runtime.gateway.rendering import FamilyRenderer, TemplateRenderer, as_openai, functions, renderer_of
+from runtime.gateway.rendering import FamilyRenderer, TemplateRenderer, as_openai, conversations, functions, renderer_of
 from tests.unit import template_cases as cases
 
 ADD = Tool("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})

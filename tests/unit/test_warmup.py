@@ -22,8 +22,7 @@ from runtime.data.arithmetic import ArithmeticProblem, split, write_jsonl
 from runtime.data.prepare import TOOL, TRAINED, LookupProblem, lookups
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
-from runtime.gateway.probes import conversations
-from runtime.gateway.rendering import renderer_of
+from runtime.gateway.rendering import conversations, renderer_of
 from runtime.models import tiny_model
 from runtime.sft import warmup
 from tests.closeness import assert_close
