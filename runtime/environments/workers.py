@@ -230,7 +230,8 @@ class AgentWorkers:
             self._workers.remove(worker)
             self.lost += 1
             self._kill(worker)
-            worker.fail(why)
+            for playing in worker.episodes.values():
+                playing.events.put_nowait(EpisodeEvent(end=EpisodeEnd(failure="infrastructure", reason=why)))
 
     def _on_nursery_message(self) -> None:
         """Handle a message of the nursery."""
@@ -340,10 +341,6 @@ class _AgentProcess:
     def _kill_if_late(self, playing: _PlayedEpisode, phase: str) -> None:
         if self.episodes.get(playing.request.id) is playing and playing.phase == phase and playing.events.empty():
             self._owner.lose(self, f"{phase} was asked to end and did not within {playing.request.cleanup_seconds:g} s")
-
-    def fail(self, why: str) -> None:
-        for playing in self.episodes.values():
-            playing.events.put_nowait(EpisodeEvent(end=EpisodeEnd(failure="infrastructure", reason=why)))
 
     def write(self, message: Mapping[str, Any]) -> None:
         if not self._writer.is_closing():

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
 from runtime.gateway.dialects import anthropic, openai, responses
-from runtime.gateway.dialects.fields import Events, NonNegative, Parse, S, Strict, decode, error_body, read
+from runtime.gateway.dialects.fields import Asked, Events, NonNegative, S, Strict, decode, error_body, event, read
 from runtime.gateway.episodes import KEYED, Episodes, GatewayEpisode
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in, log
 from runtime.process.os_process import done_within
@@ -31,7 +31,7 @@ LONG_ANSWER = 2048  # tokens, with their log-probabilities
 
 CONNECTIONS, SPARE = 4, 256  # connections that each episode may have, and connections besides
 
-_DIALECTS: dict[str, Parse] = {
+_DIALECTS: dict[str, Callable[[bytes], Asked]] = {
     "/v1/chat/completions": openai.parse_chat,
     "/v1/responses": responses.parse,
     "/v1/messages": anthropic.parse,
@@ -110,7 +110,7 @@ class _GatewayRoutes:
         page = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
         return _json(page)
 
-    async def ask(self, parse: Parse, request: web.Request) -> web.StreamResponse:
+    async def ask(self, parse: Callable[[bytes], Asked], request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)  # before the body is read
         body = await _read(request)  # bounded by timeouts.REQUEST_BODY
         asked = await _aside(len(body) > LONG_BODY, parse, body)
@@ -173,7 +173,7 @@ class _GatewayRoutes:
             except Exception as error:
                 if not response.prepared:
                     raise
-                last = events.failed(error_body(_refused(error, request), _is_anthropic(request)))
+                last = event(error_body(_refused(error, request), _is_anthropic(request)), "error")
             await write(last)
         finally:
             calling.cancel()  # the client may have hung up: withdraw the call before this handler ends

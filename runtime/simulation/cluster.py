@@ -141,16 +141,13 @@ class SimulatedProcess:
         """Stop the process as SIGSTOP does. A group of ranks is lost once it answers no ping."""
         if self._goes_on.is_set():
             self._goes_on.clear()
-            self.paused(True)
             self.cluster.observer.stopped(self)
             if self.is_group:
                 silence = self.cluster.config.deadlines.keepalive
                 self.loop.call_later(silence, self._pinged, silence)
 
     def go_on(self) -> None:
-        if not self._goes_on.is_set():
-            self._goes_on.set()
-            self.paused(False)
+        self._goes_on.set()
 
     def cut(self) -> None:
         """Break the connection; the process lives on."""
@@ -158,9 +155,6 @@ class SimulatedProcess:
 
     def ended(self) -> None:
         """Clean up more than tasks, in subclasses."""
-
-    def paused(self, paused: bool) -> None:
-        """Pause more than tasks, in subclasses."""
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges of the role's service."""
@@ -499,11 +493,15 @@ class SimulatedRollout(SyncMember):
         self.engine.pause()
         super().ended()
 
-    def paused(self, paused: bool) -> None:
-        if paused:
+    def stop(self) -> None:
+        if self._goes_on.is_set():
             self.engine.pause()
-        else:
+        super().stop()
+
+    def go_on(self) -> None:
+        if not self._goes_on.is_set():
             self.engine.go_on()
+        super().go_on()
 
     def gauges(self) -> dict[str, float]:
         engine = self.engine

@@ -90,8 +90,6 @@ def http_client() -> Any:
 
 MOST = 2000  # characters
 
-_printed: set[tuple[str, str]] = set()  # kinds of exceptions, and the lines that raised them
-
 
 def failure_text(error: BaseException) -> str:
     """Return the error's kind, its text, and the innermost line of the agent's own code in its traceback, if any: "KeyError:
@@ -99,17 +97,6 @@ def failure_text(error: BaseException) -> str:
     said = f"{type(error).__name__}: {error}"[:MOST]
     place = "" if isinstance(error, (DataError, InfrastructureError)) else _place(error)
     return f"{said} ({place})" if place else said
-
-
-def print_once(episode: str, error: BaseException) -> None:
-    """Write the traceback to standard error, once in this process for each kind of error and line; its text may vary."""
-    which = type(error).__name__, _place(error)
-    if isinstance(error, (DataError, InfrastructureError)) or which in _printed:
-        return
-    _printed.add(which)
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
-    sys.stderr.write(f"episode {episode} failed\n{''.join(lines)}")  # in one write: other processes write to the same log
-    sys.stderr.flush()
 
 
 def _place(error: BaseException) -> str:
@@ -358,12 +345,11 @@ class _EpisodeWorker:
 
     def _answered(self, answer: int, found: Any = None, failed: str = "") -> None:
         future = self._asked.get(answer)
-        if future is None or future.done():
-            return
-        if failed:
-            future.set_exception(InfrastructureError(failed))
-        else:
-            future.set_result(found)
+        if future is not None and not future.done():
+            if failed:
+                future.set_exception(InfrastructureError(failed))
+            else:
+                future.set_result(found)
 
     def _write(self, message: Mapping[str, Any]) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
@@ -395,7 +381,8 @@ class _Play:
             found = {"failure": "infrastructure", "reason": f"{error} was ended at its deadline"}
         except Exception as error:  # noqa: BLE001 - any error of the agent is reported
             found = {"failure": "infrastructure", "reason": failure_text(error)}
-            print_once(self.episode.id, error)
+            if not isinstance(error, InfrastructureError):  # in one write: other processes write to the same log
+                sys.stderr.write(f"episode {self.episode.id} failed\n{''.join(traceback.format_exception(error))}")
         try:
             await self._do("cleanup", self._clean_up())
         except Exception as error:  # noqa: BLE001

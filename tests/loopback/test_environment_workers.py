@@ -206,7 +206,7 @@ def test_no_more_are_played_at_once_than_concurrency() -> None:
     asyncio.run(work())
 
 
-def test_where_an_agent_failed_is_told_and_its_traceback_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_where_an_agent_failed_is_told_with_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     at = AGENTS.read_text().splitlines().index('        raise RuntimeError("broken")') + 1
 
     async def work() -> None:
@@ -220,7 +220,7 @@ def test_where_an_agent_failed_is_told_and_its_traceback_once(capfd: pytest.Capt
 
     asyncio.run(work())
     said = capfd.readouterr().err
-    assert said.count("Traceback") == said.count(f'agents_of_all_kinds.py", line {at}, in kinds') == 1
+    assert said.count("Traceback") == said.count(f'agents_of_all_kinds.py", line {at}, in kinds') == 2
 
 
 def test_who_leaves_takes_the_agents_work_along() -> None:

@@ -99,12 +99,6 @@ def test_the_episode_is_not_the_models_to_give() -> None:
         function_schema(positional)
 
 
-def test_parameters_may_be_described_as_fields() -> None:
-    about, said = described("Adds.\n\n:param int a: The one.\n:param b: The other,\n    or none.\n:returns: Their sum.")
-    assert (about, said) == ("Adds.", {"a": "The one.", "b": "The other, or none."})
-    assert described("") == ("", {})
-
-
 # ---- Calls of tools: what the model is told of what they gave, and of what went wrong
 
 SECONDS = 30.0

@@ -4,7 +4,7 @@ wrong. No I/O and no clock."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -32,10 +32,6 @@ class Events:
         """Return the events for the unsent rest of the completion, and for its end."""
         raise NotImplementedError
 
-    def failed(self, error: dict[str, Any]) -> bytes:
-        """Return an error event, in place of the end. `error`: the body of an error answer."""
-        return event(error, "error")
-
     def _new(self, index: int, text: str) -> str:
         """Return the unsent part of `text`, and mark it as sent."""
         sent = self._sent.get(index, 0)
@@ -57,10 +53,6 @@ class Asked(Struct, frozen=True, kw_only=True):
     def events(self, model: str, created: float) -> Events:
         """Return the events of a streamed answer. `created`: seconds since the epoch."""
         return self.streamed(self, model, created)
-
-
-Parse = Callable[[bytes], Asked]
-"""Parses the body of a request. Raises Refused, 400."""
 
 
 def event(data: Any, name: str = "") -> bytes:
