@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Optional, TypedDict, Union
 import pytest
 
 from sluice.agents.episode import DataError, InfrastructureError
-from sluice.agents.functions import Toolset, described, function_schema, type_schema
+from sluice.agents.functions import Toolset, function_schema, type_schema
 
 # ---- What the model is told of a Python function that is a tool
 
