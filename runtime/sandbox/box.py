@@ -316,9 +316,9 @@ class Box:
             "home": self._home,
             "packages": sysconfig.get_path("purelib"),
             "look": timeouts.SANDBOX_LOOK,
-            "memory": self._sandbox.memory,
             "processes": self._sandbox.processes + 1 if alone else 0,  # one more for the keeper
             "threads": self._sandbox.processes,
+            "memory": self._sandbox.memory,
             "disk": self._sandbox.disk,
         }
         assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None

@@ -17,6 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # One model is served under any name. Fields about storing, caching and billing do not change the answer.
 UNUSED = "model user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention"
 _PENALTIES: dict[str, tuple[Any, ...]] = {"frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,)}
+_TEXT_ALONE = {"modalities": (["text"],), "response_format": ({"type": "text"},), "verbosity": ("medium",)}
 _WORDS = {"auto": "auto", "none": "none", "required": "required"}
 
 
@@ -163,14 +164,7 @@ def _called(call: ToolCall) -> dict[str, Any]:
 
 
 class _ChatRequest(Streamed, frozen=True, kw_only=True):
-    neutral: ClassVar = {
-        **_PENALTIES,
-        "logit_bias": ({},),
-        "modalities": (["text"],),
-        "response_format": ({"type": "text"},),
-        "top_logprobs": (0,),
-        "verbosity": ("medium",),
-    }
+    neutral: ClassVar = {**_PENALTIES, **_TEXT_ALONE, "logit_bias": ({},), "top_logprobs": (0,)}
     messages: list[Any]
     max_completion_tokens: fields.Count | None = None
     tools: tuple[Any, ...] = ()

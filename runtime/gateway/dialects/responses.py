@@ -148,30 +148,19 @@ class ResponseAsked(Asked, frozen=True, kw_only=True):
 
     def response(self, id: str, model: str, created: int, done: Completion | None, text_first: bool = False) -> dict[str, Any]:
         """Return the whole answer. `done`: None if it has only begun."""
-        status, output, used = "in_progress", [], None
+        status, output = "in_progress", list[dict[str, Any]]()
+        used: dict[str, Any] | None = None
         if done is not None:
             reply = done.replies[0]
             status = "incomplete" if reply.end == "length" else "completed"
             output = _items(id, reply.message, status, text_first)
-            used = {
-                "input_tokens": len(done.prompt),
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": len(reply.tokens),
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": len(done.prompt) + len(reply.tokens),
-            }
-        return {
-            "id": id,
-            "object": "response",
-            "created_at": created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": model,
-            "output": output,
-            "usage": used,
-            **self.request,
-        }
+            prompt, tokens = len(done.prompt), len(reply.tokens)
+            used = {"input_tokens": prompt, "output_tokens": tokens, "total_tokens": prompt + tokens}
+            used |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
+            used |= {"output_tokens_details": {"reasoning_tokens": 0}}
+        head = {"id": id, "object": "response", "created_at": created, "status": status, "error": None, "model": model}
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {**head, "incomplete_details": cut, "output": output, "usage": used, **self.request}
 
 
 def parse(body: bytes) -> ResponseAsked:
@@ -180,11 +169,9 @@ def parse(body: bytes) -> ResponseAsked:
     read(_TextFormat, request.text, "text")
     read(Strict, request.reasoning, "reasoning")
     messages = [Message("system", request.instructions)] if request.instructions else []
-    if isinstance(request.input, str):
-        messages.append(Message("user", request.input))
-    else:
-        for index, item in enumerate(request.input):
-            _add(messages, item, f"input[{index}]")
+    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    for index, item in enumerate(items):
+        _add(messages, item, f"input[{index}]")
     call = PolicyCall(
         messages=tuple(messages),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -193,14 +180,9 @@ def parse(body: bytes) -> ResponseAsked:
         temperature=request.temperature,
         top_p=request.top_p,
     )
-    repeated = {
-        **{name: getattr(request, name) for name in _REPEATED},
-        "instructions": request.instructions or None,
-        "metadata": {},
-        "previous_response_id": request.previous_response_id or None,
-        "text": {"format": {"type": "text"}},
-        "truncation": "disabled",
-    }
+    repeated = {name: getattr(request, name) for name in _REPEATED}
+    repeated |= {"instructions": request.instructions or None, "previous_response_id": request.previous_response_id or None}
+    repeated |= {"metadata": {}, "text": {"format": {"type": "text"}}, "truncation": "disabled"}
     return ResponseAsked(call=call, stream=request.stream, previous=request.previous_response_id, request=repeated)
 
 
