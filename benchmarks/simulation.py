@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
@@ -28,7 +29,7 @@ from runtime.config import Cluster, Config, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger.reader import LedgerReader
 from runtime.simulation.calibration import Calibration, Observed, observe
-from runtime.simulation.simulate import simulated
+from runtime.simulation.simulate import Simulation, simulated
 from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
 from services.rpc.client import ContractDeadlines
@@ -42,6 +43,20 @@ POLL = 0.05  # seconds between two looks at a run's progress
 SHORT = {"training.staleness": "2"}
 LONG = {"training.staleness": "2", "sampling.max_new_tokens": "160", "sampling.temperature": "0.7"}
 TWO = {"services.rollout.replicas": "2"}
+
+
+class LosingSimulation(Simulation):
+    """With step `lost_at` the last rollout dies; 0: none."""
+
+    def __init__(self, lost_at: int, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._lost_at = lost_at
+
+    def after_round(self) -> None:
+        if self._lost_at and self.training is not None and self.training.buffer.committed >= self._lost_at:
+            assert self.cluster is not None
+            self.cluster.kill([process for process in self.cluster.processes.values() if process.role == "rollout"][-1])
+            self._lost_at = 0
 
 
 class Case(Struct, frozen=True):
@@ -125,7 +140,10 @@ async def measure(
 def _compared(case: Case, config: Config, measured: Observed, calibrations: list[Calibration]) -> CaseReport:
     config = replace(config, cluster=Cluster())  # namespaces share the machine's processors, as one node's processes do
     deadlines = ContractDeadlines(config)
-    found = [simulated(config, each.costs, deadlines, STEPS, case.lost_at).observed for each in calibrations]
+    found = [
+        simulated(config, each.costs, deadlines, STEPS, partial(LosingSimulation, case.lost_at)).observed
+        for each in calibrations
+    ]
     return CaseReport(
         name=case.name,
         measured=measured,

@@ -17,7 +17,7 @@ from runtime.cluster.topology import Instance, path_of, settings_of
 from runtime.config import Config, Environment
 from runtime.config.secret_values import resolved
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
-from runtime.environments.workers import AgentWorkers, EpisodeSandboxes
+from runtime.environments.workers import AgentWorkers
 from runtime.process import keys
 from runtime.rewards.pool import worker_environment
 from runtime.sandbox import check
@@ -43,10 +43,9 @@ class EnvironmentService(process.Service):
 
     async def start(self) -> None:
         """Start the nursery. Raises UserError if the agents' file or the sandbox does not work here."""
-        sandbox = self._settings.sandbox
-        if sandbox is not None:
-            await check(sandbox, f"{self._key}.sandbox")
-        self._workers = AgentWorkers(self._key, self._settings, self._variables(), EpisodeSandboxes(sandbox, self._key))
+        if self._settings.sandbox is not None:
+            await check(self._settings.sandbox, f"{self._key}.sandbox")
+        self._workers = AgentWorkers(self._key, self._settings, self._variables())
         await self._workers.start()
         self.background = self._workers.ended
 
@@ -84,7 +83,6 @@ class EnvironmentService(process.Service):
             "episodes": workers.under_way,
             "processes": workers.processes,
             "processes_lost": workers.lost,
-            "output_dropped_bytes": workers.dropped,
             "episodes_total": self._counts["episodes"],
             "failures_total": self._counts["infrastructure"],
             "bad_tasks_total": self._counts["data"],

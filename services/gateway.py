@@ -286,8 +286,7 @@ class GatewayService(process.Service):
 
     async def start(self) -> None:
         """Listen, and reach the environments. Raises UserError if the port is taken or an environment's server is silent."""
-        config, serves = self.config, self._settings.serve
-        sampling, rewards = config.sampling, config.rewards
+        config, sampling = self.config, self.config.sampling
         self._rollouts = RolloutSessions(config, self.keys)
         self._calls = PolicyCalls(
             model=Path(config.model.path).name,
@@ -295,26 +294,16 @@ class GatewayService(process.Service):
             rollouts=self._rollouts.generate,
             context=self._settings.context or longest_text(config),
             run=None
-            if serves
+            if self._settings.serve
             else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, **sampling.filters),
         )
-        self._episodes = Episodes(
-            model=Path(config.model.path).name,
-            renderer=self._renderer,
-            answer=self._calls.answer,
-            most=self._settings.episodes,
-            seconds=config.deadlines.episode,
-            name=self.name,
-            serves=serves,
-            rewarded=bool(rewards.rules or rewards.remote or rewards.model),
-        )
+        self._episodes = Episodes(config, self.name, self._renderer, self._calls.answer)
         self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator sends it
         await self._listen()
         self._watching = asyncio.create_task(self._lag.run())
-        own = config.services.environment
         self._environments = EnvironmentChannels(config, self.keys)
         await self._environments.check()
-        self._players = EpisodeRunner(own, self.url, self._episodes, config.deadlines.start, config.deadlines.episode)
+        self._players = EpisodeRunner(config, self.url, self._episodes)
         self._players.use(self._environments.by_name())
         self._episodes.players = self._players.play
 

@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 
 from sluice.start import RENDEZVOUS
 

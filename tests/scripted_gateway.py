@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime.gateway.conversation import Completion, Message, OnText, PolicyCall, PolicyReply, Refused, ReplyEnd, ToolCall
-from runtime.gateway.episode import Begun
+from runtime.gateway.episodes import Begun
 from runtime.types import EpisodeTask
 
 LINE = re.compile(r"^(think|say|call|fail) (.*)$|^---$", re.MULTILINE)
@@ -33,6 +33,12 @@ class ScriptedEpisode:
         self.conversations: dict[str, tuple[Message, ...]] = {}
         self.rewards: list[tuple[float, str]] = []
         self.ended: str | None = None
+        self.graph = self
+
+    def history(self, completion_id: str) -> tuple[Message, ...]:
+        if completion_id not in self.conversations:
+            raise Refused(404, f"the episode has no completion {completion_id!r}", "previous_response_id")
+        return self.conversations[completion_id]
 
 
 class ScriptedBackend:
@@ -118,11 +124,6 @@ class ScriptedBackend:
         logprobs = (-0.5 - np.arange(len(tokens))).astype(np.float32)
         end: ReplyEnd = "length" if cut else "tool_calls" if message.tool_calls else "stop"
         return PolicyReply(message, tokens, logprobs, np.zeros(len(tokens), np.int64), end, "" if cut else stop)
-
-    def history(self, episode: Any, completion_id: str) -> tuple[Message, ...]:
-        if completion_id not in episode.conversations:
-            raise Refused(404, f"the episode has no completion {completion_id!r}", "previous_response_id")
-        return episode.conversations[completion_id]
 
     def reward(self, episode: Any, value: float, completion: str) -> None:
         if completion and completion not in episode.conversations:

@@ -13,8 +13,7 @@ from rich.console import Console
 from runtime.data.tokenizer import Tokenizer
 from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.graph import EpisodeGraph, Extension, ReplyNode
-from runtime.gateway.probes import ProbeConversation, conversations
-from runtime.gateway.rendering import TemplateRenderer, renderer_of
+from runtime.gateway.rendering import ProbeConversation, TemplateRenderer, conversations, renderer_of
 from runtime.telemetry.shown import LiteralTable, say
 
 
@@ -77,5 +76,5 @@ def _reply(renderer: TemplateRenderer, message: Message) -> PolicyReply:
 
 def _way(renderer: TemplateRenderer, parent: ReplyNode, extension: Extension) -> str:
     new, reply = extension.conversation[len(parent.conversation) :], len(parent.reply.tokens)
-    known = renderer.bridge_of_family(parent.tokens(), reply, new, extension.tools)
+    known = renderer.family_bridge(parent.tokens(), reply, new, extension.tools)
     return "difference" if known is None else "renderers"

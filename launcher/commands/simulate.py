@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 from msgspec.structs import replace
@@ -58,9 +59,9 @@ def simulate(options: argparse.Namespace) -> None:
     base = _row("as it is", config, costs, steps)
     if base.prediction is None:
         raise SluiceError(f"the simulated run ends: {base.fault}")
-    roles = LiteralTable("role", "processes", "busy", "waits for", title="what each role does")
-    for use in base.prediction.roles:
-        roles.add_row(use.role, str(use.processes), f"{use.busy:.0%}", use.waits)
+    roles = LiteralTable("role", "processes", "busy", title="what each role does")
+    for role, shares in base.prediction.busy.items():
+        roles.add_row(role, str(len(shares)), f"{fmean(shares):.0%}")
     console.print(roles)
     others = [*(_sweep(options, costs) if options.sweep else variations(config, costs))]
     rows = [base, *(_row(name, tried, own, steps) for name, tried, own in others)]

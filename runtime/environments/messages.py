@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-PHASES = ("setup", "run", "score", "cleanup")
 STOP_REASONS = (
     *("completed", "max_turns", "max_tokens", "context_overflow", "parse_error", "tool_failed", "timeout", "cancelled"),
 )

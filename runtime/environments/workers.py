@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,43 +28,8 @@ from runtime.config import Environment
 from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, UserError
 from runtime.process import os_process
-from runtime.process.waiting import done_within, now
+from runtime.process.waiting import done_within
 from runtime.sandbox import Box, Sandbox
-
-# ---- Output
-# Output of the agents' processes goes to the service's log, at a rate that a person could read.
-
-BYTES = 1 << 16  # bytes that are passed on in each period of `SECONDS`
-SECONDS = 1.0
-
-
-async def forward(stream: asyncio.StreamReader, dropped: Callable[[int], None]) -> None:
-    """Copy the stream to the log until it ends. `dropped` receives the number of bytes above the limit."""
-    began, passed, left_out = now(), 0, 0
-    try:
-        while data := await stream.read(1 << 16):
-            if now() - began > SECONDS:
-                _report(left_out)
-                began, passed, left_out = now(), 0, 0
-            part = data[: max(0, BYTES - passed)]
-            passed += len(part)
-            _write(part)
-            if more := len(data) - len(part):
-                left_out += more
-                dropped(more)
-    finally:
-        _report(left_out)
-
-
-def _report(left_out: int) -> None:
-    if left_out:
-        _write(f"\n[{left_out} bytes of output were left out]\n".encode())
-
-
-def _write(data: bytes) -> None:
-    sys.stderr.buffer.write(data)
-    sys.stderr.flush()
-
 
 # ---- Sandboxes
 # Agents open sandboxes through their environment's process. The sandboxes end with the episode that opened them.
@@ -80,10 +44,8 @@ def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
     except msgspec.ValidationError as error:
         raise UserError(f"episode.sandbox: {error}") from None
     for name in LIMITS:
-        if getattr(asked, name) > getattr(sandbox, name):
-            raise UserError(
-                f"episode.sandbox: {name}: {getattr(asked, name)} is more than the {getattr(sandbox, name)} allowed"
-            )
+        if (value := getattr(asked, name)) > getattr(sandbox, name):
+            raise UserError(f"episode.sandbox: {name}: {value} is more than the {getattr(sandbox, name)} allowed")
     if (asked.runtime, asked.image) != (sandbox.runtime, sandbox.image) or asked.network not in ("none", sandbox.network):
         raise UserError(f"episode.sandbox: runtime, image and network are those of services.environment, {sandbox.runtime}")
     if more := set(asked.read) - set(sandbox.read):
@@ -92,7 +54,7 @@ def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
 
 
 class EpisodeSandboxes:
-    """Implements `runtime.environments.workers.AgentRequests`."""
+    """The sandboxes of all episodes of an environment."""
 
     def __init__(self, sandbox: Sandbox | None, key: str):
         """Create without open sandboxes. `key`: the key of the environment's settings."""
@@ -101,7 +63,7 @@ class EpisodeSandboxes:
         self._opened = 0
 
     async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
-        """Answer a request of `SandboxHandle` (sluice/agents/episode.py). Raises UserError and ServiceFault."""
+        """Return the answer, as JSON, to `SandboxHandle` (sluice/agents/episode.py). Raises UserError and ServiceFault."""
         if what == "sandbox_open":
             return await self._open(request, fields["spec"])
         box = self._boxes.get((request.id, fields["name"]))
@@ -124,7 +86,7 @@ class EpisodeSandboxes:
             raise UserError(f"episode.sandbox: there is none; set {self._key}.sandbox")
         asked = stricter(self._sandbox, spec)
         url = urlsplit(request.base_url)
-        box = Box(asked, f"{url.hostname}:{url.port}" if asked.network == "gateway" else "")
+        box = Box(asked, (str(url.hostname), url.port or 0) if asked.network == "gateway" else None)
         await box.__aenter__()
         self._opened += 1
         self._boxes[request.id, str(self._opened)] = box
@@ -136,30 +98,18 @@ class EpisodeSandboxes:
             await self._boxes.pop(key).close()
 
 
-log = logging.getLogger("sluice")
-
 SCRIPT = Path(sluice.__file__).parent / "agents" / "worker.py"
 MESSAGE = 1 << 16  # bytes of a message of the nursery, at most
 LINE = 64 << 20  # bytes of a message of a worker, at most
-_SECONDS = {"setup": "setup_seconds", "score": "score_seconds", "cleanup": "cleanup_seconds"}  # time limits of phases
-
-
-class AgentRequests(Protocol):
-    """Answers the requests of agents other than calls of the policy."""
-
-    async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
-        """Return the answer to the agent of the episode `request`, as JSON. Raises SluiceError, which the agent receives."""
-
-    async def forget(self, episode: str) -> None:
-        """Release what belongs to the episode: it is over."""
 
 
 class AgentWorkers:
     """The nursery and the workers of one environment. All methods belong to one event loop."""
 
-    def __init__(self, key: str, settings: Environment, variables: Mapping[str, str], asked: AgentRequests):
+    def __init__(self, key: str, settings: Environment, variables: Mapping[str, str]):
         """Create without processes. `key`: of the settings. `variables`: the whole environment of the agents' processes."""
-        self._key, self._settings, self._variables, self._asked = key, settings, variables, asked
+        self._key, self._settings, self._variables = key, settings, variables
+        self._sandboxes = EpisodeSandboxes(settings.sandbox, key)
         self._room = asyncio.Semaphore(settings.concurrency)
         self._forking = asyncio.Lock()
         self._workers: list[_AgentProcess] = []
@@ -167,7 +117,7 @@ class AgentWorkers:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with a ServiceFault when the nursery ends."""
-        self.lost = self.dropped = 0  # workers that died; bytes of output above the limit
+        self.lost = 0  # workers that died
 
     async def start(self) -> None:
         """Start the nursery. Raises UserError if it cannot import the agent's file in time."""
@@ -176,27 +126,23 @@ class AgentWorkers:
         path = os.path.abspath(file)  # noqa: ASYNC240, PTH100 - does not access the disk
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._ready = ready
+        self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         with theirs:
             self._nursery = await asyncio.create_subprocess_exec(
                 *(settings.python or sys.executable, str(SCRIPT), path, name),
                 *(str(theirs.fileno()), str(settings.per_process)),
                 env=dict(self._variables),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=2,  # both go to the service's log
                 pass_fds=[theirs.fileno()],
                 preexec_fn=os_process.before_exec,
                 start_new_session=True,
             )
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_nursery_message)
-        assert self._nursery.stdout is not None
-        self._spawn(forward(self._nursery.stdout, self._drop))
-        if not await done_within(asyncio.wait({ready}), settings.budgets.setup):
+        if not await done_within(asyncio.wait({self._ready}), settings.budgets.setup):
             late = f"was not imported within budgets.setup, {settings.budgets.setup:g} s"
             raise UserError(f"{self._key}.run: {settings.run} {late}")
-        if why := ready.result():
+        if why := self._ready.result():
             raise UserError(f"{self._key}.run: {settings.run} cannot be imported: {why}")
 
     async def close(self) -> None:
@@ -218,13 +164,20 @@ class AgentWorkers:
         To withdraw the episode, close the generator."""
         async with self._room:  # an ended or withdrawn episode frees room
             worker, playing = await self._worker_with_room(request)  # forks a worker if none has room, within AGENT_FORK
+            over = False
+            worker.write({**structs.asdict(request), "task": json.loads(request.task)})
             try:
-                async with aclosing(worker.play(playing)) as events:
-                    async for event in events:
-                        yield event
+                while not over:
+                    event = await worker.next_event(playing)
+                    over = event.end is not None
+                    yield event
             finally:
+                if not over and len(worker.episodes) > 1:  # the episode is withdrawn; the worker still plays others
+                    worker.write({"drop": request.id})
+                elif not over:
+                    self.lose(worker, "one of its episodes was withdrawn")
                 worker.episodes.pop(request.id, None)
-                self._spawn(self._asked.forget(request.id))  # a task: a closed generator must not await
+                self._spawn(self._sandboxes.forget(request.id))  # a task: a closed generator must not await
 
     def end(self, episode: str) -> None:
         """Ask the agent to stop. The reward that it has earned is scored."""
@@ -277,7 +230,8 @@ class AgentWorkers:
             self._workers.remove(worker)
             self.lost += 1
             self._kill(worker)
-            worker.fail(why)
+            for playing in worker.episodes.values():
+                playing.events.put_nowait(EpisodeEvent(end=EpisodeEnd(failure="infrastructure", reason=why)))
 
     def _on_nursery_message(self) -> None:
         """Handle a message of the nursery."""
@@ -315,12 +269,9 @@ class AgentWorkers:
         if playing is None:
             return  # the episode is over
         try:
-            worker.write({"answer": number, "found": await self._asked.answer(playing.request, what, message)})
+            worker.write({"answer": number, "found": await self._sandboxes.answer(playing.request, what, message)})
         except Exception as error:  # noqa: BLE001 - the agent receives the error
             worker.write({"answer": number, "failed": f"{type(error).__name__}: {error}"})
-
-    def _drop(self, size: int) -> None:
-        self.dropped += size
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -362,32 +313,18 @@ class _AgentProcess:
         if "ask" in message:
             self._owner.answer(self, message)
         elif (playing := self.episodes.get(message.pop("episode", ""))) is not None:
-            event = _event(message)
+            event = msgspec.convert(message, EpisodeEvent)
             playing.phase = event.phase or playing.phase
             playing.events.put_nowait(event)
 
-    async def play(self, playing: _PlayedEpisode) -> AsyncGenerator[EpisodeEvent, None]:
-        request, over = playing.request, False
-        self.write({**msgspec.structs.asdict(request), "task": json.loads(request.task)})
-        try:
-            while not over:
-                event = await self._next(playing)
-                over = event.end is not None
-                yield event
-        finally:
-            if not over and len(self.episodes) > 1:  # the episode is withdrawn; the worker still plays others
-                self.write({"drop": request.id})
-            elif not over:
-                self._owner.lose(self, "one of its episodes was withdrawn")
-
-    async def _next(self, playing: _PlayedEpisode) -> EpisodeEvent:
+    async def next_event(self, playing: _PlayedEpisode) -> EpisodeEvent:
         """Return the next event within the time of its phase. The gateway limits the time of phase `run`."""
         events, phase = playing.events, playing.phase
         if phase == "run":
             return await events.get()
         coming = asyncio.ensure_future(events.get())
         try:
-            await asyncio.wait({coming}, timeout=getattr(playing.request, _SECONDS[phase]))
+            await asyncio.wait({coming}, timeout=getattr(playing.request, f"{phase}_seconds"))
             if not coming.done():
                 self.end(playing.request.id, phase)
             return await coming
@@ -405,22 +342,9 @@ class _AgentProcess:
         if self.episodes.get(playing.request.id) is playing and playing.phase == phase and playing.events.empty():
             self._owner.lose(self, f"{phase} was asked to end and did not within {playing.request.cleanup_seconds:g} s")
 
-    def fail(self, why: str) -> None:
-        for playing in self.episodes.values():
-            playing.events.put_nowait(EpisodeEvent(end=EpisodeEnd(failure="infrastructure", reason=why)))
-
     def write(self, message: Mapping[str, Any]) -> None:
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
-
-
-def _event(message: Mapping[str, Any]) -> EpisodeEvent:
-    """Convert a worker's message to an event. Raises msgspec.ValidationError."""
-    fields = {{"ended": "end"}.get(name, name): value for name, value in message.items()}
-    turn = fields.get("turn")
-    if isinstance(turn, str):
-        fields["completion_id"] = fields.pop("turn")
-    return msgspec.convert(fields, EpisodeEvent)
 
 
 def _in_words(code: int) -> str:

@@ -22,23 +22,14 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from runtime import timeouts
+from runtime import timeouts, types
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.conversation import TOO_LONG, Completion, OnText, PolicyCall, PolicyReply, Refused, ReplyEnd
-from runtime.gateway.episode import GatewayEpisode, mixed
+from runtime.gateway.episodes import GatewayEpisode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.gateway.tool_calls import without_start_of
-from runtime.types import (
-    GATEWAY_GROUPS,
-    GroupRequest,
-    PolicyVersion,
-    RoutedExperts,
-    RunEpisodesRequest,
-    Sample,
-    SamplingParams,
-    TokenSets,
-)
+from runtime.types import GroupRequest, PolicyVersion, RoutedExperts, RunEpisodesRequest, Sample, SamplingParams, TokenSets
 
 T = TypeVar("T")
 
@@ -69,14 +60,14 @@ class PolicyCalls:
 
     async def answer(self, episode: GatewayEpisode, call: PolicyCall, on_text: OnText | None = None) -> Completion:
         """Return the replies. Raises Refused: 400 for an invalid call, 408 at the deadline, 503 if no rollout serves."""
-        began, completion_id, task = time.time(), f"call-{secrets.token_hex(12)}", episode.request
+        began, call_id, task = time.time(), f"call-{secrets.token_hex(12)}", episode.request
         # Rendering a long conversation takes milliseconds: a thread does it, and the event loop stays free.
         extension: Extension = await self._in_thread(episode.graph.extend, call)
         request = GroupRequest(
             group_id=0,
             prompt=extension.prompt,
             n=call.n,
-            seed=mixed(self._seed(episode, call), episode.calls),
+            seed=mixed(episode.seed if call.seed is None or task or self._run else call.seed, episode.calls),
             sampling=self._sampling(task, call, len(extension.prompt), len(extension.given)),
             purpose="train" if task is None else task.purpose,
             keep=True,
@@ -86,13 +77,10 @@ class PolicyCalls:
         stops = tuple(filter(None, stops))
         try:
             if stops or on_text is not None:
-                each = partial(on_text, completion_id) if on_text is not None else None
-                work = (
-                    self._in_pieces(episode, replace(request, n=1, first=i), extension.forced, stops, each)
-                    for i in range(call.n)
-                )
+                each = partial(on_text, call_id) if on_text is not None else None
+                reply = partial(self._in_pieces, episode, forced=extension.forced, stops=stops, on_text=each)
                 # The replies run beside each other. Each wait ends with a piece from a rollout, or at the deadline.
-                replies = await asyncio.gather(*work)
+                replies = await asyncio.gather(*(reply(replace(request, n=1, first=i)) for i in range(call.n)))
             else:
                 samples = await self._generate(episode, request)
                 replies = [(sample, "") for sample in samples]
@@ -107,17 +95,10 @@ class PolicyCalls:
             made = [read() for read in reading]
         else:
             made = await asyncio.gather(*map(self._in_thread, reading))  # parse long replies in threads
-        completion = Completion(
-            id=completion_id, created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
-        )
+        completion = Completion(id=call_id, created=began, model=self._model, prompt=extension.prompt, replies=tuple(made))
         if not episode.over:
             episode.graph.add(extension, completion.id, made)
         return completion
-
-    def _seed(self, episode: GatewayEpisode, call: PolicyCall) -> int:
-        if episode.request is not None:
-            return episode.seed
-        return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
 
     def _sampling(self, task: RunEpisodesRequest | None, call: PolicyCall, prompt: int, given: int) -> SamplingParams:
         """Return the sampling of one call. `given`: new tokens in `prompt`. Raises Refused if the conversation is too long."""
@@ -143,7 +124,7 @@ class PolicyCalls:
 
     async def _generate(self, episode: GatewayEpisode, request: GroupRequest) -> list[Sample]:
         """Generate under a unique group id. Such ids are below the ids of evaluations and above the ids of probes."""
-        own = replace(request, group_id=GATEWAY_GROUPS - 1 - secrets.randbits(60))
+        own = replace(request, group_id=types.GATEWAY_GROUPS - 1 - secrets.randbits(60))
         least = PolicyVersion() if episode.request is None else episode.request.version
         samples, episode.rollout = await self._rollouts(own, episode.rollout, least)
         return samples
@@ -210,10 +191,8 @@ def _unfed(sampling: SamplingParams, known: int) -> int:
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("tokens", "loss_mask", "logprobs", "versions")
-    }
+    names = ("tokens", "loss_mask", "logprobs", "versions")
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     kept = TokenSets.joined([part.kept for part in parts], [len(part.tokens) for part in parts])
     experts = RoutedExperts.joined([part.experts for part in parts])
     return Sample(**columns, finish_reason=parts[-1].finish_reason, kept=kept, experts=experts)

@@ -16,24 +16,142 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from itertools import chain
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import xxhash
+from msgspec import Struct
 
-from runtime import timeouts
+from runtime import timeouts, types
+from runtime.config import Config
 from runtime.environments.messages import STOP_REASONS
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.conversation import TOO_LONG, Completion, Message, OnText, PolicyCall, Refused
-from runtime.gateway.episode import Begun, EpisodeRun, GatewayEpisode, SharedCall, finished
+from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.process.spans import POLICY
+from runtime.process import spans
 from runtime.process.waiting import done_within, first_error, now
-from runtime.types import GeneratedGroup, RunEpisodesRequest
+from runtime.telemetry.metrics import LEFT_OUT
+from runtime.types import EpisodeTask, GeneratedGroup, Outcomes, RunEpisodesRequest
 
 log = logging.getLogger("sluice")
 
+# ---- One episode, its group, and the result that leaves the gateway
+
+KEY_BYTES = 24
+
+
+class Begun(Struct, frozen=True):
+    """An episode as its player sees it. `base`: the path of its API, "/episodes/ID". `key`: the episode's own key."""
+
+    id: str
+    key: str
+    base: str
+    task: EpisodeTask | None  # None: the caller has its own task
+
+
+class GatewayEpisode:
+    """An open or ended episode; or the private episode of a single call that belongs to no episode."""
+
+    def __init__(self, renderer: TemplateRenderer, group: EpisodeRun | None = None, index: int = 0):
+        """Create the episode. `group`: None without a run. `index`: position in the group."""
+        self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(KEY_BYTES)
+        self.graph = EpisodeGraph(renderer)
+        self.group, self.index = group, index
+        self.request = None if group is None else group.request
+        # In [0, 2^63); in a group the same when the episode is played again.
+        self.seed = secrets.randbits(63) if group is None else mixed(group.request.seed, group.request.first + index)
+        self.reward: float | None = None
+        self.left_out = ""  # why training leaves the episode out; "": training uses it
+        self.log: dict[str, float] = {}  # figures that the agent reported
+        self.branches: dict[str, str] = {}  # the newest completion of each named branch
+        self.overflowed = False  # a call was refused because the conversation was too long
+        self.stop_reason = ""  # set once the episode is over
+        self.rollout = ""  # the rollout that answered last; the next call prefers it
+        self.calls = 0  # so far
+        self.call_seconds: float | None = None  # limit of one call; None: `deadlines.generate`
+        self.under_way: dict[str, SharedCall] = {}  # by `PolicyCall.repeats`
+        self.answered: dict[str, Completion] = {}  # the newest answers to requests with an idempotency key
+        self.timer: asyncio.TimerHandle | None = None
+        self._phase, self._since = "", 0.0
+        self._tools, self._tools_since = "", 0.0
+
+    def enter(self, phase: str) -> None:
+        """Enter `phase` ("": none). Record a span of this process for the phase before."""
+        now = time.monotonic()
+        self.calls_tools()
+        if self._phase:
+            self.trace(self._phase, self._since, now, self._player)
+        self._phase, self._since = phase, now
+
+    @property
+    def _player(self) -> str:
+        name = "" if self.request is None else self.request.task.environment
+        return f"environment {name}" if name else "a program"
+
+    def calls_tools(self, names: Iterable[str] = ()) -> None:
+        """Note that the policy called these tools. Record a span for the tools that it called before: they are done now."""
+        now = time.monotonic()
+        if self._tools:
+            self.trace(spans.TOOL, self._tools_since, now, f"{self._player}: {self._tools}")
+        self._tools, self._tools_since = ", ".join(dict.fromkeys(names)), now
+
+    def begin(self) -> None:
+        """Enter the phase "run", unless the player has reported a phase."""
+        if not self._phase:
+            self.enter("run")
+
+    def trace(self, name: str, start: float, end: float, who: str) -> None:
+        """Record a span of the episode, in seconds of time.monotonic. An episode without a group has no spans."""
+        if self.request is not None:
+            spans.log.add(name, start, end, spans.EPISODES, self.request.group_id, detail=f"{self.index} {who}")
+
+    @property
+    def over(self) -> bool:
+        return bool(self.stop_reason)
+
+    @property
+    def outcome(self) -> str:
+        """Stop reason, or the reason why training leaves the episode out."""
+        return LEFT_OUT + self.left_out if self.left_out else self.stop_reason
+
+
+class EpisodeRun:
+    """A group of episodes that are played."""
+
+    def __init__(self, request: RunEpisodesRequest, done: asyncio.Future[GeneratedGroup]):
+        self.request, self.done = request, done
+        self.episodes: dict[int, GatewayEpisode] = {}  # by index
+        self.left = request.n  # episodes that are not over
+        self.repeated: Counter[str] = Counter()  # episodes that are played again, by reason
+
+
+class SharedCall:
+    """A running call that repeats of the same request share. It is cancelled when no request waits for it."""
+
+    def __init__(self, work: asyncio.Task[Completion]):
+        self.work, self._waiting = work, 0
+
+    async def answer(self) -> Completion:
+        self._waiting += 1
+        try:
+            return await asyncio.shield(self.work)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self.work.cancel()
+
+
+def mixed(seed: int, *parts: int) -> int:
+    """Return a seed in [0, 2^63), derived from `seed` and `parts`."""
+    return xxhash.xxh3_64_intdigest(types.encode([seed, *parts])) >> 1
+
+
+# ---- All episodes
 
 KEYED = "key:"  # prefix of `PolicyCall.repeats` if the request has an idempotency key
 ANSWERED = 256  # answers kept for repeats of their requests
@@ -44,23 +162,15 @@ Answer = Callable[[GatewayEpisode, PolicyCall, OnText | None], Awaitable[Complet
 class Episodes:
     """Serves programs and the coordinator. Methods that programs use raise Refused to refuse a request."""
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        renderer: TemplateRenderer,
-        answer: Answer,
-        most: int,
-        seconds: float,
-        name: str,
-        serves: bool,
-        rewarded: bool,
-    ):
-        """Create without episodes. `answer`: answers a call. `most`: open episodes. `seconds`: `deadlines.episode`. `serves`:
-        there is no run, and calls need no episode. `rewarded`: the run has rewards besides those of the players."""
-        self.model, self.key = model, ""
-        self._renderer, self._answer, self._most, self._seconds = renderer, answer, most, seconds
-        self._name, self._serves, self._rewarded = name, serves, rewarded
+    def __init__(self, config: Config, name: str, renderer: TemplateRenderer, answer: Answer):
+        """Create without episodes. `name`: of the gateway. `answer`: answers a call."""
+        assert config.gateway is not None
+        self.model, self.key = Path(config.model.path).name, ""
+        self._name, self._renderer, self._answer = name, renderer, answer
+        self._most, self._seconds = config.gateway.episodes, config.deadlines.episode
+        self._serves = config.gateway.serve  # there is no run, and calls need no episode
+        rewards = config.rewards
+        self._rewarded = bool(rewards.rules or rewards.remote or rewards.model)  # besides the rewards of the players
         self._waiting: deque[tuple[EpisodeRun, int]] = deque()  # tasks without a player
         self._task_came = asyncio.Event()  # set when such a task comes
         self._asked = self._warns = False  # a program has asked for a task; a warning that none did is scheduled
@@ -125,15 +235,42 @@ class Episodes:
 
     def _finish(self, group: EpisodeRun) -> None:
         """Set the result of a group whose episodes are all over."""
-        episodes = [group.episodes[index] for index in range(group.request.n)]
-        # If the run has rewards, players may give none. An episode that is left out stays left out in any case.
-        given = not self._rewarded or any(episode.left_out or episode.reward is not None for episode in episodes)
         try:
-            found = finished(group.request, episodes, self._renderer, group.repeated, given)
+            group.done.set_result(self._result(group))
         except SluiceError as error:
             group.done.set_exception(error)
-        else:
-            group.done.set_result(found)
+
+    def _result(self, group: EpisodeRun) -> GeneratedGroup:
+        """Return header and encoded payload. A group without trained tokens gets the request's version."""
+        request, episodes = group.request, [group.episodes[index] for index in range(group.request.n)]
+        # If the run has rewards, players may give none. An episode that is left out stays left out in any case.
+        given = not self._rewarded or any(each.left_out or each.reward is not None for each in episodes)
+        messages = tuple(Message(each["role"], each["content"]) for each in request.task.messages)
+        task = np.array(self._renderer.render(messages, ()) if messages else [], np.int32)
+        payload, versions = payload_of(request.group_id, [episode.graph for episode in episodes], task)
+        log: dict[str, tuple[int, float]] = {}
+        for name, value in chain.from_iterable(episode.log.items() for episode in episodes):
+            count, total = log.get(name, (0, 0.0))
+            log[name] = (count + 1, total + value)
+        oldest, newest = versions or (request.version, request.version)
+        earned = [math.nan if each.left_out or each.reward is None else each.reward for each in episodes]
+        return GeneratedGroup(
+            group_id=request.group_id,
+            prompt_tokens=len(payload.prompt),
+            response_tokens=payload.lengths.tolist(),
+            truncated=payload.finish_reasons.count("length"),
+            oldest=oldest,
+            newest=newest,
+            rewards=earned if given else [],
+            outcomes=Outcomes(
+                environment=request.task.environment,
+                reasons=[episode.outcome for episode in episodes],
+                turns=[episode.graph.calls for episode in episodes],
+                log=log,
+                repeated=dict(group.repeated),
+            ),
+            payload=types.encode(payload),
+        )
 
     # ------------------------------------------------------------------------------------------ requests of programs
 
@@ -240,17 +377,13 @@ class Episodes:
             raise
         finally:
             self.counts["under_way"] -= 1
-            episode.trace(POLICY, began, time.monotonic(), episode.rollout)
+            episode.trace(spans.POLICY, began, time.monotonic(), episode.rollout)
         known = {tool.name for tool in call.tools}
         called = (tool.name for reply in completion.replies for tool in reply.message.tool_calls)
         episode.calls_tools(name if name in known else "unknown" for name in called)
         if call.branch:
             episode.branches[call.branch] = completion.id
         return completion
-
-    def history(self, episode: GatewayEpisode, completion_id: str) -> tuple[Message, ...]:
-        """Return the conversation up to and with the reply of a completion. Raises Refused, 404."""
-        return episode.graph.history(completion_id)
 
     def reward(self, episode: GatewayEpisode, value: float, completion: str = "") -> None:
         """Set the reward of a completion; empty: of the episode. Raises Refused: 404 if unknown, 400 if not finite."""
@@ -289,7 +422,7 @@ class Episodes:
         if episode.timer is not None:
             episode.timer.cancel()
         for shared in list(episode.under_way.values()):
-            shared.withdraw()
+            shared.work.cancel()
 
     # ------------------------------------------------------------------------------------------ status
 

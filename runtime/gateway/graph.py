@@ -209,17 +209,15 @@ class EpisodeGraph:
         """Return the tokens that continue `parent`, or the reason why it cannot be continued."""
         reply, new = len(parent.reply.tokens), call.messages[len(parent.conversation) :]
         said = partial(self._text, parent)
-        return self._renderer.bridge(parent.tokens(), reply, self._ends(parent), parent.conversation, new, call.tools, said)
-
-    def _ends(self, node: ReplyNode) -> bool:
-        return int(node.reply.tokens[-1]) in self._renderer.stop_ids
+        return self._renderer.bridge(parent.tokens(), reply, parent.conversation, new, call.tools, said)
 
     def _text(self, node: ReplyNode) -> str:
         """Return the text of `node.tokens()`. If the parent's text is known, decode only the node's own tokens."""
         if not (text := node.text):
             before = node.parent
             if before is not None and self._renderer.decodes_parts and (known := before.text):
-                text = known + self._renderer.decode(node.own(), before.reply.tokens[-1:] if self._ends(before) else ())
+                closing = before.reply.tokens[-1:] if self._renderer.ends(before.reply.tokens) else ()
+                text = known + self._renderer.decode(node.own(), closing)
                 before.text = ""
             node.text = text = text or self._renderer.decode(node.tokens())
         return text
@@ -295,11 +293,7 @@ def payload_of(
         branches[0].tokens[:size],
         [branch.part(slice(size, None)) for branch in branches],
         [len(each or [idle]) for each in played],
-        [
-            TurnReward(row, token - size, value)
-            for row, branch in enumerate(branches)
-            for token, value in branch.rewards.items()
-        ],
+        [TurnReward(row, at - size, value) for row, branch in enumerate(branches) for at, value in branch.rewards.items()],
     )
     if not len(versions):
         return payload, None

@@ -13,15 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 from aiohttp import web
-from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import timeouts
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
-from runtime.gateway.dialects import anthropic, chat, completions, responses
-from runtime.gateway.dialects.fields import Events, FieldTable, NonNegative, Parse, decode, error_body
-from runtime.gateway.episode import GatewayEpisode
-from runtime.gateway.episodes import KEYED, Episodes
+from runtime.gateway.dialects import anthropic, openai, responses
+from runtime.gateway.dialects.fields import Asked, Events, NonNegative, S, Strict, decode, error_body, event, read
+from runtime.gateway.episodes import KEYED, Episodes, GatewayEpisode
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in, log
 from runtime.process.waiting import done_within
 
@@ -33,31 +31,26 @@ LONG_ANSWER = 2048  # tokens, with their log-probabilities
 
 CONNECTIONS, SPARE = 4, 256  # connections that each episode may have, and connections besides
 
-_DIALECTS: dict[str, Parse] = {
-    "/v1/chat/completions": chat.parse,
+_DIALECTS: dict[str, Callable[[bytes], Asked]] = {
+    "/v1/chat/completions": openai.parse_chat,
     "/v1/responses": responses.parse,
     "/v1/messages": anthropic.parse,
-    "/v1/completions": completions.parse,
-    "/inference/v1/generate": completions.parse_generate,
+    "/v1/completions": openai.parse_completion,
+    "/inference/v1/generate": openai.parse_generate,
 }
 
 
-class _BeginBody(Struct, frozen=True):
-    """`wait`: seconds to wait for a task if no task is ready."""
-
-    wait: NonNegative = 0.0
+class _BeginBody(Strict, frozen=True):
+    wait: NonNegative = 0.0  # seconds to wait for a task if no task is ready
 
 
-class _RewardBody(Struct, frozen=True):
+class _RewardBody(Strict, frozen=True):
     reward: float
     completion_id: str = ""
 
 
-class _EndBody(Struct, frozen=True):
+class _EndBody(Strict, frozen=True):
     stop_reason: str = ""
-
-
-_BEGIN, _REWARD, _END = FieldTable(_BeginBody), FieldTable(_RewardBody), FieldTable(_EndBody)
 
 
 MAX_BODY = 8 << 20  # bytes of a request
@@ -95,17 +88,17 @@ class _GatewayRoutes:
         self._refuse_browsers(request)
         self._episodes.check(key := _key(request))  # before the body is read
         let_in(request)
-        return _json(await self._episodes.begin(key, (await _body(request, _BEGIN)).wait))
+        return _json(await self._episodes.begin(key, (await _body(request, _BeginBody)).wait))
 
     async def reward(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
-        body = await _body(request, _REWARD)
+        body = await _body(request, _RewardBody)
         self._episodes.reward(episode, body.reward, body.completion_id)
         return _json({})
 
     async def end(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
-        await self._episodes.end(episode, (await _body(request, _END)).stop_reason)
+        await self._episodes.end(episode, (await _body(request, _EndBody)).stop_reason)
         return _json({})
 
     async def models(self, request: web.Request) -> web.Response:
@@ -117,13 +110,13 @@ class _GatewayRoutes:
         page = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
         return _json(page)
 
-    async def ask(self, parse: Parse, request: web.Request) -> web.StreamResponse:
+    async def ask(self, parse: Callable[[bytes], Asked], request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)  # before the body is read
         body = await _read(request)  # bounded by timeouts.REQUEST_BODY
         asked = await _aside(len(body) > LONG_BODY, parse, body)
         call = asked.call
         if isinstance(asked, responses.ResponseAsked) and asked.previous:
-            call = asked.continues(self._episodes.history(episode, asked.previous))
+            call = asked.continues(episode.graph.history(asked.previous))
         key = request.headers.get("Idempotency-Key")
         digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
         branch = request.match_info.get("branch", "")
@@ -180,7 +173,7 @@ class _GatewayRoutes:
             except Exception as error:
                 if not response.prepared:
                     raise
-                last = events.failed(error_body(_refused(error, request), _is_anthropic(request)))
+                last = event(error_body(_refused(error, request), _is_anthropic(request)), "error")
             await write(last)
         finally:
             calling.cancel()  # the client may have hung up: withdraw the call before this handler ends
@@ -244,9 +237,9 @@ async def _read(request: web.Request) -> bytes:
         raise Refused(408, f"the body did not come within {timeouts.REQUEST_BODY:g} s") from None
 
 
-async def _body(request: web.Request, table: FieldTable[T]) -> T:
+async def _body(request: web.Request, struct: type[S]) -> S:
     """Read and parse a JSON body. An empty body is an empty object."""
-    return table.read(decode(await _read(request) or b"{}"))
+    return read(struct, decode(await _read(request) or b"{}"))
 
 
 def _json(content: Any, status: int = 200) -> web.Response:

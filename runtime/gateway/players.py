@@ -23,24 +23,19 @@ from contextlib import aclosing, suppress
 from typing import Any, Literal, Protocol
 
 from runtime import timeouts
-from runtime.config import Environment, Slow
-from runtime.environments.messages import (
-    PHASES,
-    STOP_REASONS,
-    EnvironmentDescription,
-    EpisodeEnd,
-    EpisodeEvent,
-    EpisodeRequest,
-)
+from runtime.config import Config, Environment
+from runtime.config.services import Slow
+from runtime.environments.messages import STOP_REASONS, EnvironmentDescription, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
-from runtime.gateway.episode import EpisodeRun, GatewayEpisode
-from runtime.gateway.episodes import Episodes
+from runtime.gateway.episodes import EpisodeRun, Episodes, GatewayEpisode
 from runtime.process.waiting import done_within, now
-from runtime.types import EpisodeTask
+from runtime.types import EpisodeTask, RunEpisodesRequest
 
 log = logging.getLogger("sluice")
 
+PHASES = ("setup", "run", "score", "cleanup")
+TIMED_OUT = EpisodeEnd(stop_reason="timeout")
 FIGURES = 64  # figures that an episode may report
 SHOWN = 60  # characters of a reason that are counted
 _FIGURE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}")
@@ -77,10 +72,10 @@ def late(slow: Slow, others: int, repeats_left: int) -> Late:
 class _Attempt:
     """An episode at one process. `verdict`: the first known end of the episode."""
 
-    def __init__(self, port: EnvironmentPort, episode: GatewayEpisode, settings: Environment, repeats_left: int):
-        loop = asyncio.get_running_loop()
-        self.port, self.episode, self.settings, self.repeats_left = port, episode, settings, repeats_left
-        self.verdict: asyncio.Future[EpisodeEnd] = loop.create_future()
+    def __init__(self, port: EnvironmentPort, group: EpisodeRun, episode: GatewayEpisode, settings: Environment, left: int):
+        self.port, self.group, self.episode, self.settings = port, group, episode, settings
+        self.repeats_left = left
+        self.verdict: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
         self.known = False  # the episode failed because its process had been lost already
         self.repeat = False  # play the episode again because it was late
         self.runs = False  # the agent runs
@@ -94,7 +89,7 @@ class _Attempt:
     def result(self) -> EpisodeEnd:
         """Return the end of a decided attempt. An agent that was asked to end and did not has timed out."""
         end = self.verdict.result()
-        return EpisodeEnd(stop_reason="timeout") if self._cancelling is not None and end.failure == "infrastructure" else end
+        return TIMED_OUT if self._cancelling is not None and end.failure == "infrastructure" else end
 
     def begin(self) -> None:
         """Note that the agent runs now, and start the episode's deadline."""
@@ -104,14 +99,12 @@ class _Attempt:
 
     def be_late(self) -> None:
         """Handle a late episode: its deadline has passed, or the trainer waits only for its group."""
-        group, budgets = self.episode.group, self.settings.budgets
-        assert group is not None
-        ended = sum(each.over and not each.left_out for each in group.episodes.values())
+        ended = sum(each.over and not each.left_out for each in self.group.episodes.values())
         what = late(self.settings.slow, ended, self.repeats_left)
         if what == "truncate" and self.runs and self._cancelling is None:
             self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
-            patience = budgets.scoring + 2 * timeouts.AGENT_CLEANUP + timeouts.EPISODE_END
-            self._later(patience, lambda: self.decide(EpisodeEnd(stop_reason="timeout")))
+            patience = self.settings.budgets.scoring + 2 * timeouts.AGENT_CLEANUP + timeouts.EPISODE_END
+            self._later(patience, lambda: self.decide(TIMED_OUT))
         elif what in ("repeat", "leave out") or (what == "truncate" and not self.runs):
             self.repeat = what == "repeat"
             self.decide(EpisodeEnd(left_out=True, reason="slow"))
@@ -134,11 +127,10 @@ class _Attempt:
 class EpisodeRunner:
     """Plays episodes by the environments. All methods belong to one event loop."""
 
-    def __init__(self, settings: Mapping[str, Environment], url: str, episodes: Episodes, silence: float, seconds: float):
-        """Create without processes. `url`, `episodes`: of the gateway. `silence`: how long a task waits for a process of its
-        environment. `seconds`: how long a group may take."""
-        self._settings, self._url, self._episodes = settings, url, episodes
-        self._silence, self._seconds = silence, seconds
+    def __init__(self, config: Config, url: str, episodes: Episodes):
+        """Create without processes. `url`, `episodes`: of the gateway."""
+        self._settings, self._url, self._episodes = config.services.environment, url, episodes
+        self._silence, self._seconds = config.deadlines.start, config.deadlines.episode
         self._ports: dict[str, Sequence[EnvironmentPort]] = {}
         self._lost: dict[EnvironmentPort, asyncio.Task[None]] = {}  # with the task that waits until the process answers again
         self._changed = asyncio.Event()
@@ -162,7 +154,7 @@ class EpisodeRunner:
     def finish_group(self, group_id: int) -> None:
         """Treat this group's episodes as late: the trainer waits only for them."""
         for attempt in list(self._attempts.values()):
-            if attempt.episode.request is not None and attempt.episode.request.group_id == group_id:
+            if attempt.group.request.group_id == group_id:
                 attempt.be_late()
 
     async def play(self, group: EpisodeRun, index: int) -> None:
@@ -174,7 +166,7 @@ class EpisodeRunner:
             tried.append(port.name)
             episode = self._episodes.open_one(group, index)
             episode.call_seconds = settings.budgets.call
-            attempt = _Attempt(port, episode, settings, settings.retries + 1 - len(tried))
+            attempt = _Attempt(port, group, episode, settings, settings.retries + 1 - len(tried))
             end = await self._attempt(attempt, until)
             failed = end.failure == "infrastructure" and not episode.overflowed
             if failed and not attempt.known:
@@ -182,7 +174,7 @@ class EpisodeRunner:
             if attempt.repeat or (failed and attempt.repeats_left > 0 and now() < until):
                 self._episodes.play_again(episode, _counted_as(end.reason))
                 continue
-            self._end(name, episode, end)
+            self._end(group.request, episode, end)
             return
 
     async def _attempt(self, attempt: _Attempt, until: float) -> EpisodeEnd:
@@ -194,7 +186,7 @@ class EpisodeRunner:
         try:
             if await done_within(asyncio.wait({attempt.verdict}), until - now()):
                 return attempt.result()
-            return EpisodeEnd(stop_reason="timeout") if attempt.runs else EpisodeEnd(left_out=True, reason="never begun")
+            return TIMED_OUT if attempt.runs else EpisodeEnd(left_out=True, reason="never begun")
         finally:
             reading.cancel()
             await asyncio.gather(reading, attempt.close(), return_exceptions=True)
@@ -226,9 +218,7 @@ class EpisodeRunner:
         attempt.decide(EpisodeEnd(failure="infrastructure", reason=reason))
 
     def _request_of(self, attempt: _Attempt) -> EpisodeRequest:
-        episode, budgets = attempt.episode, attempt.settings.budgets
-        request = episode.request
-        assert request is not None
+        episode, request, budgets = attempt.episode, attempt.group.request, attempt.settings.budgets
         return EpisodeRequest(
             id=episode.id,
             base_url=f"{self._url}/episodes/{episode.id}",
@@ -248,9 +238,8 @@ class EpisodeRunner:
         until = min(until, now() + self._silence)
         while not (ports := [port for port in self._ports.get(name, ()) if port not in self._lost]):
             if not await done_within(self._changed.wait(), until - now()):
-                raise ServiceFault(
-                    f"services.environment.{name}", "play", "no process of the environment serves", self._silence
-                )
+                why = "no process of the environment serves"
+                raise ServiceFault(f"services.environment.{name}", "play", why, self._silence)
         fresh = [port for port in ports if port.name not in tried]
         return min(fresh or ports, key=lambda port: (self._busy[port.name], port.name))
 
@@ -293,17 +282,16 @@ class EpisodeRunner:
         if end.reward is not None:
             self._episodes.reward(episode, end.reward)
 
-    def _end(self, name: str, episode: GatewayEpisode, end: EpisodeEnd) -> None:
-        stop_reason = end.stop_reason or "completed"
+    def _end(self, request: RunEpisodesRequest, episode: GatewayEpisode, end: EpisodeEnd) -> None:
+        name, stop_reason = request.task.environment, end.stop_reason or "completed"
         if episode.overflowed and (end.failure or stop_reason == "completed"):
             stop_reason = "context_overflow"
         elif end.failure or end.left_out:
             episode.left_out = _counted_as(f"{end.failure}: {end.reason}" if end.failure else end.reason or "its agent's wish")
             stop_reason = "cancelled"
         if end.failure == "data":
-            assert episode.request is not None
-            of = episode.request.task.source
-            log.warning("environment %s: a bad task of %s (group %d): %s", name, of, episode.request.group_id, end.reason)
+            of = request.task.source
+            log.warning("environment %s: a bad task of %s (group %d): %s", name, of, request.group_id, end.reason)
         if end.failure != "infrastructure":
             self._in_a_row[name] = 0
         if not episode.left_out and episode.reward is None and stop_reason != "completed":

@@ -8,20 +8,53 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from runtime.data.handlers import SlotTemplate
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.gateway import tool_calls
 from runtime.gateway.conversation import Message, Refused, Tool, ToolCall
-from runtime.gateway.probes import conversations
 from runtime.gateway.tool_calls import THINK, THOUGHT, Format
 from runtime.run_files import read_object
+
+# ---- Conversations that test chat templates: tools, thinking, system prompts, parallel calls, Unicode, empty and long ones
+
+_NUMBER = {"type": "number"}
+_PROBE_TOOLS = (
+    Tool("add", "Adds two numbers.", {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"]}),
+    Tool(
+        "look_up", "Finds a fact.", {"type": "object", "properties": {"query": {"type": "string", "description": "Of what."}}}
+    ),
+)
+
+
+class ProbeConversation(Struct, frozen=True):
+    """A conversation that begins with a question and ends with a reply."""
+
+    name: str
+    with_tools: bool
+    messages: tuple[Message, ...]
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return _PROBE_TOOLS if self.with_tools else ()
+
+
+@lru_cache(maxsize=1)
+def conversations() -> list[ProbeConversation]:
+    """Return the forty conversations of `conversations.jsonl`."""
+    lines = Path(__file__).with_name("conversations.jsonl").read_bytes()
+    return msgspec.json.Decoder(ProbeConversation).decode_lines(lines)
+
+
+# ---- Template rendering
 
 
 class TemplateRenderer:
@@ -84,35 +117,35 @@ class TemplateRenderer:
         self,
         tokens: np.ndarray,
         reply: int,
-        ended: bool,
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Tool],
-        said: Callable[[], str] | None = None,
+        said: Callable[[], str],
     ) -> list[int] | str:
         """Return the tokens to put behind `tokens` (int32) so that the model answers the messages `new`. Return a reason if it
         cannot be proved that this continues the conversation as rendered. `tokens` end with the `reply` tokens of the last
-        message of `history`. `ended`: the reply ended with one of `stop_ids`. `said`: returns the text of `tokens` if it is
-        known without decoding all of them."""
-        if (known := self.bridge_of_family(tokens, reply, new, tools)) is not None:
+        message of `history`. `said`: returns the text of `tokens`."""
+        if (known := self.family_bridge(tokens, reply, new, tools)) is not None:
             return known
         if self._no_bridge:
             return self._no_bridge
-        last = history[-1]
+        last, ended = history[-1], self.ends(tokens)
         if ended and tokens[-1] != self._close_id:
             return f"the reply ended with {self.decode(tokens[-1:])}, not {self._close}"
         if not ended and last.reasoning and not last.content and not last.tool_calls:
             return "the reply was cut off while it reasoned"
         try:
-            tail = self._tail(said() if said else self.decode(tokens), ended, history, new, tools)
+            tail = self._tail(said(), ended, history, new, tools)
         except UserError as error:
             return str(error)
         added = self.encode(self._close + tail)
         return added[1:] if ended else added
 
-    def bridge_of_family(
-        self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
+    def ends(self, tokens: np.ndarray) -> bool:
+        """Return True if the last token ends a reply."""
+        return int(tokens[-1]) in self.stop_ids
+
+    def family_bridge(self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
         """Return the tokens to add, as `bridge`; None if the model's family is unknown or would have to render anew."""
         return None
 
@@ -263,9 +296,7 @@ class FamilyRenderer(TemplateRenderer):
         super().__init__(tokenizer, tools)
         self._family = family
 
-    def bridge_of_family(
-        self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
+    def family_bridge(self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
         before = tokens.tolist()
         at = len(before) - reply
         shaped = [as_openai(message) for message in new]
@@ -291,22 +322,18 @@ class FamilyRenderer(TemplateRenderer):
 
 def renderer_of(tokenizer: Tokenizer, tools: Literal["auto"] | Format, model_folder: Path | str) -> TemplateRenderer:
     """Return a family renderer if the package knows the model's family and renders like the template; else a template's."""
-    return _family_renderer(tokenizer, tools, Path(model_folder) / "config.json") or TemplateRenderer(tokenizer, tools)
-
-
-def _family_renderer(tokenizer: Tokenizer, tools: Literal["auto"] | Format, file: Path) -> FamilyRenderer | None:
+    file = Path(model_folder) / "config.json"
     name = FAMILIES.get(read_object(file, f"model.path: {file}").get("model_type", "")) if file.is_file() else None
-    if name is None:
-        return None
-    try:
-        found = _made(name, tokenizer, tools)
-        if not (where := found.fault()):
-            return found
-        why = f"it renders {where} differently"
-    except UserError as error:
-        why = str(error)
-    log.warning("the chat template continues conversations, not %s of the renderers package: %s", name, why)
-    return None
+    if name is not None:
+        try:
+            found = _made(name, tokenizer, tools)
+            if not (where := found.fault()):
+                return found
+            why = f"it renders {where} differently"
+        except UserError as error:
+            why = str(error)
+        log.warning("the chat template continues conversations, not %s of the renderers package: %s", name, why)
+    return TemplateRenderer(tokenizer, tools)
 
 
 def _made(name: str, tokenizer: Tokenizer, tools: Literal["auto"] | Format) -> FamilyRenderer:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,55 +28,49 @@ from runtime.errors import ServiceFault, UserError
 from runtime.sandbox.keeper import ANSWER, LENGTH, REASONS
 
 # ---- Command lines
-# The command lines that start each runtime's keeper, derived from the settings and the machine. No I/O.
+# The command lines that start each runtime's keeper, derived from the settings and the machine.
 
 SHARED_MEMORY = 1 << 20  # bytes of /dev/shm: the semaphores of multiprocessing
 SYSTEM = ("/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")  # links into /usr, or folders
 HOME = "/tmp"  # the folder of a program, in all runtimes except `subprocess`
-CONTAINER_PYTHON = ("python3", "-I", "-S", "-c")
+CONTAINER_PYTHON = "python3"
+EVERY_UID = "0 0 4294967295"  # the map of a user namespace that contains every uid
+
+_SOURCE = Path(__file__).with_name("keeper.py").read_text("utf-8")
 
 
-class SandboxHost(Struct, frozen=True):
-    """The properties of this machine that a sandbox needs.
-
-    `links`: the target of each of LINKS, "" for a folder. `prefixes`: folders of this Python. `root`: this process may mount
-    and may take any uid.
-    """
-
-    python: str
-    prefixes: tuple[str, ...]
-    packages: str  # folder of installed packages
-    links: dict[str, str]
-    root: bool
-    processor: str  # as in os.uname()
-
-
-def command_line(sandbox: Sandbox, host: SandboxHost, source: str, name: str, filter_fd: int = -1) -> list[str]:
-    """Return the command line that starts the keeper `source`. `name`: of the container. `filter_fd`: holds `system_calls`."""
-    keeper = [host.python, "-I", "-S", "-c", source]
+def command_line(sandbox: Sandbox, name: str, filter_fd: int) -> list[str]:
+    """Return the command line that starts the keeper. `name`: of the container. `filter_fd`: holds `system_calls`."""
+    keeper = ["-I", "-S", "-c", _SOURCE]
     match sandbox.runtime:
         case "bwrap":
-            return [*_bwrap(sandbox, host, filter_fd), *keeper]
+            return [*_bwrap(sandbox, filter_fd), sys.executable, *keeper]
         case "docker":
-            return [*_docker(sandbox, name), *CONTAINER_PYTHON[1:], source]
+            return [*_docker(sandbox, name), *keeper]
         case "apptainer":
-            return [*_apptainer(sandbox), *CONTAINER_PYTHON, source]
+            return [*_apptainer(sandbox), CONTAINER_PYTHON, *keeper]
         case _:
-            return keeper
+            return [sys.executable, *keeper]
 
 
-def variables(host: SandboxHost, home: str) -> dict[str, str]:
+@cache
+def is_root() -> bool:
+    """Return True if this process may mount and may take any uid."""
+    return os.geteuid() == 0 and " ".join(Path("/proc/self/uid_map").read_text().split()) == EVERY_UID
+
+
+def variables(home: str) -> dict[str, str]:
     """Return the environment of programs that see this machine's Python: `bwrap` and `subprocess`."""
-    path = [str(Path(host.python).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+    path = [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"]
     return {"PATH": ":".join(path), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
-def _bwrap(sandbox: Sandbox, host: SandboxHost, filter_fd: int) -> list[str]:
+def _bwrap(sandbox: Sandbox, filter_fd: int) -> list[str]:
     line = ["bwrap", "--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
-    for name, value in variables(host, HOME).items():
+    for name, value in variables(HOME).items():
         line += ["--setenv", name, value]
-    if host.root:  # the keeper takes an unused uid later: the kernel does not limit the number of root's processes
+    if is_root():  # the keeper takes an unused uid later: the kernel does not limit the number of root's processes
         line += [f"--unshare-{space}" for space in ("ipc", "pid", "net", "uts", "cgroup-try")]
         line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -85,9 +79,13 @@ def _bwrap(sandbox: Sandbox, host: SandboxHost, filter_fd: int) -> list[str]:
     line += ["--perms", "0755", "--dir", "/etc"]
     for path in SYSTEM:
         line += ["--ro-bind-try", path, path]
-    for path, target in host.links.items():
-        line += ["--symlink", target, path] if target else ["--ro-bind", path, path]
-    for path in (*host.prefixes, *sandbox.read):
+    for link in map(Path, LINKS):
+        if link.is_symlink():
+            line += ["--symlink", str(link.readlink()), str(link)]
+        elif link.exists():
+            line += ["--ro-bind", str(link), str(link)]
+    prefixes = sorted({path for path in (sys.prefix, sys.base_prefix) if not Path(path).is_relative_to("/usr")})
+    for path in (*prefixes, *sandbox.read):
         for folder in reversed(Path(path).parents[:-1]):  # bubblewrap would make these readable only to itself
             line += ["--perms", "0755", "--dir", str(folder)]
         line += ["--ro-bind", path, path]
@@ -109,7 +107,7 @@ def _docker(sandbox: Sandbox, name: str) -> list[str]:
     line += ["--env", f"HOME={HOME}", "--env", f"TMPDIR={HOME}"]
     for path in sandbox.read:
         line += ["--volume", f"{path}:{path}:ro"]
-    return [*line, "--entrypoint", CONTAINER_PYTHON[0], sandbox.image]
+    return [*line, "--entrypoint", CONTAINER_PYTHON, sandbox.image]
 
 
 def _apptainer(sandbox: Sandbox) -> list[str]:
@@ -140,17 +138,10 @@ _REFUSED: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {
 _LOAD, _EQUAL, _AT_LEAST, _HAS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # opcodes of classic BPF
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
-_FAMILIES = (
-    1,
-    2,
-    10,
-)  # AF_UNIX, AF_INET, AF_INET6: other families leave a network namespace (vsock) or run little-tested kernel code
+# AF_UNIX, AF_INET, AF_INET6: other families leave a network namespace (vsock) or run little-tested kernel code.
+_FAMILIES = (1, 2, 10)
 _NEW_USER = 0x10000000  # CLONE_NEWUSER
 _OTHER_ABI = 0x40000000  # the first of x86-64's calls with 32-bit pointers
-
-
-def filters_exist(processor: str) -> bool:
-    return processor in _REFUSED
 
 
 def system_calls(processor: str) -> bytes:
@@ -174,57 +165,35 @@ def _answer(test: int, value: int, error: int) -> Sequence[tuple[int, int, int, 
 
 
 INSTALL = {"bwrap": "apt-get install bubblewrap", "docker": "see docs.docker.com", "apptainer": "see apptainer.org"}
-EVERY_UID = "0 0 4294967295"  # the map of a user namespace that contains every uid
 OUTPUT = 1 << 20
-NOWHERE = "127.0.0.1:1024"  # stands for a gateway in `check`
+NOWHERE = ("127.0.0.1", 1024)  # stands for a gateway in `check`
 CONNECTIONS = 64  # from a sandbox to the gateway at once
 SHOWN = 300  # characters of a runtime's error output in a message
-
-_SOURCE = Path(__file__).with_name("keeper.py").read_text("utf-8")
 
 
 class Finished(Struct, frozen=True):
     """A command that has ended, together with every process that it started.
 
     `code`: the exit code, or -N after signal N. `reason`: the exceeded limit (timeout, cpu, memory, processes or disk); "lost"
-    if the sandbox was lost with the command and accepts no more commands; else "". `dropped`: bytes of stdout and of stderr
-    behind the kept bytes.
+    if the sandbox was lost with the command and accepts no more commands; else "".
     """
 
     code: int
     stdout: bytes = b""
     stderr: bytes = b""
     reason: str = ""
-    dropped: tuple[int, int] = (0, 0)
-
-
-@cache
-def host() -> SandboxHost:
-    """Return the properties of this machine."""
-    links = {path: str(Path(path).readlink()) if Path(path).is_symlink() else "" for path in LINKS if Path(path).exists()}
-    uids = " ".join(Path("/proc/self/uid_map").read_text().split())
-    return SandboxHost(
-        python=sys.executable,
-        prefixes=tuple(sorted({path for path in (sys.prefix, sys.base_prefix) if not Path(path).is_relative_to("/usr")})),
-        packages=sysconfig.get_path("purelib"),
-        links=links,
-        root=os.geteuid() == 0 and uids == EVERY_UID,
-        processor=platform.machine(),
-    )
 
 
 class Box:
     """`async with Box(sandbox) as box: await box.run(...)`. Belongs to one event loop.
 
-    `gateway`: with `network: gateway`, the HOST:PORT that programs reach at the same port of 127.0.0.1. Entering raises
+    `gateway`: with `network: gateway`, the host and port that programs reach at the same port of 127.0.0.1. Entering raises
     ServiceFault if the sandbox cannot be started; `check` finds the reason beforehand.
     """
 
-    def __init__(self, sandbox: Sandbox, gateway: str = ""):
+    def __init__(self, sandbox: Sandbox, gateway: tuple[str, int] | None = None):
         assert bool(gateway) == (sandbox.network == "gateway"), "a gateway is needed for network: gateway, and only then"
-        self._sandbox = sandbox
-        address, _, port = gateway.rpartition(":")
-        self._gateway = (address.strip("[]"), int(port or 0))
+        self._sandbox, self._gateway = sandbox, gateway
         self._name = f"sluice-box-{secrets.token_hex(8)}"
         self._home = f"{tempfile.gettempdir()}/{self._name}" if sandbox.runtime == "subprocess" else HOME
         self._process: asyncio.subprocess.Process
@@ -249,23 +218,17 @@ class Box:
         *,
         stdin: bytes = b"",
         source: str = "",
-        environment: Mapping[str, str] | None = None,
-        files: Mapping[str, bytes] | None = None,
         timeout: float | None = None,
         output: int = OUTPUT,
     ) -> Finished:
-        """Run `command`, with `environment` added to the sandbox's own. Write `files` first, by their paths in its folder.
-
-        `source`: Python code to run instead, with `command` as its sys.argv. It runs in the keeper's interpreter, with this
-        process's packages (not with docker and apptainer). `timeout`: seconds, in place of the sandbox's. `output`: bytes kept
-        of stdout and of stderr. Raises ServiceFault if the sandbox was lost before.
-        """
+        """Run `command`. `source`: Python code to run instead, with `command` as its sys.argv, in the keeper's interpreter with
+        this process's packages (not with docker and apptainer). `timeout`: seconds, in place of the sandbox's. `output`: bytes
+        kept of stdout and of stderr. Raises ServiceFault if the sandbox was lost before."""
         if not self._usable:
             raise ServiceFault("sandbox", "run a command", "the sandbox was lost")
         self._usable = False  # until the whole answer has arrived
         seconds = self._sandbox.timeout if timeout is None else timeout
-        head: list[str | bytes] = [repr(seconds), repr(self._sandbox.cpu_seconds), stdin, source, str(output)]
-        message = _message(head) + _message(command) + _message(_flat(environment or {})) + _message(_flat(files or {}))
+        message = _message([repr(seconds), repr(self._sandbox.cpu_seconds), stdin, source, str(output), *command])
         assert self._process.stdin is not None
         try:
             with suppress(ConnectionError):  # reading the answer finds the loss
@@ -280,11 +243,11 @@ class Box:
     async def _answer(self, most: int) -> Finished:
         assert self._process.stdout is not None
         header = await self._process.stdout.readexactly(ANSWER.size)
-        code, reason, out, err, *dropped = ANSWER.unpack(header)
+        code, reason, out, err = ANSWER.unpack(header)
         if max(out, err) > most or reason >= len(REASONS):  # with `subprocess`, a program may take over the keeper
             return Finished(-9, reason="lost")
         stdout, stderr = await self._process.stdout.readexactly(out), await self._process.stdout.readexactly(err)
-        return Finished(code, stdout, stderr, REASONS[reason], (dropped[0], dropped[1]))
+        return Finished(code, stdout, stderr, REASONS[reason])
 
     async def close(self) -> None:
         """End the sandbox and every process in it; return when they are gone. Raises asyncio.TimeoutError if they are not."""
@@ -314,12 +277,11 @@ class Box:
             shutil.rmtree(self._home, ignore_errors=True)
 
     async def _start(self) -> None:
-        machine, passed = host(), list[int]()
         ours, control = socket.socketpair()
-        filter_fd = _in_memory(system_calls(machine.processor)) if self._sandbox.runtime == "bwrap" else -1
-        passed += [filter_fd] if filter_fd >= 0 else []
-        passed += [control.fileno()] if self._gateway[1] else []
-        program, *arguments = command_line(self._sandbox, machine, _SOURCE, self._name, filter_fd)
+        filter_fd = _in_memory(system_calls(platform.machine())) if self._sandbox.runtime == "bwrap" else -1
+        passed = [filter_fd] if filter_fd >= 0 else []
+        passed += [control.fileno()] if self._gateway else []
+        program, *arguments = command_line(self._sandbox, self._name, filter_fd)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 shutil.which(program) or program,  # by this process's PATH, not by the PATH of the sandbox
@@ -328,11 +290,11 @@ class Box:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=passed,
-                env=dict(os.environ) if self._sandbox.runtime in IN_CONTAINERS else variables(machine, self._home),
+                env=dict(os.environ) if self._sandbox.runtime in IN_CONTAINERS else variables(self._home),
                 start_new_session=True,  # Ctrl-C in the terminal does not reach it
             )
-            await self._configure(machine, control.fileno())
-            if self._gateway[1]:
+            await self._configure(control.fileno())
+            if self._gateway:
                 _, received, _, _ = socket.recv_fds(ours, 1, 1)
                 self._relay = await asyncio.start_server(self._connect, sock=socket.socket(fileno=received[0]))
         except OSError as error:
@@ -344,24 +306,24 @@ class Box:
                 os.close(filter_fd)
         self._usable = True
 
-    async def _configure(self, machine: SandboxHost, control: int) -> None:
+    async def _configure(self, control: int) -> None:
         """Send the keeper its settings and limits, and wait until it is ready."""
         alone = self._sandbox.runtime == "bwrap"
         settings: dict[str, Any] = {
-            "uid": (1 << 30) + secrets.randbelow(1 << 30) if alone and machine.root else 0,  # an unused uid
-            "port": self._gateway[1],
+            "uid": (1 << 30) + secrets.randbelow(1 << 30) if alone and is_root() else 0,  # an unused uid
+            "port": self._gateway[1] if self._gateway else 0,
             "control": control,
             "home": self._home,
-            "packages": machine.packages,
+            "packages": sysconfig.get_path("purelib"),
             "look": timeouts.SANDBOX_LOOK,
-            "memory": self._sandbox.memory,
             "processes": self._sandbox.processes + 1 if alone else 0,  # one more for the keeper
             "threads": self._sandbox.processes,
+            "memory": self._sandbox.memory,
             "disk": self._sandbox.disk,
         }
         assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None
         with suppress(ConnectionError):
-            self._process.stdin.write(_message(_flat({name: str(value) for name, value in settings.items()})))
+            self._process.stdin.write(_message([str(item) for pair in settings.items() for item in pair]))
         try:
             await asyncio.wait_for(self._process.stdout.readexactly(LENGTH.size), timeouts.SANDBOX_START)
         except asyncio.IncompleteReadError:
@@ -376,6 +338,7 @@ class Box:
             writer.close()
             return
         self._forwarded += 1
+        assert self._gateway is not None
         try:
             there, onward = await asyncio.wait_for(asyncio.open_connection(*self._gateway), timeouts.SANDBOX_START)
             await asyncio.gather(_copy(reader, onward), _copy(there, writer))
@@ -396,7 +359,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def run(sandbox: Sandbox, command: Sequence[str], *, gateway: str = "", **options: Any) -> Finished:
+async def run(sandbox: Sandbox, command: Sequence[str], *, gateway: tuple[str, int] | None = None, **options: Any) -> Finished:
     """Run one command in a sandbox of its own. `options`: as in `Box.run`. Raises ServiceFault, as `Box` does."""
     async with Box(sandbox, gateway) as box:
         return await box.run(command, **options)
@@ -407,7 +370,7 @@ async def check(sandbox: Sandbox, key: str) -> None:
     if faults := [*sandbox_faults(key, sandbox), *_missing(key, sandbox)]:
         raise UserError("\n".join(faults))
     try:
-        finished = await run(sandbox, ["true"], gateway=NOWHERE if sandbox.network == "gateway" else "")
+        finished = await run(sandbox, ["true"], gateway=NOWHERE if sandbox.network == "gateway" else None)
     except ServiceFault as fault:
         raise UserError(f"{key}.runtime: {sandbox.runtime!r} does not work here: {fault}") from None
     if finished.code or finished.reason:
@@ -417,14 +380,14 @@ async def check(sandbox: Sandbox, key: str) -> None:
 
 def _missing(key: str, sandbox: Sandbox) -> Iterator[str]:
     """Yield what this machine lacks, one line each."""
-    runtime, processor = sandbox.runtime, host().processor
+    runtime, processor = sandbox.runtime, platform.machine()
     for path in sandbox.read:
         if not Path(path).exists():
             yield f"{key}.read: {path!r} is not there"
     if runtime != "subprocess" and shutil.which(runtime) is None:
         others = ", ".join(name for name in INSTALL if shutil.which(name)) or "none"
         yield f"{key}.runtime: {runtime!r} is not installed: {INSTALL[runtime]}; there is: {others}"
-    elif runtime == "bwrap" and not filters_exist(processor):
+    elif runtime == "bwrap" and processor not in _REFUSED:
         yield f"{key}.runtime: 'bwrap' is for x86_64 and aarch64; this machine is {processor}"
 
 
@@ -434,10 +397,6 @@ def _in_memory(data: bytes) -> int:
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def _flat(pairs: Mapping[str, str | bytes]) -> list[str | bytes]:
-    return [item for pair in pairs.items() for item in pair]
 
 
 def _message(items: Sequence[str | bytes]) -> bytes:

@@ -4,9 +4,8 @@ The keeper is passed as source because the sandbox contains no code of Sluice. I
 signal and socket would double its start time. When its input ends, the keeper ends, and with it all processes it has started.
 
 A message to it is a list of byte strings: their number, then the length of each string before it, as little-endian uint32. The
-first message holds the settings, names and values in turn. A command is four messages: [timeout, cpu_seconds, stdin, source,
-output], the arguments, and names and values in turn of variables and of files. The answer is an `ANSWER`, and the kept bytes of
-stdout and stderr.
+first message holds the settings, names and values in turn. Each other message is a command: timeout, cpu_seconds, stdin, source
+and output, then the arguments. The answer is an `ANSWER`, and the kept bytes of stdout and stderr.
 
 As process 1 of a pid namespace, the keeper cannot be killed or stopped from within. It is not dumpable: the processes that it
 watches cannot read its memory and descriptors. With runtime `subprocess` neither protection exists.
@@ -22,7 +21,7 @@ import sys
 import time
 
 LENGTH = struct.Struct("<I")
-ANSWER = struct.Struct("<iI4Q")  # exit code, index in REASONS; bytes kept of stdout and stderr, bytes dropped of each
+ANSWER = struct.Struct("<iI2Q")  # exit code, index in REASONS, bytes kept of stdout and stderr
 REASONS = ("", "timeout", "cpu", "memory", "processes", "disk")
 FILES = 10_000  # files that the folder may hold: an empty file takes memory too
 DESCRIPTORS = 256  # open descriptors of a process, at most
@@ -141,61 +140,40 @@ class Keeper:
         self._look = float(settings["look"])
         self._most = {name: int(settings[name]) for name in ("memory", "processes", "threads", "disk")}
 
-    def run_command(self, head: list[bytes]) -> None:
+    def run_command(self, command: list[bytes]) -> None:
         """Run one command and answer."""
-        arguments, variables, files = receive(), pairs(receive()), pairs(receive())
-        timeout, cpu_seconds = float(head[0]), float(head[1])
-        try:
-            self._store(files)
-        except OSError as error:
-            said = f"{error.filename}: {error.strerror}\n".encode()
-            send(ANSWER.pack(_NOT_RUN, 0, 0, len(said), 0, 0) + said)
-            return
         inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
         child = os.fork()
         if not child:
-            self._become((inward[0], outward[1], errors[1]), cpu_seconds, head[3], arguments, variables)
+            self._become((inward[0], outward[1], errors[1]), command)
         for end in (inward[0], outward[1], errors[1]):
             os.close(end)
-        most = int(head[4])
-        kept, dropped = {outward[0]: bytearray(), errors[0]: bytearray()}, {outward[0]: 0, errors[0]: 0}
-        reason = self._watch(child, (inward[1], head[2]), (kept, dropped, most), (timeout, cpu_seconds))
+        kept = {outward[0]: bytearray(), errors[0]: bytearray()}
+        reason = self._watch(child, inward[1], command, kept)
         code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         kill_others()
         for end in kept:  # data left in the pipes; no process holds the other ends now
             while data := os.read(end, 1 << 16):
-                keep(end, data, kept, dropped, most)
+                keep(data, kept[end], int(command[4]))
             os.close(end)
         reason = reason or ("cpu" if code == -_SIGXCPU else "")
-        sizes = *map(len, kept.values()), *dropped.values()
-        send(ANSWER.pack(code, REASONS.index(reason), *sizes) + b"".join(kept.values()))
+        send(ANSWER.pack(code, REASONS.index(reason), *map(len, kept.values())) + b"".join(kept.values()))
 
-    def _store(self, files: dict[str, bytes]) -> None:
-        """Write the files. An earlier command may have put a link or a pipe in their place: do not follow or wait."""
-        for name, data in files.items():
-            path = f"{self._home}/{name}"
-            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-            how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-            with open(os.open(path, how, 0o644), "wb") as file:  # noqa: PTH123
-                file.write(data)
-
-    def _become(
-        self, ends: tuple[int, int, int], cpu_seconds: float, source: bytes, arguments: list[bytes], variables: dict[str, bytes]
-    ) -> None:
-        """Become the command in the child process, or run `source` in this interpreter and exit."""
+    def _become(self, ends: tuple[int, int, int], command: list[bytes]) -> None:
+        """Become the command in the child process, or run its source in this interpreter and exit."""
         os.setsid()
         for number, end in enumerate(ends):
             os.dup2(end, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.chdir(self._home)
-        os.environ.update({name: value.decode() for name, value in variables.items()})
-        limit(resource.RLIMIT_CPU, int(cpu_seconds) + 1, 1)
+        limit(resource.RLIMIT_CPU, int(float(command[1])) + 1, 1)
         limit(resource.RLIMIT_DATA, self._most["memory"])
         limit(resource.RLIMIT_FSIZE, self._most["disk"])
         limit(resource.RLIMIT_NOFILE, DESCRIPTORS)
         limit(resource.RLIMIT_CORE, 0)
         if self._most["processes"]:
             limit(resource.RLIMIT_NPROC, self._most["processes"])
+        source, arguments = command[3], command[5:]
         if source:
             sys.argv = [argument.decode() for argument in arguments]
             sys.path.append(self._packages)
@@ -211,17 +189,11 @@ class Keeper:
             os.write(2, f"{arguments[0].decode()}: {error.strerror}\n".encode())
             os._exit(_NOT_RUN)
 
-    def _watch(
-        self,
-        child: int,
-        given: tuple[int, bytes],
-        taken: tuple[dict[int, bytearray], dict[int, int], int],
-        limits: tuple[float, float],
-    ) -> str:
+    def _watch(self, child: int, inward: int, command: list[bytes], kept: dict[int, bytearray]) -> str:
         """Feed and read the command. Return "" once `child` has ended, or the name of an exceeded limit."""
-        inward, left = given[0], memoryview(given[1])
-        ended, deadline, cpu = os.pidfd_open(child), now() + limits[0], limits[1] + sum(os.times()[2:4])
-        heard, due, reason = set(taken[0]), now() + self._look, ""
+        ended, left = os.pidfd_open(child), memoryview(command[2])
+        deadline, cpu = now() + float(command[0]), float(command[1]) + sum(os.times()[2:4])
+        heard, due, reason = set(kept), now() + self._look, ""
         os.set_blocking(inward, False)
         while not reason:
             if not left and inward:
@@ -232,11 +204,14 @@ class Keeper:
                 raise EOFError
             for end in heard & set(readable):
                 if data := os.read(end, 1 << 16):
-                    keep(end, data, *taken)
+                    keep(data, kept[end], int(command[4]))
                 else:
                     heard.discard(end)
             if writable:
-                left = left[feed(inward, left) :]
+                try:
+                    left = left[os.write(inward, left[: 1 << 16]) :]
+                except BrokenPipeError:  # the command has closed its input
+                    left = left[:0]
             if ended in readable:
                 break
             if now() >= due:
@@ -267,19 +242,8 @@ def limit(kind: int, amount: int, more: int = 0) -> None:
     resource.setrlimit(kind, (amount, most))
 
 
-def keep(end: int, data: bytes, kept: dict[int, bytearray], dropped: dict[int, int], most: int) -> None:
-    room = most - len(kept[end])
-    kept[end] += data[:room]
-    dropped[end] += max(len(data) - room, 0)
-
-
-def feed(inward: int, data: memoryview) -> int:
-    """Write at most 64 KiB of `data` to `inward`, the descriptor of the command's standard input. Return the number of bytes
-    written; all of `data` if the command has closed its input."""
-    try:
-        return os.write(inward, data[: 1 << 16])
-    except BrokenPipeError:
-        return len(data)
+def keep(data: bytes, kept: bytearray, most: int) -> None:
+    kept += data[: most - len(kept)]
 
 
 # ------------------------------------------------------------------------------------------------

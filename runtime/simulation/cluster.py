@@ -14,55 +14,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from runtime import timeouts, types
+from runtime import commands, timeouts, types
 from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import Instance, instances, is_group, settings_of, slots
-from runtime.commands import (
-    AbortWeights,
-    Accumulate,
-    Apply,
-    BeginStep,
-    CommitWeights,
-    Export,
-    InitWeightGroup,
-    JoinWeights,
-    Level,
-    Offload,
-    Onload,
-    ReceiveWeights,
-    ResendWeights,
-    Restore,
-    Save,
-    SendWeights,
-    SetLevel,
-    WeightGroupReady,
-    WeightsCommitted,
-    WeightsReceived,
-    WeightsSent,
-)
+from runtime.commands import InitWeightGroup, ResendWeights, SendWeights, WeightGroupReady, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import RunSupervisor
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.weight_sync import seen
 from runtime.errors import ServiceFault, SluiceError, Unanswered, Unreachable
+from runtime.process.waiting import done_within
 from runtime.simulation.engine import STATE, CommandDeadlines, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples
 from runtime.simulation.loop import SimulatedLoop
-from runtime.simulation.weights import SyncEpoch
 from runtime.status import Progress, Status
-from runtime.types import (
-    SCORERS,
-    GeneratedGroup,
-    GroupPayload,
-    GroupRequest,
-    LogprobRequest,
-    PolicyVersion,
-    ScoreRequest,
-    Scores,
-    StepResult,
-    TrainGroup,
-    ValueRequest,
-    snake,
-)
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
 
 # ---- Process
@@ -85,12 +50,12 @@ _LEAST = 1e-9  # seconds between two messages of one link, to keep their order
 class SimulatedProcess:
     """A RolePort. Subclasses handle a command in a method named after the command."""
 
-    role = ""
     is_group = False  # whether ranks form one unit, which the first unanswered command or ping loses
     withdraws = False  # whether a cancelled call cancels its handler
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         self.name, self.incarnation, self.machine = name, incarnation, machine
+        self.role = name.rpartition("-")[0]
         self.machines = {name: machine}
         self.cluster = cluster
         self.loop = cluster.loop
@@ -177,31 +142,20 @@ class SimulatedProcess:
         """Stop the process as SIGSTOP does. A group of ranks is lost once it answers no ping."""
         if self._goes_on.is_set():
             self._goes_on.clear()
-            self.paused(True)
             self.cluster.observer.stopped(self)
             if self.is_group:
                 silence = self.cluster.config.deadlines.keepalive
                 self.loop.call_later(silence, self._pinged, silence)
 
     def go_on(self) -> None:
-        if not self._goes_on.is_set():
-            self._goes_on.set()
-            self.paused(False)
+        self._goes_on.set()
 
     def cut(self) -> None:
         """Break the connection; the process lives on."""
         self.loop.call_later(self._delay(), self.lose, "connection reset")
 
-    @property
-    def noticed(self) -> bool:
-        """Whether the process runs, or the coordinator has noticed that it does not."""
-        return self._goes_on.is_set() or bool(self._lost) or not self.alive
-
     def ended(self) -> None:
         """Clean up more than tasks, in subclasses."""
-
-    def paused(self, paused: bool) -> None:
-        """Pause more than tasks, in subclasses."""
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges of the role's service."""
@@ -222,6 +176,12 @@ class SimulatedProcess:
         """Compute, one call at a time."""
         async with self._in_turn:
             await self.spend(seconds)
+
+    async def onload(self, command: commands.Onload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+    async def offload(self, command: commands.Offload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
 
     def beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` beside the commands."""
@@ -253,20 +213,17 @@ class SimulatedProcess:
 
     async def _carry_out(self, command: Any, answer: asyncio.Future[Any]) -> None:
         await self._goes_on.wait()
-        name = _ASKED.get(type(command)) or snake(type(command).__name__)
+        name = _ASKED.get(type(command)) or types.snake(type(command).__name__)
         try:
-            result, error = await getattr(self, name)(command), None
-        except SluiceError as raised:
-            result, error = None, raised
+            result = await getattr(self, name)(command)
+            settle = partial(answer.set_result, result)
+        except SluiceError as error:
+            result, settle = None, partial(answer.set_exception, error)
         await self._goes_on.wait()
 
         def deliver() -> None:
-            if answer.done() or not self.alive:
-                return
-            if error is None:
-                answer.set_result(result)
-            else:
-                answer.set_exception(error)
+            if not answer.done() and self.alive:
+                settle()
 
         nbytes = BYTES * sum(result.response_tokens) if isinstance(result, GeneratedGroup) else 0
         self._returns = self._sent(self._returns, lambda: self.cluster.arrive(deliver, nbytes))
@@ -301,50 +258,127 @@ class SimulatedProcess:
 
 # ---- Weights
 #
-
-_MANIFEST = Manifest(tensors=(), bucket_bytes=1)
-
-
-def host(process: SimulatedProcess, command: InitWeightGroup) -> WeightGroupReady:
-    """Open an epoch with `process` as its sender."""
-    epoch = process.cluster.epochs[command.epoch] = SyncEpoch(command.names)
-    timeout = process.cluster.config.weight_sync.join_timeout
-    process.beside(_quietly(epoch.meet(process, timeout)))
-    address = GroupAddress(
-        *(),
-        epoch=command.epoch,
-        host=process.machine,
-        port=1,
-        rank=0,
-        world_size=len(command.names),
-        backend="gloo",
-        timeout=timeout,
-        transport=command.transport,
-        names=command.names,
-        key=b"",
-    )
-    return WeightGroupReady(address, _MANIFEST)
+# A weight sync: an epoch's members meet, a version travels, and each member's progress is recorded.
 
 
-async def _quietly(meeting: Any) -> None:
-    """Connect a sender beside its commands, and ignore a failure: the next transfer reports it."""
-    with suppress(SluiceError):
-        await meeting
+class SyncEpoch:
+    """An epoch that fails for all members if one leaves or ends, as a collective does. Events count the awaited members."""
+
+    def __init__(self, names: tuple[str, ...]):
+        """Make the epoch of the members `names`, the sender first."""
+        self.names = names
+        self.broken = ""  # the reason, once the epoch is broken
+        self.bad: set[PolicyVersion] = set()
+        """Versions with a wrong byte for all receivers."""
+        self.verified: dict[PolicyVersion, set[str]] = {}
+        self._received: dict[PolicyVersion, set[str]] = {}
+        self._here: set[str] = set()
+        self._reached: set[Any] = set()
+        self._events: dict[Any, asyncio.Event] = {}  # set when reached, or when the epoch is broken
+
+    async def meet(self, process: SimulatedProcess) -> None:
+        """Wait for all members. Raises ServiceFault if a member is late, or the epoch is broken."""
+        self._here.add(process.name)
+        if len(self._here) == len(self.names):
+            self._reach("met")
+        await self._until(process, "join", process.cluster.config.weight_sync.join_timeout, "met")
+
+    async def send(self, process: SimulatedProcess, version: PolicyVersion) -> None:
+        """Send a version, and wait until every receiver has every byte. Forgets versions before the last."""
+        for old in sorted(self.verified)[:-1]:
+            del self.verified[old], self._received[old]
+        self._reach(("sent", version))
+        await self._until(process, "transfer", process.cluster.config.weight_sync.transfer_timeout, ("received", version))
+
+    async def receive(self, process: SimulatedProcess, version: PolicyVersion, seconds: float, timeout: float) -> None:
+        """Receive a version's bytes in `seconds`, then verify their checksums in a tenth of that. Raises ServiceFault."""
+        # The sender's `send` unblocks this; a member that leaves breaks the epoch and ends it.
+        await self._until(process, "announce", timeout, ("sent", version))
+        # The bytes travel; the last receiver's arrival unblocks the sender.
+        await process.spend(seconds)
+        if self.broken:
+            raise process.fault("transfer", self.broken)
+        received = self._received.setdefault(version, set())
+        received.add(process.name)
+        if len(received) == len(self.names) - 1:
+            self._reach(("received", version))
+        await process.spend(seconds / 10)
+        if process.name in process.cluster.corrupt or version in self.bad:
+            process.cluster.corrupt.discard(process.name)
+            self.leave(process.name, "left after a checksum that does not match")
+            raise process.fault("verify", f"version {version}: the checksum does not match")
+        self.verified.setdefault(version, set()).add(process.name)
+
+    def leave(self, name: str, reason: str = "left") -> None:
+        if name in self.names:
+            self.broken = self.broken or f"{name} {reason}"
+            for event in self._events.values():
+                event.set()
+
+    def _reach(self, what: Any) -> None:
+        self._reached.add(what)
+        self._event(what).set()
+
+    def _event(self, what: Any) -> asyncio.Event:
+        event = self._events.setdefault(what, asyncio.Event())
+        if self.broken:
+            event.set()
+        return event
+
+    async def _until(self, process: SimulatedProcess, phase: str, timeout: float, what: Any) -> None:
+        if not await done_within(self._event(what).wait(), timeout):
+            self.leave(process.name, "has timed out")
+            raise process.fault(phase, "others did not come", timeout)
+        if what not in self._reached:
+            raise process.fault(phase, self.broken)
+        await process.spend(0.0)
 
 
-async def send(process: SimulatedProcess, command: SendWeights | ResendWeights, intact: bool) -> WeightsSent:
-    """Send the version of `process`, `intact` or not. Raises ServiceFault."""
-    epoch = process.cluster.epochs.get(command.epoch)
-    if epoch is None:
-        raise process.fault("transfer", f"there is no sync group of epoch {command.epoch}")
-    limits, began = process.cluster.config.weight_sync, process.loop.time()
-    # Every member's `meet` unblocks this.
-    await epoch.meet(process, limits.join_timeout)
-    if not intact:
-        epoch.bad.add(command.version)
-    # The last receiver's bytes unblock this.
-    await epoch.send(process, command.version, limits.transfer_timeout)
-    return WeightsSent(round(process.cluster.costs.weights_bytes), process.loop.time() - began)
+class SyncMember(SimulatedProcess):
+    """A member of epochs, which may send."""
+
+    async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
+        """Open an epoch with this process as its sender."""
+        epoch = self.cluster.epochs[command.epoch] = SyncEpoch(command.names)
+        self.beside(self._meet(epoch))
+        address = GroupAddress(
+            epoch=command.epoch,
+            world_size=len(command.names),
+            backend="gloo",
+            timeout=self.cluster.config.weight_sync.join_timeout,
+            host=self.machine,
+            port=1,
+            transport=command.transport,
+            names=command.names,
+        )
+        return WeightGroupReady(address, Manifest(tensors=(), bucket_bytes=1))
+
+    async def _meet(self, epoch: SyncEpoch) -> None:
+        """Connect a sender beside its commands, and ignore a failure: the next transfer reports it."""
+        with suppress(SluiceError):
+            await epoch.meet(self)
+
+    async def send(self, command: SendWeights | ResendWeights, intact: bool = True) -> WeightsSent:
+        """Send this process's version, `intact` or not. Raises ServiceFault."""
+        epoch = self.cluster.epochs.get(command.epoch)
+        if epoch is None:
+            raise self.fault("transfer", f"there is no sync group of epoch {command.epoch}")
+        began = self.loop.time()
+        # Every member's `meet` unblocks this.
+        await epoch.meet(self)
+        if not intact:
+            epoch.bad.add(command.version)
+        # The last receiver's bytes unblock this.
+        await epoch.send(self, command.version)
+        return WeightsSent(round(self.cluster.costs.weights_bytes), self.loop.time() - began)
+
+    async def abort_weights(self, command: commands.AbortWeights) -> None:
+        if (epoch := self.cluster.epochs.get(command.epoch)) is not None:
+            epoch.leave(self.name)
+
+    def ended(self) -> None:
+        for epoch in self.cluster.epochs.values():
+            epoch.leave(self.name, "is gone")
 
 
 # ---- Roles
@@ -353,8 +387,7 @@ async def send(process: SimulatedProcess, command: SendWeights | ResendWeights, 
 # evaluations read replies, so their payloads are whole.
 
 
-class SimulatedRollout(SimulatedProcess):
-    role = "rollout"
+class SimulatedRollout(SyncMember):
     withdraws = True
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
@@ -418,28 +451,24 @@ class SimulatedRollout(SimulatedProcess):
             payload=payload,
         )
 
-    async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
-        return host(self, command)
-
     async def resend_weights(self, command: ResendWeights) -> WeightsSent:
         if self.version != command.version:
             raise self.fault("snapshot", f"version {command.version} is not here, but {self.version}")
-        return await send(self, command, intact=True)
+        return await self.send(command)
 
-    async def join_weights(self, command: JoinWeights) -> None:
-        epoch = self.cluster.epochs[command.address.epoch]
-        await epoch.meet(self, self.cluster.config.weight_sync.join_timeout)
+    async def join_weights(self, command: commands.JoinWeights) -> None:
+        await self.cluster.epochs[command.address.epoch].meet(self)
 
-    async def receive_weights(self, command: ReceiveWeights) -> WeightsReceived:
+    async def receive_weights(self, command: commands.ReceiveWeights) -> commands.WeightsReceived:
         costs, limits = self.cluster.costs, self.cluster.config.weight_sync
         self.received = None
         patience = self.cluster.config.deadlines.train + 2 * limits.transfer_timeout
         seconds = self.slow * costs.weights_bytes / costs.bandwidth
         await self.cluster.epochs[command.epoch].receive(self, command.version, seconds, patience)
         self.received = command.version
-        return WeightsReceived()
+        return commands.WeightsReceived()
 
-    async def commit_weights(self, command: CommitWeights) -> WeightsCommitted:
+    async def commit_weights(self, command: commands.CommitWeights) -> commands.WeightsCommitted:
         if self.received != command.version:
             raise self.fault("commit", f"version {command.version} is not here, but {self.received}")
         if self.cluster.config.weight_sync.in_flight == "drain":
@@ -449,28 +478,31 @@ class SimulatedRollout(SimulatedProcess):
         self.cluster.observer.swapped(self, command.version, self.cluster.epochs[command.epoch])
         self.version = command.version
         self.engine.go_on()
-        return WeightsCommitted(self.cluster.costs.swap)
+        return commands.WeightsCommitted(self.cluster.costs.swap)
 
-    async def abort_weights(self, command: AbortWeights) -> None:
-        self.cluster.epochs[command.epoch].leave(self.name)
+    async def abort_weights(self, command: commands.AbortWeights) -> None:
+        await super().abort_weights(command)
         self.received = None
 
-    async def set_level(self, command: SetLevel) -> None:
-        if (asleep := command.level < Level.AWAKE) != self.asleep:
+    async def set_level(self, command: commands.SetLevel) -> None:
+        if (asleep := command.level < commands.Level.AWAKE) != self.asleep:
             self.asleep = asleep
             (self.engine.pause if asleep else self.engine.wake)()
         await self.spend(self.cluster.costs.swap)
 
     def ended(self) -> None:
         self.engine.pause()
-        for epoch in self.cluster.epochs.values():
-            epoch.leave(self.name, "is gone")
+        super().ended()
 
-    def paused(self, paused: bool) -> None:
-        if paused:
+    def stop(self) -> None:
+        if self._goes_on.is_set():
             self.engine.pause()
-        else:
+        super().stop()
+
+    def go_on(self) -> None:
+        if not self._goes_on.is_set():
             self.engine.go_on()
+        super().go_on()
 
     def gauges(self) -> dict[str, float]:
         engine = self.engine
@@ -481,23 +513,19 @@ class SimulatedRollout(SimulatedProcess):
             "slots": engine.slots,
             "running": engine.running,
             "waiting": engine.waiting,
-            "kv_use": 0.0,  # each slot has its own room, and its use is not modelled
-            "kv_shared": 0.0,
-            "preemptions_total": 0.0,
+            # Each slot has its own room for keys and values, and its use is not modelled.
+            **dict.fromkeys(("kv_use", "kv_shared", "preemptions_total"), 0.0),
         }
 
 
 class SimulatedReward(SimulatedProcess):
-    """Scores each reply right or wrong at random, with the same result each time."""
-
-    role = "reward"
+    """types.Scores each reply right or wrong at random, with the same result each time."""
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
-        self.role = name.rpartition("-")[0]
         self._workers = asyncio.Semaphore(cluster.reward_workers)
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest) -> types.Scores:
         chance = random.Random(request.group_id)
         size = self.cluster.config.sampling.group_size
         if request.answers:
@@ -507,22 +535,15 @@ class SimulatedReward(SimulatedProcess):
         values = np.array([float(chance.random() < 0.5) for _ in range(size)], np.float32)
         answers: list[str | None] = [request.label] * size if request.answers else []
         rules = {self.cluster.judge: values}
-        return Scores(group_id=request.group_id, rewards=values, valid=np.ones(size, np.uint8), rules=rules, answers=answers)
+        valid = np.ones(size, np.uint8)
+        return types.Scores(group_id=request.group_id, rewards=values, valid=valid, rules=rules, answers=answers)
 
 
 class SimulatedReference(SimulatedProcess):
-    role = "reference"
-
     async def logprobs(self, request: LogprobRequest) -> bytes:
         tokens = msgspec.msgpack.decode(request.payload, type=Stamp).tokens
         await self.in_turn(self.cluster.costs.reference_token * tokens)
         return request.payload
-
-    async def onload(self, command: Onload) -> None:
-        await self.in_turn(self.cluster.costs.swap)
-
-    async def offload(self, command: Offload) -> None:
-        await self.in_turn(self.cluster.costs.swap)
 
 
 class SimulatedModel(SimulatedProcess):
@@ -532,39 +553,37 @@ class SimulatedModel(SimulatedProcess):
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
-        self.role = name.rpartition("-")[0]
         self.state = ModelState()
-        self._batch: list[TrainGroup] = []
+        self._batch: list[types.TrainGroup] = []
         self._computed = 0.0
 
-    async def restore(self, command: Restore) -> None:
+    async def restore(self, command: commands.Restore) -> None:
         folder = Path(command.folder)
         path = (folder / "critic" if self.role == "critic" else folder) / STATE
         self.state = msgspec.json.decode(path.read_bytes(), type=ModelState)
         await self.in_turn(self.cluster.costs.save)
 
-    async def begin_step(self, command: BeginStep) -> None:
+    async def begin_step(self, command: commands.BeginStep) -> None:
         await self.in_turn(0.0)
 
-    async def accumulate(self, command: Accumulate) -> None:
+    async def accumulate(self, command: commands.Accumulate) -> None:
         seconds = self.cluster.costs.train_token * sum(group.tokens for group in command.groups)
         async with self._in_turn:
             self._computed += await self.spend(seconds)
             self._batch += command.groups
 
-    async def apply(self, command: Apply) -> StepResult:
+    async def apply(self, command: commands.Apply) -> types.StepResult:
         async with self._in_turn:
             self._computed += await self.spend(self.cluster.costs.update)
             batch, self._batch = self._batch, []
             self.cluster.observer.applied(self, command.step, batch)
             self.state = ModelState(command.step + 1, [*self.state.trained, *(group.group_id for group in batch)])
             seconds, self._computed = self._computed, 0.0
-        gaps = [
-            float(msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF != command.step) for probe in command.probes
-        ]
-        return StepResult(metrics={}, seconds=seconds, probes=gaps)
+        newest = [msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF for probe in command.probes]
+        gaps = [float(step != command.step) for step in newest]
+        return types.StepResult(metrics={}, seconds=seconds, probes=gaps)
 
-    async def save(self, command: Save) -> list[str]:
+    async def save(self, command: commands.Save) -> list[str]:
         async with self._in_turn:
             await self.spend(self.cluster.costs.save)
             try:
@@ -573,21 +592,12 @@ class SimulatedModel(SimulatedProcess):
                 raise self.fault("save", str(error)) from error
         return []
 
-    async def onload(self, command: Onload) -> None:
-        await self.in_turn(self.cluster.costs.swap)
 
-    async def offload(self, command: Offload) -> None:
-        await self.in_turn(self.cluster.costs.swap)
-
-
-class SimulatedTrainer(SimulatedModel):
+class SimulatedTrainer(SimulatedModel, SyncMember):
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
         self._held: PolicyVersion | None = None  # the last gathered version
         self._intact = True  # whether it is unchanged since
-
-    async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
-        return host(self, command)
 
     async def send_weights(self, command: SendWeights) -> WeightsSent:
         async with self._in_turn:  # gather after the commands before
@@ -595,26 +605,15 @@ class SimulatedTrainer(SimulatedModel):
             self._held = command.version
             self._intact = self.name not in self.cluster.corrupt
             self.cluster.corrupt.discard(self.name)
-        return await self._send(command)
+        return await self.send(command, self._intact)
 
     async def resend_weights(self, command: ResendWeights) -> WeightsSent:
         if self._held != command.version or not self._intact:
             raise self.fault("snapshot", f"version {command.version} was not kept: {self._held} is there")
-        return await self._send(command)
+        return await self.send(command, self._intact)
 
-    async def _send(self, command: SendWeights | ResendWeights) -> WeightsSent:
-        return await send(self, command, self._intact)
-
-    async def abort_weights(self, command: AbortWeights) -> None:
-        if (epoch := self.cluster.epochs.get(command.epoch)) is not None:
-            epoch.leave(self.name)
-
-    async def export(self, command: Export) -> None:
+    async def export(self, command: commands.Export) -> None:
         await self.in_turn(self.cluster.costs.save)
-
-    def ended(self) -> None:
-        for epoch in self.cluster.epochs.values():
-            epoch.leave(self.name, "is gone")
 
 
 class SimulatedCritic(SimulatedModel):
@@ -625,7 +624,7 @@ class SimulatedCritic(SimulatedModel):
 
 ROLES: dict[str, type[SimulatedProcess]] = {
     "rollout": SimulatedRollout,
-    **dict.fromkeys(SCORERS, SimulatedReward),
+    **dict.fromkeys(types.SCORERS, SimulatedReward),
     "reference": SimulatedReference,
     "trainer": SimulatedTrainer,
     "critic": SimulatedCritic,
@@ -666,10 +665,11 @@ class SimulatedCluster(RunSupervisor):
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
         self.coordinator_busy = 0.0  # seconds
         self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # unread by the coordinator
-        for number, unit in enumerate(self._units()):
+        units = [unit for unit in instances(config) if unit.rank == 0 or not is_group(config, unit.role)]
+        for number, unit in enumerate(units):
             self._nodes[unit.name] = f"node-{number % nodes}"
             self._allowances[unit.name] = RestartBackoff(settings_of(config, unit).restarts)
-            self._spawn(unit.role, unit.name, 0)
+            self._spawn(unit, 0)
         self.register.subscribe(self._look)
 
     def report(self, progress: Progress) -> None:
@@ -707,22 +707,13 @@ class SimulatedCluster(RunSupervisor):
         delay = self._allowances[process.name].delay(self.loop.time())
         if delay is not None:
             start = delay + self.costs.start.draw(self._chance)
-            self.loop.call_later(start, self._spawn, process.role, process.name, process.incarnation + 1)
+            self.loop.call_later(start, self._spawn, Instance(process.role, process.name), process.incarnation + 1)
         elif process.is_group or not self.register.has_others(process):
             self.loop.call_later(self.costs.delay.draw(self._chance), self._fail, process.name)
 
-    @property
-    def trainer(self) -> SimulatedModel:
-        found = self.processes["trainer-0"]
-        assert isinstance(found, SimulatedModel)
-        return found
-
-    def _units(self) -> list[Instance]:
-        return [unit for unit in instances(self.config) if unit.rank == 0 or not is_group(self.config, unit.role)]
-
-    def _spawn(self, role: str, name: str, incarnation: int) -> None:
-        process = self.processes[name] = ROLES[role](self, name, incarnation, self._nodes[name])
-        self.register.add(role, process)
+    def _spawn(self, unit: Instance, incarnation: int) -> None:
+        process = self.processes[unit.name] = ROLES[unit.role](self, unit.name, incarnation, self._nodes[unit.name])
+        self.register.add(unit.role, process)
 
     def _fail(self, name: str) -> None:
         if not self.failed.done():
@@ -741,7 +732,7 @@ class Observer:
 
     published = False  # whether the first version of this life of the coordinator counts
 
-    def applied(self, model: SimulatedModel, step: int, batch: Sequence[TrainGroup]) -> None:
+    def applied(self, model: SimulatedModel, step: int, batch: Sequence[types.TrainGroup]) -> None:
         """Observe an update of a model."""
 
     def swapped(self, rollout: SimulatedRollout, version: PolicyVersion, epoch: SyncEpoch) -> None:

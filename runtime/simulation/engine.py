@@ -26,11 +26,6 @@ from runtime.types import PolicyVersion, Sample
 # The costs in a simulation: lengths in tokens, durations in seconds. Pure: the caller passes the random generator.
 
 
-class Distribution(Protocol):
-    def draw(self, chance: random.Random) -> float:
-        """Draw one value."""
-
-
 class ReplyLengths(Struct, frozen=True):
     """Measured lengths of replies in tokens, by group: replies to one prompt have similar lengths."""
 
@@ -65,6 +60,9 @@ class Pareto(Struct, frozen=True):
 
     def draw(self, chance: random.Random) -> float:
         return min(self.most, self.least * chance.paretovariate(self.shape))
+
+
+Distribution = Fixed | LogNormal | Pareto
 
 
 class Costs(Struct, frozen=True, kw_only=True):
@@ -112,23 +110,13 @@ class CommandDeadlines(Protocol):
 # The processors of a node in a simulation. Concurrent computations get equal shares, as from a fair scheduler.
 
 
-class Timeshared(Protocol):
-    """A computation of open length, at a changing speed."""
-
-    def settle(self) -> None:
-        """Account for the time until now, before the speed changes."""
-
-    def rearm(self) -> None:
-        """Set the timer anew, after the speed has changed."""
-
-
 class Cores:
     """`number` processors; 0: unlimited."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, number: int):
         self._loop, self._number = loop, number
         self._pieces: list[tuple[float, int, asyncio.Future[None]]] = []  # each with the value of `_done` at its end
-        self._steady: dict[Timeshared, None] = {}
+        self._steady: dict[SimulatedEngine, None] = {}
         self._done = 0.0  # seconds computed so far by a piece that began with these processors
         self._since = loop.time()
         self._order = count()
@@ -158,14 +146,14 @@ class Cores:
                 heapq.heapify(self._pieces)
                 self._rearm()
 
-    def join(self, computing: Timeshared) -> None:
+    def join(self, computing: SimulatedEngine) -> None:
         """Add a computation until `leave`. Both methods are idempotent."""
         if self._number and computing not in self._steady:
             self._settle()
             self._steady[computing] = None
             self._rearm(computing)
 
-    def leave(self, computing: Timeshared) -> None:
+    def leave(self, computing: SimulatedEngine) -> None:
         if computing in self._steady:
             self._settle()
             del self._steady[computing]
@@ -178,7 +166,7 @@ class Cores:
         for computing in self._steady:
             computing.settle()
 
-    def _rearm(self, but: Timeshared | None = None) -> None:
+    def _rearm(self, but: SimulatedEngine | None = None) -> None:
         for computing in self._steady:
             if computing is not but:
                 computing.rearm()
@@ -217,7 +205,7 @@ class SimulatedEngine:
         self._pauses = 0
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = count()
-        self._idle: list[asyncio.Future[None]] = []
+        self._idle = asyncio.Event()  # set when the last sequence ends
 
     @property
     def running(self) -> int:
@@ -262,9 +250,8 @@ class SimulatedEngine:
         self._slots, slots = 0, self._slots
         try:
             while self._running:
-                idle = self._loop.create_future()
-                self._idle.append(idle)
-                await idle
+                self._idle.clear()
+                await self._idle.wait()
         finally:
             self._slots = slots
             self._update()
@@ -318,10 +305,7 @@ class SimulatedEngine:
         for done in ended:
             done()
         if not self._running:
-            idle, self._idle = self._idle, []
-            for one in idle:
-                if not one.done():
-                    one.set_result(None)
+            self._idle.set()
         self._update()
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
-import os
 import random
-import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import run_files
-from runtime.cluster.topology import fleets, instances, takes_turns
+from runtime.cluster.topology import fleets, instances
 from runtime.config import Config, Rollout, StopConditions
 from runtime.coordinator.metrics_recorder import RunContext, RunHistory
 from runtime.coordinator.run import TrainingRun
@@ -28,28 +23,16 @@ from runtime.errors import UserError
 from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.reader import LedgerReader
-from runtime.process.waiting import first_error
+from runtime.process.waiting import first_error, unless_failed
 from runtime.simulation.calibration import Observed, observe
 from runtime.simulation.cluster import ROLES, Observer, SimulatedCluster
 from runtime.simulation.engine import CommandDeadlines, Costs, Fixed
 from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
 from runtime.telemetry.metrics import Metrics
-from runtime.telemetry.summary import Summary
 from runtime.telemetry.trackers import Trackers
 from runtime.types import TextDecoder
 
 WALL = 1.7e9  # seconds since the epoch
-
-
-class Outcome(Struct):
-    """The outcome of a run. `metrics`: of its steps; `trace`: of all lives of its coordinator."""
-
-    summary: Summary | None = None
-    metrics: list[tuple[int, Metrics]] = field(default_factory=list)
-    lives: int = 1
-    seconds: float = 0.0  # virtual, of the last life
-    rounds: int = 0
-    trace: str = ""
 
 
 class _Metrics(Trackers):
@@ -82,36 +65,29 @@ def prompts(name: str, count: int, tokens: int) -> Prompts:
 class Simulation(SimulatedWorld):
     """A simulated run, by `run`, in the folder `config.run.dir`, which `run` makes."""
 
-    def __init__(
-        self,
-        config: Config,
-        costs: Costs,
-        deadlines: CommandDeadlines,
-        seed: int = 0,
-        *,
-        observer: Observer | None = None,
-        problems: int = 1000,
-        nodes: int = 1,
-    ):
+    problems = 1000  # of the training data
+
+    def __init__(self, config: Config, costs: Costs, deadlines: CommandDeadlines, seed: int = 0, nodes: int = 1):
         self.config = config
-        self.outcome = Outcome()
+        self.metrics: list[tuple[int, Metrics]] = []  # of the steps
+        self.lives = 1  # of the coordinator
+        self.seconds = 0.0  # virtual, of the last life
+        self.trace = ""  # of all lives
         self.training: TrainingRun | None = None
         self.cluster: SimulatedCluster | None = None
-        self.observer = observer or Observer()
+        self.observer = Observer()
         self._costs, self._deadlines, self._seed, self._nodes = costs, deadlines, seed, nodes
-        self._train = prompts("train", problems, costs.prompt_tokens)
-        self._held_out = [
-            HeldOut(each, prompts(each.name, each.problems or 16, costs.prompt_tokens)) for each in evaluation_sets(config)
-        ]
+        tokens = costs.prompt_tokens
+        self._train = prompts("train", self.problems, tokens)
+        self._held_out = [HeldOut(each, prompts(each.name, each.problems or 16, tokens)) for each in evaluation_sets(config)]
         self._chance = random.Random(f"{seed}/storage")
 
-    def run(self) -> Outcome:
+    def run(self) -> None:
         """Simulate the run. Raises Stuck, and the errors that end a real run."""
         Path(self.config.run.dir).mkdir(parents=True, exist_ok=True)
         loop = self.new_loop(BEGAN)
         try:
-            self.outcome.summary = loop.run(self.live(loop, self.config))
-            return self.outcome
+            loop.run(self.live(loop, self.config))
         finally:
             self.close(loop)
 
@@ -119,25 +95,24 @@ class Simulation(SimulatedWorld):
 
     def new_loop(self, began: float) -> SimulatedLoop:
         """Make the loop of the next life. It lacks asyncio's methods for files and sockets, which it has none of."""
-        return SimulatedLoop(f"{self._seed}/{self.outcome.lives}", self, began)  # type: ignore[abstract]
+        return SimulatedLoop(f"{self._seed}/{self.lives}", self, began)  # type: ignore[abstract]
 
     def close(self, loop: SimulatedLoop) -> None:
-        self.outcome.seconds = loop.time() - BEGAN
-        self.outcome.rounds += loop.rounds
-        self.outcome.trace += loop.trace
+        self.seconds = loop.time() - BEGAN
+        self.trace += loop.trace
         self.training = None
         loop.end()
 
-    async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> Summary:
+    async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> None:
         """Execute the run in the folder of `config`. `clock`: offset of the wall clock in seconds."""
-        life = f"{self._seed}/{self.outcome.lives}"
+        life = f"{self._seed}/{self.lives}"
         cluster = self.cluster = SimulatedCluster(loop, config, self._costs, life, self._deadlines, self.observer, self._nodes)
         ledger = await LedgerWriter.open(Path(config.run.dir) / run_files.LEDGER)
         try:
             context = RunContext(
                 config=config,
                 ledger=ledger,
-                trackers=_Metrics(config, self.outcome.metrics),
+                trackers=_Metrics(config, self.metrics),
                 train=self._train,
                 held_out=self._held_out,
                 text=_Numbers(),
@@ -149,16 +124,10 @@ class Simulation(SimulatedWorld):
             )
             run = self.training = TrainingRun(context, cluster.register)
             self.began(loop, cluster)
-            # Wait for the end of the run, or for the loss of a process that is not started again.
-            working = asyncio.ensure_future(run.execute())
-            waits: set[asyncio.Future[Any]] = {working, cluster.failed}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                cluster.failed.result()
-            try:
-                return working.result()
-            except Exception as error:  # noqa: BLE001 - errors come in groups
-                raise first_error(error) from None
+            # The end of the run unblocks this, or the loss of a process that is not started again.
+            await unless_failed([cluster.failed], run.execute())
+        except Exception as error:  # noqa: BLE001 - errors come in groups
+            raise first_error(error) from None
         finally:
             await ledger.close()
 
@@ -174,51 +143,23 @@ class Simulation(SimulatedWorld):
 # Predicts the speed of a configuration: simulated runs of some steps, also of variations of the configuration.
 
 MEMORY = Path("/dev/shm")  # a file system in memory, if present
-PREFIX = "sluice-simulation-"
-
-
-class RoleUse(Struct):
-    """The use of a role's processes. `busy`: mean share of the time spent computing. `waits`: the reason for the rest."""
-
-    role: str
-    processes: int
-    busy: float
-    waits: str
 
 
 class Prediction(Struct):
     observed: Observed
-    roles: list[RoleUse]
+    busy: dict[str, list[float]]
+    """By role: the share of the time that each process spent computing."""
 
 
-class _Measured(Simulation):
-    """A simulation that measures the time without admission of groups. At step `lost_at` the last rollout dies."""
-
-    bound = 0.0  # seconds in which no group may be admitted
-    lost_at = 0
-
-    def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
-        self._clock, self._since = loop, loop.time()
-
-    def after_round(self) -> None:
-        run = self.training
-        if run is None or (now := self._clock.time()) == self._since:
-            return
-        if self.lost_at and run.buffer.committed >= self.lost_at and self.cluster is not None:
-            self.cluster.kill([process for process in self.cluster.processes.values() if process.role == "rollout"][-1])
-            self.lost_at = 0
-        if not run.buffer.capacity(1 << 30, self.config.training.steps):
-            self.bound += now - self._since
-        self._since = now
-
-
-def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, lost_at: int = 0) -> Prediction:
-    """Simulate `steps` steps of `config`, without evaluations before and after. `lost_at`: the step at which the last rollout
-    dies, 0 for none. Raises UserError if a part of the configuration is not modelled, and the errors that end a real run."""
+def simulated(
+    config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, make: Callable[..., Simulation] = Simulation
+) -> Prediction:
+    """Simulate `steps` steps of `config`, without evaluations before and after. Raises UserError if a part of the configuration
+    is not modelled, and the errors that end a real run."""
     refuse(config)
-    cluster = config.cluster
-    nodes = cluster.min_nodes or 1 if cluster.nodes == "auto" else len(cluster.nodes)
-    with _scratch() as folder:
+    given = config.cluster.nodes
+    nodes = config.cluster.min_nodes or 1 if given == "auto" else len(given)
+    with tempfile.TemporaryDirectory(prefix="sluice-simulation-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         settings = replace(
             config,
             run=replace(config.run, dir=f"{folder}/run", resume=""),
@@ -227,41 +168,16 @@ def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: 
             evaluation=replace(config.evaluation, before=False, after=False),
             trackers=[],
         )
-        simulation = _Measured(settings, costs, deadlines, nodes=nodes)
-        simulation.lost_at = lost_at
-        outcome = simulation.run()
+        simulation = make(settings, costs, deadlines, nodes=nodes)
+        simulation.run()
         with LedgerReader(Path(settings.run.dir) / run_files.LEDGER) as reader:
-            observed = observe([point for _, point in outcome.metrics], reader.groups())
-        assert simulation.cluster is not None
-        return Prediction(observed, _uses(simulation, outcome.seconds, observed))
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """Make a folder in memory, and remove it at the end. Also removes folders of killed simulations. A lock marks a folder as
-    in use; the kernel frees the lock when the process ends in any way."""
-    parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-    for left in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError), _locked(left):  # in use, or another user's
-            shutil.rmtree(left)
-    made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=parent))
-    with _locked(made):
-        folder = made.rename(made.with_name(made.name.removeprefix("new-")))  # gets its name locked, so no process removes it
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder within the block. Raises OSError if another process has the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+            observed = observe([point for _, point in simulation.metrics], reader.groups())
+        cluster, seconds = simulation.cluster, simulation.seconds
+        assert cluster is not None
+        busy = {"coordinator": [cluster.coordinator_busy / seconds]}
+        for process in cluster.processes.values():
+            busy.setdefault(process.role, []).append(process.gauges()["busy_seconds_total"] / seconds)
+        return Prediction(observed, busy)
 
 
 def refuse(config: Config) -> None:
@@ -272,25 +188,6 @@ def refuse(config: Config) -> None:
         faults.append("services.rollout: fleets of different engines or sizes are not modelled: all rollouts have one speed")
     if faults:
         raise UserError("\n".join(faults))
-
-
-def _uses(simulation: _Measured, seconds: float, observed: Observed) -> list[RoleUse]:
-    cluster, config = simulation.cluster, simulation.config
-    assert cluster is not None
-    busy: dict[str, list[float]] = {}
-    for process in cluster.processes.values():
-        busy.setdefault(process.role, []).append(process.gauges()["busy_seconds_total"] / seconds)
-    step, sync = observed.seconds["step"], observed.seconds.get("weight sync", 0.0)
-    waits = {
-        "rollout": f"may not begin a group in {simulation.bound / seconds:.0%} of the time: (η + 1) batches are admitted",
-        "trainer": f"{min(1.0, sync / step):.0%} of a step for the weight sync, otherwise for groups",
-        "reward": "replies",
-        "reference": "replies",
-    }
-    if takes_turns(config):
-        waits["rollout"] = waits["trainer"] = "the devices, in turns"
-    uses = [RoleUse(role, len(found), sum(found) / len(found), waits.get(role, "groups")) for role, found in busy.items()]
-    return [RoleUse("coordinator", 1, cluster.coordinator_busy / seconds, "answers"), *uses]
 
 
 def variations(config: Config, costs: Costs) -> Iterator[tuple[str, Config, Costs]]:

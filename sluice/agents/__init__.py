@@ -1,21 +1,15 @@
 """What your own agent is given, and what makes an agent of existing code. The standard library alone: this is imported in the
 agent's own interpreter, where Sluice need not be installed.
-
-Classes that make an agent are imported on first use.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sluice.agents.command import CommandAgent
 from sluice.agents.episode import DataError, Episode, EpisodeBranch, InfrastructureError, PolicyRefused
+from sluice.agents.functions import ToolAgent, Toolset
 
-if TYPE_CHECKING:
-    from sluice.agents.command import CommandAgent
-    from sluice.agents.functions import ToolAgent, Toolset
-
-_HOMES = {"CommandAgent": "command", "ToolAgent": "functions", "Toolset": "functions"}
 # Adapters of earlier versions, with the file of the source's configs/agents that has each now.
 _MOVED = {
     "GymnasiumText": "gymnasium_text",
@@ -41,6 +35,4 @@ def __getattr__(name: str) -> Any:
     if name in _MOVED:
         file = f"configs/agents/{_MOVED[name]}.py"
         raise ImportError(f"{name} is no longer part of sluice.agents: copy {file} of Sluice's source beside your file")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'sluice.agents' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"sluice.agents.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'sluice.agents' has no attribute {name!r}")

@@ -87,7 +87,8 @@ class Episode:
         """Reward the episode, or one turn of it: the number of the policy's reply, from 0, or its completion id. Raises
         ValueError if `value` is no finite number."""
         self.rewarded = True
-        self.notify(reward=finite(value), **({} if turn is None else {"turn": turn}))
+        of = {} if turn is None else {"completion_id" if isinstance(turn, str) else "turn": turn}
+        self.notify(reward=finite(value), **of)
 
     def log(self, **numbers: float) -> None:
         """Log figures of this episode. Their means over a step's episodes are metrics of the run."""
@@ -108,21 +109,18 @@ class Episode:
         """Return the policy's reply as a message of OpenAI's API, with its completion id as "id". `fields`: of the request,
         such as `tools`. Raises PolicyRefused."""
         body = {"model": "policy", "messages": [_said(message) for message in messages], **fields}
-        answer = await self._post((base_url or self.base_url) + "/chat/completions", body)
+        answer = await asyncio.to_thread(self._post, (base_url or self.base_url) + "/chat/completions", body)
         choice = answer["choices"][0]
         return {**choice["message"], "id": answer["id"], "finish_reason": choice["finish_reason"]}
 
     async def generate(self, ids: Sequence[int], **sampling: Any) -> list[int]:
         """Return the token ids that the policy generates after `ids`. Raises PolicyRefused."""
         body = {"token_ids": list(ids), "sampling_params": sampling}
-        answer = await self._post(self.root + "/inference/v1/generate", body)
+        answer = await asyncio.to_thread(self._post, self.root + "/inference/v1/generate", body)
         found: list[int] = answer["choices"][0]["token_ids"]
         return found
 
-    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
-        return await asyncio.to_thread(self._post_now, url, body)
-
-    def _post_now(self, url: str, body: Mapping[str, Any]) -> Any:
+    def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         head = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(url, json.dumps(body).encode(), head)
         try:

@@ -37,7 +37,6 @@ ARRAYS = (list, collections.abc.Sequence, collections.abc.Iterable)
 OBJECTS = (dict, collections.abc.Mapping)
 SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$")
 ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-FIELD = re.compile(r":(?:param\s+(?:\w+\s+)?(\w+)|\w+(?:\s+\w+)?):\s*(.*)")
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def type_schema(hint: Any) -> dict[str, Any]:
 
 
 def described(doc: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's texts on the function and on each parameter: Google's sections, or `:param name: text`."""
+    """Return a docstring's texts on the function and on each parameter, by Google's sections."""
     about: list[str] = []
     said: dict[str, str] = {}
     section, name, indent = "", "", 0
@@ -100,9 +99,6 @@ def described(doc: str) -> tuple[str, dict[str, str]]:
         text, depth = line.strip(), len(line) - len(line.lstrip())
         if not depth and SECTION.match(line):
             section, name, indent = text[:3], "", 0
-        elif match := FIELD.match(text):
-            section, name = "field", match[1] or ""
-            said.update({name: match[2]} if name else {})
         elif section in ("Arg", "Par") and (match := ENTRY.match(text)) and (not indent or depth <= indent):
             indent, name = depth, match[1]
             said[name] = match[2]

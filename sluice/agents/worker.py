@@ -32,6 +32,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+if "sluice" not in sys.modules:  # this runs as a script: import `sluice` from beside it, wherever the interpreter would look
+    _home = Path(__file__).resolve().parents[1]
+    _spec = importlib.util.spec_from_file_location("sluice", _home / "__init__.py", submodule_search_locations=[str(_home)])
+    assert _spec is not None and _spec.loader is not None
+    sys.modules["sluice"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["sluice"])
+
+from sluice.agents.conversation import RUNNING, value_of
+from sluice.agents.episode import DataError, Episode, InfrastructureError, finite
+from sluice.agents.functions import Toolset
+
 # ---- Clients
 #
 # The HTTP client that agents get if their interpreter has httpx, or httpx2, which newer clients of OpenAI's bring. All else is
@@ -79,30 +90,13 @@ def http_client() -> Any:
 
 MOST = 2000  # characters
 
-_printed: set[tuple[str, str]] = set()  # kinds of exceptions, and the lines that raised them
-
 
 def failure_text(error: BaseException) -> str:
     """Return the error's kind, its text, and the innermost line of the agent's own code in its traceback, if any: "KeyError:
     'x' (FILE.py, line 7)". An error by which an agent itself reports a failure gets no line."""
-    from sluice.agents.episode import DataError, InfrastructureError
-
     said = f"{type(error).__name__}: {error}"[:MOST]
     place = "" if isinstance(error, (DataError, InfrastructureError)) else _place(error)
     return f"{said} ({place})" if place else said
-
-
-def print_once(episode: str, error: BaseException) -> None:
-    """Write the traceback to standard error, once in this process for each kind of error and line; its text may vary."""
-    from sluice.agents.episode import DataError, InfrastructureError
-
-    which = type(error).__name__, _place(error)
-    if isinstance(error, (DataError, InfrastructureError)) or which in _printed:
-        return
-    _printed.add(which)
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
-    sys.stderr.write(f"episode {episode} failed\n{''.join(lines)}")  # in one write: other processes write to the same log
-    sys.stderr.flush()
 
 
 def _place(error: BaseException) -> str:
@@ -127,7 +121,6 @@ def main() -> None:
     file, name, descriptor, per_process = sys.argv[1:5]
     sys.path[0] = str(Path(file).resolve().parent)
     sys.path.append(str(Path.cwd()))
-    _own_package()
     own = socket.socket(fileno=int(descriptor))
     own.set_inheritable(False)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -147,8 +140,6 @@ def main() -> None:
 
 def imported(file: str, name: str) -> Any:
     """Import the file, and return its object `name`. Raises AttributeError, TypeError, and the file's errors."""
-    from sluice.agents.functions import Toolset
-
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -162,18 +153,6 @@ def imported(file: str, name: str) -> Any:
     Toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool without a schema
     import_all()  # once for all workers
     return found
-
-
-def _own_package() -> None:
-    """Import `sluice` from beside this file, wherever the interpreter would look for it."""
-    if "sluice" in sys.modules:
-        return
-    home = Path(__file__).resolve().parents[1]
-    spec = importlib.util.spec_from_file_location("sluice", home / "__init__.py", submodule_search_locations=[str(home)])
-    assert spec is not None and spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    sys.modules["sluice"] = package
-    spec.loader.exec_module(package)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -340,8 +319,6 @@ class _EpisodeWorker:
         os._exit(0)  # the environment's process is gone, and with it all callers
 
     async def _play(self, play: _Play, task: Mapping[str, Any]) -> None:
-        from sluice.agents.conversation import RUNNING
-
         kept = children()
         if self._only:
             random.seed(task["seed"])
@@ -349,7 +326,7 @@ class _EpisodeWorker:
         del self._playing[task["id"]]
         if self._only:
             end_children(kept)
-        self._write({"episode": task["id"], "ended": outcome})
+        self._write({"episode": task["id"], "end": outcome})
         if self._only and RUNNING:  # a thread goes on: only the process's end stops it
             await self._writer.drain()
             os._exit(0)
@@ -367,15 +344,12 @@ class _EpisodeWorker:
             self._asked.pop(number, None)
 
     def _answered(self, answer: int, found: Any = None, failed: str = "") -> None:
-        from sluice.agents.episode import InfrastructureError
-
         future = self._asked.get(answer)
-        if future is None or future.done():
-            return
-        if failed:
-            future.set_exception(InfrastructureError(failed))
-        else:
-            future.set_result(found)
+        if future is not None and not future.done():
+            if failed:
+                future.set_exception(InfrastructureError(failed))
+            else:
+                future.set_result(found)
 
     def _write(self, message: Mapping[str, Any]) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
@@ -385,8 +359,6 @@ class _Play:
     """One episode, through its phases: setup, run, score, cleanup. Each phase may be ended, and has a deadline of its own."""
 
     def __init__(self, agent: Any, task: Mapping[str, Any], worker: _EpisodeWorker, http: Any):
-        from sluice.agents.episode import Episode
-        from sluice.agents.functions import Toolset
 
         tools = Toolset(getattr(agent, "tools", ()), float(task["tool_seconds"]))
         self._agent, self._http = agent, http
@@ -401,8 +373,6 @@ class _Play:
 
     async def outcome(self) -> dict[str, Any]:
         """Play all phases, and return `ended` of proto/environment.proto, in JSON."""
-        from sluice.agents.episode import DataError
-
         try:
             found = await self._played()
         except DataError as error:
@@ -411,7 +381,8 @@ class _Play:
             found = {"failure": "infrastructure", "reason": f"{error} was ended at its deadline"}
         except Exception as error:  # noqa: BLE001 - any error of the agent is reported
             found = {"failure": "infrastructure", "reason": failure_text(error)}
-            print_once(self.episode.id, error)
+            if not isinstance(error, InfrastructureError):  # in one write: other processes write to the same log
+                sys.stderr.write(f"episode {self.episode.id} failed\n{''.join(traceback.format_exception(error))}")
         try:
             await self._do("cleanup", self._clean_up())
         except Exception as error:  # noqa: BLE001
@@ -419,8 +390,6 @@ class _Play:
         return {**found, "stop_reason": self.episode.stop_reason}
 
     async def _played(self) -> dict[str, Any]:
-        from sluice.agents.conversation import value_of
-
         episode = self.episode
         given = {"base_url": episode.base_url, "api_key": episode.api_key, "http_client": self._http, "episode": episode}
         await self._do("setup", self._set_up(given))
@@ -444,8 +413,6 @@ class _Play:
             await self.episode.tools.close()
 
     async def _own(self, method: str, given: Mapping[str, Any] | None = None) -> Any:
-        from sluice.agents.conversation import value_of
-
         found = getattr(self._agent, method, None)
         return found and await value_of(found, self.episode.data, **(given or {"episode": self.episode}))
 
@@ -461,8 +428,6 @@ class _Play:
 
     def _read(self, value: Any) -> dict[str, Any]:
         """Return the reward in an agent's result. Raises ValueError if there is none in it."""
-        from sluice.agents.episode import finite
-
         if value is None:
             scored = self.episode.rewarded or self.episode.stop_reason == "timeout"
             return {} if scored else {"left_out": True, "reason": "it returned None, and gave no reward"}

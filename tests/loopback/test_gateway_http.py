@@ -24,9 +24,8 @@ from yarl import URL
 from runtime import timeouts, types
 from runtime.gateway import http
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
-from runtime.gateway.dialects import chat
-from runtime.gateway.episode import GatewayEpisode
-from runtime.gateway.episodes import Episodes
+from runtime.gateway.dialects import openai
+from runtime.gateway.episodes import Episodes, GatewayEpisode
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process import network, os_process
 from runtime.process.http_server import HttpServer
@@ -34,7 +33,7 @@ from runtime.types import EpisodeTask, GroupPayload, RunEpisodesRequest, Sample,
 from services.gateway import own
 from tests.coroutines import driven_by, handed, within
 from tests.scripted_gateway import KEY, ScriptedBackend, ScriptedEpisode
-from tests.unit.template_cases import tiny_renderer
+from tests.unit.template_cases import episodes_of, tiny_renderer
 
 # ---- The HTTP side of a gateway over real sockets: who may ask what, bad input, streams, and what a hang-up withdraws
 
@@ -509,9 +508,9 @@ async def test_a_response_goes_on_with_the_conversation_of_a_former_one(served: 
 def test_a_large_body_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
 
-    def parse(body: bytes) -> chat.ChatAsked:
+    def parse(body: bytes) -> openai.ChatAsked:
         threads.append(threading.current_thread() is threading.main_thread())
-        return chat.parse(body)
+        return openai.parse_chat(body)
 
     monkeypatch.setitem(http._DIALECTS, "/v1/chat/completions", parse)
 
@@ -547,10 +546,8 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
     return tiny_renderer(tmp_path_factory.mktemp("model"))
 
 
-def episodes_of(renderer: TemplateRenderer, answer: Any) -> Episodes:
-    made = Episodes(
-        model="m", renderer=renderer, answer=answer, most=16, seconds=PATIENCE, name="gateway-0", serves=False, rewarded=False
-    )
+def served_by(renderer: TemplateRenderer, answer: Any) -> Episodes:
+    made = episodes_of(renderer, answer)
     made.key = GATEWAY_KEY
     return made
 
@@ -572,7 +569,7 @@ async def test_a_request_that_is_refused(renderer: TemplateRenderer, uncollected
         await asyncio.sleep(0)
         raise Refused(400, "too long")
 
-    episodes, before = episodes_of(renderer, refuse), requests()
+    episodes, before = served_by(renderer, refuse), requests()
     playing = played(episodes, 1)
     begun = await episodes.begin(GATEWAY_KEY, PATIENCE)
     served = http.server(episodes, 1 << 20)
@@ -616,7 +613,7 @@ async def test_an_episode_that_is_over(renderer: TemplateRenderer, uncollected: 
         episode.graph.add(extension, f"c{episode.calls}", [reply])
         return Completion(id="c", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
 
-    episodes = episodes_of(renderer, answer)
+    episodes = served_by(renderer, answer)
     playing = played(episodes, 2)
     kept: list[weakref.ref[Any]] = []
     for _ in range(2):

@@ -63,12 +63,12 @@ def boxes() -> list[str]:
 
 
 def test_a_command(make: Callable[..., Sandbox]) -> None:
-    finished = one(make(), ["sh", "-c", 'cat; echo "$WORD" >&2; exit 3'], stdin=b"given", environment={"WORD": "said"})
+    finished = one(make(), ["sh", "-c", "cat; echo said >&2; exit 3"], stdin=b"given")
     assert finished == Finished(3, b"given", b"said\n")
     assert one(make(), ["true"], stdin=b"x" * (4 << 20)) == Finished(0)  # which it does not read
     assert one(make(), ["no-such-program"]) == Finished(127, b"", b"no-such-program: No such file or directory\n")
     kept = one(make(), ["a"], source="print('x' * 5000, end='')", output=1000)
-    assert kept == Finished(0, b"x" * 1000, dropped=(4000, 0))
+    assert kept == Finished(0, b"x" * 1000)
 
 
 def test_python_without_another_interpreter(make: Callable[..., Sandbox]) -> None:
@@ -82,14 +82,10 @@ def test_python_without_another_interpreter(make: Callable[..., Sandbox]) -> Non
 def test_files_stay_from_one_command_to_the_next(make: Callable[..., Sandbox]) -> None:
     async def session() -> list[Finished]:
         async with Box(make()) as box:
-            first = await box.run(["sh", "-c", "cat a/b > c; (sleep 999 &)"], files={"a/b": b"kept"})
-            second = await box.run(["cat", "c"])
-            await box.run(["ln", "-sf", "/etc/passwd", "c"])
-            return [first, second, await box.run(["cat", "c"], files={"c": b"not where the link leads"})]
+            first = await box.run(["sh", "-c", "mkdir a; printf kept > a/b; cat a/b > c; (sleep 999 &)"])
+            return [first, await box.run(["cat", "c"])]
 
-    first, second, through = asyncio.run(session())
-    assert (first, second) == (Finished(0), Finished(0, b"kept"))
-    assert through.code == 127
+    assert asyncio.run(session()) == [Finished(0), Finished(0, b"kept")]
     assert boxes() == []
 
 
@@ -171,7 +167,7 @@ def test_the_gateway_alone(bwrap: Sandbox) -> None:
         gateway = await asyncio.start_server(answer, "127.0.0.1", 0)
         other = await asyncio.start_server(answer, "127.0.0.1", 0)
         there, elsewhere = (server.sockets[0].getsockname()[1] for server in (gateway, other))
-        async with gateway, other, Box(Sandbox(timeout=ENOUGH, network="gateway"), f"127.0.0.1:{there}") as box:
+        async with gateway, other, Box(Sandbox(timeout=ENOUGH, network="gateway"), ("127.0.0.1", there)) as box:
             found = [await box.run(["a"], source=CONNECT.format(port)) for port in (there, elsewhere)]
         return found[0], found[1]
 
@@ -190,7 +186,7 @@ def test_connections_to_the_gateway_are_counted() -> None:
             writer.close()
 
         gateway = await asyncio.start_server(echo, "127.0.0.1", 0)
-        box = Box(Sandbox(network="gateway"), f"127.0.0.1:{gateway.sockets[0].getsockname()[1]}")
+        box = Box(Sandbox(network="gateway"), gateway.sockets[0].getsockname())
         relay = await asyncio.start_server(box._connect, "127.0.0.1", 0)
 
         async def opened() -> tuple[bytes, asyncio.StreamWriter]:

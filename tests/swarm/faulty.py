@@ -15,27 +15,29 @@ from runtime import run_files, timeouts
 from runtime.config import Config
 from runtime.errors import StorageFull
 from runtime.ledger import checkpoint, reader
-from runtime.simulation.cluster import SimulatedCluster
+from runtime.simulation.cluster import SimulatedCluster, SimulatedModel
 from runtime.simulation.engine import CommandDeadlines, Costs
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop
-from runtime.simulation.simulate import Outcome, Simulation
-from runtime.telemetry.summary import Summary
+from runtime.simulation.simulate import Simulation
 from tests.swarm.faults import DAMAGES, Fault, Faults
 from tests.swarm.witness import Witness
 
 
 class FaultySimulation(Simulation):
+    problems = 50
+
     def __init__(
         self, config: Config, costs: Costs, deadlines: CommandDeadlines, seed: int, faults: Sequence[Fault] = (), **more: Any
     ):
         training, every = config.training, config.checkpoint.every
         redone = min(training.steps, every or training.steps)
         self.witness = Witness(training.staleness, training.groups_per_step, _patience(config), redone)
-        super().__init__(config, costs, deadlines, seed, observer=self.witness, **more)
+        super().__init__(config, costs, deadlines, seed, **more)
+        self.observer = self.witness
         self.said: list[str] = []  # of damaged ledgers
         self._faults = Faults(faults, random.Random(f"{seed}/faults"))
 
-    def run(self) -> Outcome:
+    def run(self) -> None:
         """Raises Broken, Stuck, and what ends the run as it would a real one."""
         began, folder, resume = BEGAN, Path(self.config.run.dir), ""
         while True:
@@ -43,16 +45,16 @@ class FaultySimulation(Simulation):
             config = replace(self.config, run=replace(self.config.run, dir=str(folder), resume=resume))
             loop = self.new_loop(began)
             try:
-                self.outcome.summary = loop.run(self.live(loop, config, self._faults.clock))
+                loop.run(self.live(loop, config, self._faults.clock))
                 self.close(loop)
-                return self.outcome
+                return
             except (Crash, StorageFull):
-                following = folder.with_name(f"{folder.name.split('~')[0]}~{self.outcome.lives}")
+                following = folder.with_name(f"{folder.name.split('~')[0]}~{self.lives}")
                 shutil.copytree(folder, following)  # what a SIGKILL leaves is what lies there now
                 self.close(loop)
                 shutil.rmtree(folder)
                 folder, began = following, loop.time()
-                self.outcome.lives += 1
+                self.lives += 1
                 self._faults.failing_writes = 0
                 self.witness.moved(began)
                 resume = checkpoint.resolve("auto", folder)
@@ -66,13 +68,14 @@ class FaultySimulation(Simulation):
                 self.close(loop)
                 raise
 
-    async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> Summary:
-        summary = await super().live(loop, config, clock)
+    async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> None:
+        await super().live(loop, config, clock)
         assert self.training is not None and self.cluster is not None
+        trainer = self.cluster.processes["trainer-0"]
+        assert isinstance(trainer, SimulatedModel)
         ledger = Path(config.run.dir) / run_files.LEDGER
         prompts = len(self._train.problems)
-        self.witness.ended(self.training, ledger, self.cluster.trainer.state, config.training.steps, prompts)
-        return summary
+        self.witness.ended(self.training, ledger, trainer.state, config.training.steps, prompts)
 
     def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
         self._faults.begin(loop, cluster)

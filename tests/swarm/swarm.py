@@ -119,7 +119,7 @@ def simulation(case: Case) -> Iterator[FaultySimulation]:
     ):
         settings = replace(case.config, run=replace(case.config.run, dir=f"{folder}/run"))
         deadlines = ContractDeadlines(settings)
-        yield FaultySimulation(settings, case.costs, deadlines, case.seed, case.faults, problems=50, nodes=case.nodes)
+        yield FaultySimulation(settings, case.costs, deadlines, case.seed, case.faults, nodes=case.nodes)
 
 
 def verdict(case: Case) -> str:

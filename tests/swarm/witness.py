@@ -16,9 +16,8 @@ from runtime.types import PolicyVersion, TrainGroup
 
 if TYPE_CHECKING:
     from runtime.coordinator.run import TrainingRun
-    from runtime.simulation.cluster import SimulatedCluster, SimulatedModel, SimulatedProcess, SimulatedRollout
+    from runtime.simulation.cluster import SimulatedCluster, SimulatedModel, SimulatedProcess, SimulatedRollout, SyncEpoch
     from runtime.simulation.engine import ModelState
-    from runtime.simulation.weights import SyncEpoch
 
 
 class Broken(Exception):
@@ -78,7 +77,8 @@ class Witness(Observer):
             process.loop.call_later(within, self._noticed, process, within)
 
     def _noticed(self, process: SimulatedProcess, within: float) -> None:
-        _hold(process.noticed, f"{process.name} has said nothing for {within:g} s, and is not given up")
+        noticed = process._goes_on.is_set() or process._lost or not process.alive
+        _hold(bool(noticed), f"{process.name} has said nothing for {within:g} s, and is not given up")
 
     def look(self, run: TrainingRun, cluster: SimulatedCluster) -> None:
         """After each round of callbacks."""

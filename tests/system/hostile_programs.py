@@ -23,20 +23,19 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from runtime.sandbox import Box, Finished, Sandbox
+from runtime.sandbox import Box, Sandbox
 from tests.sandboxes import members, namespaces_below
 
 LIMITS = Sandbox(timeout=1.0, cpu_seconds=1.0, memory=128 << 20, processes=16, disk=8 << 20)
-_HEADER = re.compile(r"(.+?)(?: \(([a-z ]+)\))?(?: then (\w+))?")
+_HEADER = re.compile(r"(.+?)(?: \(([a-z ]+)\))?")
 
 
 class HostileProgram(Struct, frozen=True):
-    """`reasons`: why it may have been ended; `then`: a file of the next command in the same sandbox."""
+    """`reasons`: why it may have been ended."""
 
     name: str
     source: str
     reasons: tuple[str, ...] = ("",)
-    then: str = ""
 
 
 class Outside(Struct):
@@ -115,9 +114,6 @@ async def carry_out(program: HostileProgram, limits: Sandbox = LIMITS) -> Progra
             spaces = namespaces_below()
             began = time.monotonic()
             finished = await box.run(["program.py"], source=source)
-            if program.then and finished.reason != "lost":
-                second = await box.run(["cat", program.then], files={program.then: b"written"})
-                finished = Finished(second.code, finished.stdout + second.stdout, finished.stderr, second.reason)
         seconds = time.monotonic() - began
         said = finished.stdout + finished.stderr
         return ProgramEnding(
@@ -137,8 +133,8 @@ def programs() -> Iterator[HostileProgram]:
     text = Path(__file__).with_name("hostile_programs.txt").read_text("utf-8")
     for part in text.split("\n=== ")[1:]:
         header, source = part.split("\n", 1)
-        name, reasons, then = _HEADER.fullmatch(header).groups(default="")  # type: ignore[union-attr]
-        yield HostileProgram(name, source, tuple(word.replace("ends", "") for word in (reasons or "ends").split()), then)
+        name, reasons = _HEADER.fullmatch(header).groups(default="")  # type: ignore[union-attr]
+        yield HostileProgram(name, source, tuple(word.replace("ends", "") for word in (reasons or "ends").split()))
 
 
 async def main() -> None:

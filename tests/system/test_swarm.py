@@ -34,7 +34,7 @@ def traces(first: int, seeds: int) -> str:
     for seed in range(first, first + seeds):
         with swarm.quiet(), swarm.simulation(swarm.case_of(seed)) as simulation:
             said = swarm.said(simulation, swarm.case_of(seed))
-            lines.append(f"{seed} {simulation.outcome.trace} {said}")
+            lines.append(f"{seed} {simulation.trace} {said}")
     return "\n".join(lines)
 
 

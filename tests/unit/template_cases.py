@@ -10,7 +10,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from runtime import config
 from runtime.data.tokenizer import Tokenizer
+from runtime.gateway.episodes import Answer, Episodes
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.models.tiny_model import END_OF_TEXT, END_OF_TURN, make_tokenizer, write_tokenizer
 
@@ -122,6 +124,24 @@ def tiny_renderer(folder: Path) -> TemplateRenderer:
     write_tokenizer(folder)
     (folder / "config.json").write_text('{"eos_token_id": 257}')
     return TemplateRenderer(Tokenizer(str(folder)))
+
+
+def episodes_of(
+    renderer: TemplateRenderer,
+    answer: Answer,
+    most: int = 16,
+    seconds: float = 60.0,
+    serves: bool = False,
+    rewarded: bool = False,
+) -> Episodes:
+    settings = config.Config(
+        run=config.Run(name="m"),
+        model=config.Model(path="m"),
+        gateway=config.Gateway(episodes=most, serve=serves),
+        deadlines=config.Deadlines(episode=seconds),
+        rewards=config.Rewards(rules=[config.Rule(name="gsm8k")] if rewarded else []),
+    )
+    return Episodes(settings, "gateway-0", renderer, answer)
 
 
 def special(text: str) -> int:

@@ -27,7 +27,7 @@ from runtime.config.loading import load
 from runtime.data.handlers import load_problems
 from runtime.errors import UserError
 from runtime.evaluation.results import Generation
-from runtime.gateway.probes import conversations
+from runtime.gateway.rendering import conversations
 from sluice.agents.command import LONGEST, CommandAgent, filled, reward_of, variables
 from sluice.agents.conversation import opening
 from sluice.agents.episode import DataError, Episode

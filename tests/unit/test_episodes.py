@@ -17,8 +17,7 @@ from runtime.coordinator.pools import RewardScoring
 from runtime.errors import DeadlineExceeded, InvariantViolated
 from runtime.evaluation.results import judge_of
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
-from runtime.gateway.episode import EpisodeRun, GatewayEpisode
-from runtime.gateway.episodes import Episodes
+from runtime.gateway.episodes import EpisodeRun, Episodes, GatewayEpisode
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.models import tiny_model
 from runtime.process import spans
@@ -40,7 +39,7 @@ from runtime.types import (
 )
 from tests.coroutines import handed
 from tests.unit.reward_cases import make_branch, make_sample
-from tests.unit.template_cases import tiny_renderer
+from tests.unit.template_cases import episodes_of, tiny_renderer
 from tests.unit.test_rewards_scorer import Bytes, score
 
 # ---- The episodes of a gateway: tasks and who plays them, keys, repeats, deadlines, and the group that comes of them
@@ -91,8 +90,7 @@ def request(group_id: int = 7, n: int = 2, environment: str = "") -> RunEpisodes
 def run(renderer: TemplateRenderer, scenario: Callable[[Episodes, ScriptedPolicy], Awaitable[None]], **settings: Any) -> None:
     async def whole() -> None:
         policy = ScriptedPolicy(renderer)
-        defaults = {"most": 16, "seconds": PATIENCE, "serves": False, "rewarded": False}
-        episodes = Episodes(model="m", renderer=renderer, answer=policy, name="gateway-0", **(defaults | settings))
+        episodes = episodes_of(renderer, policy, **settings)
         episodes.key = KEY
         await scenario(episodes, policy)
 

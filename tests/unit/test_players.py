@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.config import Budgets, Environment
+from runtime.config import Budgets, Config, Deadlines, Environment, Run, Services
 from runtime.environments import messages
 from runtime.environments.messages import EnvironmentDescription, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
@@ -24,7 +24,7 @@ from runtime.process.spans import TracedSpan
 from runtime.types import EpisodeTask, GeneratedGroup, RunEpisodesRequest, SamplingParams
 from sluice.agents import episode
 from tests.unit.actor_desk import settle
-from tests.unit.template_cases import tiny_renderer
+from tests.unit.template_cases import episodes_of, tiny_renderer
 from tests.unit.test_episodes import ScriptedPolicy, call
 
 PATIENCE = 60.0
@@ -116,17 +116,13 @@ def play(
 ) -> Any:
     async def whole() -> Any:
         policy = ScriptedPolicy(renderer)
-        episodes = Episodes(
-            model="m",
-            renderer=renderer,
-            answer=policy,
-            most=16,
-            seconds=PATIENCE,
-            name="gateway-0",
-            serves=False,
-            rewarded=rewarded,
+        episodes = episodes_of(renderer, policy, rewarded=rewarded)
+        config = Config(
+            run=Run(name="m"),
+            services=Services(environment={"game": Environment(run="a.py:b", **settings)}),
+            deadlines=Deadlines(start=0.05, episode=seconds),
         )
-        players = EpisodeRunner({"game": Environment(run="a.py:b", **settings)}, "http://gateway", episodes, 0.05, seconds)
+        players = EpisodeRunner(config, "http://gateway", episodes)
         players.use({"game": ports} if ports else {})
         episodes.players = players.play
         return await scenario(Played(episodes, players, policy))

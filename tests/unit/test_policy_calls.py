@@ -15,7 +15,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.calls import PIECES, PolicyCalls
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused, Tool
-from runtime.gateway.episode import EpisodeRun, GatewayEpisode
+from runtime.gateway.episodes import EpisodeRun, GatewayEpisode
 from runtime.gateway.graph import payload_of
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GroupRequest, PolicyVersion, RoutedExperts, RunEpisodesRequest, Sample, SamplingParams

@@ -18,8 +18,7 @@ from tokenizers import AddedToken
 
 from runtime.data.tokenizer import Tokenizer
 from runtime.gateway.conversation import Message, Refused, Tool, ToolCall
-from runtime.gateway.probes import conversations
-from runtime.gateway.rendering import FamilyRenderer, TemplateRenderer, as_openai, functions, renderer_of
+from runtime.gateway.rendering import FamilyRenderer, TemplateRenderer, as_openai, conversations, functions, renderer_of
 from tests.unit import template_cases as cases
 
 ADD = Tool("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -90,11 +89,11 @@ def test_a_reply_ends_with_the_model_s_tokens_and_with_the_template_s(folder: Pa
 
 
 def bridged(
-    by: TemplateRenderer, history: list[Message], reply: np.ndarray, new: list[Message], tools: Any = (), ended: bool = True
+    by: TemplateRenderer, history: list[Message], reply: np.ndarray, new: list[Message], tools: Any = ()
 ) -> tuple[list[int], Any]:
     """The tokens of a history that ends with this reply, and what is put behind them for what is new."""
     before = np.concatenate([np.array(by.render(history[:-1], tools), np.int32), reply])
-    return before.tolist(), by.bridge(before, len(reply), ended, history, new, tools)
+    return before.tolist(), by.bridge(before, len(reply), history, new, tools, lambda: by.decode(before))
 
 
 @pytest.mark.parametrize("template", [cases.HERMES, cases.PLAIN, cases.JSON])
@@ -103,7 +102,7 @@ def test_what_is_put_behind_a_reply_makes_the_prompt_that_the_template_would_ren
     folder: Path, template: str, ended: bool
 ) -> None:
     by, history, new = renderer(folder, template), [ASKED, Message("assistant", "It is 5.")], [Message("user", "加一？")]
-    before, added = bridged(by, history, said(by, "It is 5.", END if ended else None), new, ended=ended)
+    before, added = bridged(by, history, said(by, "It is 5.", END if ended else None), new)
     assert isinstance(added, list) and [*before, *added] == by.render([*history, *new], ())
 
 
@@ -115,24 +114,24 @@ def test_a_reply_stays_as_the_model_wrote_it_where_the_template_would_write_it_o
     assert text_of(by, added) == "<|user|><tool_response>5</tool_response><|im_end|><|assistant|>"
 
 
-def reason(by: TemplateRenderer, reply: np.ndarray, ended: bool, message: Message) -> str | list[int]:
-    return bridged(by, [ASKED, message], reply, [Message("user", "And?")], ended=ended)[1]
+def reason(by: TemplateRenderer, reply: np.ndarray, message: Message) -> str | list[int]:
+    return bridged(by, [ASKED, message], reply, [Message("user", "And?")])[1]
 
 
 def test_what_cannot_be_proved_has_its_reason(folder: Path) -> None:
     five = Message("assistant", "5")
-    by = renderer(folder, cases.HERMES)
-    assert reason(by, said(by, "5", OTHER_END), True, five) == "the reply ended with <|endoftext|>, not <|im_end|>"
+    by = renderer(folder, cases.HERMES, eos="<|endoftext|>")
+    assert reason(by, said(by, "5", OTHER_END), five) == "the reply ended with <|endoftext|>, not <|im_end|>"
     by = renderer(folder, cases.FORGETFUL)
-    assert reason(by, said(by, "5"), True, five) == "the template renders messages differently if more messages follow"
+    assert reason(by, said(by, "5"), five) == "the template renders messages differently if more messages follow"
     by = renderer(folder, cases.FORGETFUL.replace("messages |", "messages | selectattr('role', 'eq', 'assistant') | list |"))
-    assert reason(by, said(by, "5"), True, five) == "the template renders messages differently if more messages follow"
+    assert reason(by, said(by, "5"), five) == "the template renders messages differently if more messages follow"
     by = renderer(folder, cases.ENDLESS)
-    assert reason(by, said(by, "5"), True, five) == "the template ends replies with no token of its own"
+    assert reason(by, said(by, "5"), five) == "the template ends replies with no token of its own"
     by = TemplateRenderer(Tokenizer(str(cases.qwen3(folder / "cut"))))
     thought = Message("assistant", reasoning="2 and")
-    assert reason(by, said(by, "<think>\n2 and", None), False, thought) == "the reply was cut off while it reasoned"
-    assert reason(by, said(by, "<think>\n5\n</think>\n\n5"), True, Message("assistant", "5", reasoning="5")) == (
+    assert reason(by, said(by, "<think>\n2 and", None), thought) == "the reply was cut off while it reasoned"
+    assert reason(by, said(by, "<think>\n5\n</think>\n\n5"), Message("assistant", "5", reasoning="5")) == (
         "the template renders messages differently if more messages follow"
     )
 
@@ -140,7 +139,7 @@ def test_what_cannot_be_proved_has_its_reason(folder: Path) -> None:
 def test_a_token_that_takes_white_space_with_it_does_not_part_a_text(folder: Path) -> None:
     greedy = AddedToken("<end>", special=True, normalized=False, lstrip=True)
     by = renderer(folder, cases.PLAIN.replace("<|im_end|>", "<end>"), own=[greedy], eos="<end>")
-    assert reason(by, said(by, "5"), False, Message("assistant", "5")) == "text around <end> is encoded differently on its own"
+    assert reason(by, said(by, "5"), Message("assistant", "5")) == "text around <end> is encoded differently on its own"
 
 
 def test_a_named_prompt_type_goes_on_as_well(folder: Path) -> None:
@@ -316,7 +315,7 @@ def test_a_family_is_taken_where_it_renders_as_the_template_does(folder: Path) -
     assert isinstance(added, list) and [*before, *added] == by.render([ASKED, answered, TOLD], [ADD])
     # A reply that was cut off while it reasoned is ended as the family ends it.
     cut = said(by, "<think>\nAdd", None)
-    _, added = bridged(by, [ASKED, Message("assistant", reasoning="Add")], cut, [TOLD], [ADD], ended=False)
+    _, added = bridged(by, [ASKED, Message("assistant", reasoning="Add")], cut, [TOLD], [ADD])
     assert isinstance(added, list) and text_of(by, added).startswith("</think><|im_end|>\n<|im_start|>user\n<tool_response>")
 
 

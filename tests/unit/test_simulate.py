@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -222,22 +220,6 @@ def test_it_is_drained_once_the_last_sequence_ends_and_begins_none_meanwhile() -
     assert ends(main, slots=2) == pytest.approx({"running": 5.0, "drained": 5.0, "waiting": 10.0})
 
 
-def test_it_leaves_nothing_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a simulation has left that was killed is removed by the next, but nothing of one that goes on."""
-    memory = tmp_path / "memory"
-    monkeypatch.setattr(simulate, "MEMORY", memory)
-    left, live = memory / "sluice-simulation-left", memory / "sluice-simulation-live"
-    for folder in (left / "run", live / "run"):
-        folder.mkdir(parents=True)
-    lock = os.open(live, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    config = configured(tmp_path / "run")
-    costs = Costs(reply_tokens=Fixed(32.0), decode_step=1e-3, decode_sequence=1e-3, train_token=1e-5)
-    assert simulated(config, costs, ContractDeadlines(config), 5).observed.seconds["step"] > 0.0
-    os.close(lock)
-    assert list(memory.iterdir()) == [live]
-
-
 # ------------------------------------------------------------------------------------------------------------------ the command
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEPS = 10
@@ -259,9 +241,10 @@ def configured(folder: Path, staleness: int = 2) -> Config:
 def real(folder: Path, costs: Costs) -> tuple[Config, list[dict[str, Any]], list[GroupRow]]:
     """What a run leaves whose costs are known."""
     config = configured(folder)
-    outcome = Simulation(config, costs, ContractDeadlines(config)).run()
+    simulation = Simulation(config, costs, ContractDeadlines(config))
+    simulation.run()
     with LedgerReader(folder / "ledger") as reader:
-        return config, [point for _, point in outcome.metrics], list(reader.groups())
+        return config, [point for _, point in simulation.metrics], list(reader.groups())
 
 
 @pytest.mark.parametrize("cores", [0, 2])

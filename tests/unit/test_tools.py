@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Optional, TypedDict, Union
 import pytest
 
 from sluice.agents.episode import DataError, InfrastructureError
-from sluice.agents.functions import Toolset, described, function_schema, type_schema
+from sluice.agents.functions import Toolset, function_schema, type_schema
 
 # ---- What the model is told of a Python function that is a tool
 
@@ -97,12 +97,6 @@ def test_the_episode_is_not_the_models_to_give() -> None:
 
     with pytest.raises(TypeError, match="key cannot be given by name"):
         function_schema(positional)
-
-
-def test_parameters_may_be_described_as_fields() -> None:
-    about, said = described("Adds.\n\n:param int a: The one.\n:param b: The other,\n    or none.\n:returns: Their sum.")
-    assert (about, said) == ("Adds.", {"a": "The one.", "b": "The other, or none."})
-    assert described("") == ("", {})
 
 
 # ---- Calls of tools: what the model is told of what they gave, and of what went wrong

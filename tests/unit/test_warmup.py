@@ -21,8 +21,7 @@ from runtime.data import arithmetic
 from runtime.data.arithmetic import TOOL, TRAINED, ArithmeticProblem, LookupProblem, lookups, split, write_jsonl
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
-from runtime.gateway.probes import conversations
-from runtime.gateway.rendering import renderer_of
+from runtime.gateway.rendering import conversations, renderer_of
 from runtime.models import tiny_model
 from runtime.sft import warmup
 from tests.closeness import assert_close

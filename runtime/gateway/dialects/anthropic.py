@@ -5,27 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import field
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
-from runtime.gateway.dialects.fields import (
-    Asked,
-    Count,
-    Events,
-    FieldTable,
-    NonNegative,
-    Share,
-    StopTexts,
-    Strict,
-    TopK,
-    decode,
-    event,
-    one_of,
-    part_text,
-    read,
-    text_of,
-    wrong,
-)
+from runtime.gateway.dialects import fields
+from runtime.gateway.dialects.fields import Asked, Events, Strict, decode, event, one_of, part_text, read, text_of, wrong
 from runtime.gateway.dialects.openai import choice_of
 
 
@@ -35,39 +19,31 @@ class _ToolChoice(Strict, frozen=True):
     disable_parallel_tool_use: bool = False
 
 
-class _MessagesRequest(Struct, frozen=True, kw_only=True):
-    max_tokens: Count
+class _MessagesRequest(Strict, frozen=True, kw_only=True):
+    # One model is served under any name. Fields about storing, caching and billing do not change the answer.
+    unused = "model metadata service_tier cache_control inference_geo user_profile_id workspace_id"
+    neutral: ClassVar = {"mcp_servers": ([],), "output_config": ({},), "speed": ("standard",)}
+    max_tokens: fields.Count
     messages: list[Any]
     system: Any = None
-    stop_sequences: StopTexts = ()
+    stop_sequences: fields.StopTexts = ()
     stream: bool = False
-    temperature: NonNegative | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    thinking: dict[str, Any] = {}
-    tools: list[Any] = []
+    temperature: fields.NonNegative | None = None
+    top_p: fields.Share | None = None
+    top_k: fields.TopK | None = None
+    thinking: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[Any, ...] = ()
     tool_choice: _ToolChoice = _ToolChoice("auto")
     thread: Any = None
 
 
-# One model is served under any name. Fields about storing, caching and billing do not change the answer.
-_REQUEST = FieldTable(
-    _MessagesRequest,
-    "model metadata service_tier cache_control inference_geo user_profile_id workspace_id",
-    {"mcp_servers": ([],), "output_config": ({},), "speed": ("standard",)},
-)
-
-
 class _Turn(Strict, frozen=True):
     role: str
-    content: Any
+    content: Any = None
 
 
-class _Block(Strict, frozen=True, kw_only=True):
-    type: str
-    cache_control: Any = None
-    caller: Any = None
-    toolset_name: None = None
+class _Block(Strict, frozen=True):
+    unused = "type cache_control caller"
 
 
 class _ToolUse(_Block, frozen=True):
@@ -77,37 +53,21 @@ class _ToolUse(_Block, frozen=True):
 
 
 class _ToolResult(_Block, frozen=True):
+    unused = f"{_Block.unused} is_error"  # the model reads only `content`
     tool_use_id: str
     content: Any = None
-    is_error: Any = None  # ignored: the model reads only `content`
 
 
 class _Thinking(_Block, frozen=True):
+    unused = f"{_Block.unused} signature"
     thinking: str
-    signature: Any = None
 
 
 class _CustomTool(Strict, frozen=True):
+    unused = "type cache_control strict eager_input_streaming"
     name: str
     input_schema: dict[str, Any]
-    description: str | None = None
-    type: str | None = None
-    cache_control: Any = None
-    strict: Any = None
-    eager_input_streaming: Any = None
-    defer_loading: None = None
-    input_examples: None = None
-    allowed_callers: None = None
-
-
-class MessagesAsked(Asked, frozen=True):
-    def answer(self, completion: Completion) -> dict[str, Any]:
-        reply = completion.replies[0]
-        head = {"id": completion.id, "type": "message", "role": "assistant", "model": completion.model}
-        return {**head, "content": _blocks(reply.message), **_end(reply), "usage": _usage(completion)}
-
-    def events(self, model: str, created: float) -> Events:
-        return _MessageEvents(model, created)
+    description: str = ""
 
 
 class _MessageEvents(Events):
@@ -115,8 +75,8 @@ class _MessageEvents(Events):
 
     waiting: ClassVar[bytes] = event({"type": "ping"}, "ping")
 
-    def __init__(self, model: str, created: float):
-        super().__init__(model, created)
+    def __init__(self, asked: Any, model: str, created: float):
+        super().__init__(asked, model, created)
         self._begun = self._writing = False  # the message has begun; text has been sent, which is its first block
 
     def progress(self, id: str, index: int, text: str) -> bytes:
@@ -144,9 +104,18 @@ class _MessageEvents(Events):
         return b"".join([*parts, _say("message_delta", delta=_end(reply), usage=_usage(completion)), _say("message_stop")])
 
 
+class MessagesAsked(Asked, frozen=True):
+    streamed = _MessageEvents
+
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        reply = completion.replies[0]
+        head = {"id": completion.id, "type": "message", "role": "assistant", "model": completion.model}
+        return {**head, "content": _blocks(reply.message), **_end(reply), "usage": _usage(completion)}
+
+
 def parse(body: bytes) -> MessagesAsked:
     """Parse a request. Raises Refused, 400."""
-    request = _REQUEST.read(decode(body))
+    request = read(_MessagesRequest, decode(body))
     if request.thread is not None:  # with this code, the client's tool runner sends whole conversations instead
         raise Refused(400, "thread: is not implemented", "thread", code="thread_unsupported_request")
     if not request.messages:
@@ -177,7 +146,7 @@ def _tool(given: Any, where: str) -> Tool:
     if isinstance(given, dict):  # checked first: tools that Anthropic's servers run have other fields
         one_of(f"{where}.type", given.get("type") or "custom", ("custom",))
     tool = read(_CustomTool, given, where)
-    return Tool(tool.name, tool.description or "", tool.input_schema)
+    return Tool(tool.name, tool.description, tool.input_schema)
 
 
 def _turn(given: Any, where: str) -> list[Message]:
@@ -241,9 +210,8 @@ def _begin(index: int, block: dict[str, Any]) -> list[bytes]:
 
 
 def _end(reply: PolicyReply) -> dict[str, Any]:
-    reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if reply.stop else "end_turn"}[
-        reply.end
-    ]
+    stop = "stop_sequence" if reply.stop else "end_turn"
+    reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": stop}[reply.end]
     return {"stop_reason": reason, "stop_sequence": reply.stop or None}
 
 

@@ -1,15 +1,11 @@
-"""Parsing of requests from JSON to Structs, and the errors that a client sees if its request is wrong. No I/O.
-
-A table of fields has three parts. `implemented`: a Struct. `unused`: fields that do not change the answer, with any value.
-`neutral`: fields that are not implemented, each with the values that ask for nothing. null means absent. All other fields are
-refused by name.
-"""
+"""Parsing of requests from JSON to Structs, the common parts of answers, and the errors that a client sees if its request is
+wrong. No I/O and no clock."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,7 +13,6 @@ from msgspec import Meta, Struct
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
 
 # ---- Answers
-# The common parts of the dialects' answers. No I/O and no clock.
 
 
 class Events:
@@ -25,9 +20,8 @@ class Events:
 
     waiting: ClassVar[bytes] = b": waiting\n\n"  # a comment (WHATWG HTML, section 9.2.6) that keeps the connection alive
 
-    def __init__(self, model: str, created: float):
-        self._model = model
-        self._created = int(created)
+    def __init__(self, asked: Any, model: str, created: float):
+        self._asked, self._model, self._created = asked, model, int(created)
         self._sent: dict[int, int] = {}  # characters sent of each reply's text
 
     def progress(self, id: str, index: int, text: str) -> bytes:
@@ -37,10 +31,6 @@ class Events:
     def end(self, completion: Completion) -> bytes:
         """Return the events for the unsent rest of the completion, and for its end."""
         raise NotImplementedError
-
-    def failed(self, error: dict[str, Any]) -> bytes:
-        """Return an error event, in place of the end. `error`: the body of an error answer."""
-        return event(error, "error")
 
     def _new(self, index: int, text: str) -> str:
         """Return the unsent part of `text`, and mark it as sent."""
@@ -52,6 +42,7 @@ class Events:
 class Asked(Struct, frozen=True, kw_only=True):
     """A request, parsed by its dialect."""
 
+    streamed: ClassVar[type[Events]]
     call: PolicyCall
     stream: bool = False
 
@@ -61,11 +52,7 @@ class Asked(Struct, frozen=True, kw_only=True):
 
     def events(self, model: str, created: float) -> Events:
         """Return the events of a streamed answer. `created`: seconds since the epoch."""
-        raise NotImplementedError
-
-
-Parse = Callable[[bytes], Asked]
-"""Parses the body of a request. Raises Refused, 400."""
+        return self.streamed(self, model, created)
 
 
 def event(data: Any, name: str = "") -> bytes:
@@ -93,8 +80,6 @@ def error_body(refused: Refused, anthropic: bool) -> dict[str, Any]:
     return {"type": "error", "error": {**error, "details": {"error_code": refused.code}} if refused.code else error}
 
 
-T = TypeVar("T")
-
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Replies = Annotated[int, Meta(ge=1, le=128)]  # n of a call: OpenAI's limit
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -111,32 +96,16 @@ _NAMED = re.compile("Object (missing required|contains unknown) field `(.*)`")
 
 
 class Strict(Struct, frozen=True, forbid_unknown_fields=True):
-    """An object within a request. A field of type Any that no code reads does not change the answer. A field of type None
-    is not implemented."""
+    """An object within a request, or its body. null means absent. `unused`: fields, separated by spaces, that do not change the
+    answer, with any value. `neutral`: fields that are not implemented, each with the values that ask for nothing. All other
+    fields are refused by name."""
+
+    unused: ClassVar[str] = ""
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
 
-class FieldTable(Struct, Generic[T], frozen=True):
-    """The fields that an object of a request may have. `unused`: names separated by spaces."""
-
-    implemented: type[T]
-    unused: str = ""
-    neutral: Mapping[str, tuple[Any, ...]] = {}
-
-    def read(self, given: Any, where: str = "") -> T:
-        """Return the Struct of the object at `where` in the request. Raises Refused, 400."""
-        if not isinstance(given, dict):
-            raise wrong(where or "the body", given, "an object")
-        fields: tuple[str, ...] = self.implemented.__struct_encode_fields__  # type: ignore[attr-defined]
-        unused = self.unused.split()
-        kept = {name: value for name, value in given.items() if value is not None and name not in unused}
-        for name in [name for name in kept if name not in fields]:
-            param = _join(where, name)
-            if name not in self.neutral:
-                raise wrong(param, kept[name], "implemented")
-            if kept[name] not in self.neutral[name]:
-                raise wrong(param, kept[name], f"implemented; {_any_of((*self.neutral[name], None))} is")
-            del kept[name]
-        return read(self.implemented, kept, where)
+T = TypeVar("T")
+S = TypeVar("S", bound=Strict)
 
 
 def decode(body: bytes) -> Any:
@@ -147,10 +116,24 @@ def decode(body: bytes) -> Any:
         raise Refused(400, f"the body is not valid JSON: {error}") from None
 
 
-def read(struct: type[T], given: Any, where: str) -> T:
+def read(struct: type[S], given: Any, where: str = "") -> S:
     """Return the Struct of the object at `where` in the request. Raises Refused, 400."""
+    if not isinstance(given, dict):
+        raise wrong(where or "the body", given, "an object")
+    fields, unused, neutral = struct.__struct_encode_fields__, struct.unused.split(), struct.neutral
+    kept = {name: value for name, value in given.items() if value is not None and name not in unused}
+    for name in [name for name in kept if name not in fields]:
+        param, value = _join(where, name), kept.pop(name)
+        if value not in neutral.get(name, ()):
+            also = f"; {_any_of((*neutral[name], None))} is" if name in neutral else ""
+            raise wrong(param, value, f"implemented{also}")
+    return converted(struct, kept, where)
+
+
+def converted(kind: type[T], given: Any, where: str) -> T:
+    """Return the value at `where` in the request as `kind`. Raises Refused, 400."""
     try:
-        return msgspec.convert(given, struct)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error), given, where) from None
 
@@ -178,13 +161,9 @@ def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str
 
 
 class _TextPart(Strict, frozen=True):
+    unused = "annotations citations logprobs cache_control prompt_cache_breakpoint"  # the first three come back with answers
     text: str
     type: str
-    annotations: Any = None  # this, `citations` and `logprobs` come back from earlier answers
-    citations: Any = None
-    logprobs: Any = None
-    cache_control: Any = None
-    prompt_cache_breakpoint: Any = None
 
 
 def part_text(part: Any, where: str, kinds: Collection[str] = ("text",)) -> str:

@@ -6,145 +6,82 @@ One reply of the assistant is one Message in this system and several items in th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from msgspec import Struct
+from msgspec import field
 from msgspec.structs import replace
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, ToolCall
-from runtime.gateway.dialects.fields import (
-    Asked,
-    Count,
-    Events,
-    FieldTable,
-    NonNegative,
-    Share,
-    Strict,
-    decode,
-    event,
-    one_of,
-    read,
-    text_of,
-    wrong,
-)
+from runtime.gateway.dialects import fields
+from runtime.gateway.dialects.fields import Asked, Events, Strict, decode, event, one_of, read, text_of, wrong
 from runtime.gateway.dialects.openai import UNUSED, functions
 
 ROLES = ("system", "developer", "user", "assistant")
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text")
 
 
-class _ResponsesRequest(Struct, frozen=True, kw_only=True):
+_REPEATED = ("max_output_tokens", "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p")
+
+
+class _ResponsesRequest(Strict, frozen=True, kw_only=True):
+    unused = f"{UNUSED} stream_options"
+    neutral: ClassVar = {
+        "background": (False,),
+        "context_management": ([],),
+        "include": ([], ["reasoning.encrypted_content"]),  # nothing is encrypted: reasoning is sent as it is
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
     input: str | list[Any]
     instructions: str = ""
-    max_output_tokens: Count | None = None
+    max_output_tokens: fields.Count | None = None
     parallel_tool_calls: bool = True
     previous_response_id: str = ""
     stream: bool = False
-    temperature: NonNegative | None = None
-    top_p: Share | None = None
-    tools: list[Any] = []
+    temperature: fields.NonNegative | None = None
+    top_p: fields.Share | None = None
+    tools: tuple[Any, ...] = ()
     tool_choice: str | dict[str, Any] = "auto"
-    text: dict[str, Any] = {}
-    reasoning: dict[str, Any] = {}
+    text: dict[str, Any] = field(default_factory=dict)
+    reasoning: dict[str, Any] = field(default_factory=dict)
 
 
-_NEUTRAL = {
-    "background": (False,),
-    "context_management": ([],),
-    "include": ([], ["reasoning.encrypted_content"]),  # nothing is encrypted: reasoning is sent as it is
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-_REQUEST = FieldTable(_ResponsesRequest, f"{UNUSED} stream_options", _NEUTRAL)
-_REPEATED = ("max_output_tokens", "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p")
-_TEXT = FieldTable(Strict, neutral={"format": ({"type": "text"},), "verbosity": ("medium",)})
-_REASONING = FieldTable(Strict)
+class _TextFormat(Strict, frozen=True):
+    neutral: ClassVar = {"format": ({"type": "text"},), "verbosity": ("medium",)}
 
 
 class _InputItem(Strict, frozen=True, kw_only=True):
-    type: Any = None
-    id: Any = None
-    status: Any = None
-    phase: Any = None
-    caller: Any = None
+    unused = "type id status phase caller"
 
 
 class _InputMessage(_InputItem, frozen=True):
     role: str
-    content: Any
+    content: Any = None
 
 
 class _FunctionCall(_InputItem, frozen=True):
     call_id: str
     name: str
     arguments: str
-    namespace: None = None
 
 
 class _FunctionOutput(_InputItem, frozen=True):
     call_id: str
-    output: Any
+    output: Any = None
 
 
 class _ReasoningItem(_InputItem, frozen=True):
+    unused = f"{_InputItem.unused} encrypted_content"
     content: Any = None
     summary: Any = None
-    encrypted_content: Any = None
-
-
-class ResponseAsked(Asked, frozen=True, kw_only=True):
-    previous: str  # the completion whose conversation continues; empty: `call` has the whole conversation
-    request: dict[str, Any]  # the fields of the request that a response repeats
-
-    def continues(self, history: tuple[Message, ...]) -> PolicyCall:
-        """Return the call behind the conversation up to `previous`. New instructions replace the earlier ones."""
-        instructions = 1 if self.request["instructions"] else 0
-        former = history[1:] if instructions and history and history[0].role == "system" else history
-        messages = self.call.messages
-        return replace(self.call, messages=(*messages[:instructions], *former, *messages[instructions:]))
-
-    def answer(self, completion: Completion) -> dict[str, Any]:
-        return self.response(completion.id, completion.model, int(completion.created), completion)
-
-    def events(self, model: str, created: float) -> Events:
-        return _ResponseEvents(self, model, created)
-
-    def response(
-        self, id: str, model: str, created: int, completion: Completion | None, text_first: bool = False
-    ) -> dict[str, Any]:
-        """Return the whole answer. `completion`: None if it has only begun."""
-        status, output, used = "in_progress", [], None
-        if completion is not None:
-            reply = completion.replies[0]
-            status = "incomplete" if reply.end == "length" else "completed"
-            output = _items(id, reply.message, status, text_first)
-            used = {
-                "input_tokens": len(completion.prompt),
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": len(reply.tokens),
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": len(completion.prompt) + len(reply.tokens),
-            }
-        return {
-            "id": id,
-            "object": "response",
-            "created_at": created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": model,
-            "output": output,
-            "usage": used,
-            **self.request,
-        }
 
 
 class _ResponseEvents(Events):
     """Streams text as it grows. Reasoning and calls are sent at the end, when they are known."""
 
-    def __init__(self, asked: ResponseAsked, model: str, created: float):
-        super().__init__(model, created)
-        self._asked = asked
+    def __init__(self, asked: Any, model: str, created: float):
+        super().__init__(asked, model, created)
         self._number = 0
         self._writing = False  # text has been sent; it is the first item
 
@@ -194,17 +131,47 @@ class _ResponseEvents(Events):
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
+class ResponseAsked(Asked, frozen=True, kw_only=True):
+    streamed = _ResponseEvents
+    previous: str  # the completion whose conversation continues; empty: `call` has the whole conversation
+    request: dict[str, Any]  # the fields of the request that a response repeats
+
+    def continues(self, history: tuple[Message, ...]) -> PolicyCall:
+        """Return the call behind the conversation up to `previous`. New instructions replace the earlier ones."""
+        instructions = 1 if self.request["instructions"] else 0
+        former = history[1:] if instructions and history and history[0].role == "system" else history
+        messages = self.call.messages
+        return replace(self.call, messages=(*messages[:instructions], *former, *messages[instructions:]))
+
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        return self.response(completion.id, completion.model, int(completion.created), completion)
+
+    def response(self, id: str, model: str, created: int, done: Completion | None, text_first: bool = False) -> dict[str, Any]:
+        """Return the whole answer. `done`: None if it has only begun."""
+        status, output = "in_progress", list[dict[str, Any]]()
+        used: dict[str, Any] | None = None
+        if done is not None:
+            reply = done.replies[0]
+            status = "incomplete" if reply.end == "length" else "completed"
+            output = _items(id, reply.message, status, text_first)
+            prompt, tokens = len(done.prompt), len(reply.tokens)
+            used = {"input_tokens": prompt, "output_tokens": tokens, "total_tokens": prompt + tokens}
+            used |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
+            used |= {"output_tokens_details": {"reasoning_tokens": 0}}
+        head = {"id": id, "object": "response", "created_at": created, "status": status, "error": None, "model": model}
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {**head, "incomplete_details": cut, "output": output, "usage": used, **self.request}
+
+
 def parse(body: bytes) -> ResponseAsked:
     """Parse a request. Raises Refused, 400."""
-    request = _REQUEST.read(decode(body))
-    _TEXT.read(request.text, "text")
-    _REASONING.read(request.reasoning, "reasoning")
+    request = read(_ResponsesRequest, decode(body))
+    read(_TextFormat, request.text, "text")
+    read(Strict, request.reasoning, "reasoning")
     messages = [Message("system", request.instructions)] if request.instructions else []
-    if isinstance(request.input, str):
-        messages.append(Message("user", request.input))
-    else:
-        for index, item in enumerate(request.input):
-            _add(messages, item, f"input[{index}]")
+    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    for index, item in enumerate(items):
+        _add(messages, item, f"input[{index}]")
     call = PolicyCall(
         messages=tuple(messages),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -213,14 +180,9 @@ def parse(body: bytes) -> ResponseAsked:
         temperature=request.temperature,
         top_p=request.top_p,
     )
-    repeated = {
-        **{name: getattr(request, name) for name in _REPEATED},
-        "instructions": request.instructions or None,
-        "metadata": {},
-        "previous_response_id": request.previous_response_id or None,
-        "text": {"format": {"type": "text"}},
-        "truncation": "disabled",
-    }
+    repeated = {name: getattr(request, name) for name in _REPEATED}
+    repeated |= {"instructions": request.instructions or None, "previous_response_id": request.previous_response_id or None}
+    repeated |= {"metadata": {}, "text": {"format": {"type": "text"}}, "truncation": "disabled"}
     return ResponseAsked(call=call, stream=request.stream, previous=request.previous_response_id, request=repeated)
 
 
@@ -228,9 +190,7 @@ def _add(messages: list[Message], given: Any, where: str) -> None:
     """Add an item to the conversation: to the assistant's last message if both belong to one reply."""
     if not isinstance(given, dict):
         raise wrong(where, given, "an object")
-    kind = one_of(
-        f"{where}.type", given.get("type", "message"), ("message", "function_call", "function_call_output", "reasoning")
-    )
+    kind = one_of(f"{where}.type", given.get("type", "message"), ITEMS)
     last = messages.pop() if messages and messages[-1].role == "assistant" else None
     if kind == "function_call_output":
         result = read(_FunctionOutput, given, where)
