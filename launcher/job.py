@@ -9,13 +9,14 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
+from rich.console import Console
 
 from launcher import run_folder
 from launcher.node import environment, topology
@@ -36,6 +37,7 @@ from runtime.process.os_process import ending_signals, unless_failed
 from runtime.sft.warmup import cache_folder
 from runtime.status import Progress
 from runtime.telemetry import startup
+from runtime.telemetry.shown import say
 from runtime.telemetry.startup import Startup
 from services.rpc import client
 from sluice import start
@@ -96,6 +98,17 @@ class Interrupted(Exception):
     def __init__(self, message: str, code: int):
         super().__init__(message)
         self.code = code
+
+
+def watched(verbose: bool, work: Callable[[View], Coroutine[Any, Any, T]]) -> T:
+    """Return the result of `work`, and show its progress meanwhile. Exits with the code of an interruption."""
+    console = Console()
+    try:
+        with View(console, verbose=verbose) as view:
+            return asyncio.run(work(view))
+    except Interrupted as how:
+        say(console, str(how))
+        sys.exit(how.code)
 
 
 class Job(ABC, Generic[Result]):

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from msgspec.structs import replace
+from rich.console import Console
 
 from launcher import run_folder
-from launcher.job import Interrupted, Job
+from launcher.job import Interrupted, Job, watched
 from launcher.node.local_node import LocalNode
 from launcher.view import View
-from runtime.config import Cluster, Config
+from runtime.config import Cluster, Config, loading
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult, evaluation_sets
+from runtime.telemetry.shown import say
 from sluice import start
 
 FOLDER = "eval"  # in the folder of the run whose configuration it takes; that run stays as it is
+
+
+def run(options: argparse.Namespace) -> None:
+    config = own_folder(loading.resolve(loading.load(options.config, options.overrides)))
+    result = watched(options.verbose, lambda view: evaluate(config, view))
+    console = Console()
+    console.print(evaluation.render([result]))
+    say(console, f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}")
 
 
 def own_folder(config: Config, name: str = FOLDER) -> Config:

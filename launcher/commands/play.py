@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import asdict, replace
+from rich.console import Console
 
 from launcher.commands.evaluate import Evaluating, own_folder
+from launcher.job import watched
 from launcher.node.local_node import LocalNode
 from launcher.view import View
-from runtime.config import Config, Evaluation, Source
+from runtime.config import Config, Evaluation, Source, loading
 from runtime.data.fields import extra
 from runtime.data.handlers import source_rows
 from runtime.data.prepared import row_format_of, sources
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import Generation
+from runtime.telemetry.shown import say
 
 FOLDER = "play"  # in the folder of the run whose configuration it takes
 SILENT = "(the model gave no reply)"
+
+
+def run(options: argparse.Namespace) -> None:
+    config = loading.resolve(loading.load(options.config, options.overrides))
+    played = watched(options.verbose, lambda view: play(config, options.task, view))
+    say(Console(), shown(played))
 
 
 async def play(config: Config, task: int, view: View) -> Generation:

@@ -3,6 +3,7 @@ on this machine."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+from rich.console import Console
 
 from launcher import run_folder
-from launcher.job import Interrupted
+from launcher.job import Interrupted, watched
 from launcher.node import environment
 from launcher.node.child import Child
 from launcher.node.local_node import LocalNode
@@ -28,9 +30,15 @@ from runtime.config.checks import alone, tune_faults
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
 from runtime.process.os_process import ending_signals
+from runtime.telemetry.shown import say
 from sluice import start
 
 NAME = "trainer-0"
+
+
+def run(options: argparse.Namespace) -> None:
+    config = loading.resolve(loading.load(options.config, options.overrides))
+    say(Console(), watched(options.verbose, lambda view: sft(config, view)))
 
 
 async def sft(config: Config, view: View) -> str:

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import sys
 import time
+from pathlib import Path
 
 from msgspec.structs import replace
+from rich.console import Console
 
 from launcher import run_folder
-from launcher.job import Job
+from launcher.job import Job, watched
 from launcher.node.local_node import LocalNode
 from launcher.page.page_process import PageBeside
 from launcher.view import View
 from runtime import timeouts
-from runtime.config import Config
-from runtime.process import disk
+from runtime.config import Config, loading
+from runtime.evaluation import results as evaluation
+from runtime.process import disk, os_process
+from runtime.telemetry import summary
+from runtime.telemetry.shown import say, shown
 from runtime.telemetry.startup import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
 from sluice import start
+
+
+def run(options: argparse.Namespace) -> None:
+    config = loading.resolve(loading.load(options.config, options.overrides))
+    run_training(config, LocalNode.of(config), options.verbose)
+
+
+def run_training(config: Config, here: LocalNode, verbose: bool = False) -> None:
+    """Train, with this machine as the coordinator's node, and print the result. `verbose`: each process's output too. Raises
+    SluiceError."""
+    os_process.close_to_others()
+    console = Console()
+    result = watched(verbose, lambda view: train(config, view, here))
+    console.print(summary.render(result))
+    if found := evaluation.read(Path(config.run.dir)):
+        console.print(evaluation.render([found[0], *found[1:][-1:]]))
+    say(console, f"run folder: {config.run.dir}")
+    if result.mismatch_alarm:
+        print(shown(f"alarm: {summary.alarm(result)}"), file=sys.stderr)
 
 
 async def train(config: Config, view: View, here: LocalNode | None = None, asked: float | None = None) -> Summary:

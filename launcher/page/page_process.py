@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.view import View
 from runtime import run_files, timeouts
 from runtime.config import Config
-from runtime.process import keys
+from runtime.process import keys, os_process
 from sluice import start
 
 LOG = "page.log"
@@ -31,12 +31,13 @@ class PageBeside:
         try:
             with self._log.open("wb") as errors:
                 self._process = await asyncio.create_subprocess_exec(
-                    *start.command("launcher.page.__main__", self._config.run.dir, page.host, str(page.port)),
+                    *start.command("launcher.cli", "page", self._config.run.dir, "--host", page.host, "--port", str(page.port)),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=errors,
                     env=keys.inherited(),
                     start_new_session=True,  # Ctrl-C ends the run first
+                    preexec_fn=os_process.die_with_parent,
                 )
         except OSError as error:
             self._view.say(f"page: not started: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hmac
 import math
@@ -20,6 +21,7 @@ from runtime import run_files, timeouts
 from runtime.errors import SluiceError, UserError
 from runtime.process import network
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in
+from runtime.process.os_process import ended_as_by_ctrl_c
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 COOKIE = "sluice-page"
@@ -230,6 +232,11 @@ def application(pages: Pages, guard: PageGuard) -> web.Application:
     made.router.add_get("/api/run/{run}/events", routes.events)
     made.router.add_get("/api/run/{run}/{view}", routes.view)
     return made
+
+
+def run(options: argparse.Namespace) -> None:
+    with ended_as_by_ctrl_c():
+        asyncio.run(serve(options.folder, options.host, options.port, lambda address: print(address, flush=True)))
 
 
 async def serve(root: Path, host: str, port: int, ready: Callable[[str], None]) -> None:

@@ -298,7 +298,7 @@ def test_overrides_may_stand_before_and_behind_options(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], overrides: list[str], task: int
 ) -> None:
     seen = []
-    monkeypatch.setitem(cli._COMMANDS, "play", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr("launcher.commands.play.run", seen.append)
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert not ended.value.code
