@@ -118,7 +118,7 @@ class TranslatedSettings:
                 self._check(each)
 
     def _check(self, entry: FileEntry) -> None:
-        key = (self.table.find(entry.section, entry.name) or ("", None))[1]
+        key = self._key(entry)
         if key is None:
             near = self.table.nearest(entry.section, entry.name)
             self.faults.append(f"{entry.path}: unknown key" + (f"; {near}" if near else ""))
@@ -130,6 +130,9 @@ class TranslatedSettings:
             self.decide(key.decide, Setting(entry.path, entry.value, True))
         elif key.refused and not key.asks_for_nothing(entry.value):
             self.refuse(Setting(entry.path, entry.value, True), key.refused)
+
+    def _key(self, entry: FileEntry) -> TheirKey | None:
+        return (self.table.find(entry.section, entry.name) or ("", None))[1]
 
     def of(self, section: str, name: str) -> Setting:
         """Return a key of a section that is no role's; the program's default if the file has none."""
@@ -243,13 +246,13 @@ class TranslatedSettings:
         """Yield a row for each key of the file, in the file's order."""
         for entry in self._entries:
             path, value = entry.path, entry.value.text if isinstance(entry.value, Unresolved) else shown(entry.value)
-            found = self.table.find(entry.section, entry.name)
+            key = self._key(entry)
             if path in self._left_out:
                 yield TranslatedKey(path, value, "left out", reason="--without")
-            elif found is not None:
-                yield self._row(entry, value, *found)
+            elif key is not None:
+                yield self._row(entry, value, key)
 
-    def _row(self, entry: FileEntry, value: str, place: str, key: TheirKey) -> TranslatedKey:
+    def _row(self, entry: FileEntry, value: str, key: TheirKey) -> TranslatedKey:
         path = entry.path
         ours, said = tuple(self._ours.get(path, ())), self._said.get(path, "")
         if path in self._refused:
@@ -259,21 +262,22 @@ class TranslatedSettings:
         if ours:
             return TranslatedKey(path, value, "mapped", ours, self._noted.get(path, key.note))
         off = "off there too: it asks for nothing" if key.refused or key.decide else key.ignored
-        reason = said or off or ("left empty" if entry.value is None else self._overridden(entry, place))
+        alike = (each for each in self._entries if each.path in self._ours and self._key(each) is key)
+        over = "".join(f"{each.path} stands over it" for each in [*alike][-1:])  # a section nearer to the role has it
+        empty = "left empty" if entry.value is None else ""
+        reason = said or off or empty or over or key.otherwise or f"{entry.section} takes none of its own"
         return TranslatedKey(path, value, "ignored", reason=reason)
-
-    def _overridden(self, entry: FileEntry, place: str) -> str:
-        """Return why a mapped key decided nothing: a section nearer to the role has it, or the role does not take it."""
-        others = [each for each in self._entries if each.name == entry.name and each.path in self._ours]
-        if others:
-            return f"{others[-1].path} stands over it"
-        return f"{entry.section} takes none of its own" if place not in (entry.section, "model") else "decides nothing here"
 
     def carried(self, ours: Collection[str]) -> Iterator[CarriedDefault]:
         """Yield the program's defaults among what was written, by key, without the lines of `ours`, Sluice's own."""
         for path, (value, lines) in self._defaults.items():
             if others := tuple(line for line in dict.fromkeys(lines) if line not in ours):
                 yield CarriedDefault(path, shown(value), others)
+
+
+def given(*settings: Setting) -> list[Setting]:
+    """Return the settings that the file has."""
+    return [each for each in settings if each.given]
 
 
 def scaled(least: float | None, policys: float | None, critics: float | None) -> float | None:
@@ -398,7 +402,7 @@ class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     item: str = ""  # mapped, a bool: all of `to`, which are lists, have this where it is true
     values: dict[str, Any] = {}  # mapped: our values, by theirs as they are shown; other values are refused
     when: dict[str, Any] = {}  # of `copy`, `item` and `values`: by facts of a translation, when they hold; else it is ignored
-    otherwise: str = ""  # for this reason
+    otherwise: str = ""  # why it decides nothing, where it decides nothing
     decide: str = ""  # what the user has to do about a value other than `default`
     ignored: str = ""  # why it has no counterpart, and needs none
     refused: str = ""  # why a value other than `default` is impossible here, and what to do instead

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from launcher.importing.keys import Setting
+from launcher.importing.keys import Setting, given
 from launcher.mindspeed.reading import RoleSettings
 
 _WAYS = {
@@ -27,7 +27,7 @@ OF_A_MACHINE = 16  # devices at most: of Atlas A3, and of 200T A2 Box16; others 
 def services(keys: RoleSettings) -> None:
     """Translate `services`, `lora`, `reference` and the token budgets."""
     environment = keys.of("rl_config", "runtime_env_path")
-    keys.put("services.platform", ASCEND, *([environment] if environment.given else []))
+    keys.put("services.platform", ASCEND, *given(environment))
     lora = _lora(keys)
     (_current if keys.rl else _older)(keys, lora)
     _budgets(keys)
@@ -44,24 +44,18 @@ def _current(keys: RoleSettings, lora: bool) -> None:
     _spread(keys, "actor", "trainer", [actor], actor.value)
     _rollouts(keys, actor)
     # Training and sampling share devices in either case: the actor is one hybrid worker there.
-    keys.put("services.rollout.colocate", "trainer", together)
-    keys.put("services.rollout.colocate", "trainer", *([older] if older.given else []))
+    keys.put("services.rollout.colocate", "trainer", together, *given(older))
     if "critic" in keys.values:
         _spread(keys, "critic", "critic", [critic if critic.given else actor], critic.value or actor.value)
         if integrated:
             keys.put("services.critic.colocate", "trainer", together)
-    else:
-        keys.say("of gae, which has a critic", critic)
     _reference(keys, integrated or bool(shared.value), reference, actor, lora)
     if shared.value and "services.reference.engine" in keys.values:
         keys.put("services.reference.colocate", "trainer", shared)
-    keys.say("reference and actor have devices of their own", shared)
     size = keys.of("rl_config", "hccl_buffersize")
     if size.given and size.value not in (None, HCCL_BUFFER):
         for role in ("trainer", "rollout", *(["critic"] if "critic" in keys.values else [])):
             keys.put(f"services.{role}.env.HCCL_BUFFSIZE", str(size.value), size)
-    else:
-        keys.say("MiB: what services.platform ascend sets", size)
 
 
 def _older(keys: RoleSettings, lora: bool) -> None:
@@ -84,8 +78,6 @@ def _older(keys: RoleSettings, lora: bool) -> None:
     critic = keys.of("resource_pool", "critic")
     if "critic" in keys.values:
         _spread(keys, "critic", "critic", [critic], keys.summed(critic))
-    else:
-        keys.say("of gae, which has a critic", critic)
     _reference(keys, False, keys.of("resource_pool", "ref"), train, lora)
 
 
@@ -107,8 +99,6 @@ def _spread(keys: RoleSettings, role: str, service: str, counted: list[Setting],
     sequence = keys.role(role, "sequence_parallel")
     if sizes["tensor"] > 1 and sequence.value is not None:
         keys.put(f"{path}.parallel.sequence", sequence.value, sequence)
-    else:
-        keys.say("without tensor parallelism it has no effect", sequence)
     _stages(keys, role, path, sizes["pipeline"])
     _blocks(keys, path, counted, devices, sizes)
 
@@ -116,7 +106,6 @@ def _spread(keys: RoleSettings, role: str, service: str, counted: list[Setting],
 def _blocks(keys: RoleSettings, path: str, counted: list[Setting], devices: int | None, sizes: dict[str, int]) -> None:
     """Translate the number of processes. They form blocks of ranks, among which a step's prompts have to be shared out."""
     if devices is None:
-        keys.say("empty: one block of ranks", *counted)
         return
     block = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
     if devices < 1 or devices % block:
@@ -136,7 +125,6 @@ def _blocks(keys: RoleSettings, path: str, counted: list[Setting], devices: int 
 def _stages(keys: RoleSettings, role: str, path: str, stages: int) -> None:
     """Translate `layers_per_stage`, from num_layer_list, or from noop_layers, which even out unequal stages."""
     listed, noops, layers = keys.role(role, "num_layer_list"), keys.role(role, "noop_layers"), keys.role(role, "num_layers")
-    keys.say("config.json of model.path says how many", layers)
     counts = _numbers(keys, listed) if listed.value is not None else []
     empty = _numbers(keys, noops) if noops.value is not None else []
     if counts is None or empty is None:
@@ -177,25 +165,20 @@ def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, l
     path, backbone = "services.reference", keys.of("rl_config", "share_backbone")
     load, original = keys.role("reference", "load"), keys.of("rl_config", "integrated_mode_config.ref_model_load_path")
     if not keys.values.get("algorithm.kl_coefficient"):
-        keys.say("there is no KL term, and so no reference", own, original, load, backbone)
         return
     if lora and backbone.value:
         keys.put("reference.source", "adapter_off", backbone)
-        keys.say("the reference is the policy without its adapters", own, original, load)
         return
-    keys.say("off", backbone)
     role = "actor" if shared else "reference"
     count = actor.value if shared else own.value if not isinstance(own.value, list) else keys.summed(own)
     counted = [actor if shared else own]
     _spread(keys, role, "reference", counted, count)
     if shared:
         keys.put(f"{path}.colocate", "trainer", keys.of("rl_config", "use_integrated_worker"))
-        keys.say("the reference is on actor_resource's devices", own)
     start = keys.role("actor", "load").value
     for setting in (load, original):
         if setting.given and setting.value is not None and setting.value != start:
             keys.put("model.reference", setting.value, setting)
-    keys.say("the policy's own start, as there: it is the actor's checkpoint too", load, original)
 
 
 def _rollouts(keys: RoleSettings, actor: Setting) -> None:
@@ -231,13 +214,11 @@ def _expert_parallelism(keys: RoleSettings, ways: int) -> None:
     elif parallel.value or (experts.value or 1) > 1:
         deciding = [each for each in (parallel, experts) if each.given and each.value and each.value != 1]
         keys.put("services.rollout.engine_args.enable_expert_parallel", True, *deciding)
-    keys.say("off", parallel, experts)
 
 
 def _lora(keys: RoleSettings) -> bool:
     modules, rank, alpha = (keys.role("actor", f"lora_{name}") for name in ("target_modules", "r", "alpha"))
     if not modules.value:
-        keys.say("of lora_target_modules, which are none", rank, alpha, modules)
         return False
     unknown = [name for name in modules.value if name not in _LAYERS]
     if unknown:
@@ -254,8 +235,6 @@ def _recomputation(keys: RoleSettings, role: str, service: str) -> None:
     granularity, swapped = keys.role(role, "recompute_granularity"), keys.role(role, "swap_optimizer")
     if granularity.value == "full":
         keys.put(f"services.{service}.activation_checkpointing", True, granularity)
-    elif granularity.value is not None:
-        keys.say("all of a layer is computed again (full), or nothing", granularity)
     keys.add(f"services.{service}.offload", "optimizer", swapped)
 
 
@@ -281,29 +260,18 @@ def _budgets(keys: RoleSettings) -> None:
     scored = "services.reference.max_tokens_per_microbatch"
     names = ("use_dynamic_bsz", "update_max_packing_token_size", "ref_max_packing_token_size")
     dynamic, update, reference = keys.each("rl_config", *names)
-    has_reference = "services.reference.engine" in keys.values
-    if limit is not None and dynamic.value:
-        keys.put(own, limit.value, limit, dynamic)
-        keys.say(f"samples; {limit.path} is the budget", micro)
-    elif dynamic.value:
-        keys.put(own, update.value, update, dynamic)
-        keys.say("samples; with use_dynamic_bsz the packed size is the budget", micro)
+    budget = limit if limit is not None else update
+    if dynamic.value:
+        keys.put(own, budget.value, budget, dynamic)
     else:
         keys.put(own, tokens(keys, micro), micro)
-        keys.say("samples; FILE does not give their length", micro)
-        keys.say("of use_dynamic_bsz: without it micro_batch_size is the budget", *([limit] if limit is not None else []))
-    keys.say(f"{limit.path} is the budget" if limit is not None and dynamic.value else "of use_dynamic_bsz", update)
-    keys.say("there is no reference" if not has_reference else "of use_dynamic_bsz", reference)
-    keys.say("off: micro_batch_size samples, in tokens", dynamic)
-    if keys.rl:
+    if "services.reference.engine" not in keys.values:
+        return
+    if keys.rl and dynamic.value:
+        keys.put(scored, reference.value, reference)
+    elif keys.rl:
         forward = keys.of("rl_config", "ref_forward_micro_batch_size")
-        if not has_reference:
-            keys.say("there is no reference", forward)
-        elif dynamic.value:
-            keys.put(scored, reference.value, reference)
-            keys.say("samples; with use_dynamic_bsz the packed size is the budget", forward)
-        else:
-            keys.put(scored, tokens(keys, forward), forward)
-    if has_reference and keys.role("reference", "micro_batch_size").path.startswith(("ref_config", "actor_rollout_ref.ref")):
-        own_micro = keys.role("reference", "micro_batch_size")
+        keys.put(scored, tokens(keys, forward), forward)
+    own_micro = keys.role("reference", "micro_batch_size")
+    if own_micro.path.startswith(("ref_config", "actor_rollout_ref.ref")):
         keys.put(scored, tokens(keys, own_micro), own_micro)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path, PurePath
 from typing import Any
 
-from launcher.importing.keys import Read, Setting, Translation, check, scaled, translation
+from launcher.importing.keys import Read, Setting, Translation, check, given, scaled, translation
 from launcher.mindspeed import algorithm, layout
 from launcher.mindspeed.reading import TABLE as TABLE
 from launcher.mindspeed.reading import RoleSettings, read
@@ -20,7 +20,6 @@ _HANDLERS = {
 }
 _COLUMNS = {"prompt": "prompt", "query": "query", "response": "label", "system": "system"}
 _OF_OPTIMIZER = ("min_lr", "lr_decay_style", "lr_warmup_fraction", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad")
-_STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # the role, by a word in theirs
 _SWANLAB_MODES = dict.fromkeys(("", "cloud", "online"), "online") | dict.fromkeys(("local", "offline"), "offline")
 _SWANLAB_MODES["disabled"] = "disabled"
 
@@ -33,16 +32,16 @@ def imported(file: Path, models: Path | None, without: Collection[str]) -> Trans
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
     """Translate the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
     settings = RoleSettings(read, without)
-    settings.copy(algorithm.facts(settings))
+    facts = algorithm.facts(settings)
+    settings.copy(facts)
     _run(settings)
     _data(settings)
     _lengths(settings)
     algorithm.rewards(settings)
-    algorithm.algorithm(settings)
-    _training(settings)
+    algorithm.algorithm(settings, facts)
+    _training(settings, facts["dapo"])
     layout.services(settings)
     _trackers(settings)
-    _profiler(settings)
     check(settings)
     return translation(settings, _advice(settings))
 
@@ -51,7 +50,6 @@ def _run(keys: RoleSettings) -> None:
     keys.put("run.name", keys.name)
     folder, load = keys.role("actor", "tokenizer_name_or_path"), keys.role("actor", "load")
     keys.put("model.path", folder.value, load)
-    keys.say("a Megatron checkpoint: convert it (sluice convert megatron2hf) and name the result in model.path", load)
 
 
 def _data(keys: RoleSettings) -> None:
@@ -104,7 +102,6 @@ def _lengths(keys: RoleSettings) -> None:
     both, reply = keys.role("actor", "seq_length"), keys.of("generate_config", "sampling_config.max_tokens")
     if rl and reply.given:
         keys.put("sampling.max_new_tokens", reply.value, reply)
-        keys.say("sampling_config.max_tokens says how long a reply may be, and is what the engine goes by there too", both)
     elif both.value is not None and prompt.value is not None:
         if both.value <= prompt.value:
             how = "; or sampling_config.max_tokens has to say how long a reply may be" if rl else ""
@@ -117,37 +114,10 @@ def _lengths(keys: RoleSettings) -> None:
         keys.put("sampling.max_new_tokens", reply.value, reply)
     else:
         missing = " and ".join(each.path for each in (both, prompt) if each.value is None)
-        keys.advice.append(
-            f"{missing} is missing: what length prompts and replies had there FILE does not say; data.max_prompt_tokens, "
-            "sampling.max_new_tokens and training.max_tokens_per_microbatch are Sluice's own where they are not written"
-        )
+        keys.advice.append(f"{missing} is missing: the lengths of prompts and replies are Sluice's own where none is written")
 
 
-def _profiler(keys: RoleSettings) -> None:
-    for setting in (keys.of("profiler_config", "integrated"), keys.of("profiler_config", "profile")):
-        asked = setting.value if isinstance(setting.value, dict) else {"profile": setting.value}
-        if not asked.get("profile"):
-            keys.say("off there too; of a run that is under way, sluice profile asks for one", setting)
-            continue
-        message = f"{setting.path}: while the run goes on, {profile_command(asked)} records it"
-        if (start := asked.get("profile_step_start")) is not None:
-            message += f", asked in the step before the one that is {start} there"
-        keys.say(message.partition(": ")[2], setting)
-        keys.advice.append(message)
-
-
-def profile_command(asked: dict[str, Any]) -> str:
-    """Return the command for their `profiler_config.integrated`. It drops levels, shapes, stacks and memory."""
-    stage, ranks = str(asked.get("stage", "all")), asked.get("profile_ranks", "all")
-    role = next((ours for theirs, ours in _STAGES.items() if theirs in stage), "trainer")
-    first, last = (asked.get(f"profile_step_{end}") for end in ("start", "end"))
-    steps = last - first if isinstance(first, int) and isinstance(last, int) else 1
-    length = f" --steps {max(1, steps)}" if role in ("trainer", "critic") else ""
-    names = [f"--process {role}-{rank}" for rank in ranks] if isinstance(ranks, list) and ranks else [f"--role {role}"]
-    return " and ".join(f"sluice profile RUN {name}{length}" for name in names)
-
-
-def _training(keys: RoleSettings) -> None:
+def _training(keys: RoleSettings, dapo: bool) -> None:
     blocking = keys.of("rl_config", "blocking")
     deciding = [blocking] if keys.rl and blocking.value is not None else []
     split = keys.of("rl_config", "partial_rollout_max_split")
@@ -155,46 +125,28 @@ def _training(keys: RoleSettings) -> None:
         deciding.append(split)
         if keys.rl:  # r1_zero's rollouts have devices of their own
             keys.put("training.partial_rollouts", True, split)
-    elif split.given:
-        keys.say("off there too", split)
     keys.put("training.staleness", further, *deciding)
-    _batches(keys)
-    _optimizer(keys)
-    if "critic" in keys.values:
-        _critics_optimizer(keys)
-
-
-def _batches(keys: RoleSettings) -> None:
     batch = keys.role("actor", "global_batch_size")
     filtered, kept = keys.each("rl_config", "filter_groups_enable", "filter_groups_train_batch_size")
-    dapo = keys.rl and algorithm.stage_of(keys) == "ray_dapo"
-    if dapo and filtered.value and kept.given:
-        keys.put("training.groups_per_step", kept.value, kept)
-        keys.say("prompts sampled at a time; with filter_groups_enable a step trains on filter_groups_train_batch_size", batch)
-        batch = kept
-    else:
-        keys.put("training.groups_per_step", batch.value, batch)
-        keys.say("with filter_groups_enable alone" if dapo else "of ray_dapo, which alone leaves groups out", kept)
+    batch = kept if keys.rl and dapo and filtered.value and kept.given else batch
+    keys.put("training.groups_per_step", batch.value, batch)
     mini = keys.either("rl_config.mini_batch_size", "actor_rollout_ref.actor_rollout.ppo_mini_batch_size")
     if mini.given and mini.value is not None and batch.value:
         _mini_batch(keys, mini, batch.value)
+    _optimizer(keys)
+    if "critic" in keys.values:
+        _critics_optimizer(keys)
 
 
 def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
     samples = keys.values.get("sampling.group_size") or 1
     prompts, note = mini.value, ""
     if prompts > batch:
-        fewer = prompts // samples
-        counted = prompts % samples == 0 and fewer < batch and batch % fewer == 0  # may have been meant as samples
-        if counted and not keys.rl:
+        fewer = prompts // samples  # in older versions it counted samples
+        if not keys.rl and prompts % samples == 0 and fewer < batch and batch % fewer == 0:
             prompts, note = fewer, f"more than a step has prompts, so samples: {fewer} prompts"
         else:
             prompts, note = batch, f"more than the {batch} prompts of a step: one update, as there"
-        if counted and keys.rl:
-            keys.advice.append(
-                f"{mini.path} {mini.value} is more than the {batch} prompts of a step: one update, as there. Where it was "
-                f"meant as samples, as older versions counted, it is {fewer} prompts: training.mini_batch_size={fewer}"
-            )
     if prompts < 1 or batch % prompts:
         keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {batch} prompts of a step")
         return
@@ -233,16 +185,14 @@ def _trackers(keys: RoleSettings) -> None:
     for flag, name in ((wandb, "wandb"), (swanlab, "swanlab")):
         project = keys.of("rl_config", f"{name}_project")
         if not flag.value:
-            keys.say(f"of use_{name}", project)
             continue
         mode = keys.of("rl_config", "swanlab_mode") if name == "swanlab" else None
         if mode is not None and mode.value not in _SWANLAB_MODES:
             keys.refuse(mode, f"must be one of {', '.join(filter(None, _SWANLAB_MODES))}")
         tracker = {"name": name, "mode": _SWANLAB_MODES.get(mode.value or "", "online") if mode else "online"}
         trackers.append(tracker | ({"project": project.value} if project.value else {}))
-        deciding += [each for each in (project, mode) if each is not None and each.given]
+        deciding += given(project, *([mode] if mode else []))
     keys.put("trackers", trackers, *deciding)
-    keys.say("of use_swanlab", keys.of("rl_config", "swanlab_mode"))
 
 
 def _advice(keys: RoleSettings) -> list[str]:
@@ -252,13 +202,6 @@ def _advice(keys: RoleSettings) -> list[str]:
         "training.staleness is 0, as there: an iteration waits for its samples. Sluice's default, 2, lets sampling and "
         f"training overlap, {apart}"
     ] * (keys.values["training.staleness"] == 0)
-    limit = keys.values.get("training.max_tokens_per_microbatch", 0)
-    own, setting = layout.tokens(keys, keys.role("actor", "micro_batch_size")), layout.token_limit(keys)
-    if setting is not None and own and limit > own:
-        messages.append(
-            f"{setting.path} bounded one inference pass there; here training.max_tokens_per_microbatch bounds one of training. "
-            f"Theirs had {own} tokens: training.max_tokens_per_microbatch={own} takes as much memory"
-        )
     if (devices := keys.values.get("services.trainer.processes") or 0) > layout.OF_A_MACHINE:
         secret = "; and SLUICE_SECRET in each one's environment" if keys.values.get("cluster.shared_folder") is False else ""
         messages.append(
