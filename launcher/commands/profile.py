@@ -20,11 +20,11 @@ STEPS, SECONDS = 1, 5.0  # defaults; a process takes the unit that it is measure
 
 
 def run(options: argparse.Namespace) -> None:
-    asyncio.run(profile(options))
-
-
-async def profile(options: argparse.Namespace) -> None:
     """Print what was written. Raises UserError with a line for each process that wrote nothing, once all have answered."""
+    asyncio.run(_profile(options))
+
+
+async def _profile(options: argparse.Namespace) -> None:
     address, own = address_of(options.run, "profile"), keys.of_user(options.run)
     for option in ("steps", "seconds", "timeout"):
         if (value := getattr(options, option)) is not None and not 0 < value <= LONGEST:
@@ -32,10 +32,9 @@ async def profile(options: argparse.Namespace) -> None:
     processes = await processes_of(address, own, "profile")
     wanted = chosen(processes, options.role, options.process)
     step = int((await asked(processes[0], own)).gauges["step"])
-    given = {"steps": options.steps, "seconds": options.seconds}
-    if given == {"steps": None, "seconds": None}:
-        given = {"steps": STEPS, "seconds": SECONDS}
-    request = Profile(step=step, memory=options.memory, **{name: value for name, value in given.items() if value is not None})
+    lengths = {"steps": options.steps, "seconds": options.seconds}
+    given = {name: value for name, value in lengths.items() if value is not None} or {"steps": STEPS, "seconds": SECONDS}
+    request = Profile(step=step, memory=options.memory, **given)
     answers = await asyncio.gather(*(_of(process, request, own, options.timeout) for process in wanted), return_exceptions=True)
     for process, answer in zip(wanted, answers, strict=True):
         if isinstance(answer, Profiled):
@@ -61,6 +60,5 @@ async def _of(process: Registration, request: Profile, own: Keys | None, timeout
     """Let a process record. Raises its error, and ServiceFault if it is absent, ends, or takes longer than `timeout`."""
     async with client.Channel(process.address, own, party(process)) as channel:
         await channel.ready(process.name, timeouts.CONTROL_CALL)
-        method = contract.METHODS["Process", "Profile"]
-        answer: Profiled = await client.call(channel, process.name, method, request, timeout)
+        answer: Profiled = await client.call(channel, process.name, contract.METHODS["Process", "Profile"], request, timeout)
         return answer

@@ -26,23 +26,22 @@ UNREACHABLE = "unreachable"
 
 
 def run(options: argparse.Namespace) -> None:
-    asyncio.run(show(options.run, options.watch, options.grpcurl, options.gateway))
+    """Print the tables once, or keep them up to date; or print what programs need to reach a process or the gateways. Raises
+    UserError if no coordinator answers."""
+    asyncio.run(_show(options))
 
 
-async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) -> None:
-    """Print the tables once, or keep them up to date. With `grpcurl` print what grpcurl needs to call the process of this name;
-    with `gateway`, how agents reach the run's gateways. Raises UserError if no coordinator answers.
-    """
-    address, own = address_of(run, "status"), keys.of_user(run)
-    console = Console()
-    if gateway or grpcurl:
-        known = [] if gateway else await processes_of(address, own, "status")  # only the coordinator knows their addresses
-        certificates = Path(run) / run_files.CERTIFICATES
-        for line in endpoint(Path(run)) if gateway else for_grpcurl(known, grpcurl, own, certificates):
+async def _show(options: argparse.Namespace) -> None:
+    folder, console = Path(options.run), Console()
+    address, own = address_of(options.run, "status"), keys.of_user(options.run)
+    if options.gateway or options.grpcurl:
+        known = [] if options.gateway else await processes_of(address, own, "status")
+        certificates = folder / run_files.CERTIFICATES
+        for line in endpoint(folder) if options.gateway else for_grpcurl(known, options.grpcurl, own, certificates):
             print(shown(line))
         return
     tables = await _tables(address, own)  # before `Live`: a first error is printed alone
-    if not watch:
+    if not options.watch:
         console.print(tables)
         return
     with Live(tables, console=console, auto_refresh=False) as live:  # until Ctrl-C, or until the coordinator is gone
@@ -62,8 +61,7 @@ async def processes_of(address: str, own: Keys | None, command: str) -> list[Reg
 
 def party(process: Registration) -> str:
     """Return the name that the process's keys are made for."""
-    name, incarnation = process.name, process.incarnation
-    return name if name == keys.COORDINATOR else keys.process(name, incarnation)
+    return process.name if process.name == keys.COORDINATOR else keys.process(process.name, process.incarnation)
 
 
 def for_grpcurl(processes: Sequence[Registration], name: str, own: Keys | None, folder: Path) -> list[str]:
@@ -153,21 +151,18 @@ def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
     """Return two tables that fit 80 columns, the coordinator's line first: addresses of the processes, and their work."""
     processes = LiteralTable(title=statuses[0].detail, title_justify="left")
     work = LiteralTable()
-    columns = {"state version restarts pid address": processes, "at open answered failed rates": work}
-    for names, table in columns.items():
+    for table, names in ((processes, "state version restarts pid address"), (work, "at open answered failed rates")):
         for name in ("process", *names.split()):
             table.add_column(name, overflow="fold")
     silent: list[Text] = []
     for status, restarted in zip(statuses, restarts, strict=True):
-        place = str(restarted), str(status.pid), status.address
-        processes.add_row(status.name, status.state, str(status.version), *place)
+        place = map(str, (status.version, restarted, status.pid))
+        processes.add_row(status.name, status.state, *place, status.address)
         if status.state == UNREACHABLE:
             silent.append(literal(f"{status.name}: {status.detail}"))
             continue
-        calls = status.calls
-        counts = str(calls.open), str(calls.answered), str(calls.failed)
-        at = status.detail if status is not statuses[0] else ""
-        work.add_row(status.name, at, *counts, _rates(status.rates))
+        counts = map(str, (status.calls.open, status.calls.answered, status.calls.failed))
+        work.add_row(status.name, status.detail if status is not statuses[0] else "", *counts, _rates(status.rates))
     return Group(processes, work, *silent)
 
 
