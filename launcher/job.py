@@ -162,14 +162,10 @@ class Job(ABC, Generic[Result]):
             run_files.write_private(self.folder / run_files.CONFIG, loading.to_yaml(config))
             await self._until_done(await self._start(config))  # by the coordinator's address, until it has ended
             return await self.outcome()  # all processes have ended
-        finally:
-            await self._end()  # in any case, so that no process stays
-
-    async def _end(self) -> None:
-        """End all processes, whatever has happened."""
-        if hasattr(self, "supervisor"):
-            await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
-            (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # a killed coordinator leaves it
+        finally:  # in any case, so that no process stays
+            if hasattr(self, "supervisor"):
+                await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
+                (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # a killed coordinator leaves it
 
     def check(self, config: Config) -> None:
         faults = semantic_faults(config, known_names(), self._here.memory(config), trains=self.trains)
@@ -240,8 +236,9 @@ class Job(ABC, Generic[Result]):
                     self._began = self._began or progress.phase != "starting"
                     self._agent.apply_progress(progress)
                     self._show_losses(progress)
-                    if progress.phase == "training":
-                        self._show_startup()
+                    if progress.phase == "training" and not self._startup_shown and (found := Startup.read(self.folder)):
+                        self._startup_shown = True
+                        self.view.say(startup.line(found))
                     if progress.phase != phase:
                         phase = progress.phase
                         self.began(phase)
@@ -263,12 +260,6 @@ class Job(ABC, Generic[Result]):
 
     def began(self, phase: str) -> None:
         """Handle the beginning of a phase of the run."""
-
-    def _show_startup(self) -> None:
-        """Show the times of the start-up once, when they are known."""
-        if not self._startup_shown and (found := Startup.read(self.folder)) is not None:
-            self._startup_shown = True
-            self.view.say(startup.line(found))
 
     async def guarded(self, work: Awaitable[T]) -> T:
         """Wait for `work`, or for a death or a second signal. After a death the coordinator may first give the reason. Raises

@@ -94,15 +94,12 @@ class _TrainJob(Job[Summary]):
         await disk.done(lambda: summary.write(self.folder), self.folder, self.view.say)
         return summary
 
-    def _names(self) -> dict[int, str]:
-        """Return the names of processes by pid; empty before the first start."""
-        return {child.pid: child.spec.name for child in self.supervisor.children} if hasattr(self, "supervisor") else {}
-
     async def _watch_memory(self) -> None:
         """Sample the memory of the processes. An error ends the sampling, not the run."""
         try:
             while True:
-                await asyncio.to_thread(self._memory.sample, self._names())
+                children = self.supervisor.children if hasattr(self, "supervisor") else ()
+                await asyncio.to_thread(self._memory.sample, {child.pid: child.spec.name for child in children})
                 await asyncio.sleep(timeouts.MEMORY_INTERVAL)
         except Exception as error:  # noqa: BLE001 - it is reported
             self.view.say(f"the memory of the processes is not measured any more: {type(error).__name__}: {error}")

@@ -38,10 +38,7 @@ def range_of(option: str, text: str | None, kind: Callable[[str], N], most: N) -
     return bounds
 
 
-def steps_of(option: str, text: str | None) -> tuple[int, int] | None:
-    return range_of(option, text, int, 1 << 62)
-
-
+MOST_STEPS = 1 << 62
 SLOWEST = 5  # steps that are shown one by one
 INSIDE = 5  # phases of a process that are shown
 LEAST = 0.005  # share of the time from which on a cause is shown
@@ -58,7 +55,13 @@ def run(options: argparse.Namespace) -> None:
     seconds = sum(step.seconds for step in found)
     say(console, f"{len(found)} steps, {found[0].step} to {found[-1].step}, {seconds:.1f} s: {verdict(found)}")
     whole = [total for total in critical_path.totals(found) if total.seconds >= LEAST * seconds]
-    console.print(_totals(whole, seconds))
+    waits = LiteralTable(
+        *("waited for", "by", "seconds", "share", "steps", "which meanwhile was at"), title="what the steps waited for"
+    )
+    for total in whole:
+        share, number = f"{total.seconds / seconds:.0%}", str(total.steps)
+        waits.add_row(total.cause, total.process, f"{total.seconds:.2f}", share, number, _inside(total))
+    console.print(waits)
     causes = LiteralTable("waited for", "what that is", "what changes it", title="what that means")
     for cause in dict.fromkeys(total.cause for total in whole):
         causes.add_row(cause, *CAUSES[cause])
@@ -77,7 +80,7 @@ def by_process(folder: Path) -> Spans:
 
 def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans] | None = None) -> list[StepPath]:
     """Return the critical path of each step. `spans`: reads the run's spans, if the caller has them."""
-    wanted = steps_of("--steps", steps)
+    wanted = range_of("--steps", steps, int, MOST_STEPS)
     with LedgerReader(folder / run_files.LEDGER) as reader:
         before = None if wanted is None else (max(0, wanted[0] - 1), wanted[1])  # its end is the first step's beginning
         found = critical_path.paths(reader.groups(steps=before))
@@ -100,15 +103,6 @@ def verdict(steps: Sequence[StepPath]) -> str:
     most = f"{first.seconds / whole:.0%} of the time went to {first.cause}{process} – {CAUSES[first.cause][0]}"
     others = sum(total.seconds for total in totals[1:] if total.process == first.process and first.process)
     return most if others < 2 * LEAST * whole else f"{most}; in all {(first.seconds + others) / whole:.0%} to {first.process}"
-
-
-def _totals(totals: Sequence[CauseTotal], seconds: float) -> LiteralTable:
-    head = ("waited for", "by", "seconds", "share", "steps", "which meanwhile was at")
-    table = LiteralTable(*head, title="what the steps waited for")
-    for total in totals:
-        share = f"{total.seconds / seconds:.0%}"
-        table.add_row(total.cause, total.process, f"{total.seconds:.2f}", share, str(total.steps), _inside(total))
-    return table
 
 
 def _inside(total: CauseTotal) -> str:
