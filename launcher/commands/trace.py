@@ -54,8 +54,9 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
     flows: dict[int, list[Event]] = {}
     applied: set[int] = set()
     for pid, (process, within) in enumerate(shown.items(), start=1):
-        threads, placed = _threads(within)
-        yield from _named(pid, process, threads)
+        threads: dict[tuple[str, int], int] = {}
+        placed = [(threads.setdefault(row, len(threads)), span) for row, span in in_rows(within, len(within))]
+        yield from _named(pid, process, {number: line for (line, _), number in threads.items()})
         for thread, span in placed:
             arguments = {name: value for name, value in (("group", span.group), ("step", span.step)) if value >= 0}
             arguments |= {"detail": span.detail} if span.detail else {}
@@ -72,21 +73,15 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
         yield from _flow(group, sorted(slices, key=_middle))
 
 
-def _threads(spans: Iterable[TracedSpan]) -> tuple[dict[int, str], list[tuple[int, TracedSpan]]]:
-    """Return each thread's name by its number, and each span's thread. Overlapping spans go to the first free thread."""
-    names: list[str] = []
-    free_from: list[float] = []
-    placed = []
+def in_rows(spans: Iterable[TracedSpan], most: int) -> Iterator[tuple[tuple[str, int], TracedSpan]]:
+    """Yield each span with its line and its row there. Spans of a line that overlap go to the first free of `most` rows."""
+    free: dict[tuple[str, int], float] = {}
     for span in sorted(spans, key=lambda span: span.start):
-        alone = span.line not in OVERLAPPING
-        fits = (at for at, name in enumerate(names) if name == span.line and (alone or free_from[at] <= span.start))
-        at = next(fits, len(names))
-        if at == len(names):
-            names.append(span.line)
-            free_from.append(0.0)
-        free_from[at] = span.end
-        placed.append((at, span))
-    return dict(enumerate(names)), placed
+        row = 0
+        while span.line in OVERLAPPING and row < most - 1 and free.get((span.line, row), 0.0) > span.start:
+            row += 1
+        free[span.line, row] = span.end
+        yield (span.line, row), span
 
 
 def _slice(name: str, times: tuple[float, float], place: tuple[int, int], arguments: Mapping[str, Any]) -> Event:

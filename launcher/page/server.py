@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from launcher.page.samples import SampleFilter, SampleReader
-from launcher.page.views import STATIC, THIS, Mark, RunView, changed, marks, of_files
+from launcher.page.views import PLAIN, STATIC, THIS, Mark, RunView, changed, marks, of_files
 from runtime import run_files, timeouts
 from runtime.errors import SluiceError, UserError
 from runtime.process import network
@@ -134,17 +134,12 @@ class PageRoutes:
         run, samples = await asyncio.to_thread(self._pages.of, request.match_info["run"])
         query = request.query
         views: dict[str, Callable[[], Any]] = {
-            "summary": run.summary,
-            "curves": run.curves,
+            **{name: getattr(run, name) for name in PLAIN},
             "metric": lambda: run.metric(query.get("name", "")),
             "why": lambda: run.why(_given(query, "from", int), _given(query, "to", int)),
             "lanes": lambda: run.lanes(
                 _given(query, "start", float), _given(query, "end", float), min(4000, _given(query, "pixels", int) or 1200)
             ),
-            "occupancy": run.occupancy,
-            "weights": run.weights,
-            "evaluations": run.evaluations,
-            "processes": run.processes,
             "configuration": lambda: run.configuration(self._pages.of(query["other"])[0] if query.get("other") else None),
             "what-if": run.what_if,
             "samples": lambda: samples.index(_filter(query)),

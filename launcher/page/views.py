@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from launcher import run_folder
 from launcher.commands import why
+from launcher.commands.trace import in_rows
 from launcher.page import panels, tables
 from runtime import run_files
 from runtime.config import Config, Run
@@ -31,7 +32,7 @@ from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process.spans import CALLS, OVERLAPPING, WEIGHT_SYNC, SpanFolder, SpanHeader, TracedSpan
+from runtime.process.spans import CALLS, WEIGHT_SYNC, SpanFolder, SpanHeader, TracedSpan
 from runtime.telemetry import critical_path, record
 from runtime.telemetry.record import LoggedHistory, RunRecord
 from runtime.telemetry.summary import Summary
@@ -69,15 +70,9 @@ def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, p
     found = []
     for process in sorted(spans):
         rows: dict[tuple[str, int], list[TracedSpan]] = {}
-        free: dict[tuple[str, int], float] = {}
-        for span in sorted(spans[process], key=lambda span: span.start):
-            if span.end <= start or span.start >= end:
-                continue
-            depth = 0
-            while span.line in OVERLAPPING and depth < ROWS - 1 and free.get((span.line, depth), 0.0) > span.start:
-                depth += 1
-            free[span.line, depth] = span.end
-            rows.setdefault((span.line, depth), []).append(span)
+        seen = (span for span in spans[process] if span.end > start and span.start < end)
+        for place, span in in_rows(seen, ROWS):
+            rows.setdefault(place, []).append(span)
         for (line, depth), row in sorted(rows.items(), key=lambda one: (one[0][0] == CALLS, one[0])):
             found.append(Lane(process, line, depth, _thinned(row, start, end, least)))
     return found
@@ -152,6 +147,9 @@ CHANGED = 20  # examples of changed replies between two evaluations
 LIVE = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED, Phase.READY, Phase.CONSUMED)
 
 
+PLAIN = ("summary", "curves", "occupancy", "weights", "evaluations", "processes")  # views of a run that take nothing
+
+
 class RunView:
     """One run's folder. Its methods block, and any thread may call them. Raises UserError if the folder holds no run."""
 
@@ -163,6 +161,10 @@ class RunView:
         self._record: RunRecord | None = None
         self._points = record.PointFile(folder / run_files.METRICS)
         self._lanes: tuple[int, Mapping[str, Sequence[TracedSpan]], float, float] = (0, {}, 0.0, 0.0)
+
+    @property
+    def history(self) -> LoggedHistory:
+        return record.history(self.record().points)
 
     def record(self) -> RunRecord:
         """Return the run's record; read it anew if its files have changed."""
@@ -221,7 +223,7 @@ class RunView:
             for step in paths
             for part in step.parts
         ]
-        return {STEPS: waited, EPOCHS: epochs(record.history(self.record().points).steps)}
+        return {STEPS: waited, EPOCHS: epochs(self.history.steps)}
 
     def waited(self) -> dict[str, Any]:
         """Return the newest steps' mean time and what they waited for most. Reads only the ledger, which is quick."""
@@ -274,12 +276,12 @@ class RunView:
         return notes
 
     def curves(self) -> dict[str, Any]:
-        history = record.history(self.record().points)
+        history = self.history
         return {"sections": panels.sections(history), "returns": history.returns, "lineages": tables.lineages(history)}
 
     def metric(self, name: str) -> dict[str, Any]:
         """Return one figure of each step, and of each evaluation."""
-        history = record.history(self.record().points)
+        history = self.history
         points = [point for point in [*history.steps, *history.evaluations] if isinstance(point.get(name), int | float)]
         points.sort(key=lambda point: point["step"])
         return {"steps": [point["step"] for point in points], "values": [point[name] for point in points]}
@@ -316,7 +318,7 @@ class RunView:
         with self.ledger() as reader:
             times, dropped, counts = reader.times(), reader.dropped(), reader.counts()
         training = self.record().settings.training
-        steps = record.history(self.record().points).steps
+        steps = self.history.steps
         return {
             **occupied(times, POINTS),
             "bound": None if training.staleness is None else (training.staleness + 1) * (training.groups_per_step or 0),
@@ -331,7 +333,7 @@ class RunView:
 
     def weights(self) -> dict[str, Any]:
         """Return the weight syncs by step, and for each rollout the newest version in use and the time to receive it."""
-        history = record.history(self.record().points)
+        history = self.history
         names = [f"weight_sync/{name}" for name in ("seconds", "pause_seconds", "bytes", "aborts")]
         names += ["step", "mismatch/abs_logprob", "mismatch/worst_rollout"]
         rows = [{name: point.get(name) for name in names} for point in history.steps]
@@ -373,7 +375,7 @@ class RunView:
             "processes": rows,
             "startup": self.record().startup,
             "logs": logs,
-            "failures": tables.failures(record.history(self.record().points)),
+            "failures": tables.failures(self.history),
         }
 
     def _is_own(self, path: Path) -> bool:
