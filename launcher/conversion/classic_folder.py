@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,10 @@ class ClassicCheckpoint:
         reward = REWARD_HEAD in last
         self.left_out = [HEAD] if reward and HEAD in last else []
         storage = _latent_storage(ranks, family)
-        held = [_of_parts(column, lambda held: latent_stored(held, storage)) for column in columns(family, layout)]
-        self.columns = [_of_parts(column, lambda held: list(map(reward_headed, held))) for column in held] if reward else held
+        self.columns = [
+            Column([replace(part, parameters=as_stored(part.parameters, storage, reward)) for part in column.parts])
+            for column in columns(family, layout)
+        ]
         self._holders: dict[str, list[RankReader]] = {}  # by part, the ranks that hold it
         of_stages: dict[int, list[CoreFile]] = {}
         for column in self.columns:
@@ -182,16 +184,16 @@ class ClassicCheckpoint:
                 yield from ((replace(parameter, copy=True), reader) for parameter in part.parameters)
 
 
-def _of_parts(column: Column, change: Callable[[list[Parameter]], list[Parameter]]) -> Column:
-    return Column([replace(part, parameters=change(part.parameters)) for part in column.parts])
+def as_stored(held: Sequence[Parameter], storage: LatentStorage, reward_head: bool) -> list[Parameter]:
+    """Return a rank's parameters as the files have them."""
+    return latent_stored([reward_headed(each) for each in held] if reward_head else held, storage)
 
 
 def _latent_storage(ranks: RankFiles, family: Family) -> LatentStorage:
     """Return the storage of latent attention, by the first rank's tensors on the first stage with layers."""
     latent = family.shape.latent
     for stage in range(ranks.stages if latent is not None else 0):
-        _, stored = ranks.stored(0, stage, 0)
-        for name, tensor in stored.items():
+        for name, tensor in ranks.stored(0, stage, 0)[1].items():
             if name.endswith("self_attention.linear_qkv.weight"):
                 return LatentStorage.JOINED
             if latent is not None and name.endswith("linear_kv_down_proj.weight"):
@@ -424,8 +426,7 @@ def renumbered(name: str, numbers: Mapping[int, int] | Sequence[int]) -> str:
 
 def _require_agreement(first: RankFile, file: RankFile) -> None:
     for key in DECISIVE:
-        if file.arguments.get(key) != first.arguments.get(key):
-            value, other = file.arguments.get(key), first.arguments.get(key)
+        if (value := file.arguments.get(key)) != (other := first.arguments.get(key)):
             raise UserError(f"{file.path}: args.{key} is {value!r}, on another rank {other!r}")
     if file.iteration != first.iteration:
         raise UserError(f"{file.path}: iteration is {excerpt(file.iteration)}, on another rank {excerpt(first.iteration)}")

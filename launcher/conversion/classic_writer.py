@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from launcher.conversion.arguments import arguments_of
-from launcher.conversion.classic_folder import FILE, RELEASE, TRACKER, VERSION, ClassicGrid, Coordinates, renumbered
+from launcher.conversion.classic_folder import FILE, RELEASE, TRACKER, VERSION, ClassicGrid, Coordinates, as_stored, renumbered
 from launcher.conversion.parts import HfModel, Progress
 from runtime.errors import UserError
 from runtime.models.families import Layout, Parameter
@@ -21,9 +21,7 @@ from runtime.models.families.naming import (
     ExpertStorage,
     LatentStorage,
     Naming,
-    latent_stored,
     place,
-    reward_headed,
 )
 from runtime.models.families.shape import ModelShape
 
@@ -127,16 +125,13 @@ def rank_parameters(model: HfModel, target: Target, rank: Coordinates) -> list[l
         held = model.family.parameters(
             target.layout, tensor_rank=rank[0], pipeline_rank=stage, expert_rank=target.grid.group(rank)
         )
-        held = latent_stored(list(map(reward_headed, held)) if target.naming.reward_head else held, target.naming.latent)
-        found.append(_with_gaps(held, target, stage, model.family.shape.layers) if target.noops else held)
+        held = as_stored(held, target.naming.latent, target.naming.reward_head)
+        if target.noops:  # their numbers are left out
+            numbers = _stage_numbers(model.family.shape.layers + len(target.noops), target.layout.pipeline)[stage]
+            left = [local for local, number in enumerate(numbers) if number not in target.noops]
+            held = [msgspec.structs.replace(each, name=renumbered(each.name, left)) for each in held]
+        found.append(held)
     return found
-
-
-def _with_gaps(held: list[Parameter], target: Target, stage: int, layers: int) -> list[Parameter]:
-    """Renumber the parameters' layers to leave out the numbers of layers without parameters."""
-    numbers = _stage_numbers(layers + len(target.noops), target.layout.pipeline)[stage]
-    left = [local for local, number in enumerate(numbers) if number not in target.noops]
-    return [msgspec.structs.replace(parameter, name=renumbered(parameter.name, left)) for parameter in held]
 
 
 def write_ranks(model: HfModel, target: Target, folder: Path, progress: Progress) -> None:
@@ -199,12 +194,8 @@ def _arguments(model: HfModel, target: Target) -> argparse.Namespace:
         "moe_grouped_gemm": target.naming.experts is not ExpertStorage.SEQUENTIAL,
         "transformer_impl": "transformer_engine" if target.naming.fused or numbered else "local",
         "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "use_mcore_models": True,
-        "ckpt_format": "torch",
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
+        "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16,
+        "use_mcore_models": True, "ckpt_format": "torch", "consumed_train_samples": 0, "consumed_valid_samples": 0,
     }
     found["num_layers"] += len(target.noops)
     if len(layout.layers_per_stage) > 1 and not target.noops:
