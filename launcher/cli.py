@@ -106,12 +106,12 @@ def _bench(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace) -> int | None:
     if options.command == "bench":
         return _bench(options)
-    module = importlib.import_module(f"launcher.{_MODULES.get(options.command, f'commands.{options.command}')}")
-    code: int | None = module.run(options)
+    module, _, name = _MODULES.get(options.command, f"commands.{options.command}").partition(":")
+    code: int | None = getattr(importlib.import_module(f"launcher.{module}"), name or "run")(options)
     return code
 
 
-_MODULES = {  # of the commands that have no module of their name in launcher.commands
+_MODULES = {  # of the commands that have no module of their name in launcher.commands, and the function if it is not run
     "accept": "accept.checks",
     "check-template": "commands.check_template",
     "data": "commands.prepare",
@@ -119,9 +119,13 @@ _MODULES = {  # of the commands that have no module of their name in launcher.co
     "import-mindspeed": "commands.importing",
     "import-verl": "commands.importing",
     "page": "page.server",
-    "render": "render.command",
+    "play": "commands.evaluate:run_play",
+    "profile": "commands.status:run_profile",
+    "render": "render.files",
     "report": "page.report",
+    "scale": "commands.status:run_scale",
     "schema": "config_reference",
+    "trace": "commands.why:run_trace",
 }
 _SHOWING = ("samples", "score", "status", "why")
 

@@ -21,9 +21,8 @@ from rich.console import Console
 from launcher import run_folder
 from launcher.node import environment, topology
 from launcher.node.agent import Agent, CoordinatorKeeper
-from launcher.node.child import Child
 from launcher.node.local_node import LocalNode, check_secret, on_this_machine, placement_faults
-from launcher.node.supervisor import Supervisor
+from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.registered_names import known_names
 from launcher.view import View

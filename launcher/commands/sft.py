@@ -18,9 +18,8 @@ from rich.console import Console
 from launcher import run_folder
 from launcher.job import Interrupted, watched
 from launcher.node import environment
-from launcher.node.child import Child
 from launcher.node.local_node import LocalNode
-from launcher.node.supervisor import Supervisor
+from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.registered_names import known_names
 from launcher.view import View

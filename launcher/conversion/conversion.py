@@ -19,12 +19,11 @@ import torch
 
 from launcher.conversion import classic_folder
 from launcher.conversion.arguments import config_of, require_arguments
-from launcher.conversion.check import ParameterReader, require_same_bits
-from launcher.conversion.classic_folder import ClassicCheckpoint, has_value_head
-from launcher.conversion.classic_writer import rank_parameters, target_for, write_ranks
+from launcher.conversion.classic_folder import ClassicCheckpoint, has_value_head, rank_parameters, target_for, write_ranks
 from launcher.conversion.parts import (
     ConversionReport,
     HfModel,
+    ParameterReader,
     Progress,
     Show,
     counted,
@@ -32,6 +31,7 @@ from launcher.conversion.parts import (
     open_hf,
     require_new,
     require_room,
+    require_same_bits,
 )
 from runtime.errors import UserError
 from runtime.ledger import checkpoint

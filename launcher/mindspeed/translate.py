@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from difflib import get_close_matches
+from itertools import accumulate
 from pathlib import Path, PurePath
 from typing import Any
 
 from launcher.importing.keys import Read, Setting, Translation, check, given, scaled, translation
-from launcher.mindspeed import algorithm, layout
 from launcher.mindspeed.reading import TABLE as TABLE
 from launcher.mindspeed.reading import RoleSettings, read
 from runtime.data.prepare import LABELS
@@ -32,15 +33,15 @@ def imported(file: Path, models: Path | None, without: Collection[str]) -> Trans
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
     """Translate the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
     settings = RoleSettings(read, without)
-    facts = algorithm.facts(settings)
+    facts = _facts(settings)
     settings.copy(facts)
     _run(settings)
     _data(settings)
     _lengths(settings)
-    algorithm.rewards(settings)
-    algorithm.algorithm(settings, facts)
+    _rewards(settings)
+    _algorithm(settings, facts)
     _training(settings, facts["dapo"])
-    layout.services(settings)
+    _services(settings)
     _trackers(settings)
     check(settings)
     return translation(settings, _advice(settings))
@@ -202,10 +203,10 @@ def _advice(keys: RoleSettings) -> list[str]:
         "training.staleness is 0, as there: an iteration waits for its samples. Sluice's default, 2, lets sampling and "
         f"training overlap, {apart}"
     ] * (keys.values["training.staleness"] == 0)
-    if (devices := keys.values.get("services.trainer.processes") or 0) > layout.OF_A_MACHINE:
+    if (devices := keys.values.get("services.trainer.processes") or 0) > OF_A_MACHINE:
         secret = "; and SLUICE_SECRET in each one's environment" if keys.values.get("cluster.shared_folder") is False else ""
         messages.append(
-            f"services.trainer.processes is {devices}, and no Atlas machine has more than {layout.OF_A_MACHINE} devices: "
+            f"services.trainer.processes is {devices}, and no Atlas machine has more than {OF_A_MACHINE} devices: "
             f"several machines want cluster.min_nodes, services.coordinator.host and port, and network.interface{secret} "
             "(docs/guides/cluster.md)"
         )
@@ -214,3 +215,420 @@ def _advice(keys: RoleSettings) -> list[str]:
     if isinstance(keys.values.get("data.train"), str) and keys.values["data.train"].endswith(".parquet"):
         messages.append(f"{keys.values['data.train']} is made by sluice data prepare, from what preprocess_data was given")
     return messages + keys.advice
+
+
+# ---- Sections rewards and algorithm, and what belongs to them of sampling and critic
+
+STAGES = ("ray_grpo", "ray_ppo", "ray_dapo")
+# Our rules by their verifiers, with the difference. Entries of the older format replace those of the current one.
+_RULES = {
+    **{name: (name, "") for name in ("acc", "format", "step", "strict_format", "math_17k_acc", "acc_for_dapo")},
+    "base_acc": ("base_acc", "base_acc wants each tag exactly once"),
+    "acc_for_ppo": ("math_17k_acc", "acc_for_ppo is math_17k_acc: 1 where the last box is equal, else 0"),
+    "math_verify_reward": ("base_acc", "math_verify_reward is base_acc, which wants each tag exactly once"),
+}
+_OLDER_RULES = {"acc": ("r1_zero_acc", ""), "format": ("r1_zero_format", "")}
+_TOP_K = 50  # the default of the current format
+
+
+def _rewards(keys: RoleSettings) -> None:
+    """Translate `rewards`: rules by their names and weights, and a reward model if it is given devices."""
+    ruled = keys.either("rl_config.rule_reward", "reward.verifier")
+    if ruled.value:
+        _rules(keys, ruled)
+    _reward_model(keys)
+
+
+def _rules(keys: RoleSettings, ruled: Setting) -> None:
+    names, weights = keys.each("rl_config" if keys.rl else "algorithm", "verifier_function", "verifier_weight")
+    if names.value is None or weights.value is None:
+        return
+    known = _RULES | (_OLDER_RULES if keys.format == "r1_zero" else {})
+    for name in names.value:
+        if name == "retool_reward":
+            instead = "take acc_for_dapo, or a rule of your own"
+            keys.refuse(names, f"retool_reward counts tool calls, and a sample has none; {instead}")
+        elif name not in known:
+            near = get_close_matches(str(name), list(known), n=1)
+            hint = f"nearest is {near[0]}" if near else f"must be of {', '.join(known)}"
+            keys.refuse(names, f"{name} is no verifier; {hint}. MindSpeed-RL passes over it in silence")
+    if len(names.value) != len(weights.value):
+        keys.faults.append(f"{weights.path}: has {len(weights.value)} weights for the {len(names.value)} of verifier_function")
+        return
+    for weight in weights.value:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            keys.faults.append(f"{weights.path}: {weight!r} is not a number")
+            return
+    if any(name not in known for name in names.value):
+        return
+    rules = [
+        {"name": known[name][0]} | ({"weight": float(weight)} if weight != 1 else {})
+        for name, weight in zip(names.value, weights.value, strict=True)
+    ]
+    differs = "; ".join(known[name][1] for name in names.value if known[name][1])
+    keys.put("rewards.rules", rules, names, note=differs)
+    keys.put("rewards.rules", rules, *given(weights, ruled))
+
+
+def _reward_model(keys: RoleSettings) -> None:
+    pool, load = keys.either("rl_config.reward_resource.num_npus", "resource_pool.reward"), keys.role("reward", "load")
+    count = pool.value if keys.rl else keys.summed(pool)
+    if not count or not pool.given or (not keys.rl and keys.of("reward", "verifier").value):
+        return
+    keys.put("services.reward_model.replicas", count, pool)
+    if load.value is None or not load.given:
+        keys.faults.append(f"{pool.path}: {count} devices for a reward model, which no section names (load)")
+    else:
+        keys.put("rewards.model.path", load.value, load)
+
+
+def _algorithm(keys: RoleSettings, facts: dict[str, Any]) -> None:
+    """Translate `algorithm`, and the keys of `sampling` and `critic` that belong to it."""
+    stage, estimator = keys.role("actor", "stage"), _estimator(keys)
+    if stage.value not in (None, *STAGES):
+        keys.refuse(stage, f"Sluice trains by reinforcement; must be one of {', '.join(STAGES)}")
+    if estimator.value not in (None, "group_norm", "gae"):
+        keys.refuse(estimator, "must be group_norm or gae")
+    keys.put("algorithm.advantage", estimator.value, estimator, *given(stage))
+    load, actors = keys.role("critic", "load"), keys.role("actor", "load")
+    if estimator.value == "gae":
+        keys.put("critic.path", load.value if load.given and load.value != actors.value else None, load)
+    higher = keys.of("rl_config", "clip_higher_enable")
+    if facts["higher"]:
+        for side in ("low", "high"):
+            keys.put(f"algorithm.clip_{side}", keys.values.get(f"algorithm.clip_{side}"), higher)
+    if facts["kl"] and not keys.rl:
+        keys.put("algorithm.kl_placement", "reward", keys.at("algorithm.kl_penalty"))
+    likeliest = keys.of("generate_config", "sampling_config.top_k")
+    if keys.rl and likeliest.value == _TOP_K:
+        keys.say(
+            f"{_TOP_K} is what every file without it has there; here training samples from the whole distribution", likeliest
+        )
+        keys.advice.append(
+            f"{likeliest.path} is {_TOP_K}{'' if likeliest.given else ' there, as the file has none'}: replies came from the "
+            f"{_TOP_K} likeliest tokens. Training here samples from the whole distribution: {_TOP_K} is taken for -1"
+        )
+    filtered, limit = keys.each("rl_config", "filter_groups_enable", "filter_groups_max_batches")
+    if facts["dapo"] and filtered.value and (limit.value or 0) > 0:
+        keys.put("algorithm.dynamic_sampling_limit", limit.value, limit)
+    if keys.rl:
+        _overlong(keys)
+
+
+def _estimator(keys: RoleSettings) -> Setting:
+    return keys.either("rl_config.adv_estimator", "algorithm.adv_estimator")
+
+
+def stage_of(keys: RoleSettings) -> str:
+    """Return one of STAGES: the kind of their trainer and loss. If the file does not say, the estimator decides."""
+    stage = keys.role("actor", "stage").value
+    return stage if stage in STAGES else "ray_ppo" if _estimator(keys).value == "gae" else "ray_grpo"
+
+
+def _facts(keys: RoleSettings) -> dict[str, Any]:
+    """Return the facts that other keys depend on: `when` in the table."""
+    gae, stage = _estimator(keys).value == "gae", stage_of(keys)
+    keys.put("critic", {} if gae else None)
+    first, older, in_reward, higher = keys.each(
+        "rl_config", "init_kl_coef", "kl_coef", "use_kl_in_reward", "clip_higher_enable"
+    )
+    current = older if older.given else first
+    # ray_grpo has its KL term in the loss, ray_ppo in the rewards if asked for, as the older format always, and ray_dapo none.
+    has_term = not keys.rl or stage == "ray_grpo" or (stage == "ray_ppo" and gae and bool(in_reward.value))
+    coefficient = current if keys.rl else keys.at("algorithm.kl_ctrl.kl_coef")
+    return {
+        "gae": gae,
+        "dapo": stage == "ray_dapo",
+        "higher": keys.rl and stage == "ray_dapo" and bool(higher.value),
+        "kl": has_term and bool(coefficient.value),
+        "adaptive": keys.at("algorithm.kl_ctrl.type").value == "adaptive",
+        "ppo": stage == "ray_ppo",
+        "remote_code": keys.of("generate_config", "trust_remote_code").value,
+    }
+
+
+def _overlong(keys: RoleSettings) -> None:
+    on, buffer, factor = keys.each("rl_config", *(f"overlong_buffer{end}" for end in ("_enable", "", "_penalty_factor")))
+    most = keys.of("rl_config", "rollout_max_tokens")
+    reply = keys.values.get("sampling.max_new_tokens")
+    if not on.value or not buffer.value or reply is None:
+        return
+    if (most.value or reply) != reply:
+        keys.faults.append(f"{most.path}: {most.value}: is not how long a reply may be, {reply}")
+    elif buffer.value >= reply:
+        keys.faults.append(f"{buffer.path}: {buffer.value}: must be below the {reply} tokens that a reply may have")
+    else:
+        keys.put("algorithm.overlong_buffer", buffer.value / reply, buffer, on)
+        keys.put("algorithm.overlong_penalty", factor.value, factor)
+
+
+# ---- Section services: resources, parallelism and engines, and the budgets of tokens
+
+_WAYS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+}
+_LAYERS = {  # megatron-core's linear layers by those of Hugging Face's layout
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+ASCEND = "ascend"
+HCCL_BUFFER = 256  # MiB, which services.platform ascend sets
+OF_A_MACHINE = 16  # devices at most: of Atlas A3, and of 200T A2 Box16; others have 8
+
+
+def _services(keys: RoleSettings) -> None:
+    """Translate `services`, `lora`, `reference` and the token budgets."""
+    environment = keys.of("rl_config", "runtime_env_path")
+    keys.put("services.platform", ASCEND, *given(environment))
+    lora = _lora(keys)
+    (_current if keys.rl else _older)(keys, lora)
+    _budgets(keys)
+    _recomputation(keys, "actor", "trainer")
+    if "critic" in keys.values:
+        _recomputation(keys, "critic", "critic")
+
+
+def _current(keys: RoleSettings, lora: bool) -> None:
+    together, older, shared = keys.each("rl_config", "use_integrated_worker", "colocate_all_models", "colocate_actor_ref")
+    actor, reference, critic = (keys.of("rl_config", f"{name}_resource.num_npus") for name in ("actor", "reference", "critic"))
+    chosen = older if older.given and not together.given else together
+    integrated = chosen.value is not False  # also if it is left out: roles without devices of their own share the actor's
+    _spread(keys, "actor", "trainer", [actor], actor.value)
+    _rollouts(keys, actor)
+    # Training and sampling share devices in either case: the actor is one hybrid worker there.
+    keys.put("services.rollout.colocate", "trainer", together, *given(older))
+    if "critic" in keys.values:
+        _spread(keys, "critic", "critic", [critic if critic.given else actor], critic.value or actor.value)
+        if integrated:
+            keys.put("services.critic.colocate", "trainer", together)
+    _reference(keys, integrated or bool(shared.value), reference, actor, lora)
+    if shared.value and "services.reference.engine" in keys.values:
+        keys.put("services.reference.colocate", "trainer", shared)
+    size = keys.of("rl_config", "hccl_buffersize")
+    if size.given and size.value not in (None, HCCL_BUFFER):
+        for role in ("trainer", "rollout", *(["critic"] if "critic" in keys.values else [])):
+            keys.put(f"services.{role}.env.HCCL_BUFFSIZE", str(size.value), size)
+
+
+def _older(keys: RoleSettings, lora: bool) -> None:
+    train, infer = keys.role("actor", "num_gpus_for_train"), keys.role("actor", "num_gpus_for_infer")
+    pool = keys.of("resource_pool", "actor_rollout")
+    total = keys.summed(pool)
+    if total is not None and None not in (train.value, infer.value) and total != train.value + infer.value:
+        keys.faults.append(
+            f"{pool.path}: {total} devices, but num_gpus_for_train {train.value} + num_gpus_for_infer {infer.value} are "
+            f"{train.value + infer.value}"
+        )
+    _spread(keys, "actor", "trainer", [train, pool], train.value)
+    ways = keys.role("actor", "tensor_model_parallel_size").value or 1
+    keys.put("services.rollout.engine", "vllm", infer)
+    keys.put("services.rollout.tensor_parallel", ways, infer)
+    if infer.value is not None:
+        if infer.value % ways:
+            keys.faults.append(f"{infer.path}: {infer.value}: is not a multiple of tensor_model_parallel_size {ways}")
+        keys.put("services.rollout.replicas", infer.value // ways, infer, pool)
+    critic = keys.of("resource_pool", "critic")
+    if "critic" in keys.values:
+        _spread(keys, "critic", "critic", [critic], keys.summed(critic))
+    _reference(keys, False, keys.of("resource_pool", "ref"), train, lora)
+
+
+def _spread(keys: RoleSettings, role: str, service: str, counted: list[Setting], devices: int | None) -> None:
+    """Translate an SPMD group: its processes, and how the model is spread over them."""
+    path = f"services.{service}"
+    keys.put(f"{path}.engine", "megatron")
+    sizes: dict[str, int] = {}
+    for ours, theirs in _WAYS.items():
+        setting = keys.role(role, theirs)
+        if service == "reference" and ours == "context":
+            sizes[ours] = 1  # the reference runs forward only, without context parallelism
+            continue
+        sizes[ours] = 1 if setting.value is None else setting.value
+        if sizes[ours] < 1:
+            keys.faults.append(f"{setting.path}: {setting.value}: must be at least 1")
+            return
+        keys.put(f"{path}.parallel.{ours}", sizes[ours], setting)
+    sequence = keys.role(role, "sequence_parallel")
+    if sizes["tensor"] > 1 and sequence.value is not None:
+        keys.put(f"{path}.parallel.sequence", sequence.value, sequence)
+    _stages(keys, role, path, sizes["pipeline"])
+    _blocks(keys, path, counted, devices, sizes)
+
+
+def _blocks(keys: RoleSettings, path: str, counted: list[Setting], devices: int | None, sizes: dict[str, int]) -> None:
+    """Translate the number of processes. They form blocks of ranks, among which a step's prompts have to be shared out."""
+    if devices is None:
+        return
+    block = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+    if devices < 1 or devices % block:
+        product = " x ".join(f"{name} {sizes[name]}" for name in ("tensor", "pipeline", "context"))
+        keys.faults.append(f"{counted[0].path}: {devices}: is not a multiple of {product}")
+        return
+    keys.put(f"{path}.processes", devices, *counted)
+    batch = keys.values.get("training.groups_per_step")
+    mini = keys.values.get("training.mini_batch_size") or batch
+    if mini and mini % (devices // block) and path != "services.reference":
+        keys.faults.append(
+            f"{counted[0].path}: {devices}: makes {devices // block} data-parallel blocks, among which the {mini} prompts of "
+            "an update cannot be shared out"
+        )
+
+
+def _stages(keys: RoleSettings, role: str, path: str, stages: int) -> None:
+    """Translate `layers_per_stage`, from num_layer_list, or from noop_layers, which even out unequal stages."""
+    listed, noops, layers = keys.role(role, "num_layer_list"), keys.role(role, "noop_layers"), keys.role(role, "num_layers")
+    counts = _numbers(keys, listed) if listed.value is not None else []
+    empty = _numbers(keys, noops) if noops.value is not None else []
+    if counts is None or empty is None:
+        return
+    if counts and len(counts) != stages:
+        keys.faults.append(f"{listed.path}: {listed.value}: has {len(counts)} stages, pipeline_model_parallel_size {stages}")
+        return
+    if empty and not counts:
+        if not layers.value or layers.value % stages or max(empty) >= layers.value:
+            keys.faults.append(
+                f"{noops.path}: {noops.value}: num_layers {layers.value} says of no stage which of its layers are empty"
+            )
+            return
+        counts = [layers.value // stages] * stages
+    ends = accumulate(counts)
+    held = [count - sum(end - count <= layer < end for layer in empty) for count, end in zip(counts, ends, strict=True)]
+    if len(set(held[1:-1])) > 1:
+        why = "megatron-core wants all stages but the first and the last to have the same number of layers; left out, all have"
+        keys.refuse(listed if listed.value is not None else noops, why)
+    elif held:
+        equal = len(set(held)) == 1
+        deciding = [each for each in (listed, noops) if each.value is not None] + ([layers] if empty else [])
+        keys.put(f"{path}.parallel.layers_per_stage", [] if equal else held, *deciding)
+
+
+def _numbers(keys: RoleSettings, setting: Setting) -> list[int] | None:
+    """Return a list of whole numbers, which may be text with commas; None, and a fault, if it is no such list."""
+    parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
+    try:
+        return [int(str(part)) for part in parts if str(part).strip()]
+    except ValueError:
+        keys.faults.append(f"{setting.path}: {setting.value}: is not a list of whole numbers")
+        return None
+
+
+def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, lora: bool) -> None:
+    """Translate the frozen model: on the trainer's devices, in a turn of its own, or on devices of its own."""
+    path, backbone = "services.reference", keys.of("rl_config", "share_backbone")
+    load, original = keys.role("reference", "load"), keys.of("rl_config", "integrated_mode_config.ref_model_load_path")
+    if not keys.values.get("algorithm.kl_coefficient"):
+        return
+    if lora and backbone.value:
+        keys.put("reference.source", "adapter_off", backbone)
+        return
+    role = "actor" if shared else "reference"
+    count = actor.value if shared else own.value if not isinstance(own.value, list) else keys.summed(own)
+    counted = [actor if shared else own]
+    _spread(keys, role, "reference", counted, count)
+    if shared:
+        keys.put(f"{path}.colocate", "trainer", keys.of("rl_config", "use_integrated_worker"))
+    start = keys.role("actor", "load").value
+    for setting in (load, original):
+        if setting.given and setting.value is not None and setting.value != start:
+            keys.put("model.reference", setting.value, setting)
+
+
+def _rollouts(keys: RoleSettings, actor: Setting) -> None:
+    path, section = "services.rollout", "generate_config"
+    keys.put(f"{path}.engine", "vllm")
+    ways = keys.of(section, "infer_tensor_parallel_size")
+    size = ways.value or 1
+    keys.put(f"{path}.tensor_parallel", size, ways)
+    if actor.value is not None:
+        if size < 1 or actor.value % size:
+            keys.faults.append(f"{ways.path}: {size}: does not divide actor_resource.num_npus {actor.value}")
+        else:
+            keys.put(f"{path}.replicas", actor.value // size, actor, ways)
+    dtype = keys.of(section, "dtype")
+    if dtype.value not in (None, "bfloat16", "float32", "auto"):
+        keys.refuse(dtype, "must be bfloat16 or float32")
+    keys.put(f"{path}.dtype", "float32" if dtype.value == "float32" else "auto", dtype)
+    _expert_parallelism(keys, size)
+    for kind in ("optimizer", "grad", "param"):
+        setting = keys.of(section, f"offload_train_{kind}")
+        keys.add("services.trainer.offload", kind, setting)
+        if "critic" in keys.values and kind != "param":  # a critic's weights are needed between updates
+            keys.add("services.critic.offload", kind, setting)
+
+
+def _expert_parallelism(keys: RoleSettings, ways: int) -> None:
+    parallel = keys.of("generate_config", "enable_expert_parallel")
+    experts = keys.of("generate_config", "infer_expert_parallel_size")
+    if experts.value is not None and experts.value > ways:
+        keys.refuse(
+            experts, f"a rollout spreads experts over its infer_tensor_parallel_size {ways} devices; must be at most that"
+        )
+    elif parallel.value or (experts.value or 1) > 1:
+        deciding = [each for each in (parallel, experts) if each.given and each.value and each.value != 1]
+        keys.put("services.rollout.engine_args.enable_expert_parallel", True, *deciding)
+
+
+def _lora(keys: RoleSettings) -> bool:
+    modules, rank, alpha = (keys.role("actor", f"lora_{name}") for name in ("target_modules", "r", "alpha"))
+    if not modules.value:
+        return False
+    unknown = [name for name in modules.value if name not in _LAYERS]
+    if unknown:
+        keys.refuse(modules, f"{unknown[0]} is not one of {', '.join(_LAYERS)}")
+        return True
+    keys.put("lora", {})
+    keys.put("lora.target_modules", [layer for name in modules.value for layer in _LAYERS[name]], modules)
+    keys.put("lora.rank", rank.value, rank)
+    keys.put("lora.alpha", None if alpha.value is None else float(alpha.value), alpha)
+    return True
+
+
+def _recomputation(keys: RoleSettings, role: str, service: str) -> None:
+    granularity, swapped = keys.role(role, "recompute_granularity"), keys.role(role, "swap_optimizer")
+    if granularity.value == "full":
+        keys.put(f"services.{service}.activation_checkpointing", True, granularity)
+    keys.add(f"services.{service}.offload", "optimizer", swapped)
+
+
+def tokens(keys: RoleSettings, samples: Setting) -> int | None:
+    """Return the tokens of `samples` samples of the greatest length."""
+    prompt, reply = keys.values.get("data.max_prompt_tokens"), keys.values.get("sampling.max_new_tokens")
+    if samples.value is None or prompt is None or reply is None:
+        return None
+    return int(samples.value * (prompt + reply))
+
+
+def token_limit(keys: RoleSettings) -> Setting | None:
+    """Return max_tokens_to_oom, if the file has it."""
+    found = [keys.role("actor", "max_tokens_to_oom")]
+    if keys.rl:
+        found += [keys.of(section, "max_tokens_to_oom") for section in ("rl_config", "generate_config")]
+    return next((each for each in found if each.given and each.value is not None), None)
+
+
+def _budgets(keys: RoleSettings) -> None:
+    """Translate budgets: with use_dynamic_bsz max_tokens_to_oom or the packed size, else micro_batch_size samples in tokens."""
+    micro, limit, own = keys.role("actor", "micro_batch_size"), token_limit(keys), "training.max_tokens_per_microbatch"
+    scored = "services.reference.max_tokens_per_microbatch"
+    names = ("use_dynamic_bsz", "update_max_packing_token_size", "ref_max_packing_token_size")
+    dynamic, update, reference = keys.each("rl_config", *names)
+    budget = limit if limit is not None else update
+    if dynamic.value:
+        keys.put(own, budget.value, budget, dynamic)
+    else:
+        keys.put(own, tokens(keys, micro), micro)
+    if "services.reference.engine" not in keys.values:
+        return
+    if keys.rl and dynamic.value:
+        keys.put(scored, reference.value, reference)
+    elif keys.rl:
+        forward = keys.of("rl_config", "ref_forward_micro_batch_size")
+        keys.put(scored, tokens(keys, forward), forward)
+    own_micro = keys.role("reference", "micro_batch_size")
+    if own_micro.path.startswith(("ref_config", "actor_rollout_ref.ref")):
+        keys.put(scored, tokens(keys, own_micro), own_micro)

@@ -15,9 +15,8 @@ import xxhash
 from msgspec.structs import replace
 
 from launcher.node import topology
-from launcher.node.child import Child
 from launcher.node.local_node import Machine
-from launcher.node.supervisor import Supervisor
+from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code

@@ -22,8 +22,8 @@ from msgspec import Struct
 
 from launcher import run_folder
 from launcher.commands import why
-from launcher.commands.trace import in_rows
-from launcher.page import panels, tables
+from launcher.commands.why import in_rows
+from launcher.page import panels
 from runtime import run_files
 from runtime.config import Config, Run
 from runtime.config.secret_values import without_secrets
@@ -251,7 +251,7 @@ class RunView:
             "name": found.settings.run.name or self.folder.resolve().name,
             "state": self._state(found),
             "under_way": run_folder.under_way(self.folder),
-            "facts": tables.facts(found, history),
+            "facts": panels.facts(found, history),
             "notes": self._notes(found, history),
             "steps": int(steps[-1]["step"]) if steps else 0,
             "of": found.settings.training.steps,
@@ -277,7 +277,7 @@ class RunView:
 
     def curves(self) -> dict[str, Any]:
         history = self.history
-        return {"sections": panels.sections(history), "returns": history.returns, "lineages": tables.lineages(history)}
+        return {"sections": panels.sections(history), "returns": history.returns, "lineages": panels.lineages(history)}
 
     def metric(self, name: str) -> dict[str, Any]:
         """Return one figure of each step, and of each evaluation."""
@@ -353,7 +353,7 @@ class RunView:
     def evaluations(self) -> dict[str, Any]:
         results = self.record().evaluations
         pairs = [_changed(self.folder, one.step, other.step) for one, other in pairwise(results[-4:])]
-        return {"table": tables.evaluations(results), "changed": pairs}
+        return {"table": panels.evaluations(results), "changed": pairs}
 
     def processes(self) -> dict[str, Any]:
         """Return each process that kept spans, oldest first, and the last lines of every log."""
@@ -375,7 +375,7 @@ class RunView:
             "processes": rows,
             "startup": self.record().startup,
             "logs": logs,
-            "failures": tables.failures(self.history),
+            "failures": panels.failures(self.history),
         }
 
     def _is_own(self, path: Path) -> bool:

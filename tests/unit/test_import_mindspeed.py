@@ -22,9 +22,8 @@ from msgspec import inspect
 from launcher import cli
 from launcher.commands import options
 from launcher.importing.keys import FileEntry, Read, TranslatedKey, Translation
-from launcher.mindspeed.layout import ASCEND
 from launcher.mindspeed.reading import TABLE
-from launcher.mindspeed.translate import translate
+from launcher.mindspeed.translate import ASCEND, translate
 from launcher.node.local_node import LocalNode
 from runtime.config import Config, loading, model_checks
 from runtime.config.loading import load
