@@ -161,8 +161,8 @@ class Job(ABC, Generic[Result]):
             run_files.write_private(self.folder / run_files.CONFIG, loading.to_yaml(config))
             await self._until_done(await self._start(config))  # by the coordinator's address, until it has ended
             return await self.outcome()  # all processes have ended
-        finally:  # in any case, so that no process stays
-            if hasattr(self, "supervisor"):
+        finally:
+            if hasattr(self, "supervisor"):  # in any case, so that no process stays
                 await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
                 (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # a killed coordinator leaves it
 

@@ -35,7 +35,8 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     settings = RoleSettings(read, without)
     facts = _facts(settings)
     settings.copy(facts)
-    _run(settings)
+    settings.put("run.name", settings.name)
+    settings.put("model.path", settings.role("actor", "tokenizer_name_or_path").value, settings.role("actor", "load"))
     _data(settings)
     _lengths(settings)
     _rewards(settings)
@@ -45,12 +46,6 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     _trackers(settings)
     check(settings)
     return translation(settings, _advice(settings))
-
-
-def _run(keys: RoleSettings) -> None:
-    keys.put("run.name", keys.name)
-    folder, load = keys.role("actor", "tokenizer_name_or_path"), keys.role("actor", "load")
-    keys.put("model.path", folder.value, load)
 
 
 def _data(keys: RoleSettings) -> None:
@@ -76,26 +71,19 @@ def _prepared(keys: RoleSettings, setting: Setting) -> str | list[dict[str, Any]
     listed = isinstance(setting.value, list)
     parts = [str(part).strip() for part in (setting.value if listed else str(setting.value).split(","))]
     parts = list(filter(None, parts))
+    files = [part if PurePath(part).suffix in _DATA_FILES else f"{part}.parquet" for part in parts]
     if len(parts) < 2:
-        return _file(parts[0] if parts else "")
-    if not _weights(parts) and listed:
-        return [{"path": _file(part)} for part in parts]
-    if not _weights(parts):
-        keys.faults.append(f"{setting.path}: {setting.value}: is not WEIGHT,PREFIX,WEIGHT,PREFIX,...")
-        return ""
-    return [{"path": _file(path), "weight": float(weight)} for weight, path in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def _weights(parts: list[str]) -> bool:
-    """Return whether every other part, beginning with the first, is a number above 0."""
+        return "".join(files)
     try:
-        return len(parts) % 2 == 0 and all(float(part) > 0 for part in parts[::2])
+        weights = [float(part) for part in parts[::2]]
     except ValueError:
-        return False
-
-
-def _file(prefix: str) -> str:
-    return prefix if not prefix or PurePath(prefix).suffix in _DATA_FILES else f"{prefix}.parquet"
+        weights = []
+    if len(parts) % 2 == 0 and weights and min(weights) > 0:
+        return [{"path": path, "weight": weight} for weight, path in zip(weights, files[1::2], strict=True)]
+    if listed:
+        return [{"path": path} for path in files]
+    keys.faults.append(f"{setting.path}: {setting.value}: is not WEIGHT,PREFIX,WEIGHT,PREFIX,...")
+    return ""
 
 
 def _lengths(keys: RoleSettings) -> None:
@@ -135,8 +123,6 @@ def _training(keys: RoleSettings, dapo: bool) -> None:
     if mini.given and mini.value is not None and batch.value:
         _mini_batch(keys, mini, batch.value)
     _optimizer(keys)
-    if "critic" in keys.values:
-        _critics_optimizer(keys)
 
 
 def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
@@ -156,43 +142,40 @@ def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
     keys.put("training.mini_batch_size", 0 if whole else prompts, mini, note=note)
 
 
-def _critics_optimizer(keys: RoleSettings) -> None:
-    """Report what the critic's optimizer has otherwise than the policy's, which it shares here."""
-    rate, policys_rate = keys.role("critic", "lr"), keys.role("actor", "lr")
-    keys.put("critic.learning_rate", rate.value, rate)
-    for name in _OF_OPTIMIZER:
-        own, policys = keys.role("critic", name), keys.role("actor", name).value
-        keys.not_of_critic(own, scaled(policys, policys_rate.value, rate.value) if name == "min_lr" else policys)
-
-
 def _optimizer(keys: RoleSettings) -> None:
-    path = "training.optimizer"
-    warmup, steps = keys.role("actor", "lr_warmup_fraction"), keys.role("actor", "train_iters")
+    """Translate the policy's optimizer, and report what the critic's has otherwise: here they share it."""
+    warmup, steps, rate = (keys.role("actor", name) for name in ("lr_warmup_fraction", "train_iters", "lr"))
     if warmup.value is not None and steps.value is not None:
-        keys.put(f"{path}.warmup_steps", round(warmup.value * steps.value), warmup)
+        keys.put("training.optimizer.warmup_steps", round(warmup.value * steps.value), warmup)
     betas = [keys.role("actor", f"adam_beta{index}") for index in (1, 2)]
     if None not in (values := [beta.value for beta in betas]):
-        keys.put(f"{path}.betas", values, *betas)
+        keys.put("training.optimizer.betas", values, *betas)
+    if "critic" in keys.values:
+        critics_rate = keys.role("critic", "lr")
+        keys.put("critic.learning_rate", critics_rate.value, critics_rate)
+        for name in _OF_OPTIMIZER:
+            policys = keys.role("actor", name).value
+            least = scaled(policys, rate.value, critics_rate.value) if name == "min_lr" else policys
+            keys.not_of_critic(keys.role("critic", name), least)
 
 
 def _trackers(keys: RoleSettings) -> None:
     if not keys.rl:
         return
-    board, wandb, swanlab = (keys.of("rl_config", f"use_{name}") for name in ("tensorboard", "wandb", "swanlab"))
+    flags = {name: keys.of("rl_config", f"use_{name}") for name in ("tensorboard", "wandb", "swanlab")}
+    deciding = [each for each in given(*flags.values()) if each.value is not None]
     trackers: list[dict[str, Any]] = [{"name": "jsonl"}]
-    if board.value or not board.given:
+    if flags["tensorboard"].value or not flags["tensorboard"].given:
         trackers.append({"name": "tensorboard"})
-    deciding = [each for each in (board, wandb, swanlab) if each.given and each.value is not None]
-    for flag, name in ((wandb, "wandb"), (swanlab, "swanlab")):
-        project = keys.of("rl_config", f"{name}_project")
-        if not flag.value:
-            continue
-        mode = keys.of("rl_config", "swanlab_mode") if name == "swanlab" else None
-        if mode is not None and mode.value not in _SWANLAB_MODES:
+    for name in (name for name in ("wandb", "swanlab") if flags[name].value):
+        project, mode = keys.of("rl_config", f"{name}_project"), keys.of("rl_config", "swanlab_mode")
+        if name == "wandb":
+            mode = Setting("", "online", False)
+        elif mode.value not in _SWANLAB_MODES:
             keys.refuse(mode, f"must be one of {', '.join(filter(None, _SWANLAB_MODES))}")
-        tracker = {"name": name, "mode": _SWANLAB_MODES.get(mode.value or "", "online") if mode else "online"}
+        tracker = {"name": name, "mode": _SWANLAB_MODES.get(mode.value, "online")}
         trackers.append(tracker | ({"project": project.value} if project.value else {}))
-        deciding += given(project, *([mode] if mode else []))
+        deciding += given(project, mode)
     keys.put("trackers", trackers, *deciding)
 
 
