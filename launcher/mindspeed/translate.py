@@ -326,6 +326,7 @@ def _facts(keys: RoleSettings) -> dict[str, Any]:
         "kl": has_term and bool(coefficient.value),
         "adaptive": keys.at("algorithm.kl_ctrl.type").value == "adaptive",
         "ppo": stage == "ray_ppo",
+        "lora": bool(keys.role("actor", "lora_target_modules").value),
         "remote_code": keys.of("generate_config", "trust_remote_code").value,
     }
 
@@ -532,10 +533,6 @@ def _rollouts(keys: RoleSettings, actor: Setting) -> None:
             keys.faults.append(f"{ways.path}: {size}: does not divide actor_resource.num_npus {actor.value}")
         else:
             keys.put(f"{path}.replicas", actor.value // size, actor, ways)
-    dtype = keys.of(section, "dtype")
-    if dtype.value not in (None, "bfloat16", "float32", "auto"):
-        keys.refuse(dtype, "must be bfloat16 or float32")
-    keys.put(f"{path}.dtype", "float32" if dtype.value == "float32" else "auto", dtype)
     _expert_parallelism(keys, size)
     for kind in ("optimizer", "grad", "param"):
         setting = keys.of(section, f"offload_train_{kind}")
@@ -557,18 +554,14 @@ def _expert_parallelism(keys: RoleSettings, ways: int) -> None:
 
 
 def _lora(keys: RoleSettings) -> bool:
-    modules, rank, alpha = (keys.role("actor", f"lora_{name}") for name in ("target_modules", "r", "alpha"))
-    if not modules.value:
-        return False
-    unknown = [name for name in modules.value if name not in _LAYERS]
+    modules = keys.role("actor", "lora_target_modules")
+    unknown = [name for name in modules.value or () if name not in _LAYERS]
     if unknown:
         keys.refuse(modules, f"{unknown[0]} is not one of {', '.join(_LAYERS)}")
-        return True
-    keys.put("lora", {})
-    keys.put("lora.target_modules", [layer for name in modules.value for layer in _LAYERS[name]], modules)
-    keys.put("lora.rank", rank.value, rank)
-    keys.put("lora.alpha", None if alpha.value is None else float(alpha.value), alpha)
-    return True
+    elif modules.value:
+        keys.put("lora", {})
+        keys.put("lora.target_modules", [layer for name in modules.value for layer in _LAYERS[name]], modules)
+    return bool(modules.value)
 
 
 def _recomputation(keys: RoleSettings, role: str, service: str) -> None:
