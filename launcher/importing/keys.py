@@ -226,8 +226,8 @@ class TranslatedSettings:
                     continue
                 setting = self.of(section, name)
                 if any(facts.get(fact) != wanted for fact, wanted in key.when.items()):
-                    self.say(key.otherwise, setting)
-                elif key.item:
+                    continue
+                if key.item:
                     for path in key.to:
                         self.add(path, key.item, setting)
                 elif setting.given or not key.given:

@@ -125,7 +125,10 @@ def sections(history: LoggedHistory) -> list[PanelSection]:
     off_policy, speed = _panels(_WANTED["off_policy"], columns), _panels(_WANTED["speed"], columns)
     off_policy[1:1] = [_histogram(history.steps)]
     speed[0:0] = [_phases(columns)]
-    speed[2:2] = [_rates(columns)]
+    wall = columns[STEP_ENDED]
+    rate = np.divide(columns["samples"], wall, out=np.full(len(wall), np.nan), where=wall > 0)
+    rates = _curves([("samples a second", columns.steps, rate, True)])
+    speed[2:2] = [Panel("Samples a second", "samples/s", rates)]
     return [
         PanelSection("Learning", learning),
         PanelSection("Optimisation", _panels([*_WANTED["optimisation"], *_of_the_loss(columns)], columns)),
@@ -214,12 +217,6 @@ def _accuracy(evaluations: Sequence[Point]) -> Panel:
     return Panel("Held-out accuracy", "pass@1", curves, share=True)
 
 
-def _rates(columns: MetricColumns) -> Panel:
-    wall = columns[STEP_ENDED]
-    rate = np.divide(columns["samples"], wall, out=np.full(len(wall), np.nan), where=wall > 0)
-    return Panel("Samples a second", "samples/s", _curves([("samples a second", columns.steps, rate, True)]))
-
-
 def _histogram(points: Sequence[Point]) -> Panel:
     counts: Counter[int] = Counter()
     for point in points:
@@ -232,11 +229,8 @@ def _histogram(points: Sequence[Point]) -> Panel:
 def _phases(columns: MetricColumns) -> Panel:
     """Return the stacked phases, the longest at the bottom, and the wall time last, as a line: phases overlap."""
     inside = {STEP_ENDED, *(f"timing/{phase}" for phase in WITHIN_UPDATE)}
-    names = [
-        name
-        for name in columns.names
-        if name.startswith("timing/") and not name.startswith("timing/non_overlap_") and name not in inside
-    ]
+    inside |= {name for name in columns.names if name.startswith("timing/non_overlap_")}
+    names = [name for name in columns.names if name.startswith("timing/") and name not in inside]
     values = {name.partition("/")[2]: np.nan_to_num(columns[name]) for name in names}
     ordered = sorted(values, key=lambda name: -values[name].sum())
     if not len(columns.steps):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -125,11 +126,9 @@ def marks(folder: Path) -> dict[str, tuple[Mark, ...]]:
 
 def of_files(paths: Iterable[Path]) -> Iterator[Mark]:
     for path in paths:
-        try:
+        with suppress(OSError):
             found = path.stat()
-        except OSError:
-            continue
-        yield found.st_size, found.st_mtime_ns
+            yield found.st_size, found.st_mtime_ns
 
 
 def changed(before: dict[str, tuple[Mark, ...]], after: dict[str, tuple[Mark, ...]]) -> list[str]:
@@ -246,22 +245,18 @@ class RunView:
     def summary(self) -> dict[str, Any]:
         found = self.record()
         history = record.history(found.points)
-        steps = history.steps
+        steps, under_way = history.steps, run_folder.under_way(self.folder)
+        state = f"stopped: {found.ended.stop_reason}" if found.ended else "ended without a summary: it was killed, or failed"
         return {
             "name": found.settings.run.name or self.folder.resolve().name,
-            "state": self._state(found),
-            "under_way": run_folder.under_way(self.folder),
+            "state": "under way" if under_way else state,
+            "under_way": under_way,
             "facts": panels.facts(found, history),
             "notes": self._notes(found, history),
             "steps": int(steps[-1]["step"]) if steps else 0,
             "of": found.settings.training.steps,
             "alarm": _alarm(found, steps),
         }
-
-    def _state(self, found: RunRecord) -> str:
-        if run_folder.under_way(self.folder):
-            return "under way"
-        return f"stopped: {found.ended.stop_reason}" if found.ended else "ended without a summary: it was killed, or failed"
 
     def _notes(self, found: RunRecord, history: LoggedHistory) -> list[str]:
         notes = []
@@ -368,7 +363,10 @@ class RunView:
                 }
                 for file in self._spans.files.values()
             ]
-        logs = {path.name: _tail(path) for path in sorted((self.folder / run_files.LOGS).glob("*.log")) if self._is_own(path)}
+        paths, own = sorted((self.folder / run_files.LOGS).glob("*.log")), self.folder.resolve()
+        logs = {
+            path.name: _tail(path) for path in paths if path.is_file() and path.resolve().is_relative_to(own)
+        }  # no links out
         summary = Summary.read(self.folder) if (self.folder / run_files.SUMMARY).is_file() else None
         return {
             "memory": {} if summary is None else summary.memory,
@@ -377,10 +375,6 @@ class RunView:
             "logs": logs,
             "failures": panels.failures(self.history),
         }
-
-    def _is_own(self, path: Path) -> bool:
-        """Return whether the file lies in this folder; a link in the folder may lead elsewhere."""
-        return path.is_file() and path.resolve().is_relative_to(self.folder.resolve())
 
     def configuration(self, other: RunView | None) -> dict[str, Any]:
         """Return the configuration as YAML, and its differences from the defaults or from another run's."""
