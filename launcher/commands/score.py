@@ -32,7 +32,6 @@ FORMATS = ("think_answer", "think_prefix")  # allowed truths of a case of kind `
 RIGHT = 1.0  # the value from which on a reply is right
 SANDBOX_SHARE = 0.8  # of a case's time, the most that its program may take
 WINDOW = 4096  # cases held because an earlier case is not judged yet
-WINDOW_BYTES = 64 << 20  # bytes of their lines
 TURN = 64  # cases after which the pool gets a turn
 NAMED = 10  # lines named in messages, of all that cannot be judged
 
@@ -41,7 +40,6 @@ class ScoreCase(Struct):
     """One line of the file. `fault`: why it cannot be judged."""
 
     number: int  # of the line, from 1
-    size: int  # bytes
     id: Any = None
     kind: str = ""
     expected: bool | None = None
@@ -128,7 +126,7 @@ def _cases(source: IO[bytes], verifier: str | None) -> Iterator[ScoreCase]:
 
 def _case(number: int, line: bytes, verifier: str | None) -> ScoreCase:
     """Return the case of a line. Bytes that are not UTF-8 are replaced, as a tokenizer would."""
-    case = ScoreCase(number, len(line))
+    case = ScoreCase(number)
     try:
         fields = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
@@ -166,20 +164,17 @@ def _case(number: int, line: bytes, verifier: str | None) -> ScoreCase:
 async def _score(
     cases: Iterator[ScoreCase], rules: dict[str, RewardRule], workers: int, limits: Limits, cache_entries: int, sink: IO[str]
 ) -> ScoreCounts:
-    """Judge the cases and write a line for each, in order. WINDOW and WINDOW_BYTES bound the cases held meanwhile."""
+    """Judge the cases and write a line for each, in order. WINDOW bounds the cases held meanwhile: the pool has their texts."""
     tally = ScoreCounts(Counter(), Counter(), Counter(), Counter(), [])
     pool = KillablePool(list(rules), workers, limits, cache_entries)
     window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]] = deque()
-    held = 0
     try:
         for case in cases:
             window.append((case, await _judged(case, rules, pool)))  # waits while the pool's queue is full
-            held += case.size
             if case.number % TURN == 0:
                 await asyncio.sleep(0)  # lets the pool's tasks run
             # Write the judged cases at the front. A full window waits for its first case: a worker's verdict ends the wait.
-            while window and (window[0][1].done() or len(window) >= WINDOW or held >= WINDOW_BYTES):
-                held -= window[0][0].size
+            while window and (window[0][1].done() or len(window) >= WINDOW):
                 await _write(window, sink, tally)
         while window:
             await _write(window, sink, tally)
@@ -193,17 +188,14 @@ async def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillableP
     """Return the verdict's future: done if the verifier's screen decides, else done later by the pool."""
     known: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
     task, case.task = case.task, None  # the pool keeps the text as long as needed
+    start = time.perf_counter()
     if task is None:
         known.set_result(Verdict(RuleOutcome(error=case.fault)))
-        return known
-    screen = rules[task.rule].screen
-    if screen is not None:
-        start = time.perf_counter()
+    elif (screen := rules[task.rule].screen) is not None:
         outcome = attempt(screen, task.text, task.label, task.context)
         if not outcome.unresolved:
             known.set_result(Verdict(outcome, time.perf_counter() - start))
-            return known
-    return await pool.submit(task)
+    return known if known.done() or task is None else await pool.submit(task)
 
 
 async def _write(window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]], sink: IO[str], tally: ScoreCounts) -> None:
