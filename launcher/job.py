@@ -190,7 +190,7 @@ class Job(ABC, Generic[Result]):
             child = await self._coordinator.start(self._spec(config, "--ready-fd", str(writer)), (writer,))
         finally:
             os.close(writer)
-        address = await self.guarded(self._read_address(child, reader, config.deadlines.start))
+        address = await self.guarded(_reported_address(child, reader, config.deadlines.start))
         node = self._here.registration(self.config, config)
         self._agent = Agent(node, config, address, self.supervisor, self._here.machine, sys.executable)
         return address
@@ -198,13 +198,6 @@ class Job(ABC, Generic[Result]):
     def _spec(self, config: Config, *where: str) -> ProcessSpec:
         path, machine = self.folder / run_files.CONFIG, self._here.machine
         return topology.coordinator_spec(config, path, sys.executable, where, self.launched, self.trains, machine)
-
-    async def _read_address(self, coordinator: Child, descriptor: int, timeout: float) -> str:
-        """Return the coordinator's address. Raises the coordinator's fault if it ends before it gives one."""
-        if line := await _read_line(descriptor, timeout):
-            return line
-        await asyncio.wait_for(coordinator.process.wait(), timeout)
-        raise coordinator.fault()
 
     async def _until_done(self, address: str) -> None:
         await asyncio.to_thread(self._agent.look_for_keys)
@@ -299,15 +292,19 @@ class Job(ABC, Generic[Result]):
             self._twice.set()
 
 
-async def _read_line(descriptor: int, timeout: float) -> str:
-    """Return one line from a pipe, "" if the other end closes first. Raises DeadlineExceeded."""
-    loop = asyncio.get_running_loop()
+async def _reported_address(coordinator: Child, descriptor: int, timeout: float) -> str:
+    """Return the address that the coordinator writes into the pipe. Raises DeadlineExceeded, or the coordinator's fault if it
+    ends before it gives one."""
     stream = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb"))
+    protocol, pipe = asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb")
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
     try:
         line = await asyncio.wait_for(stream.readline(), timeout)
     except TimeoutError:
         raise DeadlineExceeded("coordinator", "start", "did not report its address", timeout) from None
     finally:
         transport.close()
-    return line.decode().strip()
+    if address := line.decode().strip():
+        return address
+    await asyncio.wait_for(coordinator.process.wait(), timeout)
+    raise coordinator.fault()

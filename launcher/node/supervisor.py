@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from launcher.node import local_node
 from launcher.node.logs import LineView, Log
 from launcher.node.topology import ProcessSpec
@@ -244,12 +246,9 @@ class Orphans:
         return bool(self._seen or self._signaled)
 
     def _is_ours(self, pid: int) -> bool:
-        own = f"{os_process.AGENTS}=".encode()
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # the process has ended, or belongs to another user by now
-            return False
-        return any(str(os.getpid()).encode() in each.removeprefix(own).split() for each in variables if each.startswith(own))
+        with suppress(psutil.Error):  # the process has ended, or belongs to another user by now
+            return str(os.getpid()) in psutil.Process(pid).environ().get(os_process.AGENTS, "").split()
+        return False
 
 
 def _children() -> set[int]:
@@ -384,7 +383,10 @@ class Supervisor:
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
         with output.writer() as out, self._beats.connected(spec.name) as given, self._orphans.spared():
-            env = {**keys.inherited(), **own, **self._variables(spec, incarnation)}
+            env = {**keys.inherited(), **own, os_process.INCARNATION: str(incarnation), spans.NAME: spec.name}
+            env[os_process.AGENTS] = self._orphans.variable
+            if self.keys is not None and spec.services:
+                env |= keys.to_give(self.keys, spec.services, incarnation)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -405,21 +407,12 @@ class Supervisor:
             self._processes.append(process)
         self._started.set()
         child = Child(spec, process, output, incarnation)
-        child.late = child.late or self._under_way
+        child.late |= self._under_way
         self._outputs.append(output)
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
         self._beats.began(spec.name, process.pid)
         return child
-
-    def _variables(self, spec: ProcessSpec, incarnation: int) -> dict[str, str]:
-        own = keys.to_give(self.keys, spec.services, incarnation) if self.keys is not None and spec.services else {}
-        return {
-            os_process.INCARNATION: str(incarnation),
-            os_process.AGENTS: self._orphans.variable,
-            spans.NAME: spec.name,
-            **own,
-        }
 
     def cause_of_failure(self) -> Child | None:
         """Return the child to blame: one that a signal killed, else one with a user's mistake, else the first that failed."""
@@ -472,11 +465,8 @@ class Supervisor:
             self.on_exit(child)
             return True
         needless = self.stopping and child.spec.role in ("trainer", "critic")
-        delay = (
-            None
-            if needless
-            else self._allowances.setdefault(name, RestartBackoff(self._restarts[name])).delay(time.monotonic())
-        )
+        allowance = self._allowances.setdefault(name, RestartBackoff(self._restarts[name]))
+        delay = None if needless else allowance.delay(time.monotonic())
         if delay is None:
             if self._restarts[name] and not needless:
                 child.last = f"; services.{child.spec.role}.restarts allows no further start"
