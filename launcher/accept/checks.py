@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -33,8 +34,8 @@ from sluice import start
 
 Device = Literal["cpu", "cuda", "npu"]
 
-CHECKS = ("platform", "weight_sync", "rollout", "trainer", "quickstart")
 DEADLINES = {"model": 300.0, "platform": 300.0, "weight_sync": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
+CHECKS = tuple(DEADLINES)[1:]
 STEPS = 20
 WHEELS = ("torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed", "triton-ascend", "grpcio")
 TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}
@@ -85,10 +86,14 @@ def run(options: argparse.Namespace) -> int:
 
 async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
     """Run every check, and write report.md and report.json. Raises UserError unless `folder` is empty and `config` exists."""
-    _begin(folder, config)
+    if not config.is_file():
+        raise UserError(f"--config: there is no file {config}; must be a configuration")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--out: {folder} is not empty")
+    folder.mkdir(parents=True, exist_ok=True)
     report = await _about(device)  # the vendor's tool runs in a thread
-    model = folder / "model"
-    made = await _run("model", _worker("model", "cpu", model), folder / "model.log")  # first: the checks of the engines load it
+    model, worker = folder / "model", partial(start.command, "launcher.accept.worker")
+    made = await _run("model", worker("model", "cpu", str(model)), folder / "model.log")  # first: the checks of the engines load it
     if made.result == "failed":
         raise ServiceFault("accept", "start", f"no model could be made: {made.detail}")
     count = 0
@@ -99,7 +104,7 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
         elif check == "weight_sync" and device != "cpu" and count == 1:
             outcome = CheckOutcome(check=check, result="left out", detail="needs two devices")
         else:
-            outcome = await _run(check, _worker(check, device, model), folder / f"{check}.log")
+            outcome = await _run(check, worker(check, device, str(model)), folder / f"{check}.log")
             count = outcome.figures.get("devices", count)
         report.outcomes.append(outcome)
         _write(folder, report)
@@ -109,18 +114,6 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
     shutil.rmtree(model)
     _write(folder, report)
     return report
-
-
-def _begin(folder: Path, config: Path) -> None:
-    if not config.is_file():
-        raise UserError(f"--config: there is no file {config}; must be a configuration")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--out: {folder} is not empty")
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def _worker(check: str, device: Device, model: Path) -> tuple[str, ...]:
-    return start.command("launcher.accept.worker", check, device, str(model))
 
 
 def placement(device: Device, count: int) -> list[str]:
@@ -190,7 +183,10 @@ async def _run(check: str, command: Sequence[str], log: Path, figures: bool = Tr
 
 
 async def _about(device: Device) -> AcceptReport:
-    distributions = {name: _version(name) for name in ("sluice-rl", *WHEELS)}
+    versions = {}
+    for name in ("sluice-rl", *WHEELS):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return AcceptReport(
         device=device,
         began=time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -200,18 +196,11 @@ async def _about(device: Device) -> AcceptReport:
             "python": platform.python_version(),
             "cores": str(len(os.sched_getaffinity(0))),
         },
-        versions={name: version for name, version in distributions.items() if version} | _cann(),
+        versions=versions | _cann(),
         variables={name: value for name, value in sorted(os.environ.items()) if VARIABLES.match(name)},
         tool=await asyncio.to_thread(_tool, TOOLS[device]),
         outcomes=[],
     )
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _cann() -> dict[str, str]:
