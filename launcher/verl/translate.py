@@ -235,10 +235,9 @@ def _run(keys: TranslatedSettings) -> None:
         keys.decide(
             f"{path.value} has to be a folder; where it is a name of the Hub, name what was downloaded, or use --models", path
         )
-    loggers = logger.value if isinstance(logger.value, list) else [logger.value]
     trackers = [{"name": "jsonl"}] + [
         {"name": each} | ({} if each == "tensorboard" else {"project": project.value, "mode": "online"})
-        for each in loggers
+        for each in _listed(logger)
         if each in _TRACKERS
     ]
     keys.put("trackers", trackers, *given(logger, project))
@@ -246,7 +245,7 @@ def _run(keys: TranslatedSettings) -> None:
 
 def _data(keys: TranslatedSettings) -> None:
     train, held_out = keys.at("data.train_files"), keys.at("data.val_files")
-    files, problems = _files(train), _files(held_out)
+    files, problems = _listed(train), _listed(held_out)
     if files:
         keys.put("data.train", [{"path": path} for path in files] if len(files) > 1 else files[0], train)
         keys.put("data.handler", "math17k", train)
@@ -258,9 +257,8 @@ def _data(keys: TranslatedSettings) -> None:
         keys.put("evaluation.sets", sets, held_out)
 
 
-def _files(setting: Setting) -> list[str]:
-    listed = setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
-    return [str(each) for each in listed]
+def _listed(setting: Setting) -> list[Any]:
+    return setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
 
 
 def _rewards(keys: TranslatedSettings) -> None:
@@ -425,20 +423,16 @@ def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None,
             keys.put(f"services.critic.{name}", value)
         if keys.values.get("services.critic.parallel.tensor", 1) > 1:
             keys.put("services.critic.parallel.sequence", True)
-    if facts["kl"] and facts["engine"] == "torch":
-        keys.put("services.reference.replicas", devices)
-    elif facts["kl"]:
-        keys.put("services.reference.engine", "megatron")
-        keys.put("services.reference.processes", devices)
-        for name in ("tensor", "pipeline", "expert"):
-            keys.put(f"services.reference.parallel.{name}", ways[name])
-        keys.put("services.reference.parallel.sequence", keys.values.get("services.trainer.parallel.sequence"))
-    if facts["kl"]:
-        keys.put("services.reference.colocate", "trainer")
+    reference: dict[str, Any] = {"replicas": devices}
+    if facts["engine"] == "megatron":
+        sequence = keys.values.get("services.trainer.parallel.sequence")
+        spread = {f"parallel.{name}": ways[name] for name in ("tensor", "pipeline", "expert")}
+        reference = {"engine": "megatron", "processes": devices, **spread, "parallel.sequence": sequence}
+    for name, value in (reference | {"colocate": "trainer"}).items() if facts["kl"] else ():
+        keys.put(f"services.reference.{name}", value)
     modules = keys.at("actor_rollout_ref.model.target_modules")
     if facts["lora"]:
-        listed = modules.value if isinstance(modules.value, list) else [modules.value]
-        keys.put("lora.target_modules", [] if listed == ["all-linear"] else listed, modules)
+        keys.put("lora.target_modules", [name for name in _listed(modules) if name != "all-linear"], modules)
 
 
 def _budgets(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
