@@ -293,8 +293,7 @@ class Job(ABC, Generic[Result]):
 
 
 async def _reported_address(coordinator: Child, descriptor: int, timeout: float) -> str:
-    """Return the address that the coordinator writes into the pipe. Raises DeadlineExceeded, or the coordinator's fault if it
-    ends before it gives one."""
+    """Return the address that the coordinator writes into the pipe. Raises DeadlineExceeded, or the coordinator's fault."""
     stream = asyncio.StreamReader()
     protocol, pipe = asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb")
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)

@@ -52,7 +52,6 @@ def _hint(table: KeyTable, faults: Sequence[str]) -> Iterator[str]:
 
 
 def _unwritable(named: dict[str, Path | None]) -> Iterator[str]:
-    """Yield one line for each file that could not be written as new."""
     paths = [path for path in named.values() if path is not None]
     for option, path in named.items():
         if path is None:

@@ -110,8 +110,7 @@ def advice(folder: str, command: str) -> list[str]:
 
 
 def replies(config: Config) -> LiteralTable | None:
-    """Return the first REPLIES held-out problems of a run, with the replies before and after its training. None if the run was
-    not evaluated twice. Raises UserError for files that cannot be read."""
+    """Return the first REPLIES held-out problems, with replies before and after. None if there were no two evaluations."""
     from runtime.data.handlers import load_problems
     from runtime.evaluation import results
     from runtime.telemetry.shown import LiteralTable

@@ -66,8 +66,7 @@ class SampleRow(Struct, kw_only=True):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a table for each group, or JSON lines. Raises UserError if the folder holds no run, the run has no samples, or a
-    filter is malformed."""
+    """Print a table for each group, or JSON lines. Raises UserError for no run, no evaluation or a malformed filter."""
     if options.limit < 0:
         raise UserError(f"--limit: {options.limit} is negative; must be a number of groups, or 0 for all")
     if options.eval:

@@ -27,8 +27,7 @@ UNREACHABLE = "unreachable"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the tables once, or keep them up to date; or print what programs need to reach a process or the gateways. Raises
-    UserError if no coordinator answers."""
+    """Print tables, once or kept up to date, or how to reach a process or gateways. Raises UserError without a coordinator."""
     asyncio.run(_show(options))
 
 
@@ -79,7 +78,6 @@ def for_grpcurl(processes: Sequence[Registration], name: str, own: Keys | None, 
 
 
 def _over(own: Keys, called: str, folder: Path) -> list[str]:
-    """Return the options with which grpcurl connects to `called`."""
     if not own.tls:
         return ["-plaintext"]
     files, name_of_peer = own.files, []

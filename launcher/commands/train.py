@@ -33,8 +33,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def run_training(config: Config, here: LocalNode, verbose: bool = False) -> None:
-    """Train, with this machine as the coordinator's node, and print the result. `verbose`: each process's output too. Raises
-    SluiceError."""
+    """Train, with this machine as the coordinator's node, and print the result. `verbose`: all output. Raises SluiceError."""
     os_process.close_to_others()
     console = Console()
     result = watched(verbose, lambda view: train(config, view, here))

@@ -87,7 +87,6 @@ class ClassicGrid(msgspec.Struct, frozen=True, kw_only=True):
         return math.gcd(self.tensor, self.expert) if self.whole_experts and not self.extended else 1
 
     def name(self, rank: Coordinates) -> str:
-        """Return the name of the rank's folder."""
         tensor, stage, expert = rank
         name = f"mp_rank_{tensor:02d}"
         name += f"_{stage:03d}" if self.pipeline > 1 else ""
@@ -272,8 +271,6 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class RankFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The file of one rank."""
-
     path: Path
     arguments: dict[str, Any]
     iteration: Any
@@ -281,8 +278,6 @@ class RankFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of all ranks."""
-
     grid: ClassicGrid
     files: dict[Coordinates, RankFile]
 
@@ -302,8 +297,7 @@ class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
         return file.path, file.chunks[chunk]
 
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Return the number of layers on each stage. Raises UserError if the layers of a stage are not numbered 0, 1, 2 and so
-        on."""
+        """Return the number of layers on each stage. Raises UserError if the layers of a stage are not numbered 0, 1, 2 ..."""
         counts = []
         for stage in range(self.stages):
             path, stored = self.stored(0, stage, 0)
@@ -423,7 +417,6 @@ def _found(names: list[str]) -> Coordinates:
 
 
 def _layers(stored: Mapping[str, ArchiveTensor]) -> list[int]:
-    """Return the numbers of the layers on the stage."""
     return sorted({int(layer[1]) for name in stored if (layer := _LAYER.match(name)) is not None})
 
 

@@ -123,8 +123,7 @@ def to_megatron(
     show: Show,
     **options: Any,
 ) -> ConversionReport:
-    """Convert as `to_core` does, into a release in Megatron-LM's own layout. `naming` gives the tensors' names. `options` are
-    the options of `target_for`."""
+    """Convert as `to_core`, into a release in Megatron-LM's layout with names by `naming`. `options`: those of `target_for`."""
     require_new(folder)
     model = open_hf(source, dtype, value_head)
     target = target_for(layout, model.family.shape, naming, **options)
@@ -268,7 +267,6 @@ def _open_classic(source: Path, hf_config: Path | None) -> _Core:
 
 
 def _difference(core: _Core, hf: Path, show: Show) -> float:
-    """Return the largest difference of the logits."""
     show("comparing", 0, 0)
     wholes = {name: whole for row, readers in _rows(core) for name, whole in _joined(row[0], readers)}
     return logits.largest_difference(core.family, wholes, hf)

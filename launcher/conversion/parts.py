@@ -61,8 +61,7 @@ def open_hf(source: Path, dtype: torch.dtype | None, value_head: bool) -> HfMode
 
 
 class HfTensors:
-    """A Hugging Face folder's tensors as they are to be stored. A quantised tensor gets the requested dtype, else the dtype
-    that config.json declares."""
+    """The tensors as they are to be stored. A quantised tensor gets the requested dtype, else that of config.json."""
 
     def __init__(self, tensors: TensorFolder, files: WeightFiles, dtype: torch.dtype | None, config: Mapping[str, Any]):
         self._tensors, self._files, self._dtype = tensors, files, dtype

@@ -161,8 +161,7 @@ class TranslatedSettings:
         return int(value) if kind == "int" and isinstance(value, float) else value
 
     def put(self, path: str, value: Any, *settings: Setting, note: str = "", item: str = "") -> None:
-        """Ours becomes `value`, because of `settings`. Nothing happens where that is None. `item`: what `settings` added to a
-        list."""
+        """Ours becomes `value` unless that is None, because of `settings`. `item`: what they added to a list."""
         if value is None:
             return
         self.values[path] = value

@@ -87,19 +87,15 @@ class Agent:
     ):
         """Start with `config`, the configuration of this node's command line; the coordinator sends the full one later."""
         self._node = node
-        self._own = self.config = config
-        """The configuration that the coordinator sent last."""
-        self.coordinator = coordinator
-        """The address of the newest coordinator."""
+        self._own = self.config = config  # the configuration that the coordinator sent last
+        self.coordinator = coordinator  # the address of the newest coordinator
         self._supervisor = supervisor
         self._machine, self._python = machine, python
         self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
         """The configuration as this node's processes read it."""
-        self.keys: Keys | None = None
-        """This node's keys, once it has read the run's secret."""
+        self.keys: Keys | None = None  # this node's keys, once it has read the run's secret
         self._assignment = Assignment(config="")
-        self.began = False
-        """Whether the run is under way."""
+        self.began = False  # whether the run is under way
         self._reports: set[asyncio.Task[None]] = set()
         supervisor.on_exit = self.report
 
@@ -146,8 +142,7 @@ class Agent:
             self.keys = self._supervisor.keys = keys.holder(self._own.network, party, secret)
 
     def apply_progress(self, progress: Progress) -> None:
-        """Apply the run's progress to this node's processes: once the run is under way, replace processes that die, and end
-        processes that the run does without."""
+        """Apply the run's progress: once it is under way, replace processes that die; end those that the run does without."""
         self._supervisor.stopping |= progress.stopping
         if not self.began and progress.phase != "starting":
             self.began = True

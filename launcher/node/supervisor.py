@@ -294,8 +294,7 @@ class Supervisor:
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Called for each process that died and that this supervisor does not start again."""
-        self.keys: Keys | None = None
-        """The secret from which the keys of the services are made; None if they need no keys."""
+        self.keys: Keys | None = None  # the secret from which the keys of the services are made; None if they need no keys
         self.children: list[Child] = []
         self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
@@ -305,8 +304,7 @@ class Supervisor:
         self.followed: Collection[str] = ()
         """Names of processes that another part of this process looks after once they are killed."""
         self._under_way = False
-        self.stopping = False
-        """Whether the run is ending: a lost trainer or critic is not replaced then, as no step follows."""
+        self.stopping = False  # whether the run is ending: a lost trainer or critic is not replaced then, as no step follows
         self._ended_well = False
         self._allowances: dict[str, RestartBackoff] = {}
         self._given_up: list[Child] = []
@@ -377,8 +375,7 @@ class Supervisor:
     async def start(
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
     ) -> Child:
-        """Start one process. With `capture`, the caller reads its standard output. Raises UserError if the machine lacks the
-        interpreter, the processors or the variables."""
+        """Start one process; with `capture` the caller reads its output. Raises UserError for what the machine lacks."""
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)

@@ -64,8 +64,7 @@ def service_specs(
     cores: int,
     machine: Machine = Machine(),  # noqa: B008
 ) -> dict[str, ProcessSpec]:
-    """Return by name how each launch of a node is started. The processes that compute share out `cores`, unless a role's `env`
-    sets OMP_NUM_THREADS."""
+    """Return by name how each launch is started. Processes that compute share `cores`, unless `env` sets OMP_NUM_THREADS."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
     roles = {launch.name: settings_of(config, Instance(launch.role, launch.name)) for launch in launches}
     computing = sum(len(launch.ranks) or 1 for launch in launches if isinstance(roles[launch.name], Computing))

@@ -171,7 +171,6 @@ async def _spied(spy: str, pid: int) -> bytes:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped the process."""
     with suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False

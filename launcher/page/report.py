@@ -97,8 +97,7 @@ def _samples(samples: SampleReader) -> dict[str, Any]:
 
 
 def text(answers: dict[str, Any]) -> str:
-    """Return the page's files as one text. A browser that keeps to the policy runs only these scripts, and loads nothing: names
-    of a run's rules cannot add a script."""
+    """Return the page as one text. A browser that keeps to the policy runs only these scripts: no name in a run can add one."""
     page = (STATIC / "page.html").read_text(encoding="utf-8")
     scripts = ["\n" + (STATIC / name).read_text(encoding="utf-8") for name in _SCRIPT.findall(page)]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
