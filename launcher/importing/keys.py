@@ -86,8 +86,6 @@ class TranslatedSettings:
     that they would have decided keep Sluice's defaults. Keys that say what is trained cannot be left out.
     """
 
-    floats = False  # whether whole numbers of keys that have floats are written as floats
-
     def __init__(self, table: KeyTable, read: Read, without: Collection[str]):
         self.table = table
         self.name = read.name
@@ -154,9 +152,9 @@ class TranslatedSettings:
         return Setting(entry.path, self._typed(key, entry.value), True)
 
     def _typed(self, key: TheirKey, value: Any) -> Any:
-        """Return 4.0 as 4 if the key's numbers are whole, and 4 as 4.0 if they are not and `floats`."""
+        """Return 4.0 as 4 if the key's numbers are whole, and 4 as 4.0 if they are not."""
         kind = key.type or type(key.default).__name__
-        if kind == "float" and self.floats and type(value) is int:
+        if kind == "float" and type(value) is int:
             return float(value)
         return int(value) if kind == "int" and isinstance(value, float) else value
 

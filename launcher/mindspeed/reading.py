@@ -46,8 +46,6 @@ def named_there(path: str) -> list[str]:
 class RoleSettings(TranslatedSettings):
     """Keys of a section, and keys of a role, which several sections may have."""
 
-    floats = True
-
     def __init__(self, read: Read, without: Collection[str]):
         super().__init__(TABLE, read, without)
         self.rl = read.format == "current"
