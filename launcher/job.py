@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from launcher import run_folder
-from launcher.node import environment, topology
+from launcher.node import topology
 from launcher.node.agent import Agent, CoordinatorKeeper
 from launcher.node.local_node import LocalNode, check_secret, on_this_machine, placement_faults
 from launcher.node.supervisor import Child, Supervisor
@@ -168,7 +168,7 @@ class Job(ABC, Generic[Result]):
 
     def check(self, config: Config) -> None:
         faults = semantic_faults(config, known_names(), self._here.memory(config), trains=self.trains)
-        faults += environment.faults(config, self._here.machine)
+        faults += topology.machine_faults(config, self._here.machine)
         if faults := faults or placement_faults(config, self._here.offer, self.trains):
             raise ConfigError(faults)
 

@@ -17,10 +17,9 @@ from rich.console import Console
 
 from launcher import run_folder
 from launcher.job import Interrupted, watched
-from launcher.node import environment
+from launcher.node import topology
 from launcher.node.local_node import LocalNode
 from launcher.node.supervisor import Child, Supervisor
-from launcher.node.topology import ProcessSpec
 from launcher.registered_names import known_names
 from launcher.view import View
 from runtime import run_files, timeouts
@@ -45,7 +44,7 @@ async def sft(config: Config, view: View) -> str:
     processes in every case."""
     here, folder = LocalNode.of(config), Path(config.run.dir)
     faults = [*tune_faults(config, known_names(), here.memory(alone(config)))]
-    if faults := faults or [*environment.faults(alone(config), here.machine)]:
+    if faults := faults or [*topology.machine_faults(alone(config), here.machine)]:
         raise ConfigError(faults)
     logs, lock = run_folder.prepare(folder, config.run)
     supervisor = Supervisor(logs, view, config.logs)
@@ -63,7 +62,7 @@ async def sft(config: Config, view: View) -> str:
         lock.close()
 
 
-def _spec(config: Config, here: LocalNode) -> ProcessSpec:
+def _spec(config: Config, here: LocalNode) -> topology.ProcessSpec:
     settings = config.services.trainer
     program: tuple[str, ...] = ("runtime.sft.rank", str(Path(config.run.dir) / run_files.CONFIG))
     python, ranks = settings.python or sys.executable, settings.processes
@@ -71,12 +70,12 @@ def _spec(config: Config, here: LocalNode) -> ProcessSpec:
         which = ("--ranks", ",".join(map(str, range(ranks))), "--world", str(ranks))
         program = ("launcher.node.ranks", "--group", NAME, *which, start.__file__, *program)
     threads = max(1, len(here.machine.cpus) // ranks)
-    return ProcessSpec(
+    return topology.ProcessSpec(
         name=NAME,
         role="trainer",
         command=start.command(*program, python=python),
-        env=environment.environment(settings, threads, here.machine, settings.devices[:ranks]),
-        cpus=environment.affinity(settings),
+        env=topology.environment(settings, threads, here.machine, settings.devices[:ranks]),
+        cpus=topology.affinity(settings),
     )
 
 

@@ -25,11 +25,10 @@ from rich.console import Console
 from launcher import run_folder
 from launcher.cli import run_and_report
 from launcher.commands.train import run_training
-from launcher.node import environment
 from launcher.node.agent import Agent, CoordinatorKeeper
 from launcher.node.local_node import LocalNode, check_secret, on_this_machine
 from launcher.node.supervisor import Supervisor
-from launcher.node.topology import coordinator_spec
+from launcher.node.topology import coordinator_spec, machine_faults
 from launcher.view import View
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import name_fault
@@ -175,7 +174,7 @@ def run_node(options: argparse.Namespace) -> None:
         return
     if not coordinator.port:
         raise UserError("services.coordinator.port: 0 is any free port, on one node; on several it must be named")
-    if faults := list(environment.faults(config, here.machine)):
+    if faults := list(machine_faults(config, here.machine)):
         raise ConfigError(faults)
     asyncio.run(WorkerNode(config, here, options.verbose).run())
 
