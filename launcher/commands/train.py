@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -147,14 +146,8 @@ class PageBeside:
             self._view.say(f"page: {errors.splitlines()[-1] if errors else 'it has ended'} ({self._log})")
 
     async def end(self) -> None:
-        if self._process is None:
-            return
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), timeouts.PAGE_END)
-        if self._process.returncode is None:
-            self._process.kill()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()  # it only reads
+            await self._process.wait()
         if self._reporting is not None:
             self._reporting.cancel()
