@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -25,6 +25,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 from rich.console import Console
+from rich.status import Status
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
@@ -34,8 +35,8 @@ from sluice import start
 
 Device = Literal["cpu", "cuda", "npu"]
 
-DEADLINES = {"model": 300.0, "platform": 300.0, "weight_sync": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
-CHECKS = tuple(DEADLINES)[1:]
+DEADLINES = {"platform": 600.0, "weight_sync": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
+CHECKS = tuple(DEADLINES)
 STEPS = 20
 WHEELS = ("torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed", "triton-ascend", "grpcio")
 TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}
@@ -73,18 +74,14 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     folder = options.out or Path("accept") / options.device
     with console.status("starting") as status:
-
-        def show(check: str) -> None:
-            status.update(literal(check))
-
-        report = asyncio.run(accept(options.device, folder, options.config, options.steps, show))
+        report = asyncio.run(accept(options.device, folder, options.config, options.steps, status))
     for one in report.outcomes:
         say(console, f"{one.check}: {one.result}" + (f" ({one.detail.splitlines()[-1]})" if one.detail else ""))
     say(console, f"to send back: {folder / 'report.md'} and {folder / 'report.json'}")
     return 0 if report.passed else 1
 
 
-async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
+async def accept(device: Device, folder: Path, config: Path, steps: int, status: Status) -> AcceptReport:
     """Run every check, and write report.md and report.json. Raises UserError unless `folder` is empty and `config` exists."""
     if not config.is_file():
         raise UserError(f"--config: there is no file {config}; must be a configuration")
@@ -93,12 +90,9 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
     folder.mkdir(parents=True, exist_ok=True)
     report = await _about(device)  # the vendor's tool runs in a thread
     model, worker = folder / "model", partial(start.command, "launcher.accept.worker")
-    made = await _run("model", worker("model", "cpu", str(model)), folder / "model.log")  # first: the checks of the engines load it
-    if made.result == "failed":
-        raise ServiceFault("accept", "start", f"no model could be made: {made.detail}")
     count = 0
     for check in CHECKS:
-        show(check)
+        status.update(literal(check))
         if check == "quickstart":
             outcome = await _quickstart(device, count, folder, config, steps)  # ends by its deadline, like every check
         elif check == "weight_sync" and device != "cpu" and count == 1:
@@ -111,7 +105,7 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
         if check == "platform" and outcome.result == "failed":
             report.outcomes += [CheckOutcome(check=one, result="left out", detail="there is no device") for one in CHECKS[1:]]
             break
-    shutil.rmtree(model)
+    shutil.rmtree(model, ignore_errors=True)  # as without a device
     _write(folder, report)
     return report
 
