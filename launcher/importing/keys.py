@@ -98,7 +98,6 @@ class TranslatedSettings:
         self._left_out: set[str] = set()
         self._ours: dict[str, list[str]] = {}
         self._said: dict[str, str] = {}  # why a key decided nothing
-        self._noted: dict[str, str] = {}  # how a key was translated, if that differs from the table's note
         self._refused: set[str] = set()
         self._defaults: dict[str, tuple[Any, list[str]]] = {}
         for name in without:
@@ -158,7 +157,7 @@ class TranslatedSettings:
             return float(value)
         return int(value) if kind == "int" and isinstance(value, float) else value
 
-    def put(self, path: str, value: Any, *settings: Setting, note: str = "", item: str = "") -> None:
+    def put(self, path: str, value: Any, *settings: Setting, item: str = "") -> None:
         """Ours becomes `value` unless that is None, because of `settings`. `item`: what they added to a list."""
         if value is None:
             return
@@ -172,8 +171,6 @@ class TranslatedSettings:
                 ours = self._ours.setdefault(setting.path, [])
                 if line not in ours:
                     ours.append(line)
-                if note:
-                    self._noted[setting.path] = note
             else:
                 self._defaults.setdefault(setting.path, (setting.value, []))[1].append(line)
 
@@ -257,7 +254,7 @@ class TranslatedSettings:
         if path in self._decided:
             return TranslatedKey(path, value, "to decide", ours, self._decided[path])
         if ours:
-            return TranslatedKey(path, value, "mapped", ours, self._noted.get(path, key.note))
+            return TranslatedKey(path, value, "mapped", ours, key.note)
         off = "off there too: it asks for nothing" if key.refused or key.decide else key.ignored
         alike = (each for each in self._entries if each.path in self._ours and self._key(each) is key)
         over = "".join(f"{each.path} stands over it" for each in [*alike][-1:])  # a section nearer to the role has it

@@ -126,20 +126,15 @@ def _training(keys: RoleSettings, dapo: bool) -> None:
 
 
 def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
-    samples = keys.values.get("sampling.group_size") or 1
-    prompts, note = mini.value, ""
+    samples, prompts = keys.values.get("sampling.group_size") or 1, mini.value
     if prompts > batch:
         fewer = prompts // samples  # in older versions it counted samples
-        if not keys.rl and prompts % samples == 0 and fewer < batch and batch % fewer == 0:
-            prompts, note = fewer, f"more than a step has prompts, so samples: {fewer} prompts"
-        else:
-            prompts, note = batch, f"more than the {batch} prompts of a step: one update, as there"
+        counted = not keys.rl and prompts % samples == 0 and fewer < batch and batch % fewer == 0
+        prompts = fewer if counted else batch
     if prompts < 1 or batch % prompts:
         keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {batch} prompts of a step")
-        return
-    whole = prompts == batch
-    note = note or ("prompts of one update: all of a step, which is 0 here" if whole else "")
-    keys.put("training.mini_batch_size", 0 if whole else prompts, mini, note=note)
+    else:
+        keys.put("training.mini_batch_size", 0 if prompts == batch else prompts, mini)
 
 
 def _optimizer(keys: RoleSettings) -> None:
@@ -203,14 +198,13 @@ def _advice(keys: RoleSettings) -> list[str]:
 # ---- Sections rewards and algorithm, and what belongs to them of sampling and critic
 
 STAGES = ("ray_grpo", "ray_ppo", "ray_dapo")
-# Our rules by their verifiers, with the difference. Entries of the older format replace those of the current one.
+# Our rules by their verifiers. Entries of the older format replace those of the current one.
 _RULES = {
-    **{name: (name, "") for name in ("acc", "format", "step", "strict_format", "math_17k_acc", "acc_for_dapo")},
-    "base_acc": ("base_acc", "base_acc wants each tag exactly once"),
-    "acc_for_ppo": ("math_17k_acc", "acc_for_ppo is math_17k_acc: 1 where the last box is equal, else 0"),
-    "math_verify_reward": ("base_acc", "math_verify_reward is base_acc, which wants each tag exactly once"),
+    **{name: name for name in ("acc", "format", "step", "strict_format", "base_acc", "math_17k_acc", "acc_for_dapo")},
+    "acc_for_ppo": "math_17k_acc",
+    "math_verify_reward": "base_acc",
 }
-_OLDER_RULES = {"acc": ("r1_zero_acc", ""), "format": ("r1_zero_format", "")}
+_OLDER_RULES = {"acc": "r1_zero_acc", "format": "r1_zero_format"}
 _TOP_K = 50  # the default of the current format
 
 
@@ -245,12 +239,10 @@ def _rules(keys: RoleSettings, ruled: Setting) -> None:
     if any(name not in known for name in names.value):
         return
     rules = [
-        {"name": known[name][0]} | ({"weight": float(weight)} if weight != 1 else {})
+        {"name": known[name]} | ({"weight": float(weight)} if weight != 1 else {})
         for name, weight in zip(names.value, weights.value, strict=True)
     ]
-    differs = "; ".join(known[name][1] for name in names.value if known[name][1])
-    keys.put("rewards.rules", rules, names, note=differs)
-    keys.put("rewards.rules", rules, *given(weights, ruled))
+    keys.put("rewards.rules", rules, names, *given(weights, ruled))
 
 
 def _reward_model(keys: RoleSettings) -> None:
