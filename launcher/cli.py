@@ -105,7 +105,8 @@ def _bench(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace) -> int | None:
     if options.command == "bench":
-        return _bench(options)
+        _bench(options)
+        return None
     module, _, name = _MODULES.get(options.command, f"commands.{options.command}").partition(":")
     code: int | None = getattr(importlib.import_module(f"launcher.{module}"), name or "run")(options)
     return code

@@ -303,7 +303,9 @@ def stage_of(keys: RoleSettings) -> str:
 def _facts(keys: RoleSettings) -> dict[str, Any]:
     """Return the facts that other keys depend on: `when` in the table."""
     gae, stage = _estimator(keys).value == "gae", stage_of(keys)
+    lora = bool(keys.role("actor", "lora_target_modules").value)
     keys.put("critic", {} if gae else None)
+    keys.put("lora", {} if lora else None)
     first, older, in_reward, higher = keys.each(
         "rl_config", "init_kl_coef", "kl_coef", "use_kl_in_reward", "clip_higher_enable"
     )
@@ -318,7 +320,7 @@ def _facts(keys: RoleSettings) -> dict[str, Any]:
         "kl": has_term and bool(coefficient.value),
         "adaptive": keys.at("algorithm.kl_ctrl.type").value == "adaptive",
         "ppo": stage == "ray_ppo",
-        "lora": bool(keys.role("actor", "lora_target_modules").value),
+        "lora": lora,
         "remote_code": keys.of("generate_config", "trust_remote_code").value,
     }
 
@@ -551,7 +553,6 @@ def _lora(keys: RoleSettings) -> bool:
     if unknown:
         keys.refuse(modules, f"{unknown[0]} is not one of {', '.join(_LAYERS)}")
     elif modules.value:
-        keys.put("lora", {})
         keys.put("lora.target_modules", [layer for name in modules.value for layer in _LAYERS[name]], modules)
     return bool(modules.value)
 
