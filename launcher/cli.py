@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import errno
 import faulthandler
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
-from runtime.process.os_process import CommandParser, ended_as_by_ctrl_c
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from launcher.node.local_node import LocalNode
-    from launcher.view import View
-    from runtime.config import Config
+from runtime.process.os_process import CommandParser
 
 T = TypeVar("T")
 
@@ -75,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.parse_args(arguments)  # exits, and says what is wrong
     else:
         options.overrides += rest
-    sys.exit(run_and_report(lambda: _COMMANDS[options.command](options), options.command in _SHOWING))
+    sys.exit(run_and_report(lambda: _run(options), options.command in _SHOWING))
 
 
 def run_and_report(work: Callable[[], int | None], shows: bool = False) -> int:
@@ -87,20 +79,19 @@ def run_and_report(work: Callable[[], int | None], shows: bool = False) -> int:
     try:
         return work() or 0
     except UserError as error:
-        _print_errors(*str(error).splitlines())
-        return 2
+        return _failed(2, *str(error).splitlines())
     except SluiceError as error:
-        _print_errors(str(error))
-        return 1
+        return _failed(1, str(error))
     except KeyboardInterrupt:
         return 130
 
 
-def _print_errors(*lines: str) -> None:
+def _failed(code: int, *lines: str) -> int:
     from runtime.telemetry.shown import shown
 
     for line in lines:
         print(shown(f"error: {line}"), file=sys.stderr)
+    return code
 
 
 class _OutputStream:
@@ -153,141 +144,6 @@ def outlive_readers(ends: bool = False) -> None:
         stream.ends = ends
 
 
-def _config(options: argparse.Namespace) -> Config:
-    from runtime.config import loading
-
-    return loading.resolve(loading.load(options.config, options.overrides))
-
-
-def _train(options: argparse.Namespace) -> int:
-    from launcher.node.local_node import LocalNode
-
-    config = _config(options)
-    return run_training(config, LocalNode.of(config), options.verbose)
-
-
-def _quickstart(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from launcher.commands import quickstart
-    from runtime.telemetry.shown import shown
-
-    options.config = quickstart.PRETRAINED if options.pretrained else quickstart.FILE
-    if options.pretrained:
-        quickstart.prepare(_config(options), lambda line: print(shown(line), flush=True))
-    if options.write is not None:
-        lines = quickstart.write(options.config, options.write, options.overrides)
-    else:
-        _train(options)  # raises if it fails
-        config = _config(options)
-        if options.pretrained and (table := quickstart.replies(config)):
-            Console().print(table)
-        lines = quickstart.advice(config.run.dir, "quickstart --pretrained" if options.pretrained else "quickstart")
-    print("\n".join(map(shown, lines)))
-
-
-def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
-    """Train, with this machine as the coordinator's node, and print the result. `verbose`: each process's output too. Raises
-    SluiceError."""
-    from runtime.process import os_process
-
-    os_process.close_to_others()
-    from rich.console import Console
-
-    from launcher.commands.train import train
-    from runtime.evaluation import results as evaluation
-    from runtime.evaluation.results import render
-    from runtime.telemetry import summary
-    from runtime.telemetry.shown import say, shown
-
-    console = Console()
-    result = _watched(console, verbose, lambda view: train(config, view, here))
-    console.print(summary.render(result))
-    if found := evaluation.read(Path(config.run.dir)):
-        console.print(render([found[0], *found[1:][-1:]]))
-    say(console, f"run folder: {config.run.dir}")
-    if result.mismatch_alarm:
-        print(shown(f"alarm: {summary.alarm(result)}"), file=sys.stderr)
-    return 0
-
-
-def _watched(console: Console, verbose: bool, work: Callable[[View], Coroutine[Any, Any, T]]) -> T:
-    """Return the result of `work`, and show its progress meanwhile. Exits with the code of an interruption."""
-    from launcher.job import Interrupted
-    from launcher.view import View
-    from runtime.telemetry.shown import say
-
-    try:
-        with View(console, verbose=verbose) as view:
-            return asyncio.run(work(view))
-    except Interrupted as how:
-        say(console, str(how))
-        sys.exit(how.code)
-
-
-def _sft(options: argparse.Namespace) -> None:
-    from launcher.commands.sft import sft
-
-    _say_result(options, sft)
-
-
-def _eval(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from launcher.commands.evaluate import evaluate, own_folder
-    from runtime.evaluation import results as evaluation
-    from runtime.evaluation.results import render
-    from runtime.telemetry.shown import say
-
-    console = Console()
-    config = own_folder(_config(options))
-    result = _watched(console, options.verbose, lambda view: evaluate(config, view))
-    console.print(render([result]))
-    say(console, f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}")
-
-
-def _play(options: argparse.Namespace) -> None:
-    from launcher.commands.play import play, shown
-
-    async def played(config: Config, view: View) -> str:
-        return shown(await play(config, options.task, view))
-
-    _say_result(options, played)
-
-
-def _say_result(options: argparse.Namespace, work: Callable[[Config, View], Coroutine[Any, Any, str]]) -> None:
-    """Print the last text of a command on a configuration."""
-    from rich.console import Console
-
-    from runtime.telemetry.shown import say
-
-    console, config = Console(), _config(options)
-    say(console, _watched(console, options.verbose, lambda view: work(config, view)))
-
-
-def _serve(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from launcher.commands.serve import serve
-
-    _watched(Console(), options.verbose, lambda view: serve(options.model, options.overrides, view))
-
-
-def _schema(options: argparse.Namespace) -> None:
-    import json
-
-    from launcher.config_reference import schema
-
-    print(json.dumps(schema(), indent=2))
-
-
-def _page(options: argparse.Namespace) -> None:
-    from launcher.page.server import serve
-
-    with ended_as_by_ctrl_c():
-        asyncio.run(serve(options.folder, options.host, options.port, lambda address: print(address, flush=True)))
-
-
 def _bench(options: argparse.Namespace) -> None:
     root = Path(__file__).parents[1]
     if not (root / "benchmarks" / "command.py").is_file():
@@ -300,45 +156,31 @@ def _bench(options: argparse.Namespace) -> None:
     command.run(options.name, command.Options(**given))
 
 
-def _run_of(module: str) -> Callable[[argparse.Namespace], int]:
-    """Return a call of `run` of a command's module in `launcher`: its exit code, None for 0."""
+def _run(options: argparse.Namespace) -> int | None:
+    if options.command == "bench":
+        _bench(options)
+        return None
+    module, _, name = _MODULES.get(options.command, f"commands.{options.command}").partition(":")
+    code: int | None = getattr(importlib.import_module(f"launcher.{module}"), name or "run")(options)
+    return code
 
-    def run(options: argparse.Namespace) -> int:
-        code: int | None = importlib.import_module(f"launcher.{module}").run(options)
-        return code or 0
 
-    return run
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "quickstart": _quickstart,
-    "train": _train,
-    "sft": _sft,
-    "eval": _eval,
-    "play": _play,
-    "serve": _serve,
-    "validate": _run_of("commands.validate"),
-    "simulate": _run_of("commands.simulate"),
-    "schema": _schema,
-    "render": _run_of("render.command"),
-    "status": _run_of("commands.status"),
-    "scale": _run_of("commands.scale"),
-    "profile": _run_of("commands.profile"),
-    "samples": _run_of("commands.samples"),
-    "report": _run_of("page.report"),
-    "why": _run_of("commands.why"),
-    "trace": _run_of("commands.trace"),
-    "page": _page,
-    "data": _run_of("commands.prepare"),
-    "score": _run_of("commands.score"),
-    "convert": _run_of("commands.convert"),
-    "check-template": _run_of("commands.check_template"),
-    "import-mindspeed": _run_of("commands.importing"),
-    "import-verl": _run_of("commands.importing"),
-    "bench": _bench,
-    "accept": _run_of("accept.checks"),
+_MODULES = {  # of the commands that have no module of their name in launcher.commands, and the function if it is not run
+    "accept": "accept.checks",
+    "check-template": "commands.check_template",
+    "data": "commands.prepare",
+    "eval": "commands.evaluate",
+    "import-mindspeed": "commands.importing",
+    "import-verl": "commands.importing",
+    "page": "page.server",
+    "play": "commands.evaluate:run_play",
+    "profile": "commands.status:run_profile",
+    "render": "render.files",
+    "report": "page.report",
+    "scale": "commands.status:run_scale",
+    "schema": "config_reference",
+    "trace": "commands.why:run_trace",
 }
-
 _SHOWING = ("samples", "score", "status", "why")
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ The string under a field is its meaning. It is read from the source, since loadi
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import itertools
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,10 @@ def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
 def purpose(kind: type[msgspec.Struct]) -> str:
     """Return what a section is for, in one line."""
     return " ".join((kind.__doc__ or "").split())
+
+
+def run(_: argparse.Namespace) -> None:
+    print(json.dumps(schema(), indent=2))
 
 
 def schema() -> dict[str, Any]:

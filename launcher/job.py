@@ -9,20 +9,20 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
+from rich.console import Console
 
 from launcher import run_folder
-from launcher.node import environment, topology
+from launcher.node import topology
 from launcher.node.agent import Agent, CoordinatorKeeper
-from launcher.node.child import Child
 from launcher.node.local_node import LocalNode, check_secret, on_this_machine, placement_faults
-from launcher.node.supervisor import Supervisor
+from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.registered_names import known_names
 from launcher.view import View
@@ -37,6 +37,7 @@ from runtime.process.waiting import unless_failed
 from runtime.sft.warmup import cache_folder
 from runtime.status import Progress
 from runtime.telemetry import startup
+from runtime.telemetry.shown import say
 from runtime.telemetry.startup import Startup
 from services.rpc import client
 from sluice import start
@@ -99,6 +100,17 @@ class Interrupted(Exception):
         self.code = code
 
 
+def watched(verbose: bool, work: Callable[[View], Coroutine[Any, Any, T]]) -> T:
+    """Return the result of `work`, and show its progress meanwhile. Exits with the code of an interruption."""
+    console = Console()
+    try:
+        with View(console, verbose=verbose) as view:
+            return asyncio.run(work(view))
+    except Interrupted as how:
+        say(console, str(how))
+        sys.exit(how.code)
+
+
 class Job(ABC, Generic[Result]):
     """One command, from its folder to its result."""
 
@@ -151,17 +163,13 @@ class Job(ABC, Generic[Result]):
             await self._until_done(await self._start(config))  # by the coordinator's address, until it has ended
             return await self.outcome()  # all processes have ended
         finally:
-            await self._end()  # in any case, so that no process stays
-
-    async def _end(self) -> None:
-        """End all processes, whatever has happened."""
-        if hasattr(self, "supervisor"):
-            await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
-            (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # a killed coordinator leaves it
+            if hasattr(self, "supervisor"):  # in any case, so that no process stays
+                await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
+                (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # a killed coordinator leaves it
 
     def check(self, config: Config) -> None:
         faults = semantic_faults(config, known_names(), self._here.memory(config), trains=self.trains)
-        faults += environment.faults(config, self._here.machine)
+        faults += topology.machine_faults(config, self._here.machine)
         if faults := faults or placement_faults(config, self._here.offer, self.trains):
             raise ConfigError(faults)
 
@@ -183,7 +191,7 @@ class Job(ABC, Generic[Result]):
             child = await self._coordinator.start(self._spec(config, "--ready-fd", str(writer)), (writer,))
         finally:
             os.close(writer)
-        address = await self.guarded(self._read_address(child, reader, config.deadlines.start))
+        address = await self.guarded(_reported_address(child, reader, config.deadlines.start))
         node = self._here.registration(self.config, config)
         self._agent = Agent(node, config, address, self.supervisor, self._here.machine, sys.executable)
         return address
@@ -191,13 +199,6 @@ class Job(ABC, Generic[Result]):
     def _spec(self, config: Config, *where: str) -> ProcessSpec:
         path, machine = self.folder / run_files.CONFIG, self._here.machine
         return topology.coordinator_spec(config, path, sys.executable, where, self.launched, self.trains, machine)
-
-    async def _read_address(self, coordinator: Child, descriptor: int, timeout: float) -> str:
-        """Return the coordinator's address. Raises the coordinator's fault if it ends before it gives one."""
-        if line := await _read_line(descriptor, timeout):
-            return line
-        await asyncio.wait_for(coordinator.process.wait(), timeout)
-        raise coordinator.fault()
 
     async def _until_done(self, address: str) -> None:
         await asyncio.to_thread(self._agent.look_for_keys)
@@ -228,8 +229,9 @@ class Job(ABC, Generic[Result]):
                     self._began = self._began or progress.phase != "starting"
                     self._agent.apply_progress(progress)
                     self._show_losses(progress)
-                    if progress.phase == "training":
-                        self._show_startup()
+                    if progress.phase == "training" and not self._startup_shown and (found := Startup.read(self.folder)):
+                        self._startup_shown = True
+                        self.view.say(startup.line(found))
                     if progress.phase != phase:
                         phase = progress.phase
                         self.began(phase)
@@ -251,12 +253,6 @@ class Job(ABC, Generic[Result]):
 
     def began(self, phase: str) -> None:
         """Handle the beginning of a phase of the run."""
-
-    def _show_startup(self) -> None:
-        """Show the times of the start-up once, when they are known."""
-        if not self._startup_shown and (found := Startup.read(self.folder)) is not None:
-            self._startup_shown = True
-            self.view.say(startup.line(found))
 
     async def guarded(self, work: Awaitable[T]) -> T:
         """Wait for `work`, or for a death or a second signal. After a death the coordinator may first give the reason. Raises
@@ -297,15 +293,18 @@ class Job(ABC, Generic[Result]):
             self._twice.set()
 
 
-async def _read_line(descriptor: int, timeout: float) -> str:
-    """Return one line from a pipe, "" if the other end closes first. Raises DeadlineExceeded."""
-    loop = asyncio.get_running_loop()
+async def _reported_address(coordinator: Child, descriptor: int, timeout: float) -> str:
+    """Return the address that the coordinator writes into the pipe. Raises DeadlineExceeded, or the coordinator's fault."""
     stream = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb"))
+    protocol, pipe = asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb")
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
     try:
         line = await asyncio.wait_for(stream.readline(), timeout)
     except TimeoutError:
         raise DeadlineExceeded("coordinator", "start", "did not report its address", timeout) from None
     finally:
         transport.close()
-    return line.decode().strip()
+    if address := line.decode().strip():
+        return address
+    await asyncio.wait_for(coordinator.process.wait(), timeout)
+    raise coordinator.fault()

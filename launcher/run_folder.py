@@ -61,8 +61,7 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return whether the folder holds a run. A run that ended before it asked for a sample does not count: an agent's file that
-    cannot be imported, for example."""
+    """Return whether the folder holds a run. One that ended before it asked for a sample does not count."""
     if not (folder / run_files.LEDGER).exists():
         return (folder / run_files.CHECKPOINTS).exists()
     if any((folder / name).exists() for name in (run_files.CHECKPOINTS, run_files.MODEL, run_files.EVALUATIONS)):

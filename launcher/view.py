@@ -13,8 +13,7 @@ from runtime.telemetry.shown import say, shown
 
 
 class View:
-    """One line a phase, the newest with figures beside its bar. Without a terminal a line is printed at most every
-    `line_interval` seconds. `verbose`: `output` is wanted."""
+    """One line a phase, with figures beside its bar; without a terminal a line each `line_interval` seconds at most."""
 
     def __init__(self, console: Console, line_interval: float = timeouts.PROGRESS_LINE, verbose: bool = False):
         self.verbose = verbose

@@ -53,7 +53,6 @@ ACCEPT_TOOL = 30.0  # deadline of a tool, such as npu-smi, that `sluice accept` 
 ACCEPT_STALLED = 3.0  # deadline of the transfer that must fail in `sluice accept`
 HEALTH_CHECK = 5.0  # deadline of `python -m sluice.health_check`, unless it is given another
 PAGE_GRACE = 0.0  # grace of a browser's open requests as the page ends
-PAGE_END = 5.0  # grace of the page beside a run
 PAGE_FOLLOW = 0.5  # poll of a page for the files of the run that it follows
 SPANS = 1.0  # between two writes of a process's spans, and for the last one
 SCRAPE = 10.0  # deadline of a process's metrics for Prometheus, whose own default is the same

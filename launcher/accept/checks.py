@@ -15,8 +15,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 from rich.console import Console
+from rich.status import Status
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
@@ -33,8 +35,8 @@ from sluice import start
 
 Device = Literal["cpu", "cuda", "npu"]
 
-CHECKS = ("platform", "weight_sync", "rollout", "trainer", "quickstart")
-DEADLINES = {"model": 300.0, "platform": 300.0, "weight_sync": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
+DEADLINES = {"platform": 600.0, "weight_sync": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
+CHECKS = tuple(DEADLINES)
 STEPS = 20
 WHEELS = ("torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed", "triton-ascend", "grpcio")
 TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}
@@ -72,55 +74,40 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     folder = options.out or Path("accept") / options.device
     with console.status("starting") as status:
-
-        def show(check: str) -> None:
-            status.update(literal(check))
-
-        report = asyncio.run(accept(options.device, folder, options.config, options.steps, show))
+        report = asyncio.run(accept(options.device, folder, options.config, options.steps, status))
     for one in report.outcomes:
         say(console, f"{one.check}: {one.result}" + (f" ({one.detail.splitlines()[-1]})" if one.detail else ""))
     say(console, f"to send back: {folder / 'report.md'} and {folder / 'report.json'}")
     return 0 if report.passed else 1
 
 
-async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
+async def accept(device: Device, folder: Path, config: Path, steps: int, status: Status) -> AcceptReport:
     """Run every check, and write report.md and report.json. Raises UserError unless `folder` is empty and `config` exists."""
-    _begin(folder, config)
+    if not config.is_file():
+        raise UserError(f"--config: there is no file {config}; must be a configuration")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--out: {folder} is not empty")
+    folder.mkdir(parents=True, exist_ok=True)
     report = await _about(device)  # the vendor's tool runs in a thread
-    model = folder / "model"
-    made = await _run("model", _worker("model", "cpu", model), folder / "model.log")  # first: the checks of the engines load it
-    if made.result == "failed":
-        raise ServiceFault("accept", "start", f"no model could be made: {made.detail}")
+    model, worker = folder / "model", partial(start.command, "launcher.accept.worker")
     count = 0
     for check in CHECKS:
-        show(check)
+        status.update(literal(check))
         if check == "quickstart":
             outcome = await _quickstart(device, count, folder, config, steps)  # ends by its deadline, like every check
         elif check == "weight_sync" and device != "cpu" and count == 1:
             outcome = CheckOutcome(check=check, result="left out", detail="needs two devices")
         else:
-            outcome = await _run(check, _worker(check, device, model), folder / f"{check}.log")
+            outcome = await _run(check, worker(check, device, str(model)), folder / f"{check}.log")
             count = outcome.figures.get("devices", count)
         report.outcomes.append(outcome)
         _write(folder, report)
         if check == "platform" and outcome.result == "failed":
             report.outcomes += [CheckOutcome(check=one, result="left out", detail="there is no device") for one in CHECKS[1:]]
             break
-    shutil.rmtree(model)
+    shutil.rmtree(model, ignore_errors=True)  # as without a device
     _write(folder, report)
     return report
-
-
-def _begin(folder: Path, config: Path) -> None:
-    if not config.is_file():
-        raise UserError(f"--config: there is no file {config}; must be a configuration")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--out: {folder} is not empty")
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def _worker(check: str, device: Device, model: Path) -> tuple[str, ...]:
-    return start.command("launcher.accept.worker", check, device, str(model))
 
 
 def placement(device: Device, count: int) -> list[str]:
@@ -190,7 +177,10 @@ async def _run(check: str, command: Sequence[str], log: Path, figures: bool = Tr
 
 
 async def _about(device: Device) -> AcceptReport:
-    distributions = {name: _version(name) for name in ("sluice-rl", *WHEELS)}
+    versions = {}
+    for name in ("sluice-rl", *WHEELS):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return AcceptReport(
         device=device,
         began=time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -200,18 +190,11 @@ async def _about(device: Device) -> AcceptReport:
             "python": platform.python_version(),
             "cores": str(len(os.sched_getaffinity(0))),
         },
-        versions={name: version for name, version in distributions.items() if version} | _cann(),
+        versions=versions | _cann(),
         variables={name: value for name, value in sorted(os.environ.items()) if VARIABLES.match(name)},
         tool=await asyncio.to_thread(_tool, TOOLS[device]),
         outcomes=[],
     )
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _cann() -> dict[str, str]:

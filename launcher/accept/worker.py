@@ -38,20 +38,11 @@ VERSIONS = 3
 TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices may multiply in fewer bits
 
 
-def model(device: str, folder: Path) -> Figures:
-    """Make a tiny model for the checks of the engines."""
-    from runtime.models import tiny_model
-
-    folder.mkdir()
-    shape = tiny_model.Shape(hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128)
-    tiny_model.make_model(shape, tiny_model.write_tokenizer(folder)).save_pretrained(folder)
-    return {}
-
-
 def platform(device: str, folder: Path) -> Figures:
-    """Check device, memory, random state, and a product in bfloat16."""
+    """Check device, memory, random state, and a product in bfloat16. Make a tiny model for the checks of the engines."""
     import torch
 
+    from runtime.models import tiny_model
     from runtime.process import platform as own
 
     where = own.device(device)
@@ -69,6 +60,9 @@ def platform(device: str, folder: Path) -> Figures:
     error = float((product - a @ b).norm() / (a @ b).norm())
     if not error < 0.02:
         raise AssertionError(f"a product in bfloat16 is off by {error:.1%}")
+    folder.mkdir()
+    shape = tiny_model.Shape(hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128)
+    tiny_model.make_model(shape, tiny_model.write_tokenizer(folder)).save_pretrained(folder)
     module = None if where.type == "cpu" else torch.get_device_module(where.type)
     count, name = (1, "CPU") if module is None else (module.device_count(), str(module.get_device_name(0)))
     return {"devices": count, "name": name, "memory_bytes": memory.total, "bfloat16_error": error}
@@ -272,7 +266,7 @@ def trainer(device: str, folder: Path) -> Figures:
 
 
 CHECKS: dict[str, Callable[[str, Path], Figures]] = {
-    check.__name__: check for check in (model, platform, weight_sync, rollout, trainer)
+    check.__name__: check for check in (platform, weight_sync, rollout, trainer)
 }
 
 

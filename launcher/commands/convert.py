@@ -30,12 +30,11 @@ def run(options: argparse.Namespace) -> None:
         def show(phase: str, done: int, total: int) -> None:
             view.phase(phase, done // MEGABYTE, total // MEGABYTE, "MB" if total else "the logits of both")
 
+        source, target, check = options.source, options.target, options.check_logits
         if options.direction == "mcore2hf":
-            report = conversion.to_hf(options.source, options.target, check_logits=options.check_logits, show=show)
+            report = conversion.to_hf(source, target, check_logits=check, show=show)
         elif options.direction == "megatron2hf":
-            report = conversion.megatron_to_hf(
-                options.source, options.target, options.hf_config, check_logits=options.check_logits, show=show
-            )
+            report = conversion.megatron_to_hf(source, target, options.hf_config, check_logits=check, show=show)
         else:
             report = _from_hf(options, show)
     for line in _lines(report):

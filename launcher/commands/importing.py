@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from launcher.importing import report
-from launcher.importing.keys import KeyTable, Translation
+from launcher.importing.keys import KeyTable, Outcome, TranslatedKey, Translation
+from runtime.config.yaml_text import dump
 from runtime.errors import ConfigError, UserError
 from runtime.telemetry.shown import LiteralTable, say
 
@@ -24,9 +25,9 @@ def run(options: argparse.Namespace) -> None:
         from launcher.verl.translate import TABLE, imported
     else:
         from launcher.mindspeed.translate import TABLE, imported
-    file, models, output, markdown = options.file, options.models, options.output, options.report
+    file, models, output, report = options.file, options.models, options.output, options.report
     without = [name for name in options.without.split(",") if name.strip()]
-    faults = list(_unwritable({"--output": output, "--report": markdown}))
+    faults = list(_unwritable({"--output": output, "--report": report}))
     if models is not None and not models.is_dir():
         faults.append(f"--models: '{models}' is not a folder")
     try:
@@ -35,11 +36,11 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError([*faults, *error.faults, *_hint(TABLE, error.faults)]) from error
     if faults:
         raise ConfigError(faults)
-    written = {output: report.configuration(file.name, translation)}
-    if markdown is not None:
-        written[markdown] = report.markdown(file.name, translation)
+    written = {output: configuration(file.name, translation)}
+    if report is not None:
+        written[report] = markdown(file.name, translation)
     _write(written)
-    _print(file, output, markdown, translation)
+    _print(file, output, report, translation)
 
 
 def _hint(table: KeyTable, faults: Sequence[str]) -> Iterator[str]:
@@ -51,7 +52,6 @@ def _hint(table: KeyTable, faults: Sequence[str]) -> Iterator[str]:
 
 
 def _unwritable(named: dict[str, Path | None]) -> Iterator[str]:
-    """Yield one line for each file that could not be written as new."""
     paths = [path for path in named.values() if path is not None]
     for option, path in named.items():
         if path is None:
@@ -80,26 +80,89 @@ def _write(files: dict[Path, str]) -> None:
         raise UserError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}; nothing was written") from error
 
 
-def _print(file: Path, output: Path, markdown: Path | None, translation: Translation) -> None:
+def _print(file: Path, output: Path, report: Path | None, translation: Translation) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=_PRINTED)
     rows = LiteralTable(title=file.name, title_justify="left")
     rows.add_column(translation.program, overflow="fold", max_width=60)
-    for column in report.COLUMNS:
+    for column in _COLUMNS:
         rows.add_column(column, overflow="fold", max_width=30 if column == "value" else None)
-    brief = list(report.brief(translation.rows))
-    for row in brief:
-        rows.add_row(*report.cells(row))
+    shown = list(brief(translation.rows))
+    for row in shown:
+        rows.add_row(*cells(row))
     console.print(rows)
     if translation.carried:
         defaults = LiteralTable("left to its default", "there", "here", title_justify="left")
         for each in translation.carried:
             defaults.add_row(each.path, each.value, ", ".join(each.ours))
         console.print(defaults)
-    for line in (report.totals(translation.rows), *translation.advice):
+    for line in (totals(translation.rows), *translation.advice):
         say(console, line)
-    if len(brief) < len(translation.rows) and markdown is None:
+    if len(shown) < len(translation.rows) and report is None:
         say(console, "each of the keys that are ignored alike: --report FILE")
-    for path in filter(None, (output, markdown)):
+    for path in filter(None, (output, report)):
         say(console, f"written: {path}")
     say(console, f"next: sluice validate {output}")
+
+
+# ---- The report: what became of each key, as lines for a file and as a header of the configuration
+
+OUTCOMES: tuple[Outcome, ...] = ("mapped", "to decide", "ignored", "refused", "left out")
+ALIKE = 4  # keys
+_COLUMNS = ("value", "outcome", "here, or why not")  # after the key's column, which has the program's name
+
+
+def totals(rows: Sequence[TranslatedKey]) -> str:
+    """Return a line such as `40 keys: 31 mapped, 9 ignored, 0 refused, 0 left out`."""
+    counts = Counter(row.outcome for row in rows)
+    return f"{len(rows)} keys: " + ", ".join(
+        f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome] or outcome != "to decide"
+    )
+
+
+def brief(rows: Sequence[TranslatedKey]) -> Iterator[TranslatedKey]:
+    """Yield the rows for a screen: of more than ALIKE keys ignored for one reason, the first and the number of the others."""
+    alike = Counter(row.reason for row in rows if row.outcome == "ignored")
+    seen: set[str] = set()
+    for row in rows:
+        if row.outcome != "ignored" or alike[row.reason] <= ALIKE:
+            yield row
+        elif row.reason not in seen:
+            seen.add(row.reason)
+            yield TranslatedKey(f"{row.path} and {alike[row.reason] - 1} more", "", "ignored", reason=row.reason)
+
+
+def cells(row: TranslatedKey) -> tuple[str, str, str, str]:
+    """Return a row: the key, and what is under _COLUMNS."""
+    return row.path, row.value, row.outcome, "; ".join(filter(None, [", ".join(row.ours), row.reason]))
+
+
+def markdown(file: str, translation: Translation) -> str:
+    """Return the whole report: keys, defaults that were carried over, and advice."""
+    columns = (translation.program, *_COLUMNS)
+    lines = [f"# {file}", "", totals(translation.rows), "", *_table(columns, [cells(row) for row in translation.rows])]
+    if translation.carried:
+        lines += ["", "Keys that the file leaves out, whose default there is not Sluice's:", ""]
+        rows = [(each.path, each.value, ", ".join(each.ours)) for each in translation.carried]
+        lines += _table((translation.program, "default", "here"), rows)
+    return "\n".join([*lines, "", *(f"- {line}" for line in translation.advice)]) + "\n"
+
+
+def configuration(file: str, translation: Translation) -> str:
+    """Return our YAML file, with a header that says what is not in it."""
+    left = [row.path for row in translation.rows if row.outcome == "left out"]
+    counts = Counter(row.outcome for row in translation.rows)
+    head = [
+        f"# From {file}, by sluice {translation.command}: {totals(translation.rows)}.",
+        f"# {counts['ignored']} keys have no counterpart and need none; what is Sluice's default is not written.",
+    ]
+    if left:
+        head.append(f"# Left out by --without: {', '.join(left)}.")
+    head += [f"# {line}." for line in translation.advice]
+    sections = [dump({name: content}, leaves_inline=True) for name, content in translation.raw.items()]
+    return "\n".join([*head, *sections])
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines]

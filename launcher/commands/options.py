@@ -33,14 +33,17 @@ def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
     play.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0 (default: 0)")
     for command in (train, sft, evaluate, play, validate, simulate):
         command.add_argument("config", type=Path, help="a YAML file")
-        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     serve = commands.add_parser("serve", help="an endpoint for agents, in OpenAI's and Anthropic's API; train nothing")
     serve.add_argument("model", help="a Hugging Face folder, or a run's")
-    for command in (serve, quickstart):
+    for command in (train, sft, evaluate, play, validate, simulate, serve, quickstart):
         command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     for command in (train, sft, evaluate, play, serve, quickstart):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
-    add_simulate(simulate)
+    simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
+    simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
+    simulate.add_argument("--lend", nargs="?", action=Removed, const="no run lends devices", help=argparse.SUPPRESS)
+    simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
+    simulate.add_argument("--picture", nargs="?", action=Removed, const="the table has the rows", help=argparse.SUPPRESS)
 
 
 def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -183,14 +186,6 @@ def add_import(parser: CommandParser, what: str, file: str, models: str) -> None
     parser.add_argument("--output", type=Path, required=True, metavar="OURS.yaml", help="a new file")
     parser.add_argument("--report", type=Path, metavar="FILE", help="what became of each key, also there, in Markdown")
     parser.add_argument("--without", default="", metavar="KEY,KEY,...", help="leave out keys that would be refused")
-
-
-def add_simulate(simulate: CommandParser) -> None:
-    simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
-    simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
-    simulate.add_argument("--lend", nargs="?", action=Removed, const="no run lends devices", help=argparse.SUPPRESS)
-    simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
-    simulate.add_argument("--picture", nargs="?", action=Removed, const="the table has the rows", help=argparse.SUPPRESS)
 
 
 def add_render(parser: CommandParser) -> None:

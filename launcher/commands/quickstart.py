@@ -5,6 +5,7 @@ The command parser imports this module, so slow imports are inside functions.
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
@@ -39,6 +40,27 @@ _NEXT = {
     "why {run}": "what the steps waited for",
     "{command} --write my.yaml": "this configuration, for `sluice train my.yaml`",
 }
+
+
+def run(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from launcher.commands import train
+    from runtime.config import loading
+    from runtime.telemetry.shown import shown
+
+    options.config = PRETRAINED if options.pretrained else FILE
+    config = loading.resolve(loading.load(options.config, options.overrides))
+    if options.pretrained:
+        prepare(config, lambda line: print(shown(line), flush=True))
+    if options.write is not None:
+        lines = write(options.config, options.write, options.overrides)
+    else:
+        train.run(options)  # raises if it fails
+        if options.pretrained and (table := replies(config)):
+            Console().print(table)
+        lines = advice(config.run.dir, "quickstart --pretrained" if options.pretrained else "quickstart")
+    print("\n".join(map(shown, lines)))
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> None:
@@ -88,8 +110,7 @@ def advice(folder: str, command: str) -> list[str]:
 
 
 def replies(config: Config) -> LiteralTable | None:
-    """Return the first REPLIES held-out problems of a run, with the replies before and after its training. None if the run was
-    not evaluated twice. Raises UserError for files that cannot be read."""
+    """Return the first REPLIES held-out problems, with replies before and after. None if there were no two evaluations."""
     from runtime.data.handlers import load_problems
     from runtime.evaluation import results
     from runtime.telemetry.shown import LiteralTable

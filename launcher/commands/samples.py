@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from rich.console import Console
 from rich.text import Text
 
-from launcher.commands.why import range_of, steps_of
+from launcher.commands.why import MOST_STEPS, range_of
 from runtime import run_files, types
 from runtime.config import loading
 from runtime.data.tokenizer import Tokenizer
@@ -65,8 +65,7 @@ class SampleRow(Struct, kw_only=True):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a table for each group, or JSON lines. Raises UserError if the folder holds no run, the run has no samples, or a
-    filter is malformed."""
+    """Print a table for each group, or JSON lines. Raises UserError for no run, no evaluation or a malformed filter."""
     if options.limit < 0:
         raise UserError(f"--limit: {options.limit} is negative; must be a number of groups, or 0 for all")
     if options.eval:
@@ -95,12 +94,15 @@ def _print(rows: Iterator[SampleRow], jsonl: bool) -> None:
 
 def _selected(reader: LedgerReader, options: argparse.Namespace) -> Iterator[GroupRow]:
     steps, reward = _ranges(options)
-    groups = reader.groups(group_id=options.group, steps=steps, states=_states(options.state), reward=reward)
+    for name in options.state:
+        if name not in set(Phase):
+            raise UserError(f"--state: {name!r} is not one of {', '.join(Phase)}")
+    groups = reader.groups(group_id=options.group, steps=steps, states=list(map(Phase, options.state)), reward=reward)
     return islice((group for group in groups if "payload" in group.handles), options.limit or None)
 
 
 def _ranges(options: argparse.Namespace) -> tuple[tuple[int, int] | None, tuple[float, float] | None]:
-    return steps_of("--step", options.step), range_of("--reward", options.reward, float, math.inf)
+    return range_of("--step", options.step, int, MOST_STEPS), range_of("--reward", options.reward, float, math.inf)
 
 
 def _evaluated(options: argparse.Namespace) -> Iterator[SampleRow]:
@@ -137,14 +139,6 @@ def _evaluated_row(step: int, each: Generation) -> SampleRow:
         why=None,
         valid=each.reward is not None,
     )
-
-
-def _states(names: list[str]) -> list[Phase]:
-    allowed = [phase.value for phase in Phase]
-    for name in names:
-        if name not in allowed:
-            raise UserError(f"--state: {name!r} is not one of {', '.join(allowed)}")
-    return [Phase(name) for name in names]
 
 
 def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[SampleRow]:

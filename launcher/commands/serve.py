@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from launcher import run_folder
 from launcher.commands.status import endpoint
-from launcher.job import Job
+from launcher.job import Job, watched
 from launcher.node.local_node import LocalNode
-from launcher.view import View
 from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import UserError
@@ -66,7 +66,7 @@ class Serving(Job[None]):
         return
 
 
-async def serve(model: str, overrides: Sequence[str], view: View) -> None:
-    """Serve `model`. Raises UserError for a user's mistake, ServiceFault for a fault, Interrupted. Ends all processes."""
-    config = config_for(model, overrides)
-    await Serving(config, view, LocalNode.of(config)).run()
+def run(options: argparse.Namespace) -> None:
+    """Serve a model until interrupted. Raises UserError for a user's mistake, ServiceFault for a fault. Ends all processes."""
+    config = config_for(options.model, options.overrides)
+    watched(options.verbose, lambda view: Serving(config, view, LocalNode.of(config)).run())

@@ -3,6 +3,7 @@ on this machine."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -12,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+from rich.console import Console
 
 from launcher import run_folder
-from launcher.job import Interrupted
-from launcher.node import environment
-from launcher.node.child import Child
+from launcher.job import Interrupted, watched
+from launcher.node import topology
 from launcher.node.local_node import LocalNode
-from launcher.node.supervisor import Supervisor
-from launcher.node.topology import ProcessSpec
+from launcher.node.supervisor import Child, Supervisor
 from launcher.registered_names import known_names
 from launcher.view import View
 from runtime import run_files, timeouts
@@ -28,9 +28,15 @@ from runtime.config.checks import alone, tune_faults
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
 from runtime.process.os_process import ending_signals
+from runtime.telemetry.shown import say
 from sluice import start
 
 NAME = "trainer-0"
+
+
+def run(options: argparse.Namespace) -> None:
+    config = loading.resolve(loading.load(options.config, options.overrides))
+    say(Console(), watched(options.verbose, lambda view: sft(config, view)))
 
 
 async def sft(config: Config, view: View) -> str:
@@ -38,7 +44,7 @@ async def sft(config: Config, view: View) -> str:
     processes in every case."""
     here, folder = LocalNode.of(config), Path(config.run.dir)
     faults = [*tune_faults(config, known_names(), here.memory(alone(config)))]
-    if faults := faults or [*environment.faults(alone(config), here.machine)]:
+    if faults := faults or [*topology.machine_faults(alone(config), here.machine)]:
         raise ConfigError(faults)
     logs, lock = run_folder.prepare(folder, config.run)
     supervisor = Supervisor(logs, view, config.logs)
@@ -56,7 +62,7 @@ async def sft(config: Config, view: View) -> str:
         lock.close()
 
 
-def _spec(config: Config, here: LocalNode) -> ProcessSpec:
+def _spec(config: Config, here: LocalNode) -> topology.ProcessSpec:
     settings = config.services.trainer
     program: tuple[str, ...] = ("runtime.sft.rank", str(Path(config.run.dir) / run_files.CONFIG))
     python, ranks = settings.python or sys.executable, settings.processes
@@ -64,12 +70,12 @@ def _spec(config: Config, here: LocalNode) -> ProcessSpec:
         which = ("--ranks", ",".join(map(str, range(ranks))), "--world", str(ranks))
         program = ("launcher.node.ranks", "--group", NAME, *which, start.__file__, *program)
     threads = max(1, len(here.machine.cpus) // ranks)
-    return ProcessSpec(
+    return topology.ProcessSpec(
         name=NAME,
         role="trainer",
         command=start.command(*program, python=python),
-        env=environment.environment(settings, threads, here.machine, settings.devices[:ranks]),
-        cpus=environment.affinity(settings),
+        env=topology.environment(settings, threads, here.machine, settings.devices[:ranks]),
+        cpus=topology.affinity(settings),
     )
 
 

@@ -1,4 +1,4 @@
-"""`sluice status`: every process of a run, its address and its work."""
+"""`sluice status`: every process of a run, its address and its work; `sluice scale` and `profile` ask these processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from rich.live import Live
 from rich.text import Text
 
 from runtime import run_files, timeouts
-from runtime.errors import Forbidden, SluiceError, UserError
+from runtime.cluster.nodes import Scale, Scaled
+from runtime.errors import Forbidden, SluiceError, Unanswered, UserError
 from runtime.process import keys
 from runtime.process.keys import Keys
 from runtime.process.network import is_host_port, server_name
-from runtime.status import Registration, Status, Topology
+from runtime.status import Profile, Profiled, Registration, Status, Topology
 from runtime.telemetry.shown import LiteralTable, literal, shown
 from services.rpc import client, contract, security
 
@@ -26,23 +27,21 @@ UNREACHABLE = "unreachable"
 
 
 def run(options: argparse.Namespace) -> None:
-    asyncio.run(show(options.run, options.watch, options.grpcurl, options.gateway))
+    """Print tables, once or kept up to date, or how to reach a process or gateways. Raises UserError without a coordinator."""
+    asyncio.run(_show(options))
 
 
-async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) -> None:
-    """Print the tables once, or keep them up to date. With `grpcurl` print what grpcurl needs to call the process of this name;
-    with `gateway`, how agents reach the run's gateways. Raises UserError if no coordinator answers.
-    """
-    address, own = address_of(run, "status"), keys.of_user(run)
-    console = Console()
-    if gateway or grpcurl:
-        known = [] if gateway else await processes_of(address, own, "status")  # only the coordinator knows their addresses
-        certificates = Path(run) / run_files.CERTIFICATES
-        for line in endpoint(Path(run)) if gateway else for_grpcurl(known, grpcurl, own, certificates):
+async def _show(options: argparse.Namespace) -> None:
+    folder, console = Path(options.run), Console()
+    address, own = address_of(options.run, "status"), keys.of_user(options.run)
+    if options.gateway or options.grpcurl:
+        known = [] if options.gateway else await processes_of(address, own, "status")
+        certificates = folder / run_files.CERTIFICATES
+        for line in endpoint(folder) if options.gateway else for_grpcurl(known, options.grpcurl, own, certificates):
             print(shown(line))
         return
     tables = await _tables(address, own)  # before `Live`: a first error is printed alone
-    if not watch:
+    if not options.watch:
         console.print(tables)
         return
     with Live(tables, console=console, auto_refresh=False) as live:  # until Ctrl-C, or until the coordinator is gone
@@ -62,8 +61,7 @@ async def processes_of(address: str, own: Keys | None, command: str) -> list[Reg
 
 def party(process: Registration) -> str:
     """Return the name that the process's keys are made for."""
-    name, incarnation = process.name, process.incarnation
-    return name if name == keys.COORDINATOR else keys.process(name, incarnation)
+    return process.name if process.name == keys.COORDINATOR else keys.process(process.name, process.incarnation)
 
 
 def for_grpcurl(processes: Sequence[Registration], name: str, own: Keys | None, folder: Path) -> list[str]:
@@ -80,7 +78,6 @@ def for_grpcurl(processes: Sequence[Registration], name: str, own: Keys | None, 
 
 
 def _over(own: Keys, called: str, folder: Path) -> list[str]:
-    """Return the options with which grpcurl connects to `called`."""
     if not own.tls:
         return ["-plaintext"]
     files, name_of_peer = own.files, []
@@ -153,21 +150,18 @@ def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
     """Return two tables that fit 80 columns, the coordinator's line first: addresses of the processes, and their work."""
     processes = LiteralTable(title=statuses[0].detail, title_justify="left")
     work = LiteralTable()
-    columns = {"state version restarts pid address": processes, "at open answered failed rates": work}
-    for names, table in columns.items():
+    for table, names in ((processes, "state version restarts pid address"), (work, "at open answered failed rates")):
         for name in ("process", *names.split()):
             table.add_column(name, overflow="fold")
     silent: list[Text] = []
     for status, restarted in zip(statuses, restarts, strict=True):
-        place = str(restarted), str(status.pid), status.address
-        processes.add_row(status.name, status.state, str(status.version), *place)
+        place = map(str, (status.version, restarted, status.pid))
+        processes.add_row(status.name, status.state, *place, status.address)
         if status.state == UNREACHABLE:
             silent.append(literal(f"{status.name}: {status.detail}"))
             continue
-        calls = status.calls
-        counts = str(calls.open), str(calls.answered), str(calls.failed)
-        at = status.detail if status is not statuses[0] else ""
-        work.add_row(status.name, at, *counts, _rates(status.rates))
+        counts = map(str, (status.calls.open, status.calls.answered, status.calls.failed))
+        work.add_row(status.name, status.detail if status is not statuses[0] else "", *counts, _rates(status.rates))
     return Group(processes, work, *silent)
 
 
@@ -191,3 +185,77 @@ async def _status(process: Registration, own: Keys | None) -> Status:
     except SluiceError as error:
         known = {name: getattr(process, name) for name in ("role", "name", "pid", "address")}
         return Status(**known, state=UNREACHABLE, detail=str(error))
+
+
+# ---- sluice scale
+
+
+def run_scale(options: argparse.Namespace) -> None:
+    print(asyncio.run(scale(options.run, options.wanted)))
+
+
+async def scale(run: str, wanted: str) -> str:
+    """Ask the coordinator for a number of rollouts. Return what it did, for the user. Raises UserError, ServiceFault."""
+    role, equals, number = wanted.partition("=")
+    if role != "rollout" or not equals or not number.isdecimal():
+        raise UserError(f"scale: '{wanted}' is not rollout=N, with N the wanted number of rollouts")
+    method = contract.METHODS["Coordinator", "Scale"]
+    address = address_of(run, "scale")
+    try:
+        async with client.Channel(address, keys.of_user(run)) as channel:
+            done: Scaled = await client.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
+    except (Unanswered, Forbidden) as error:
+        raise UserError(f"scale: no coordinator at {address}: {error}") from None
+    said = {"started": done.started, "stopped": done.stopped, "waiting for a node with room": done.pending}
+    return shown("; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names) or f"{wanted} already")
+
+
+# ---- sluice profile
+
+LONGEST = 1_000_000
+STEPS, SECONDS = 1, 5.0  # defaults; a process takes the unit that it is measured in
+
+
+def run_profile(options: argparse.Namespace) -> None:
+    """Print what was written. Raises UserError with a line for each process that wrote nothing, once all have answered."""
+    asyncio.run(_profile(options))
+
+
+async def _profile(options: argparse.Namespace) -> None:
+    address, own = address_of(options.run, "profile"), keys.of_user(options.run)
+    for option in ("steps", "seconds", "timeout"):
+        if (value := getattr(options, option)) is not None and not 0 < value <= LONGEST:
+            raise UserError(f"profile: --{option}: {value:g}; must be above 0 and at most {LONGEST}")
+    processes = await processes_of(address, own, "profile")
+    wanted = chosen(processes, options.role, options.process)
+    step = int((await asked(processes[0], own)).gauges["step"])
+    lengths = {"steps": options.steps, "seconds": options.seconds}
+    given = {name: value for name, value in lengths.items() if value is not None} or {"steps": STEPS, "seconds": SECONDS}
+    request = Profile(step=step, memory=options.memory, **given)
+    answers = await asyncio.gather(*(_of(process, request, own, options.timeout) for process in wanted), return_exceptions=True)
+    for process, answer in zip(wanted, answers, strict=True):
+        if isinstance(answer, Profiled):
+            for file in answer.files:
+                print(shown(f"{process.name}: {file}"))
+        elif not isinstance(answer, SluiceError):
+            raise answer
+    if faults := [f"profile: {answer}" for answer in answers if isinstance(answer, SluiceError)]:
+        raise UserError("\n".join(faults))
+
+
+def chosen(processes: Sequence[Registration], role: str | None, name: str | None) -> list[Registration]:
+    """Return the processes of the role, or the process of the name. Raises UserError if there is none."""
+    found = [one for one in processes if name in (None, one.name) and role in (None, one.role)]
+    if not found:
+        option = "process" if role is None else "role"
+        known = dict.fromkeys(one.name if role is None else one.role for one in processes)
+        raise UserError(f"profile: --{option}: '{name or role}' is not one of {', '.join(known)}")
+    return found
+
+
+async def _of(process: Registration, request: Profile, own: Keys | None, timeout: float) -> Profiled:
+    """Let a process record. Raises its error, and ServiceFault if it is absent, ends, or takes longer than `timeout`."""
+    async with client.Channel(process.address, own, party(process)) as channel:
+        await channel.ready(process.name, timeouts.CONTROL_CALL)
+        answer: Profiled = await client.call(channel, process.name, contract.METHODS["Process", "Profile"], request, timeout)
+        return answer

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from launcher.node import environment
 from launcher.node.local_node import LocalNode, on_this_machine, placement_faults, placement_table
+from launcher.node.topology import machine_faults
 from launcher.registered_names import faults_of_own_files, known_names
 from runtime.cluster import topology
 from runtime.cluster.topology import has_several_nodes
@@ -42,7 +42,7 @@ def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> 
     config = loading.resolve(loading.load(path, overrides))
     here = LocalNode.of(config)
     memory = here.memory(config)
-    faults = [*semantic_faults(config, known_names(), memory), *environment.faults(config, here.machine)]
+    faults = [*semantic_faults(config, known_names(), memory), *machine_faults(config, here.machine)]
     if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:
         raise ConfigError(faults)
     if (model := config.model.path) and not model.startswith(tiny_model.PREFIX):

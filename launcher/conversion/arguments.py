@@ -132,8 +132,7 @@ def _latent(latent: LatentShape, config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = read_rope(config, "config.json").scaling
     if not isinstance(scaling, YarnScaling):
         return found
-    alike = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    alike["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    alike = {key: getattr(scaling, key) for key in ("mscale", "mscale_all_dim", "original_max_position_embeddings")}
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     prefixed = {f"rope_scaling_{key}": value for key, value in alike.items()}
     return found | {"rope_type": "yarn", "rotary_scaling_factor": scaling.factor, **betas, **alike, **prefixed}
@@ -213,30 +212,33 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, argument in _ARGUMENTS.items():
         if argument.plain is not msgspec.UNSET and found.get(key) and found[key] != argument.plain:
             raise UserError(f"{where}: args.{key} is {found[key]!r}; needs --hf-config DIR, the original folder")
-    heads = need("num_attention_heads")
     experts = found.get("num_experts")
     name = ("qwen3_moe" if experts else "qwen3") if found.get("qk_layernorm") else "qwen2" if need("add_qkv_bias") else "llama"
+    alike = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "norm_epsilon")
     config = {
         "model_type": name,
         "architectures": [{"qwen3_moe": "Qwen3Moe"}.get(name, name.capitalize()) + "ForCausalLM"],
         "hidden_act": "silu",
-        "num_hidden_layers": need("num_layers"),
-        "hidden_size": need("hidden_size"),
-        "intermediate_size": need("ffn_hidden_size"),
-        "num_attention_heads": heads,
+        **{_ARGUMENTS[key].config: need(key) for key in alike},
+        **{key: need(key) for key in ("max_position_embeddings", "vocab_size")},
         "num_key_value_heads": need("num_query_groups") if _groups(found) is None else _groups(found),
-        "head_dim": need("kv_channels"),
-        "max_position_embeddings": need("max_position_embeddings"),
-        "rms_norm_eps": need("norm_epsilon"),
         "rope_theta": float(need("rotary_base")),
-        "vocab_size": need("vocab_size"),
         "tie_word_embeddings": not need("untie_embeddings_and_output_weights"),
     }
-    if experts:
-        if name != "qwen3_moe":
-            raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; needs --hf-config DIR")
-        config |= _experts_of(need, where)
-    return config
+    if not experts:
+        return config
+    if name != "qwen3_moe":
+        raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; needs --hf-config DIR")
+    layers, frequency = need("num_layers"), need("moe_layer_freq")
+    sparse = frequency if isinstance(frequency, list) else [int(layer % frequency == 0) for layer in range(layers)]
+    if len(sparse) != layers:
+        raise UserError(f"{where}: args.moe_layer_freq has {len(sparse)} entries; must have one for each of {layers} layers")
+    return config | {
+        **{_ARGUMENTS[key].config: need(key) for key in ("num_experts", "moe_ffn_hidden_size", "moe_router_topk")},
+        "norm_topk_prob": not need("moe_router_pre_softmax"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, has in enumerate(sparse) if not has],
+    }
 
 
 def noop_layers(found: Mapping[str, Any]) -> list[Any]:
@@ -245,21 +247,6 @@ def noop_layers(found: Mapping[str, Any]) -> list[Any]:
     if isinstance(value, str):
         return [number for number in value.split(",") if number]
     return list(value) if isinstance(value, (list, set)) else []
-
-
-def _experts_of(need: Any, where: str) -> dict[str, Any]:
-    layers, frequency = need("num_layers"), need("moe_layer_freq")
-    sparse = frequency if isinstance(frequency, list) else [int(layer % frequency == 0) for layer in range(layers)]
-    if len(sparse) != layers:
-        raise UserError(f"{where}: args.moe_layer_freq has {len(sparse)} entries; must have one for each of {layers} layers")
-    return {
-        "num_experts": need("num_experts"),
-        "moe_intermediate_size": need("moe_ffn_hidden_size"),
-        "num_experts_per_tok": need("moe_router_topk"),
-        "norm_topk_prob": not need("moe_router_pre_softmax"),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, has in enumerate(sparse) if not has],
-    }
 
 
 def _groups(found: Mapping[str, Any]) -> Any:

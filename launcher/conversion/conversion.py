@@ -19,12 +19,11 @@ import torch
 
 from launcher.conversion import classic_folder
 from launcher.conversion.arguments import config_of, require_arguments
-from launcher.conversion.check import ParameterReader, require_same_bits
-from launcher.conversion.classic_folder import ClassicCheckpoint, has_value_head
-from launcher.conversion.classic_writer import rank_parameters, target_for, write_ranks
+from launcher.conversion.classic_folder import ClassicCheckpoint, has_value_head, rank_parameters, target_for, write_ranks
 from launcher.conversion.parts import (
     ConversionReport,
     HfModel,
+    ParameterReader,
     Progress,
     Show,
     counted,
@@ -32,6 +31,7 @@ from launcher.conversion.parts import (
     open_hf,
     require_new,
     require_room,
+    require_same_bits,
 )
 from runtime.errors import UserError
 from runtime.ledger import checkpoint
@@ -39,6 +39,7 @@ from runtime.models import hf_policy, quantized
 from runtime.models.families import Family, Layout, Parameter, family_for
 from runtime.models.families.naming import Naming
 from runtime.models.hf_folder import read_family, read_raw, weight_paths
+from runtime.trainer.megatron import logits
 from runtime.trainer.megatron.core_checkpoint import (
     LAYOUT,
     OWN,
@@ -122,8 +123,7 @@ def to_megatron(
     show: Show,
     **options: Any,
 ) -> ConversionReport:
-    """Convert as `to_core` does, into a release in Megatron-LM's own layout. `naming` gives the tensors' names. `options` are
-    the options of `target_for`."""
+    """Convert as `to_core`, into a release in Megatron-LM's layout with names by `naming`. `options`: those of `target_for`."""
     require_new(folder)
     model = open_hf(source, dtype, value_head)
     target = target_for(layout, model.family.shape, naming, **options)
@@ -174,7 +174,7 @@ def _from_hf(
     if check_logits and model.config.get(quantized.KEY) is not None:
         raise UserError(f"--check-logits: the weights of {source} are quantised; must be a folder whose weights are not")
     if check_logits:
-        _require_logits(model.family)
+        logits.require(model.family)
     require_room(folder, nbytes)
     progress = counted(show, nbytes)
     with checkpoint.atomic_folder(folder) as unfinished:
@@ -196,7 +196,7 @@ def _from_hf(
 
 def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> ConversionReport:
     if check_logits:
-        _require_logits(core.family)
+        logits.require(core.family)
     pieces = core.pieces()
     specs = _hf_specs(core.family, pieces)
     progress = counted(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
@@ -266,24 +266,10 @@ def _open_classic(source: Path, hf_config: Path | None) -> _Core:
     return _Core(family, core.columns, core, describe, list(core.copies()), core.left_out)
 
 
-def _require_logits(family: Family) -> None:
-    """Raise UserError if the logits cannot be compared."""
-    from runtime.trainer.megatron import logits
-
-    logits.require(family)
-
-
 def _difference(core: _Core, hf: Path, show: Show) -> float:
-    """Return the largest difference of the logits."""
-    from runtime.trainer.megatron import logits
-
     show("comparing", 0, 0)
-    return logits.largest_difference(core.family, _wholes(core), hf)
-
-
-def _wholes(core: _Core) -> dict[str, torch.Tensor]:
-    """Return the Hugging Face tensors, joined from the pieces of all ranks."""
-    return {name: whole for row, readers in _rows(core) for name, whole in _joined(row[0], readers)}
+    wholes = {name: whole for row, readers in _rows(core) for name, whole in _joined(row[0], readers)}
+    return logits.largest_difference(core.family, wholes, hf)
 
 
 def _joined(parameter: Parameter, readers: list[ParameterReader]) -> Iterable[tuple[str, torch.Tensor]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from runtime.errors import UserError
+from runtime.errors import InvariantViolated, UserError
 from runtime.models import quantized
 from runtime.models.families import Family, Parameter, family_for
 from runtime.models.families.family import EMBEDDING
@@ -62,8 +62,7 @@ def open_hf(source: Path, dtype: torch.dtype | None, value_head: bool) -> HfMode
 
 
 class HfTensors:
-    """A Hugging Face folder's tensors as they are to be stored. A quantised tensor gets the requested dtype, else the dtype
-    that config.json declares."""
+    """The tensors as they are to be stored. A quantised tensor gets the requested dtype, else that of config.json."""
 
     def __init__(self, tensors: TensorReader, files: WeightFiles, dtype: torch.dtype | None, config: Mapping[str, Any]):
         self._tensors, self._files, self._dtype = tensors, files, dtype
@@ -138,3 +137,58 @@ def require_room(folder: Path, nbytes: int) -> None:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- Check that both folders hold the same, bit for bit
+
+AT_ONCE = 16 << 20  # bytes compared at once
+
+
+class ParameterReader(Protocol):
+    """Reads a rank's parameters by name."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+    def get(self, name: str) -> Sliceable: ...
+
+
+def require_same_bits(
+    pieces: Iterable[tuple[Parameter, ParameterReader]],
+    read: Callable[[str], Sliceable],
+    checked: Callable[[str, int], None],
+) -> None:
+    """Check that the blocks of every piece of every rank equal the Hugging Face tensors, bit for bit.
+
+    Calls `checked` with the phase and the bytes of each piece. Raises UserError if ranks that should hold the same do not, and
+    InvariantViolated for any other difference, since the conversion has not written such a piece.
+    """
+    for parameter, reader in pieces:
+        if (wrong := _first_difference(parameter, reader, read)) is not None:
+            where = f"{reader.path}: {parameter.name}"
+            if parameter.copy or (parameter.split is None and parameter.tensor_rank > 0):
+                raise UserError(f"{where} differs from another rank's part of {wrong}")
+            raise InvariantViolated(f"{where} does not give {wrong} again")
+        checked("checking", reader.specs[parameter.name].nbytes)
+
+
+def _first_difference(parameter: Parameter, reader: ParameterReader, read: Callable[[str], Sliceable]) -> str | None:
+    """Return the name of the first source that differs from the parameter's block."""
+    for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
+        step = max(1, AT_ONCE * block.shape[0] // max(1, block.nbytes))
+        for start in range(0, block.shape[0], step):
+            first = index[0].start + start
+            part = (slice(first, min(first + step, index[0].stop)), *index[1:])
+            if not _same_bits(block[start : start + step], read(source.name)[part]):
+                return source.name
+    return None
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether dtype, shape and bits are equal. Equal bits of NaN are equal here."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -86,8 +86,6 @@ class TranslatedSettings:
     that they would have decided keep Sluice's defaults. Keys that say what is trained cannot be left out.
     """
 
-    floats = False  # whether whole numbers of keys that have floats are written as floats
-
     def __init__(self, table: KeyTable, read: Read, without: Collection[str]):
         self.table = table
         self.name = read.name
@@ -100,7 +98,6 @@ class TranslatedSettings:
         self._left_out: set[str] = set()
         self._ours: dict[str, list[str]] = {}
         self._said: dict[str, str] = {}  # why a key decided nothing
-        self._noted: dict[str, str] = {}  # how a key was translated, if that differs from the table's note
         self._refused: set[str] = set()
         self._defaults: dict[str, tuple[Any, list[str]]] = {}
         for name in without:
@@ -118,7 +115,7 @@ class TranslatedSettings:
                 self._check(each)
 
     def _check(self, entry: FileEntry) -> None:
-        key = (self.table.find(entry.section, entry.name) or ("", None))[1]
+        key = self._key(entry)
         if key is None:
             near = self.table.nearest(entry.section, entry.name)
             self.faults.append(f"{entry.path}: unknown key" + (f"; {near}" if near else ""))
@@ -130,6 +127,9 @@ class TranslatedSettings:
             self.decide(key.decide, Setting(entry.path, entry.value, True))
         elif key.refused and not key.asks_for_nothing(entry.value):
             self.refuse(Setting(entry.path, entry.value, True), key.refused)
+
+    def _key(self, entry: FileEntry) -> TheirKey | None:
+        return (self.table.find(entry.section, entry.name) or ("", None))[1]
 
     def of(self, section: str, name: str) -> Setting:
         """Return a key of a section that is no role's; the program's default if the file has none."""
@@ -151,15 +151,14 @@ class TranslatedSettings:
         return Setting(entry.path, self._typed(key, entry.value), True)
 
     def _typed(self, key: TheirKey, value: Any) -> Any:
-        """Return 4.0 as 4 if the key's numbers are whole, and 4 as 4.0 if they are not and `floats`."""
+        """Return 4.0 as 4 if the key's numbers are whole, and 4 as 4.0 if they are not."""
         kind = key.type or type(key.default).__name__
-        if kind == "float" and self.floats and type(value) is int:
+        if kind == "float" and type(value) is int:
             return float(value)
         return int(value) if kind == "int" and isinstance(value, float) else value
 
-    def put(self, path: str, value: Any, *settings: Setting, note: str = "", item: str = "") -> None:
-        """Ours becomes `value`, because of `settings`. Nothing happens where that is None. `item`: what `settings` added to a
-        list."""
+    def put(self, path: str, value: Any, *settings: Setting, item: str = "") -> None:
+        """Ours becomes `value` unless that is None, because of `settings`. `item`: what they added to a list."""
         if value is None:
             return
         self.values[path] = value
@@ -172,8 +171,6 @@ class TranslatedSettings:
                 ours = self._ours.setdefault(setting.path, [])
                 if line not in ours:
                     ours.append(line)
-                if note:
-                    self._noted[setting.path] = note
             else:
                 self._defaults.setdefault(setting.path, (setting.value, []))[1].append(line)
 
@@ -223,8 +220,8 @@ class TranslatedSettings:
                     continue
                 setting = self.of(section, name)
                 if any(facts.get(fact) != wanted for fact, wanted in key.when.items()):
-                    self.say(key.otherwise, setting)
-                elif key.item:
+                    continue
+                if key.item:
                     for path in key.to:
                         self.add(path, key.item, setting)
                 elif setting.given or not key.given:
@@ -243,13 +240,13 @@ class TranslatedSettings:
         """Yield a row for each key of the file, in the file's order."""
         for entry in self._entries:
             path, value = entry.path, entry.value.text if isinstance(entry.value, Unresolved) else shown(entry.value)
-            found = self.table.find(entry.section, entry.name)
+            key = self._key(entry)
             if path in self._left_out:
                 yield TranslatedKey(path, value, "left out", reason="--without")
-            elif found is not None:
-                yield self._row(entry, value, *found)
+            elif key is not None:
+                yield self._row(entry, value, key)
 
-    def _row(self, entry: FileEntry, value: str, place: str, key: TheirKey) -> TranslatedKey:
+    def _row(self, entry: FileEntry, value: str, key: TheirKey) -> TranslatedKey:
         path = entry.path
         ours, said = tuple(self._ours.get(path, ())), self._said.get(path, "")
         if path in self._refused:
@@ -257,23 +254,24 @@ class TranslatedSettings:
         if path in self._decided:
             return TranslatedKey(path, value, "to decide", ours, self._decided[path])
         if ours:
-            return TranslatedKey(path, value, "mapped", ours, self._noted.get(path, key.note))
+            return TranslatedKey(path, value, "mapped", ours, key.note)
         off = "off there too: it asks for nothing" if key.refused or key.decide else key.ignored
-        reason = said or off or ("left empty" if entry.value is None else self._overridden(entry, place))
+        alike = (each for each in self._entries if each.path in self._ours and self._key(each) is key)
+        over = "".join(f"{each.path} stands over it" for each in [*alike][-1:])  # a section nearer to the role has it
+        empty = "left empty" if entry.value is None else ""
+        reason = said or off or empty or over or key.otherwise or f"{entry.section} takes none of its own"
         return TranslatedKey(path, value, "ignored", reason=reason)
-
-    def _overridden(self, entry: FileEntry, place: str) -> str:
-        """Return why a mapped key decided nothing: a section nearer to the role has it, or the role does not take it."""
-        others = [each for each in self._entries if each.name == entry.name and each.path in self._ours]
-        if others:
-            return f"{others[-1].path} stands over it"
-        return f"{entry.section} takes none of its own" if place not in (entry.section, "model") else "decides nothing here"
 
     def carried(self, ours: Collection[str]) -> Iterator[CarriedDefault]:
         """Yield the program's defaults among what was written, by key, without the lines of `ours`, Sluice's own."""
         for path, (value, lines) in self._defaults.items():
             if others := tuple(line for line in dict.fromkeys(lines) if line not in ours):
                 yield CarriedDefault(path, shown(value), others)
+
+
+def given(*settings: Setting) -> list[Setting]:
+    """Return the settings that the file has."""
+    return [each for each in settings if each.given]
 
 
 def scaled(least: float | None, policys: float | None, critics: float | None) -> float | None:
@@ -398,7 +396,7 @@ class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     item: str = ""  # mapped, a bool: all of `to`, which are lists, have this where it is true
     values: dict[str, Any] = {}  # mapped: our values, by theirs as they are shown; other values are refused
     when: dict[str, Any] = {}  # of `copy`, `item` and `values`: by facts of a translation, when they hold; else it is ignored
-    otherwise: str = ""  # for this reason
+    otherwise: str = ""  # why it decides nothing, where it decides nothing
     decide: str = ""  # what the user has to do about a value other than `default`
     ignored: str = ""  # why it has no counterpart, and needs none
     refused: str = ""  # why a value other than `default` is impossible here, and what to do instead

@@ -46,8 +46,6 @@ def named_there(path: str) -> list[str]:
 class RoleSettings(TranslatedSettings):
     """Keys of a section, and keys of a role, which several sections may have."""
 
-    floats = True
-
     def __init__(self, read: Read, without: Collection[str]):
         super().__init__(TABLE, read, without)
         self.rl = read.format == "current"
@@ -83,10 +81,8 @@ class RoleSettings(TranslatedSettings):
 
 _CURRENT = ("megatron_training", "actor_config", "rl_config", "generate_config")
 _OLDER = ("training", "actor_rollout_ref", "algorithm", "resource_pool")
-_FORMS = {
-    "current": (*_CURRENT, *(f"{name}_config" for name in ("ref", "reward", "critic", "vit", "profiler", "msprobe"))),
-    "r1_zero": (*_OLDER, "critic", "reward"),
-}
+_OTHERS = ("ref", "reward", "critic", "vit", "profiler", "msprobe")
+_FORMS = {"current": (*_CURRENT, *(f"{name}_config" for name in _OTHERS)), "r1_zero": (*_OLDER, "critic", "reward")}
 _PARTS = {"actor_rollout_ref": ("actor_rollout", "ref")}
 
 
@@ -121,8 +117,7 @@ def _format(file: Path, raw: Mapping[str, Any]) -> str:
         raise ConfigError([f"{file}: is a file of preprocess_data, not of training; sluice data prepare has one of its own"])
     if isinstance(raw.get("run"), dict):
         raise ConfigError([f"{file}: is a configuration of Sluice's own, with a section run; sluice validate reads it"])
-    current = [section for section in _CURRENT if section in raw]
-    older = [section for section in _OLDER if section in raw]
+    current, older = ([section for section in sections if section in raw] for sections in (_CURRENT, _OLDER))
     if current and older:
         raise ConfigError([f"{file}: has sections of both formats, {current[0]} and {older[0]}; must be one of them"])
     if not current and not older:
@@ -145,28 +140,23 @@ def _underscored(raw: Mapping[Any, Any], path: str, faults: list[str]) -> dict[s
 
 def _sections(raw: Mapping[str, Any], format: str, faults: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the sections of a file, and those within a section, by the names that the table has for them."""
-    known = _FORMS[format]
+    inner = dict[str, Any]()
     for name, content in raw.items():
-        if name in ("defaults", "hydra", "model"):
-            continue
+        if name in _PARTS and isinstance(content, dict):
+            inner |= {f"{name}.{part}": each for part, each in content.items()}
+        elif name not in ("defaults", "hydra", "model"):
+            inner[name] = content
+    known = (*_FORMS[format], _OLDER_ACTOR, _OLDER_REFERENCE)
+    for name, content in inner.items():
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"nearest is {near[0]}" if near else f"allowed are {', '.join(known)}"
+            whole = name.rpartition(".")[0]
+            near = get_close_matches(name, known, n=1) if not whole else []
+            hint = f"nearest is {near[0]}" if near else f"allowed are {', '.join(_PARTS.get(whole, _FORMS[format]))}"
             faults.append(f"{name}: unknown section; {hint}")
-        elif content is None:
-            continue
-        elif not isinstance(content, dict):
-            faults.append(f"{name}: {shown(content)} is not a section of keys")
-        elif name in _PARTS:
-            for part, inner in content.items():
-                if part not in _PARTS[name]:
-                    faults.append(f"{name}.{part}: unknown section; allowed are {', '.join(_PARTS[name])}")
-                elif not isinstance(inner, dict):
-                    faults.append(f"{name}.{part}: {shown(inner)} is not a section of keys")
-                else:
-                    yield f"{name}.{part}", inner
-        else:
+        elif isinstance(content, dict):
             yield name, content
+        elif content is not None:
+            faults.append(f"{name}: {shown(content)} is not a section of keys")
 
 
 def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Iterator[FileEntry]:

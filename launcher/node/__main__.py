@@ -23,12 +23,12 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from launcher import run_folder
-from launcher.cli import run_and_report, run_training
-from launcher.node import environment
+from launcher.cli import run_and_report
+from launcher.commands.train import run_training
 from launcher.node.agent import Agent, CoordinatorKeeper
 from launcher.node.local_node import LocalNode, check_secret, on_this_machine
 from launcher.node.supervisor import Supervisor
-from launcher.node.topology import coordinator_spec
+from launcher.node.topology import coordinator_spec, machine_faults
 from launcher.view import View
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import name_fault
@@ -161,8 +161,8 @@ def main() -> None:
     sys.exit(run_and_report(lambda: run_node(options)))
 
 
-def run_node(options: argparse.Namespace) -> int:
-    """Run this node to its end. Return the exit code. Raises SluiceError."""
+def run_node(options: argparse.Namespace) -> None:
+    """Run this node to its end. Raises SluiceError."""
     os_process.close_to_others()
     config = loading.resolve(loading.load(options.config, options.overrides))
     here = LocalNode.of(config, options.name, options.address, options.devices)
@@ -171,14 +171,13 @@ def run_node(options: argparse.Namespace) -> int:
     coordinator = config.services.coordinator
     led = bool(coordinator.standby) and run_folder.under_way(Path(config.run.dir))
     if not led and (not coordinator.host or network.is_own(coordinator.host)):
-        here = replace(here, echo=timeouts.SIGNAL_ECHO)
-        return run_training(config, here, options.verbose)
+        run_training(config, replace(here, echo=timeouts.SIGNAL_ECHO), options.verbose)
+        return
     if not coordinator.port:
         raise UserError("services.coordinator.port: 0 is any free port, on one node; on several it must be named")
-    if faults := list(environment.faults(config, here.machine)):
+    if faults := list(machine_faults(config, here.machine)):
         raise ConfigError(faults)
     asyncio.run(WorkerNode(config, here, options.verbose).run())
-    return 0
 
 
 if __name__ == "__main__":

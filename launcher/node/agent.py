@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,16 +15,15 @@ import xxhash
 from msgspec.structs import replace
 
 from launcher.node import topology
-from launcher.node.child import Child
 from launcher.node.local_node import Machine
-from launcher.node.supervisor import Supervisor
+from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
 from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
 from runtime.config import Config, loading
-from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
+from runtime.errors import ConfigError, Forbidden, ServiceFault, SluiceError, UserError
 from runtime.ledger import checkpoint
 from runtime.process import keys, waiting
 from runtime.process.keys import Keys
@@ -74,9 +73,6 @@ class CoordinatorKeeper:
             self.child.signal_group(signal.SIGTERM)  # a coordinator that still starts keeps the signal
 
 
-JOIN = contract.METHODS["Coordinator", "Join"]
-
-
 class Agent:
     """The agent of one node. Its task is `follow`; the supervisor has the processes."""
 
@@ -91,19 +87,15 @@ class Agent:
     ):
         """Start with `config`, the configuration of this node's command line; the coordinator sends the full one later."""
         self._node = node
-        self._own = self.config = config
-        """The configuration that the coordinator sent last."""
-        self.coordinator = coordinator
-        """The address of the newest coordinator."""
+        self._own = self.config = config  # the configuration that the coordinator sent last
+        self.coordinator = coordinator  # the address of the newest coordinator
         self._supervisor = supervisor
         self._machine, self._python = machine, python
         self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
         """The configuration as this node's processes read it."""
-        self.keys: Keys | None = None
-        """This node's keys, once it has read the run's secret."""
+        self.keys: Keys | None = None  # this node's keys, once it has read the run's secret
         self._assignment = Assignment(config="")
-        self.began = False
-        """Whether the run is under way."""
+        self.began = False  # whether the run is under way
         self._reports: set[asyncio.Task[None]] = set()
         supervisor.on_exit = self.report
 
@@ -150,8 +142,7 @@ class Agent:
             self.keys = self._supervisor.keys = keys.holder(self._own.network, party, secret)
 
     def apply_progress(self, progress: Progress) -> None:
-        """Apply the run's progress to this node's processes: once the run is under way, replace processes that die, and end
-        processes that the run does without."""
+        """Apply the run's progress: once it is under way, replace processes that die; end those that the run does without."""
         self._supervisor.stopping |= progress.stopping
         if not self.began and progress.phase != "starting":
             self.began = True
@@ -166,34 +157,25 @@ class Agent:
 
     def report(self, child: Child) -> None:
         """Report to the coordinator that a process died and is not restarted by this node."""
-        fault = child.fault()
-        death = Death(
-            node=self._node.name,
-            name=child.spec.name,
-            incarnation=child.incarnation,
-            reason=str(fault),
-            mistake=isinstance(fault, UserError),
-        )
-        task = asyncio.create_task(self._report(death))
+        task = asyncio.create_task(self._report(child.spec.name, child.incarnation, child.fault()))
         self._reports.add(task)
-        task.add_done_callback(self._reported)
+        task.add_done_callback(self._reports.discard)
 
-    def _reported(self, task: asyncio.Task[None]) -> None:
-        self._reports.discard(task)
-        if not task.cancelled():
-            task.exception()  # a failed report needs no handling: that coordinator loses the whole node
-
-    async def _report(self, death: Death) -> None:
-        async with client.Channel(self.coordinator, self.keys) as channel:
-            method = contract.METHODS["Coordinator", "ReportDeath"]
-            await client.call(channel, "coordinator", method, death, self.config.deadlines.coordinator)
+    async def _report(self, name: str, incarnation: int, fault: SluiceError) -> None:
+        mistake = isinstance(fault, UserError)
+        death = Death(node=self._node.name, name=name, incarnation=incarnation, reason=str(fault), mistake=mistake)
+        method = contract.METHODS["Coordinator", "ReportDeath"]
+        with suppress(SluiceError):  # that coordinator loses the whole node
+            async with client.Channel(self.coordinator, self.keys) as channel:
+                await client.call(channel, "coordinator", method, death, self.config.deadlines.coordinator)
 
     async def _obey(self, channel: client.Channel) -> None:
         """Apply each assignment until the stream ends."""
         reported, launches = False, [launch.name for launch in self._assignment.launches]
         running = {name: number for name, number in self._supervisor.incarnations.items() if name in launches}
         node = replace(self._node, running=running)
-        async with aclosing(client.items(channel, "coordinator", JOIN, node)) as assignments:
+        joined = client.items(channel, "coordinator", contract.METHODS["Coordinator", "Join"], node)
+        async with aclosing(joined) as assignments:
             async for assignment in assignments:
                 # In a thread, and again while the disk fails: the processes started below read this file.
                 await waiting.done(partial(self._read, assignment), self.path, self._supervisor.say)
@@ -241,15 +223,8 @@ class Agent:
 
     async def _apply(self, assignment: Assignment) -> None:
         wanted = {launch.name: launch for launch in assignment.launches}
-        specs = topology.service_specs(
-            self.config,
-            assignment.launches,
-            self.path,
-            self._python,
-            self.coordinator,
-            len(os.sched_getaffinity(0)),
-            self._machine,
-        )
+        cores, config, launches = len(os.sched_getaffinity(0)), self.config, assignment.launches
+        specs = topology.service_specs(config, launches, self.path, self._python, self.coordinator, cores, self._machine)
         running = self._supervisor.incarnations
         former = [launch.name for launch in self._assignment.launches]
         ends = [name for name in former if name not in wanted or running.get(name, 0) < wanted[name].incarnation]
@@ -266,8 +241,7 @@ class Agent:
         try:
             await self._supervisor.start(spec, incarnation=launch.incarnation)
         except UserError as error:
-            name, incarnation = launch.name, launch.incarnation
-            await self._report(Death(node=self._node.name, name=name, incarnation=incarnation, reason=str(error), mistake=True))
+            await self._report(launch.name, launch.incarnation, error)
             raise
 
 

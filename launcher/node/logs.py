@@ -46,8 +46,7 @@ class Log:
         self._name = name
         self._view = view
         self._shows = view is not None and view.verbose
-        self._unshown = b""  # the start of an incomplete line
-        self._unkept = b""  # the same for the file: the line might be cut where the next file begins
+        self._rest = b""  # the start of an incomplete line
         self._lost = 0  # bytes lost since the last successful write to the file
         self._lock = threading.Lock()  # its holder alone reads the pipe
         for old in path.parent.glob(f"{path.name}.*"):
@@ -105,8 +104,6 @@ class Log:
                 ended = self._carry()
         with self._lock:
             self._keep_rest()
-            if self._unshown:
-                self._show(b"\n")
             os.close(self._reader)
             self._reader = -1
             self._file.close()
@@ -120,22 +117,22 @@ class Log:
                 return False
             if not data:
                 return True
-            before, data = len(self._unkept), self._unkept + data
+            data = self._rest + data
             whole = data.rfind(b"\n") + 1 if len(data) < 2 * CHUNK else len(data)  # an overlong line is cut
-            self._unkept = data[whole:]
+            self._rest = data[whole:]
             self._keep(data[:whole])
-            self._show(data[before:])
         return True
 
     def _keep_rest(self) -> None:
-        """Write the start of an incomplete line to the file."""
-        data, self._unkept = self._unkept, b""
+        """Keep the start of an incomplete line."""
+        data, self._rest = self._rest, b""
         self._keep(data)
 
     def _keep(self, data: bytes) -> None:
-        """Write `data` to files of at most `max_bytes`. Each file ends with a whole line if it holds one."""
+        """Write `data` to files of at most `max_bytes`, and show it. Each file ends with a whole line if it holds one."""
         if not data:
             return
+        self._show(data)
         try:
             if self._lost:
                 self._write(f"[{self._lost} bytes were lost here]\n".encode())
@@ -172,9 +169,8 @@ class Log:
     def _show(self, data: bytes) -> None:
         if self._view is None or not self._shows:
             return
-        *lines, self._unshown = (self._unshown + data).split(b"\n")
         try:
-            for line in lines:
-                self._view.output(self._name, line.decode(errors="replace"))
+            for line in data.decode(errors="replace").removesuffix("\n").split("\n"):
+                self._view.output(self._name, line)
         except (OSError, SystemExit):  # the reader of the launcher's output has gone; rich ends the thread for it
             self._shows = False

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from launcher.node import local_node
-from launcher.node.child import Child
 from launcher.node.logs import LineView, Log
 from launcher.node.topology import ProcessSpec
 from launcher.node.watchdog import HeartbeatMonitor, is_stopped, keep_stacks, stalled
@@ -27,10 +28,80 @@ from runtime import timeouts
 from runtime.cluster.placement import RestartBackoff
 from runtime.config import Logs
 from runtime.config.secret_values import resolved
-from runtime.errors import DeadlineExceeded, UserError
+from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.process import keys, os_process, spans, waiting
 from runtime.process.keys import Keys
 from runtime.rollout.vllm import leftovers
+
+# ---- Child: a process that a supervisor has started
+
+FAULT = "error: "  # how a process begins the line that says why it ends
+
+
+class Child:
+    """A process that was started, and its log. `incarnation`: how many were started under its name before it."""
+
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, output: Log, incarnation: int = 0):
+        self.spec = spec
+        self.process = process
+        self.output = output
+        self.log = output.path
+        self.incarnation = incarnation
+        self.given_up = ""  # why this node killed it while the others go on
+        self.last = ""  # why it is not replaced
+        self.starved = ""  # what the kernel says, if it killed the process for want of memory
+        self.advice = ""  # what the user can do about the want of memory
+        self.late = bool(incarnation)  # whether it was started when the run was under way
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether it ended with a mistake that the user has to mend: a restart would end in the same way."""
+        return self.process.returncode == os_process.MISTAKE or bool(self.advice)
+
+    def give_up(self, reason: str) -> None:
+        """Kill the process if it still runs. If it has already ended, unnoticed here, its own log says why."""
+        if self.running and not os_process.ended(self.pid):
+            self.given_up = reason
+            self.process.kill()  # the processes that it started end with it
+
+    def signal_group(self, number: int) -> None:
+        """Signal the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _log_of(self, line: str) -> Path:
+        """Return the newest log of the process that the line names first, if it has one here: it may say more than this log."""
+        name = line.partition(":")[0]
+        logs = self.log.parent.glob(f"{name}.*log") if re.fullmatch(r"[a-z]+-\d+", name) and name != self.spec.name else ()
+        return max(logs, key=lambda path: path.stat().st_mtime, default=self.log)
+
+    def fault(self) -> SluiceError:
+        """Return why the process ended, in its own last line where it wrote one."""
+        code = self.process.returncode or 0
+        if self.advice:
+            return UserError(f"{self.spec.name}: {self.starved}, twice: {self.advice}")
+        if self.starved:
+            return ServiceFault(self.spec.name, "run", self.starved + self.last)
+        if self.given_up:
+            return ServiceFault(self.spec.name, "run", self.given_up + self.last)
+        if code < 0:
+            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
+        lines = self.output.tail().strip().splitlines() or ["(empty log)"]
+        own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
+        if own and self.mistaken:
+            return UserError("\n".join(dict.fromkeys(own)))  # each rank writes the line
+        if own:
+            return SluiceError(f"{own[-1]} (log: {self._log_of(own[-1])}){self.last}")
+        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
+
 
 # ---- Oom
 #
@@ -175,12 +246,9 @@ class Orphans:
         return bool(self._seen or self._signaled)
 
     def _is_ours(self, pid: int) -> bool:
-        own = f"{os_process.AGENTS}=".encode()
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # the process has ended, or belongs to another user by now
-            return False
-        return any(str(os.getpid()).encode() in each.removeprefix(own).split() for each in variables if each.startswith(own))
+        with suppress(psutil.Error):  # the process has ended, or belongs to another user by now
+            return str(os.getpid()) in psutil.Process(pid).environ().get(os_process.AGENTS, "").split()
+        return False
 
 
 def _children() -> set[int]:
@@ -226,8 +294,7 @@ class Supervisor:
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Called for each process that died and that this supervisor does not start again."""
-        self.keys: Keys | None = None
-        """The secret from which the keys of the services are made; None if they need no keys."""
+        self.keys: Keys | None = None  # the secret from which the keys of the services are made; None if they need no keys
         self.children: list[Child] = []
         self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
@@ -237,8 +304,7 @@ class Supervisor:
         self.followed: Collection[str] = ()
         """Names of processes that another part of this process looks after once they are killed."""
         self._under_way = False
-        self.stopping = False
-        """Whether the run is ending: a lost trainer or critic is not replaced then, as no step follows."""
+        self.stopping = False  # whether the run is ending: a lost trainer or critic is not replaced then, as no step follows
         self._ended_well = False
         self._allowances: dict[str, RestartBackoff] = {}
         self._given_up: list[Child] = []
@@ -309,13 +375,15 @@ class Supervisor:
     async def start(
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
     ) -> Child:
-        """Start one process. With `capture`, the caller reads its standard output. Raises UserError if the machine lacks the
-        interpreter, the processors or the variables."""
+        """Start one process; with `capture` the caller reads its output. Raises UserError for what the machine lacks."""
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await waiting.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
         with output.writer() as out, self._beats.connected(spec.name) as given, self._orphans.spared():
-            env = {**keys.inherited(), **own, **self._variables(spec, incarnation)}
+            env = {**keys.inherited(), **own, os_process.INCARNATION: str(incarnation), spans.NAME: spec.name}
+            env[os_process.AGENTS] = self._orphans.variable
+            if self.keys is not None and spec.services:
+                env |= keys.to_give(self.keys, spec.services, incarnation)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -336,21 +404,12 @@ class Supervisor:
             self._processes.append(process)
         self._started.set()
         child = Child(spec, process, output, incarnation)
-        child.late = child.late or self._under_way
+        child.late |= self._under_way
         self._outputs.append(output)
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
         self._beats.began(spec.name, process.pid)
         return child
-
-    def _variables(self, spec: ProcessSpec, incarnation: int) -> dict[str, str]:
-        own = keys.to_give(self.keys, spec.services, incarnation) if self.keys is not None and spec.services else {}
-        return {
-            os_process.INCARNATION: str(incarnation),
-            os_process.AGENTS: self._orphans.variable,
-            spans.NAME: spec.name,
-            **own,
-        }
 
     def cause_of_failure(self) -> Child | None:
         """Return the child to blame: one that a signal killed, else one with a user's mistake, else the first that failed."""
@@ -403,11 +462,8 @@ class Supervisor:
             self.on_exit(child)
             return True
         needless = self.stopping and child.spec.role in ("trainer", "critic")
-        delay = (
-            None
-            if needless
-            else self._allowances.setdefault(name, RestartBackoff(self._restarts[name])).delay(time.monotonic())
-        )
+        allowance = self._allowances.setdefault(name, RestartBackoff(self._restarts[name]))
+        delay = None if needless else allowance.delay(time.monotonic())
         if delay is None:
             if self._restarts[name] and not needless:
                 child.last = f"; services.{child.spec.role}.restarts allows no further start"

@@ -91,7 +91,8 @@ class HeartbeatMonitor:
     def connected(self, name: str) -> socket.socket | IO[bytes]:
         """Return the standard input for the process `name`, and take heartbeats from its other end. Without such sockets (not
         Linux) the input is empty: no heartbeats come, and no process counts as stalled."""
-        self.forget(name)
+        self._heard.pop(name, None)
+        self._disconnect(name)
         if not sys.platform.startswith("linux"):
             return Path(os.devnull).open("rb")
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,10 +102,6 @@ class HeartbeatMonitor:
         self._connections[name] = own
         asyncio.get_running_loop().add_reader(own, self._take, name, own)
         return other
-
-    def forget(self, name: str) -> None:
-        self._heard.pop(name, None)
-        self._disconnect(name)
 
     def close(self) -> None:
         for name in list(self._connections):
@@ -174,7 +171,6 @@ async def _spied(spy: str, pid: int) -> bytes:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped the process."""
     with suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from launcher.page.samples import SampleFilter, SampleReader
-from launcher.page.views import STATIC, THIS, RunView
+from launcher.page.views import PLAIN, STATIC, THIS, RunView
 from runtime.errors import SluiceError, UserError
 
 FILE = "report.html"
@@ -58,14 +58,10 @@ def held(folder: Path) -> dict[str, Any]:
     summary = run.summary()
     summary["notes"].append(f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC from {folder.resolve()}")
     views: dict[str, Callable[[], Any]] = {
-        "curves": run.curves,
+        **{name: getattr(run, name) for name in PLAIN[1:]},
         "metric": lambda: run.metric("eval/accuracy"),
         "why": lambda: run.why(None, None),
         "lanes": lambda: run.lanes(None, None, PIXELS),
-        "occupancy": run.occupancy,
-        "weights": run.weights,
-        "evaluations": run.evaluations,
-        "processes": run.processes,
         "configuration": lambda: run.configuration(None),
     }
     answers = {"summary": summary, **{name: _answer(view) for name, view in views.items()}}
@@ -101,8 +97,7 @@ def _samples(samples: SampleReader) -> dict[str, Any]:
 
 
 def text(answers: dict[str, Any]) -> str:
-    """Return the page's files as one text. A browser that keeps to the policy runs only these scripts, and loads nothing: names
-    of a run's rules cannot add a script."""
+    """Return the page as one text. A browser that keeps to the policy runs only these scripts: no name in a run can add one."""
     page = (STATIC / "page.html").read_text(encoding="utf-8")
     scripts = ["\n" + (STATIC / name).read_text(encoding="utf-8") for name in _SCRIPT.findall(page)]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]

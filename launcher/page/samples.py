@@ -62,7 +62,12 @@ class SampleReader:
             more = None
             if wanted.text:
                 more = rows[EXAMINED - 1].group_id if len(rows) > EXAMINED else None
-                rows = [row for row in rows[:EXAMINED] if self._has(reader, row, wanted.text)]
+                texts = ((row, samples_of(reader, row, self.tokenizer)) for row in rows[:EXAMINED])
+                rows = [
+                    row
+                    for row, found in texts
+                    if any(wanted.text in each.reply or wanted.text in each.prompt for each in found)
+                ]
         return {
             "ids": [row.group_id for row in rows],
             "rows": [len(row.response_tokens or ()) for row in rows],
@@ -72,7 +77,7 @@ class SampleReader:
 
     def _selected(self, reader: LedgerReader, wanted: SampleFilter) -> list[GroupRow]:
         ranges = {name: getattr(wanted, name) for name in ("steps", "reward") if getattr(wanted, name) != OPEN}
-        found = reader.groups(states=[Phase(state) for state in wanted.states], **ranges)
+        found = reader.groups(states=list(map(Phase, wanted.states)), **ranges)
         least, most = wanted.tokens
         return [
             row
@@ -82,9 +87,6 @@ class SampleReader:
             and (not wanted.replica or row.replica == wanted.replica)
             and least <= max(row.response_tokens or [0]) <= most
         ]
-
-    def _has(self, reader: LedgerReader, row: GroupRow, text: str) -> bool:
-        return any(text in sample.reply or text in sample.prompt for sample in samples_of(reader, row, self.tokenizer))
 
     def rows(self, ids: list[int]) -> list[dict[str, Any]]:
         """Return a line for each row of these groups."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hmac
 import math
@@ -15,11 +16,12 @@ import msgspec
 from aiohttp import web
 
 from launcher.page.samples import SampleFilter, SampleReader
-from launcher.page.views import STATIC, THIS, Mark, RunView, changed, marks, of_files
+from launcher.page.views import PLAIN, STATIC, THIS, Mark, RunView, changed, marks, of_files
 from runtime import run_files, timeouts
 from runtime.errors import SluiceError, UserError
 from runtime.process import network
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in
+from runtime.process.os_process import ended_as_by_ctrl_c
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 COOKIE = "sluice-page"
@@ -132,17 +134,12 @@ class PageRoutes:
         run, samples = await asyncio.to_thread(self._pages.of, request.match_info["run"])
         query = request.query
         views: dict[str, Callable[[], Any]] = {
-            "summary": run.summary,
-            "curves": run.curves,
+            **{name: getattr(run, name) for name in PLAIN},
             "metric": lambda: run.metric(query.get("name", "")),
             "why": lambda: run.why(_given(query, "from", int), _given(query, "to", int)),
             "lanes": lambda: run.lanes(
                 _given(query, "start", float), _given(query, "end", float), min(4000, _given(query, "pixels", int) or 1200)
             ),
-            "occupancy": run.occupancy,
-            "weights": run.weights,
-            "evaluations": run.evaluations,
-            "processes": run.processes,
             "configuration": lambda: run.configuration(self._pages.of(query["other"])[0] if query.get("other") else None),
             "what-if": run.what_if,
             "samples": lambda: samples.index(_filter(query)),
@@ -230,6 +227,11 @@ def application(pages: Pages, guard: PageGuard) -> web.Application:
     made.router.add_get("/api/run/{run}/events", routes.events)
     made.router.add_get("/api/run/{run}/{view}", routes.view)
     return made
+
+
+def run(options: argparse.Namespace) -> None:
+    with ended_as_by_ctrl_c():
+        asyncio.run(serve(options.folder, options.host, options.port, lambda address: print(address, flush=True)))
 
 
 async def serve(root: Path, host: str, port: int, ready: Callable[[str], None]) -> None:

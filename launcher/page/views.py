@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -22,7 +23,8 @@ from msgspec import Struct
 
 from launcher import run_folder
 from launcher.commands import why
-from launcher.page import panels, tables
+from launcher.commands.why import in_rows
+from launcher.page import panels
 from runtime import run_files
 from runtime.config import Config, Run
 from runtime.config.secret_values import without_secrets
@@ -31,7 +33,7 @@ from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process.spans import CALLS, OVERLAPPING, WEIGHT_SYNC, SpanHeader, TracedSpan
+from runtime.process.spans import CALLS, WEIGHT_SYNC, SpanHeader, TracedSpan
 from runtime.telemetry import critical_path, record
 from runtime.telemetry.record import LoggedHistory, RunRecord, SpanFolder
 from runtime.telemetry.summary import Summary
@@ -69,15 +71,9 @@ def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, p
     found = []
     for process in sorted(spans):
         rows: dict[tuple[str, int], list[TracedSpan]] = {}
-        free: dict[tuple[str, int], float] = {}
-        for span in sorted(spans[process], key=lambda span: span.start):
-            if span.end <= start or span.start >= end:
-                continue
-            depth = 0
-            while span.line in OVERLAPPING and depth < ROWS - 1 and free.get((span.line, depth), 0.0) > span.start:
-                depth += 1
-            free[span.line, depth] = span.end
-            rows.setdefault((span.line, depth), []).append(span)
+        seen = (span for span in spans[process] if span.end > start and span.start < end)
+        for place, span in in_rows(seen, ROWS):
+            rows.setdefault(place, []).append(span)
         for (line, depth), row in sorted(rows.items(), key=lambda one: (one[0][0] == CALLS, one[0])):
             found.append(Lane(process, line, depth, _thinned(row, start, end, least)))
     return found
@@ -130,11 +126,9 @@ def marks(folder: Path) -> dict[str, tuple[Mark, ...]]:
 
 def of_files(paths: Iterable[Path]) -> Iterator[Mark]:
     for path in paths:
-        try:
+        with suppress(OSError):
             found = path.stat()
-        except OSError:
-            continue
-        yield found.st_size, found.st_mtime_ns
+            yield found.st_size, found.st_mtime_ns
 
 
 def changed(before: dict[str, tuple[Mark, ...]], after: dict[str, tuple[Mark, ...]]) -> list[str]:
@@ -152,6 +146,9 @@ CHANGED = 20  # examples of changed replies between two evaluations
 LIVE = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED, Phase.READY, Phase.CONSUMED)
 
 
+PLAIN = ("summary", "curves", "occupancy", "weights", "evaluations", "processes")  # views of a run that take nothing
+
+
 class RunView:
     """One run's folder. Its methods block, and any thread may call them. Raises UserError if the folder holds no run."""
 
@@ -163,6 +160,10 @@ class RunView:
         self._record: RunRecord | None = None
         self._points = record.PointFile(folder / run_files.METRICS)
         self._lanes: tuple[int, Mapping[str, Sequence[TracedSpan]], float, float] = (0, {}, 0.0, 0.0)
+
+    @property
+    def history(self) -> LoggedHistory:
+        return record.history(self.record().points)
 
     def record(self) -> RunRecord:
         """Return the run's record; read it anew if its files have changed."""
@@ -220,7 +221,7 @@ class RunView:
             for step in paths
             for part in step.parts
         ]
-        return {STEPS: waited, EPOCHS: epochs(record.history(self.record().points).steps)}
+        return {STEPS: waited, EPOCHS: epochs(self.history.steps)}
 
     def waited(self) -> dict[str, Any]:
         """Return the newest steps' mean time and what they waited for most. Reads only the ledger, which is quick."""
@@ -243,22 +244,18 @@ class RunView:
     def summary(self) -> dict[str, Any]:
         found = self.record()
         history = record.history(found.points)
-        steps = history.steps
+        steps, under_way = history.steps, run_folder.under_way(self.folder)
+        state = f"stopped: {found.ended.stop_reason}" if found.ended else "ended without a summary: it was killed, or failed"
         return {
             "name": found.settings.run.name or self.folder.resolve().name,
-            "state": self._state(found),
-            "under_way": run_folder.under_way(self.folder),
-            "facts": tables.facts(found, history),
+            "state": "under way" if under_way else state,
+            "under_way": under_way,
+            "facts": panels.facts(found, history),
             "notes": self._notes(found, history),
             "steps": int(steps[-1]["step"]) if steps else 0,
             "of": found.settings.training.steps,
             "alarm": _alarm(found, steps),
         }
-
-    def _state(self, found: RunRecord) -> str:
-        if run_folder.under_way(self.folder):
-            return "under way"
-        return f"stopped: {found.ended.stop_reason}" if found.ended else "ended without a summary: it was killed, or failed"
 
     def _notes(self, found: RunRecord, history: LoggedHistory) -> list[str]:
         notes = []
@@ -273,12 +270,12 @@ class RunView:
         return notes
 
     def curves(self) -> dict[str, Any]:
-        history = record.history(self.record().points)
-        return {"sections": panels.sections(history), "returns": history.returns, "lineages": tables.lineages(history)}
+        history = self.history
+        return {"sections": panels.sections(history), "returns": history.returns, "lineages": panels.lineages(history)}
 
     def metric(self, name: str) -> dict[str, Any]:
         """Return one figure of each step, and of each evaluation."""
-        history = record.history(self.record().points)
+        history = self.history
         points = [point for point in [*history.steps, *history.evaluations] if isinstance(point.get(name), int | float)]
         points.sort(key=lambda point: point["step"])
         return {"steps": [point["step"] for point in points], "values": [point[name] for point in points]}
@@ -315,7 +312,7 @@ class RunView:
         with self.ledger() as reader:
             times, dropped, counts = reader.times(), reader.dropped(), reader.counts()
         training = self.record().settings.training
-        steps = record.history(self.record().points).steps
+        steps = self.history.steps
         return {
             **occupied(times, POINTS),
             "bound": None if training.staleness is None else (training.staleness + 1) * (training.groups_per_step or 0),
@@ -330,7 +327,7 @@ class RunView:
 
     def weights(self) -> dict[str, Any]:
         """Return the weight syncs by step, and for each rollout the newest version in use and the time to receive it."""
-        history = record.history(self.record().points)
+        history = self.history
         names = [f"weight_sync/{name}" for name in ("seconds", "pause_seconds", "bytes", "aborts")]
         names += ["step", "mismatch/abs_logprob", "mismatch/worst_rollout"]
         rows = [{name: point.get(name) for name in names} for point in history.steps]
@@ -350,7 +347,7 @@ class RunView:
     def evaluations(self) -> dict[str, Any]:
         results = self.record().evaluations
         pairs = [_changed(self.folder, one.step, other.step) for one, other in pairwise(results[-4:])]
-        return {"table": tables.evaluations(results), "changed": pairs}
+        return {"table": panels.evaluations(results), "changed": pairs}
 
     def processes(self) -> dict[str, Any]:
         """Return each process that kept spans, oldest first, and the last lines of every log."""
@@ -365,19 +362,18 @@ class RunView:
                 }
                 for file in self._spans.files.values()
             ]
-        logs = {path.name: _tail(path) for path in sorted((self.folder / run_files.LOGS).glob("*.log")) if self._is_own(path)}
+        paths, own = sorted((self.folder / run_files.LOGS).glob("*.log")), self.folder.resolve()
+        logs = {
+            path.name: _tail(path) for path in paths if path.is_file() and path.resolve().is_relative_to(own)
+        }  # no links out
         summary = Summary.read(self.folder) if (self.folder / run_files.SUMMARY).is_file() else None
         return {
             "memory": {} if summary is None else summary.memory,
             "processes": rows,
             "startup": self.record().startup,
             "logs": logs,
-            "failures": tables.failures(record.history(self.record().points)),
+            "failures": panels.failures(self.history),
         }
-
-    def _is_own(self, path: Path) -> bool:
-        """Return whether the file lies in this folder; a link in the folder may lead elsewhere."""
-        return path.is_file() and path.resolve().is_relative_to(self.folder.resolve())
 
     def configuration(self, other: RunView | None) -> dict[str, Any]:
         """Return the configuration as YAML, and its differences from the defaults or from another run's."""

@@ -1,4 +1,4 @@
-"""The text of each file, made from the templates beside this module. No other I/O.
+"""`sluice render`: the files that start a run's nodes under Slurm, Kubernetes or Docker Compose, and its monitoring files.
 
 A YAML template is rendered, read, and written anew below its first comment. So a template may have short forms and further
 comments, and no name in a plan acts as YAML.
@@ -6,9 +6,11 @@ comments, and no name in a plan acts as YAML.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
+import secrets
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,12 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
-from launcher.render.plan import AGENT, CONFIG_PATH, HOME, LONGEST_LABEL, RETURNS, Plan, check_names, shared_folder
-from runtime import timeouts
+from launcher.render.plan import AGENT, CONFIG_PATH, HOME, LONGEST_LABEL, RETURNS, Plan, check_names, plan, shared_folder
+from runtime import run_files, timeouts
 from runtime.config import Config, loading
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, UserError
 from runtime.process import keys
-from runtime.process.network import host_port
+from runtime.process.network import host_port, own_address
 
 _HERE = Path(__file__).parent
 _COLUMNS, _WIDTH, _HEIGHT = 2, 12, 8  # of panels, in Grafana's grid, which is 24 wide
@@ -223,3 +225,53 @@ def _yaml(name: str, **values: Any) -> str:
     comment = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     documents = yaml.safe_load_all(text)
     return comment + yaml.dump_all(documents, Dumper=_FileDumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+# ---- The command
+
+
+def run(options: argparse.Namespace) -> None:
+    for path in render(options):
+        print(path)
+
+
+def render(options: argparse.Namespace) -> list[Path]:
+    """Write the files, and return them. Raises UserError."""
+    config = loading.resolve(loading.load(options.config, options.overrides))
+    if options.target == "prometheus":
+        return _write(_watched(config), {}, options.output or Path("rendered") / options.target)
+    made = plan(config, options.device, options.devices, getattr(options, "image", ""))
+    private: dict[str, str] = {}
+    if options.target == "slurm":
+        texts = slurm(made)
+    elif options.target == "kubernetes":
+        texts, private = kubernetes(made, options.claim), secret(made, secrets.token_hex(keys.BYTES))
+    else:
+        texts = compose(made)
+    return _write(texts, private, options.output or Path("rendered") / options.target)
+
+
+def _watched(config: Config) -> dict[str, str]:
+    """Render the monitoring of a run that is started by hand. Raises UserError."""
+    settings, coordinator = config.metrics.prometheus, config.services.coordinator
+    if settings is None or not settings.port:
+        raise ConfigError(["metrics.prometheus.port: missing; must be a port at which Prometheus finds the coordinator"])
+    return monitoring(config, coordinator.host or own_address(config.network.interface))
+
+
+def _write(texts: dict[str, str], private: dict[str, str], folder: Path) -> list[Path]:
+    """Write the  A file that differs is not overwritten: raises UserError. A `private` file is written only once."""
+    paths = {folder / name: text for name, text in texts.items()}
+    try:
+        for path, text in paths.items():
+            if path.exists() and path.read_text() != text:
+                raise UserError(f"--output: {path} is there and differs; remove it, or name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in paths.items():
+            path.write_text(text)
+        for name, text in private.items():
+            if not (folder / name).exists():
+                run_files.write_private(folder / name, text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--output: cannot write to {folder}: {error}") from error
+    return [*paths, *(folder / name for name in private)]

@@ -140,7 +140,6 @@ def label(text: str) -> str:
 
 
 def check_names(names: Sequence[str], where: str) -> None:
-    """Check that each of `cluster.nodes` may be the name of a host. Raises ConfigError."""
     faults = [
         f"cluster.nodes.{index}.name: '{name}' cannot name a host {where}; must be up to {LONGEST_LABEL} of a-z, 0-9, -"
         for index, name in enumerate(names)

@@ -63,8 +63,7 @@ def _split(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:
 
 
 class ShellBlock:
-    """An `if`, `case` or loop. `subject`: what a `case` compares; `matched`: how far a pattern does, None after the
-    patterns."""
+    """An `if`, `case` or loop. `subject`: what a `case` compares; `matched`: how far a pattern does, None after them."""
 
     def __init__(self, text: str, live: float, subject: str = ""):
         self.text = text

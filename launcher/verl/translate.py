@@ -21,6 +21,7 @@ from launcher.importing.keys import (
     Translation,
     Unresolved,
     check,
+    given,
     scaled,
     translation,
 )
@@ -171,13 +172,9 @@ _MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
 
 
 def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
-    """Return the translation of `file`, with models from the folder `models`. Raises ConfigError, a line for each fault."""
-    return translate(read(file, models), without)
-
-
-def translate(read: Read, without: Collection[str] = ()) -> Translation:
-    """Translate the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
-    keys = TranslatedSettings(TABLE, read, without)
+    """Translate `file`, with models from the folder `models`. Raises ConfigError: a line for each key that is unknown, of a
+    wrong type, or impossible in Sluice."""
+    keys = TranslatedSettings(TABLE, read(file, models), without)
     facts = _facts(keys)
     keys.copy(facts)
     _run(keys)
@@ -186,7 +183,8 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     _algorithm(keys, facts)
     _steps(keys)
     _schedule(keys)
-    _critics_optimizer(keys, facts["gae"])
+    if facts["gae"]:
+        _critics_optimizer(keys)
     _services(keys, facts)
     check(keys)
     return translation(keys, keys.advice)
@@ -197,14 +195,14 @@ def _facts(keys: TranslatedSettings) -> dict[str, Any]:
     engines = [keys.at(path) for path in ("model_engine", "config_name", f"{_ACTOR}.strategy")]
     named = [str(each.value) for each in engines]
     engine = "megatron" if any("megatron" in name for name in named) else "torch"
-    keys.put("services.trainer.engine", engine, *(each for each in engines if each.given))
+    keys.put("services.trainer.engine", engine, *given(*engines))
     if others := [each for each in engines if str(each.value) in ("veomni", "torchtitan", "automodel")]:
         keys.refuse(others[0], "must be fsdp, fsdp2 or megatron")
     gae = keys.at("algorithm.adv_estimator").value == "gae"
     keys.put("critic", {} if gae else None, keys.at("algorithm.adv_estimator"))
     in_loss, in_reward = keys.at(f"{_ACTOR}.use_kl_loss").value, keys.at("algorithm.use_kl_in_reward").value
-    given = keys.at("algorithm.rollout_correction.bypass_mode").value
-    bypass = (keys.format != SYNCHRONOUS) if given is None else given
+    mode = keys.at("algorithm.rollout_correction.bypass_mode").value
+    bypass = (keys.format != SYNCHRONOUS) if mode is None else mode
     ranks = {name: keys.at(f"actor_rollout_ref.model.{name}") for name in ("lora_rank", "lora.rank")}
     keys.put("lora", {} if any(rank.value for rank in ranks.values()) else None)
     name = keys.at(f"{_ROLLOUT}.name").value
@@ -237,18 +235,17 @@ def _run(keys: TranslatedSettings) -> None:
         keys.decide(
             f"{path.value} has to be a folder; where it is a name of the Hub, name what was downloaded, or use --models", path
         )
-    loggers = logger.value if isinstance(logger.value, list) else [logger.value]
     trackers = [{"name": "jsonl"}] + [
         {"name": each} | ({} if each == "tensorboard" else {"project": project.value, "mode": "online"})
-        for each in loggers
+        for each in _listed(logger)
         if each in _TRACKERS
     ]
-    keys.put("trackers", trackers, *(each for each in (logger, project) if each.given))
+    keys.put("trackers", trackers, *given(logger, project))
 
 
 def _data(keys: TranslatedSettings) -> None:
     train, held_out = keys.at("data.train_files"), keys.at("data.val_files")
-    files, problems = _files(train), _files(held_out)
+    files, problems = _listed(train), _listed(held_out)
     if files:
         keys.put("data.train", [{"path": path} for path in files] if len(files) > 1 else files[0], train)
         keys.put("data.handler", "math17k", train)
@@ -260,9 +257,8 @@ def _data(keys: TranslatedSettings) -> None:
         keys.put("evaluation.sets", sets, held_out)
 
 
-def _files(setting: Setting) -> list[str]:
-    listed = setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
-    return [str(each) for each in listed]
+def _listed(setting: Setting) -> list[Any]:
+    return setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
 
 
 def _rewards(keys: TranslatedSettings) -> None:
@@ -280,7 +276,6 @@ def _rewards(keys: TranslatedSettings) -> None:
         if enabled.value:  # the model alone scores there; the rule judges replies in evaluations
             keys.put("rewards.model.path", model.value or "", model, enabled)
             keys.put("rewards.rules", [{"name": rule, "weight": 0.0}], chosen)
-        keys.say("off", enabled, model)
     reply = keys.values.get("sampling.max_new_tokens") or 1
     for prefix in (
         "reward.reward_kwargs.overlong_buffer_cfg",
@@ -291,30 +286,24 @@ def _rewards(keys: TranslatedSettings) -> None:
         if enabled.value and length.value:
             keys.put("algorithm.overlong_buffer", length.value / reply, length, enabled)
             keys.put("algorithm.overlong_penalty", factor.value, factor)
-        keys.say("off", enabled, length, factor)
 
 
 def _algorithm(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
     if facts["gae"]:
         own, path = keys.at("critic.model.path"), keys.at("actor_rollout_ref.model.path")
         keys.put("critic.path", own.value if own.value != path.value else None, own)
-        keys.say("the policy's own start: its folder is the critic's", own)
-    keys.say("of adv_estimator gae, which has a critic", keys.at("critic.model.path"))
     if facts["by_sample"]:
         keys.put("algorithm.aggregation", "seq_mean_token_mean", keys.at(f"{_ACTOR}.policy_loss.loss_mode"))
     both = keys.at(f"{_ACTOR}.clip_ratio")
     for side in ("low", "high"):
         if both.given and not keys.at(f"{_ACTOR}.clip_ratio_{side}").given:  # null, or a version that has none
             keys.put(f"algorithm.clip_{side}", both.value, both)
-    keys.say("clip_ratio_low and clip_ratio_high stand over it", both)
     loss, reward = keys.at(f"{_ACTOR}.use_kl_loss"), keys.at("algorithm.use_kl_in_reward")
     if loss.value and reward.value:
         keys.refuse(reward, "there is one KL term, and use_kl_loss is on too; must be false where that is true")
     keys.put("algorithm.kl_placement", facts["kl"] or None, *(each for each in (loss, reward) if each.value))
-    keys.say("off", loss, reward)
     limit = keys.at("algorithm.filter_groups.max_num_gen_batches")
     keys.put("algorithm.dynamic_sampling_limit", limit.value or None, limit)
-    keys.say("no limit there; here the run ends after 20 batches dropped for one step", limit)
 
 
 def _steps(keys: TranslatedSettings) -> None:
@@ -325,7 +314,6 @@ def _steps(keys: TranslatedSettings) -> None:
         required, trigger = keys.at("async_training.require_batches"), keys.at("async_training.trigger_parameter_sync_step")
         groups = (mini.value or 1) * (required.value or 1) * (trigger.value or 1)
         deciding = [mini, required, trigger]
-        keys.say("with the fully asynchronous trainer a step is the updates of one version", batch)
     keys.put("training.groups_per_step", groups, *deciding)
     if mini.value and groups and groups % mini.value:
         keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {groups} prompts of a step ({batch.path})")
@@ -345,7 +333,6 @@ def _steps(keys: TranslatedSettings) -> None:
         keys.advice.append(f"training.steps is 1000, Sluice's own: {epochs.path} is {epochs.value} there, passes over the data")
     frequency = keys.at("trainer.test_freq")
     keys.put("evaluation.after", (frequency.value or 0) > 0, frequency)
-    keys.say("of an asynchronous trainer", keys.at("async_training.staleness_threshold"), prompts)
 
 
 def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
@@ -356,7 +343,6 @@ def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
     if mode.value == "separate_async":
         keys.put("training.staleness", most.value, mode)
         return most, 0
-    keys.say("of v1.trainer_mode separate_async", most)
     if keys.format == FULLY:
         return keys.at("async_training.staleness_threshold"), 0
     if keys.format == ONE_STEP:
@@ -376,19 +362,14 @@ def _schedule(keys: TranslatedSettings) -> None:
         keys.decide(f"{path}.warmup_steps is {share.value:g} of training.steps, which have to be written first", share)
     if least.value and rate:
         keys.put(f"{path}.min_learning_rate", least.value * rate, least)
-    keys.say("none", count, share, least)
 
 
-def _critics_optimizer(keys: TranslatedSettings, gae: bool) -> None:
-    """Report each setting of the critic's optimizer that differs from the policy's: Sluice has one optimizer section for both.
-    Without `gae` there is no critic, and these settings decide nothing."""
+def _critics_optimizer(keys: TranslatedSettings) -> None:
+    """Report each setting of the critic's optimizer that differs from the policy's, which is for both here."""
     rates = [keys.at(f"{section}.optim.lr").value for section in (_ACTOR, "critic")]
     for name in _OF_OPTIMIZER:
-        own, policys = keys.at(f"critic.{name}"), keys.at(f"{_ACTOR}.{name}")
-        if not gae:
-            keys.say("of adv_estimator gae, which has a critic", own)
-        else:
-            keys.not_of_critic(own, scaled(policys.value, *rates) if name == "optim.min_lr" else policys.value)
+        policys = keys.at(f"{_ACTOR}.{name}").value
+        keys.not_of_critic(keys.at(f"critic.{name}"), scaled(policys, *rates) if name == "optim.min_lr" else policys)
 
 
 def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
@@ -405,7 +386,6 @@ def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
         keys.faults.append(f"{tensor.path}: {ways}: does not divide the {sampling} devices of the rollouts")
     elif sampling is not None:
         keys.put("services.rollout.replicas", sampling // ways, *own, tensor)
-    keys.say("of rollouts apart", *keys.each("rollout", *_DEVICES), *keys.each(_ROLLOUT, *_DEVICES))
     _roles(keys, facts, devices, counted, apart)
     if (counted[0].value or 1) > 1:
         what = "cluster.min_nodes, services.coordinator.host and port, and network.interface"
@@ -413,7 +393,6 @@ def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
     experts = keys.at(f"{_ROLLOUT}.expert_parallel_size")
     if (experts.value or 1) > 1:
         keys.put("services.rollout.engine_args.enable_expert_parallel", True, experts)
-    keys.say("off", experts)
     _budgets(keys, facts)
 
 
@@ -444,40 +423,30 @@ def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None,
             keys.put(f"services.critic.{name}", value)
         if keys.values.get("services.critic.parallel.tensor", 1) > 1:
             keys.put("services.critic.parallel.sequence", True)
-    if facts["kl"] and facts["engine"] == "torch":
-        keys.put("services.reference.replicas", devices)
-    elif facts["kl"]:
-        keys.put("services.reference.engine", "megatron")
-        keys.put("services.reference.processes", devices)
-        for name in ("tensor", "pipeline", "expert"):
-            keys.put(f"services.reference.parallel.{name}", ways[name])
-        keys.put("services.reference.parallel.sequence", keys.values.get("services.trainer.parallel.sequence"))
-    if facts["kl"]:
-        keys.put("services.reference.colocate", "trainer")
-    *ranks, modules = keys.each("actor_rollout_ref.model", "lora_rank", "lora.rank", "target_modules")
+    reference: dict[str, Any] = {"replicas": devices}
+    if facts["engine"] == "megatron":
+        sequence = keys.values.get("services.trainer.parallel.sequence")
+        spread = {f"parallel.{name}": ways[name] for name in ("tensor", "pipeline", "expert")}
+        reference = {"engine": "megatron", "processes": devices, **spread, "parallel.sequence": sequence}
+    for name, value in (reference | {"colocate": "trainer"}).items() if facts["kl"] else ():
+        keys.put(f"services.reference.{name}", value)
+    modules = keys.at("actor_rollout_ref.model.target_modules")
     if facts["lora"]:
-        rank = next(each for each in ranks if each.value)
-        keys.put("lora.rank", rank.value, rank)
-        listed = modules.value if isinstance(modules.value, list) else [modules.value]
-        keys.put("lora.target_modules", [] if listed == ["all-linear"] else listed, modules)
-    keys.say("of lora_rank above 0", *ranks, modules)
+        keys.put("lora.target_modules", [name for name in _listed(modules) if name != "all-linear"], modules)
 
 
 def _budgets(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
     """Translate the tokens of a pass: with use_dynamic_bsz as they are, else that many samples of the greatest length."""
     longest = keys.values.get("data.max_prompt_tokens", 0) + keys.values.get("sampling.max_new_tokens", 0)
     dynamic = keys.at(f"{_ACTOR}.use_dynamic_bsz")
-    for path, prefix in {
-        "training.max_tokens_per_microbatch": f"{_ACTOR}.ppo",
-        "services.reference.max_tokens_per_microbatch": "actor_rollout_ref.ref.log_prob",
-    }.items():
+    budgets = {"training.max_tokens_per_microbatch": f"{_ACTOR}.ppo"}
+    if facts["kl"]:
+        budgets["services.reference.max_tokens_per_microbatch"] = "actor_rollout_ref.ref.log_prob"
+    for path, prefix in budgets.items():
         tokens, samples = keys.at(f"{prefix}_max_token_len_per_gpu"), keys.at(f"{prefix}_micro_batch_size_per_gpu")
         own = dynamic if prefix.startswith(_ACTOR) else keys.at(f"{prefix}_use_dynamic_bsz")
         flag = own if own.value is not None else dynamic
-        if path.startswith("services") and not facts["kl"]:
-            keys.say("there is no KL term, and so no reference", tokens, samples, own)
-        elif flag.value and tokens.value:
-            keys.put(path, max(tokens.value, longest), tokens, *([own] if own.given else []))
+        if flag.value and tokens.value:
+            keys.put(path, max(tokens.value, longest), tokens, *given(own))
         elif samples.value:
             keys.put(path, samples.value * longest, samples)
-        keys.say("with use_dynamic_bsz alone" if not flag.value else "use_dynamic_bsz: cut by tokens", tokens, samples, own)

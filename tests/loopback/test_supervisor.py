@@ -17,9 +17,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from launcher.node.agent import CoordinatorKeeper
-from launcher.node.child import Child
 from launcher.node.logs import Log
-from launcher.node.supervisor import Supervisor
+from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime import timeouts

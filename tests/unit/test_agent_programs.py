@@ -19,7 +19,7 @@ from rich.console import Console
 
 import sluice.agents
 from launcher import cli
-from launcher.commands import play
+from launcher.commands import evaluate
 from launcher.node.local_node import LocalNode
 from launcher.view import View
 from runtime.config import Config
@@ -239,7 +239,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def playing(config: Config, task: int) -> Config:
-    made = play._OneTask(config, View(Console(file=io.StringIO())), LocalNode.of(config))
+    made = evaluate._OneTask(config, View(Console(file=io.StringIO())), LocalNode.of(config))
     made.task = task
     return made.chosen(config)
 
@@ -276,13 +276,13 @@ def test_the_conversation_is_shown_with_what_it_earned() -> None:
         versions=("0", "0"),
         logprob=None,
     )
-    assert play.shown(played) == "<|user|>2?2\n\na:1: reward 0.5 (gsm8k 1), stop"
+    assert evaluate.shown(played) == "<|user|>2?2\n\na:1: reward 0.5 (gsm8k 1), stop"
     branches = structs.replace(
         played, earlier=["<|user|>1?1"], prompt="", reply="<|user|>2?2", outcome="max_turns", logprob=-1.0
     )
-    assert play.shown(branches) == "<|user|>1?1\n\n<|user|>2?2\n\na:1: reward 0.5 (gsm8k 1), max_turns"
+    assert evaluate.shown(branches) == "<|user|>1?1\n\n<|user|>2?2\n\na:1: reward 0.5 (gsm8k 1), max_turns"
     silent = structs.replace(played, prompt="\0", reply="", rules={}, reward=None, outcome="left out: it broke")
-    assert play.shown(silent) == "(the model gave no reply)\n\na:1: no reward, left out: it broke"
+    assert evaluate.shown(silent) == "(the model gave no reply)\n\na:1: no reward, left out: it broke"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_overrides_may_stand_before_and_behind_options(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], overrides: list[str], task: int
 ) -> None:
     seen = []
-    monkeypatch.setitem(cli._COMMANDS, "play", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr("launcher.commands.evaluate.run_play", seen.append)
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert not ended.value.code

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
 
-from launcher.node.environment import environment, faults
 from launcher.node.local_node import Machine
+from launcher.node.topology import environment, machine_faults
 from launcher.registered_names import known_names
 from runtime import run_files
 from runtime.cluster.topology import fleets
@@ -437,10 +437,10 @@ def test_a_role_reads_of_its_machine_what_it_is_not_given_itself() -> None:
 def test_a_variable_that_this_machine_has_not_is_a_fault_before_anything_starts() -> None:
     roles: dict[str, Any] = {"trainer": {"env": {"HF_TOKEN": {"from": "MINE"}}}}
     said = "services.trainer.env.HF_TOKEN: {from: MINE}: this machine's environment has no MINE"
-    assert list(faults(of_roles(**roles), Machine())) == [said]
-    assert list(faults(of_roles(**roles), Machine(variables=frozenset({"MINE"})))) == []
+    assert list(machine_faults(of_roles(**roles), Machine())) == [said]
+    assert list(machine_faults(of_roles(**roles), Machine(variables=frozenset({"MINE"})))) == []
     # With other nodes the role may be on one of them, which is asked when the process is started.
-    assert list(faults(of_roles(**roles, coordinator={"host": "10.0.0.1"}), Machine())) == []
+    assert list(machine_faults(of_roles(**roles, coordinator={"host": "10.0.0.1"}), Machine())) == []
 
 
 def test_a_private_file_is_its_owners_alone_also_where_another_was(tmp_path: Path) -> None:

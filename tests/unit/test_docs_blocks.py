@@ -24,7 +24,7 @@ from launcher.node import __main__ as node
 from launcher.node import local_node
 from launcher.node.local_node import Machine, placement_table, this_machine
 from launcher.registered_names import known_names
-from launcher.render import command as render
+from launcher.render import files as render
 from runtime import registry, run_files
 from runtime.algorithms import interfaces
 from runtime.cluster.topology import processes, teachers

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.node.environment import port_ranges
 from launcher.node.local_node import Machine, jemalloc_paths, this_machine
-from launcher.node.topology import service_specs
+from launcher.node.topology import port_ranges, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, launches
 from runtime.cluster.placement import NodeResources, place
 from runtime.config import Config, loading

@@ -22,9 +22,8 @@ from msgspec import inspect
 from launcher import cli
 from launcher.commands import options
 from launcher.importing.keys import FileEntry, Read, TranslatedKey, Translation
-from launcher.mindspeed.layout import ASCEND
 from launcher.mindspeed.reading import TABLE
-from launcher.mindspeed.translate import translate
+from launcher.mindspeed.translate import ASCEND, translate
 from launcher.node.local_node import LocalNode
 from runtime.config import Config, loading, model_checks
 from runtime.config.loading import load
@@ -451,18 +450,6 @@ def test_the_report_says_which_key_decided_and_what_was_carried_over() -> None:
 
 
 ADVISED = """
-profiler_config: {integrated: {profile: true, profile_step_start: 2, profile_step_end: 5}}
-  => profiler_config.integrated: sluice profile RUN --role trainer --steps 3
-profiler_config: {integrated: {profile: true, stage: actor_generate, profile_step_start: 2}}
-  => profiler_config.integrated: sluice profile RUN --role rollout
-profiler_config: {integrated: {profile: true, profile_ranks: [0, 3]}}
-  => profiler_config.integrated: --process trainer-0 --steps 1 and sluice profile RUN --process trainer-3 --steps 1
-profiler_config: {integrated: {profile: false, stage: actor_generate}} => profiler_config.integrated
-rl_config: {mini_batch_size: 64, n_samples_per_prompt: 8, actor_resource.num_npus: 2}
-  => meant as samples: training.mini_batch_size=8
-rl_config: {mini_batch_size: 128} => meant as samples
-rl_config: {max_tokens_to_oom: 12000, use_dynamic_bsz: true} => takes as much memory: 2048
-rl_config: {use_dynamic_bsz: true} => takes as much memory
 model: {} => sampling_config.top_k is 50: as the file has none
 generate_config: {sampling_config.top_k: -1} => sampling_config.top_k is 50
 rl_config: {actor_resource.num_npus: 32}, megatron_training: {no_shared_storage: true}

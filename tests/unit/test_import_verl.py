@@ -257,7 +257,7 @@ def test_a_key_of_the_table_has_one_outcome_and_decides_what_there_is() -> None:
             assert [bool(key.to), bool(key.decide), bool(key.ignored), bool(key.refused)].count(True) == 1, told
             assert set(map(without_name, key.to)) <= ours, told
             assert not (key.to and not key.type and key.default is None), told
-            assert bool(key.when) is bool(key.otherwise), told
+            assert not key.when or key.otherwise, told
             assert not key.when or key.copy or key.item or key.values, told
             assert key.default is None or key.asks_for_nothing(key.default), told
 

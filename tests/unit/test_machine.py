@@ -22,9 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.node import local_node
-from launcher.node.environment import environment, faults
 from launcher.node.local_node import Machine, this_machine
-from launcher.node.topology import coordinator_spec, service_specs
+from launcher.node.topology import coordinator_spec, environment, machine_faults, service_specs
 from launcher.node.watchdog import HeartbeatMonitor, ReceivedHeartbeat, stalled
 from runtime import run_files, timeouts, types
 from runtime.cluster.nodes import Launch
@@ -85,7 +84,7 @@ def test_there_are_no_more_threads_than_processors_unless_asked_for() -> None:
 def test_what_the_machine_has_not_is_refused() -> None:
     assert this_machine().cpus
     config = make(trainer={"cpus": "6-9"}, rollout=[{"cpus": "x"}], reward={"cpus": "0-7"})
-    found = dict(line.split(": ", 1) for line in faults(config, MACHINE))
+    found = dict(line.split(": ", 1) for line in machine_faults(config, MACHINE))
     assert found == {
         "services.trainer.cpus": "6-9, but this machine has no 8-9; must be of 0-7",
         "services.rollout.0.cpus": "'x' is neither a processor nor a range of processors; must be a list such as 0-15,32",

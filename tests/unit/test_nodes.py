@@ -17,8 +17,7 @@ import pytest
 from rich.console import Console
 
 from launcher import job
-from launcher.commands.scale import scale
-from launcher.commands.status import address_of
+from launcher.commands.status import address_of, scale
 from launcher.job import Job
 from launcher.node.__main__ import run_node
 from launcher.node.agent import Agent, CoordinatorKeeper

@@ -248,7 +248,7 @@ try:
 except SystemExit as end:
     assert end.code == 0
 from launcher.commands import evaluate, prepare, samples, score, status, train
-import launcher.accept.checks, launcher.registered_names, launcher.node.environment
+import launcher.accept.checks, launcher.registered_names, launcher.node.topology
 import launcher.page.report
 import benchmarks.command
 """

@@ -282,7 +282,7 @@ def test_the_quickstart_trains_its_own_configuration_and_says_what_to_look_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained: list[Config] = []
-    monkeypatch.setattr(cli, "run_training", lambda config, *_: trained.append(config) or 0)
+    monkeypatch.setattr("launcher.commands.train.run_training", lambda config, *_: trained.append(config))
     monkeypatch.chdir(tmp_path)
     overrides = ["training.steps=3", "run.dir=my runs/first"]
     assert ended(["quickstart", *overrides]) == 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from launcher.commands.trace import events
+from launcher.commands.why import events
 from runtime.process.spans import CALLS, EPISODES, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, PathPart, StepPath
 
