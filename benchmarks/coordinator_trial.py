@@ -22,9 +22,8 @@ import torch
 import uvloop
 
 from launcher.node.agent import Agent
-from launcher.node.child import Child
 from launcher.node.local_node import LocalNode
-from launcher.node.supervisor import Supervisor
+from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime import types
 from runtime.config import Config, loading

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from launcher.node.environment import environment
 from launcher.node.local_node import Machine
+from launcher.node.topology import environment
 from runtime import run_files
 from runtime.config import loading
 from runtime.errors import ServiceFault

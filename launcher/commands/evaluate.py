@@ -9,14 +9,13 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import asdict, replace
 from rich.console import Console
-from runtime.data.fields import extra
 
 from launcher import run_folder
 from launcher.job import Interrupted, Job, watched
 from launcher.node.local_node import LocalNode
 from launcher.view import View
 from runtime.config import Cluster, Config, Evaluation, Source, loading
-from runtime.data.handlers import source_rows
+from runtime.data.handlers import extra, source_rows
 from runtime.data.prepared import row_format_of, sources
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation

@@ -23,8 +23,7 @@ from contextlib import aclosing, suppress
 from typing import Any, Literal, Protocol
 
 from runtime import timeouts
-from runtime.config import Config, Environment
-from runtime.config.services import Slow
+from runtime.config import Config, Environment, Slow
 from runtime.environments.messages import STOP_REASONS, EnvironmentDescription, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
