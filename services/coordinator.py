@@ -192,6 +192,7 @@ class CoordinatorProcess(RunSupervisor):
         self._ledger: LedgerWriter | None = None
         self._term = 1
         self._left: Failover | None = None  # the state that an earlier coordinator left
+        self._finished = False  # whether an earlier coordinator has finished this run
         self._keeper: MembershipStore | None = None
         self._absent: list[Death] = []  # trainer and critic, to be started again once their devices are free
 
@@ -234,8 +235,6 @@ class CoordinatorProcess(RunSupervisor):
             end = "finished"
         finally:
             (self._folder / run_files.ADDRESS).unlink(missing_ok=True)
-            # Known limit: if this coordinator is killed from here on, the next one finds no process to take up. It waits for
-            # them until `deadlines.start`, and the run ends with an error, although all of it is saved.
             await self._peers.stop_all()  # each process gets STOP_CALL seconds to confirm
             self.report(msgspec.structs.replace(self._progress, phase=end))
             self._nodes.close()
@@ -248,7 +247,11 @@ class CoordinatorProcess(RunSupervisor):
         self._ledger = await (failover.reopened(folder, patience) if self._follows else LedgerWriter.open(folder))
         self._term = self._peers.term = await self._ledger.begin_term()
         self._left = await failover.left_by(self._ledger, run_files.run_id(self._folder))
-        if self._left is not None:
+        summary = self._folder / run_files.SUMMARY
+        if self._left is None:
+            summary.unlink(missing_ok=True)  # of an earlier run: from here on, the summary says that this run is finished
+        else:
+            self._finished = summary.exists()
             done, steps = self._left.course.history.version.step, self._config.training.steps
             self._progress = Progress(phase="recovering", step=done, steps=steps, detail="the coordinator was lost")
             self._nodes.take_up(self._left.members)
@@ -258,6 +261,11 @@ class CoordinatorProcess(RunSupervisor):
 
     async def _train(self) -> None:
         assert self._ledger is not None
+        if self._finished:
+            log.info("the run was finished as the earlier coordinator was lost: ends its processes")
+            async with _closed(self._ledger):
+                await self._nodes.rejoined(self._config.deadlines.keepalive)  # they read the end here
+            return
         if self._left is not None:
             log.info("takes over from the earlier coordinator: version %s is done", self._left.course.history.version)
         placed = time.monotonic() if self._left is not None else await self._place()
@@ -382,7 +390,7 @@ class CoordinatorProcess(RunSupervisor):
         """Handle a death that the node leaves to the coordinator: start the group again, go on without it, or fail the run."""
         log.warning("%s (incarnation %d, node %s) ended: %s", death.name, death.incarnation, death.node, death.reason)
         self._register.lose(death, death.reason)
-        if self._failed.done():
+        if self._failed.done() or self._finished:
             return
         role = death.name.rpartition("-")[0]
         if death.mistake:

@@ -22,7 +22,7 @@ from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
-from runtime.process.waiting import still_missing
+from runtime.process.waiting import now, still_missing
 
 log = logging.getLogger("sluice")
 
@@ -135,6 +135,10 @@ class Nodes:
         if self._placement.pending:
             log.info("no room yet for %s", ", ".join(instance.name for instance in self._placement.pending))
         self._start([seat.instance for seat in self._placement.seats])
+
+    async def rejoined(self, seconds: float) -> None:
+        """Wait until the nodes that a run needs are there, or `seconds` are over."""
+        await still_missing(lambda: self.roster.missing, self._came, now() + seconds)
 
     def take_up(self, members: Members) -> None:
         """Go on with the processes that an earlier coordinator placed. Their nodes come again by themselves; `_take_in` then

@@ -4,6 +4,7 @@ out is what an undisturbed run makes."""
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ def test_it_goes_on_with_the_processes_that_it_had_and_the_weights_are_those_of_
             for _ in range(kills):
                 kill_coordinator(run, chance.uniform(0.0, 0.3))
                 assert run.process.poll() is not None or others(run) == before
+            if kills:  # once more, while the processes of the finished run are stopped
+                eventually((run.folder / "summary.json").exists, END, "the summary")
+                with suppress(KeyError, psutil.NoSuchProcess):  # it has ended already
+                    run.member("coordinator").kill()
             assert run.wait(END) == 0, run.output + run.errors
         made[name] = (run.folder / "model" / "model.safetensors").read_bytes()
         found = steps(run.folder)
