@@ -301,8 +301,8 @@ def _blocks(key: str, settings: Spread) -> Iterator[str]:
         yield f"{key}.processes: {processes} is not {product} x data {parallel.data}; must be {expected}, or left out"
     alike = processes // (parallel.tensor * parallel.pipeline)
     if processes % block == 0 and alike % parallel.expert:
-        make = f"{processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
-        ranks = f"the ranks that hold the same part of the model, of which {make}"
+        make = f"which {processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
+        ranks = f"the ranks that hold the same part of the model, of {make}"
         yield f"{key}.parallel.expert: {parallel.expert} does not divide {ranks}"
     if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
