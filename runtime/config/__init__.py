@@ -743,10 +743,7 @@ class Config(Section, frozen=True):
     def optimizer_of(self, role: Literal["trainer", "critic", "sft"]) -> Optimizer:
         """Return the optimizer's settings for a role: `training.optimizer`, at the learning rate of the role."""
         policys = self.training.optimizer
-        rate = {
-            "trainer": policys.learning_rate,
-            "critic": (self.critic or Critic()).learning_rate,
-            "sft": self.sft.learning_rate,
-        }[role]
+        others = {"critic": (self.critic or Critic()).learning_rate, "sft": self.sft.learning_rate}
+        rate = others.get(role, policys.learning_rate)
         scale = rate / policys.learning_rate if policys.learning_rate else 0.0
         return replace(policys, learning_rate=rate, min_learning_rate=scale * policys.min_learning_rate)

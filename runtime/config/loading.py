@@ -156,7 +156,11 @@ def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) ->
         faults += _fill_preset(raw, key)
     if faults:
         raise ConfigError(faults)
-    _fill_processes(raw)
+    for role in ("trainer", "critic", "reference"):
+        section = raw.get("services", {}).get(role, {})
+        if section.get("engine") == "megatron" and "processes" not in section:  # as many as the ranks of its layout
+            parallel = msgspec.convert(section.get("parallel", {}), Parallel)
+            section["processes"] = block_size(parallel) * (parallel.data or 1)
     if raw.get("services", {}).get("environment"):
         raw.setdefault("gateway", {})  # which its agents call
     return msgspec.convert(raw, Config)
@@ -267,15 +271,6 @@ def _filled(given: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
     """Return `given` with the additional values of the preset, also within mappings that both have."""
     mappings = [key for key in given if isinstance(given[key], dict) and isinstance(preset.get(key), dict)]
     return preset | given | {key: _filled(given[key], preset[key]) for key in mappings}
-
-
-def _fill_processes(raw: dict[Any, Any]) -> None:
-    """Set `processes`, if left out, of roles on megatron-core to the number of ranks of their layouts."""
-    for role in ("trainer", "critic", "reference"):
-        section = raw.get("services", {}).get(role, {})
-        if section.get("engine") == "megatron" and "processes" not in section:
-            parallel = msgspec.convert(section.get("parallel", {}), Parallel)
-            section["processes"] = block_size(parallel) * (parallel.data or 1)
 
 
 def _spell_out(raw: dict[Any, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -39,7 +40,12 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 def model_faults(config: Config, trains: bool) -> Iterator[str]:
     policy = policy_model(config)
     yield from _models(config, policy, trains)
-    yield from _lengths(config, policy)
+    limit, prompt = (policy or {}).get("max_position_embeddings") or math.inf, config.data.max_prompt_tokens
+    for key, replies in (("sampling", config.sampling), ("evaluation", config.evaluation)):
+        if prompt + (reply := replies.max_new_tokens) > limit:
+            yield f"{key}.max_new_tokens: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
+    if config.gateway is not None and config.gateway.context > limit:
+        yield f"gateway.context: {config.gateway.context} exceeds the model's {limit} positions"
     yield from _engines(config, policy, trains)
 
 
@@ -149,18 +155,6 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
         yield f"{key}: '{folder}' lacks {missing[0]}, which its index names{more}"
     elif not shards and not any(path.glob("*.safetensors")):
         yield f"{key}: '{folder}' has no weights (*.safetensors)"
-
-
-def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
-    limit = (policy or {}).get("max_position_embeddings")
-    if limit is None:
-        return
-    prompt = config.data.max_prompt_tokens
-    for key, replies in (("sampling", config.sampling), ("evaluation", config.evaluation)):
-        if prompt + (reply := replies.max_new_tokens) > limit:
-            yield f"{key}.max_new_tokens: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
-    if config.gateway is not None and config.gateway.context > limit:
-        yield f"gateway.context: {config.gateway.context} exceeds the model's {limit} positions"
 
 
 def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
@@ -301,8 +295,8 @@ def _blocks(key: str, settings: Spread) -> Iterator[str]:
         yield f"{key}.processes: {processes} is not {product} x data {parallel.data}; must be {expected}, or left out"
     alike = processes // (parallel.tensor * parallel.pipeline)
     if processes % block == 0 and alike % parallel.expert:
-        make = f"{processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
-        ranks = f"the ranks that hold the same part of the model, of which {make}"
+        make = f"which {processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
+        ranks = f"the ranks that hold the same part of the model, of {make}"
         yield f"{key}.parallel.expert: {parallel.expert} does not divide {ranks}"
     if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"

@@ -93,7 +93,7 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
     yield from scraping_faults(config)
-    yield from _ports(config, 0 if several else _listeners(config, trains))
+    yield from _ports(config, several, trains)
 
 
 def scraping_faults(config: Config) -> Iterator[str]:
@@ -142,25 +142,19 @@ def _reachable(config: Config) -> Iterator[str]:
         yield "services.coordinator.port: 0 is any free port, on one node; on several it must be named"
 
 
-def _listeners(config: Config, trains: bool) -> int:
-    """Return how many sockets of the run listen at a time, if all are on one machine."""
-    processes_, settings = len(topology.instances(config, trains)), config.metrics.prometheus
-    scraped = 0 if settings is None else processes_ + (not settings.port)
-    return processes_ + (not config.services.coordinator.port) + trains * RENDEZVOUS + scraped
-
-
-def _ports(config: Config, listening: int) -> Iterator[str]:
-    """Yield a line for each fault of the ports. `listening`: the number of ports of `port_range` that the run needs; 0 if it is
-    unknown until the processes are placed."""
+def _ports(config: Config, several: bool, trains: bool) -> Iterator[str]:
+    """Yield a line for each fault of the ports. On `several` nodes it is unknown how many a machine needs."""
     port, ascend = config.services.coordinator.port, config.services.platform == "ascend"
     if ascend and HCCL_PORTS[0] <= port <= HCCL_PORTS[1]:
         yield f"services.coordinator.port: {port} is one of HCCL's, {HCCL_PORTS[0]} to {HCCL_PORTS[1]}; must be another"
     if config.network.port_range is None:
         return
     first, last = config.network.port_range
+    count, scraped = len(topology.instances(config, trains)), config.metrics.prometheus
+    listening = count + (not port) + trains * RENDEZVOUS + (0 if scraped is None else count + (not scraped.port))
     if not RESERVED <= first <= last:
         yield f"network.port_range: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
-    elif last - first + 1 < listening:
+    elif not several and last - first + 1 < listening:
         yield f"network.port_range: [{first}, {last}] has fewer ports than the run needs, {listening}"
     elif ascend and first <= HCCL_PORTS[1] and HCCL_PORTS[0] <= last:
         yield f"network.port_range: [{first}, {last}] overlaps HCCL's ports, {HCCL_PORTS[0]} to {HCCL_PORTS[1]}"
@@ -285,20 +279,15 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         if heads is not None and heads % fleet.tensor_parallel:
             yield f"{key}.tensor_parallel: {fleet.tensor_parallel} does not divide the model's {heads} attention heads"
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
-        yield from _temperatures(config)
+        chosen = {"sampling.temperature": config.sampling.temperature, "evaluation.temperature": config.evaluation.temperature}
+        for index, each in enumerate(config.evaluation.sets):
+            chosen[f"evaluation.sets.{index}.temperature"] = each.temperature or 0.0
+        for key, temperature in chosen.items():
+            if 0 < temperature < LEAST_TEMPERATURE:
+                yield f"{key}: {temperature} is too low for engine vllm; must be 0 or at least {LEAST_TEMPERATURE}"
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := getattr(config.sampling, name)) != off:
                 yield f"sampling.{name}: {value} needs rollouts of engine torch: vllm reports no kept sets; must be {off}"
-
-
-def _temperatures(config: Config) -> Iterator[str]:
-    chosen = {"sampling.temperature": config.sampling.temperature, "evaluation.temperature": config.evaluation.temperature}
-    for index, each in enumerate(config.evaluation.sets):
-        if each.temperature is not None:
-            chosen[f"evaluation.sets.{index}.temperature"] = each.temperature
-    for key, temperature in chosen.items():
-        if 0 < temperature < LEAST_TEMPERATURE:
-            yield f"{key}: {temperature} is too low for engine vllm; must be 0 or at least {LEAST_TEMPERATURE}"
 
 
 def weight_sync_faults(config: Config) -> Iterator[str]:

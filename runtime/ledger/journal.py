@@ -112,12 +112,6 @@ _LATER = ("reward", "scores", "replica", "due")
 LOST = "lost with a part of the ledger"  # the reason for dropping such groups
 
 
-def unknown_columns(group_id: int, step: int) -> dict[str, Any]:
-    """Return the columns of a missing group that a checkpoint names as trained before `step`."""
-    known = {"id": group_id, "state": Phase.RETIRED.value, "step": step - 1, "taken": step - 1}
-    return known | {"problem": -1, "source": "", "label": "", "seed": 0, "marks": 0}
-
-
 def _column(value: Any) -> Any:
     """Return a value as SQLite keeps it."""
     if isinstance(value, PolicyVersion):
@@ -493,8 +487,10 @@ class _Writer:
         incarnation = int(self.note("incarnation") or 0) + 1
         with self._transaction(durable=True):
             self._update(changed)
-            for group_id in lost:
-                self._insert("INSERT", "groups", unknown_columns(group_id, step))
+            for group_id in lost:  # trained before `step`, and nothing else is known
+                known = {"id": group_id, "state": Phase.RETIRED.value, "step": step - 1, "taken": step - 1}
+                unknown = {"problem": -1, "source": "", "label": "", "seed": 0, "marks": 0}
+                self._insert("INSERT", "groups", known | unknown)
             self._replace("meta", {"key": "incarnation", "value": b"%d" % incarnation})
         live = self._database.execute("SELECT * FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id")
         groups = [group_row(row) for row in live]

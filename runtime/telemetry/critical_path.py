@@ -212,8 +212,8 @@ class ProcessSpans:
     def _inside(self, part: PathPart) -> dict[str, float]:
         seconds: dict[str, float] = {}
         for span in self.within(part.process, part.start, part.end):
-            name = _publishing(span) if part.cause == PUBLISH else _working(span)
-            if name:
+            working = "" if span.line in (CALLS, EPISODES) else span.detail if span.name == "command" else span.name
+            if name := _publishing(span) if part.cause == PUBLISH else working:
                 seconds[name] = seconds.get(name, 0.0) + (min(span.end, part.end) - max(span.start, part.start))
         return seconds
 
@@ -223,10 +223,6 @@ def _publishing(span: TracedSpan) -> str:
     if (span.line, span.name) == (CALLS, "CommitWeights"):
         return "swap"  # includes the wait for the running decode step
     return span.name if span.line == WEIGHT_SYNC and span.name in WEIGHT_SYNC_PHASES else ""
-
-
-def _working(span: TracedSpan) -> str:
-    return "" if span.line in (CALLS, EPISODES) else span.detail if span.name == "command" else span.name
 
 
 class CauseTotal(Struct):

@@ -24,7 +24,7 @@ from runtime.errors import UserError
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
 from runtime.trainer.rank import TrainRank, make_rank
-from tests.unit.config_cases import EXPERTS, MODEL, Loading, cases, checked, configured, faults_of
+from tests.unit.config_cases import EXPERTS, MODEL, Loading, cases, checked, configured
 from tests.unit.model_dimensions import CONFIGS
 
 CPUS, GPUS = Machine(), Machine(kind="cuda", devices=tuple("01234567"))
@@ -519,13 +519,6 @@ def test_a_name_is_a_word_and_rows_cannot_name_one_where_there_is_none(agent: st
     assert (refused({"a b": {"run": agent}}), refused({"two-turns_2": {"run": agent}})) == ([told], [])
     (fault,) = refused({}, data={"environment": "game"})
     assert fault == "data.environment: 'game' is not one of services.environment: there is none"
-
-
-def test_what_earlier_versions_had_says_what_to_write_now(loading: Loading) -> None:
-    (player,) = faults_of(loading, "run: {name: a}\ngateway: {player: {run: a.py}}")
-    assert player.startswith("gateway.player: ") and "write services.environment" in player
-    (platform,) = faults_of(loading, "run: {name: a}\nservices: {environment: ascend}")
-    assert platform.startswith("services.environment: ") and "write services.platform: ascend" in platform
 
 
 @pytest.mark.parametrize(("python", "how"), [("no/python", ""), (".venv-agents/none", "; run make install-agents")])
