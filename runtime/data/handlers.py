@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from math import isfinite, isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -23,10 +23,6 @@ from runtime.data.reading import Row, data_files, read_rows
 from runtime.errors import UserError
 from runtime.registry import Registry
 from runtime.rewards.extraction import last_boxed
-
-if TYPE_CHECKING:
-    from runtime.data.templates import Message
-
 
 # ---- Prompt types
 # Named templates: the text around system text, problem and replies, as data in a JSON file.
@@ -93,7 +89,7 @@ class SlotTemplate:
         rest = (self._default_system, self._system_in_user, self._special_tokens)
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode((list(self._slots.values()), rest), order="sorted"))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the conversation as text, ready for a reply if it ends with the user. Raises UserError for other roles."""
         system, turns = self._default_system, list(messages)
         if turns and turns[0]["role"] == "system":
