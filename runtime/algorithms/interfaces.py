@@ -226,12 +226,7 @@ def advantage(
     `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group; True,
     False, or a function of the options, which takes those of `algorithm.advantage_options` by keyword.
     `needs_values`: it takes a critic's values, so that the run has to have one."""
-
-    def add(compute: AdvantageFunction) -> AdvantageFunction:
-        ADVANTAGES.register(name)(AdvantageEstimator(compute, streamable, needs_values))
-        return compute
-
-    return add
+    return ADVANTAGES.register_made(name, lambda compute: AdvantageEstimator(compute, streamable, needs_values))
 
 
 def policy_loss(
@@ -243,12 +238,7 @@ def policy_loss(
     function of (StepTokens, BatchSum), and of `algorithm.loss_options` by keyword, that says for the whole step which tokens
     are trained, as `LossInputs.chosen`; the step then waits for its whole batch. `by_start`: that needs
     `StepTokens.start` too, which takes a forward pass of its own."""
-
-    def add(compute: LossFunction) -> LossFunction:
-        POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage, chooses, by_start))
-        return compute
-
-    return add
+    return POLICY_LOSSES.register_made(name, lambda compute: PolicyLoss(compute, zero_without_advantage, chooses, by_start))
 
 
 TAKEN = frozenset(  # metrics of every loss and of its update

@@ -346,12 +346,7 @@ HANDLERS: Registry[Handler] = Registry("data.handler")
 def handler(name: str, columns: FieldColumns) -> Callable[[Read], Read]:
     """Register a function of a row's Fields as the handler `name`. The function returns the prompt, as messages, and the label,
     as text; a row is left out if it raises Rejected. `columns` hold if the configuration names none."""
-
-    def add(read: Read) -> Read:
-        HANDLERS.register(name)(Handler(read, columns))
-        return read
-
-    return add
+    return HANDLERS.register_made(name, lambda read: Handler(read, columns))
 
 
 class Problem(msgspec.Struct, frozen=True):

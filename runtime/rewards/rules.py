@@ -221,12 +221,7 @@ def _registered(name: Any, *options: Any, **more: Any) -> Any:
     """Register the function `name` under its own name, or return a decorator that registers a function as `name`."""
     if callable(name):
         return _registered(name.__name__, *options, **more)(name)
-
-    def register(function: Function) -> Function:
-        RULES.register(name)(_rule_of(name, function, *options, **more))
-        return function
-
-    return register
+    return RULES.register_made(name, lambda function: _rule_of(name, function, *options, **more))
 
 
 def up_to(characters: int, function: Evaluate) -> Screen:
