@@ -1,8 +1,7 @@
 """The inputs, options and outputs of the registered functions. B rows, T response positions, float tensors of one dtype.
 
 A row is a reply, or a branch of an episode; the branches of an episode follow one another. `mask` is 1.0 on trained response
-tokens; rows may be ragged, have gaps (what an environment wrote), or be fully masked. Values outside the mask are finite and
-meaningless."""
+tokens; rows may be ragged, have gaps (an environment's text), or be fully masked. Values outside are finite and meaningless."""
 
 from __future__ import annotations
 
@@ -263,8 +262,7 @@ def require_loss(outputs: Any, inputs: LossInputs, name: str) -> LossOutputs:
 
 
 def require_shape(value: Any, allowed: Sequence[Sequence[int]], what: str, meaning: str) -> None:
-    """Check that `value` is a tensor of an `allowed` shape: another shape would be broadcast unnoticed. Raises UserError, with
-    `what`."""
+    """Check that `value` is a tensor of an `allowed` shape: another would be broadcast unnoticed. Raises UserError."""
     shape = getattr(value, "shape", None)
     if shape is None or tuple(shape) not in map(tuple, allowed):
         is_now = type(value).__name__ if shape is None else f"of shape {list(shape)}"

@@ -1,8 +1,7 @@
 """From rows of a file to problems: a handler reads one row format.
 
 A handler is `handler(fields) -> (messages, label)`, registered with the columns of its format. It raises `Rejected` for an
-unusable row (dropped and counted by reason) and `MissingColumn` for a missing column (an error: the configuration names the
-wrong column)."""
+unusable row (dropped and counted by reason) and `MissingColumn` for a missing column (an error of the configuration)."""
 
 from __future__ import annotations
 
@@ -467,8 +466,7 @@ def load_problems(path: str, row_format: config.RowFormat, key: str = "data.trai
 
 
 def source_rows(path: str, key: str) -> Iterator[SourceRow]:
-    """Yield each row of the file or folder `path`. Raises UserError for a missing, empty or malformed file; its message begins
-    with the configuration key `key`."""
+    """Yield each row of the file or folder `path`. Raises UserError, with `key`, for a missing, empty or malformed file."""
     source, files = data_files(path, key)
     before = position = 0
     for file in files:

@@ -255,8 +255,7 @@ class _Encoded(NamedTuple):
 
 
 def prepare(settings: PrepareSettings, progress: Progress = lambda done: None) -> PreparedData:
-    """Make the file of `settings`. The library is not to use threads of its own (TOKENIZERS_PARALLELISM). Raises UserError for
-    unusable rows, columns, tokenizers or disks."""
+    """Make the file of `settings`. Raises UserError for unusable rows, columns, tokenizers or disks."""
     began = time.monotonic()
     tokenizer = Tokenizer(
         settings.tokenizer_name_or_path,

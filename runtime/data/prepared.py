@@ -115,9 +115,7 @@ def check_environments(problems: Sequence[Problem], known: Collection[str]) -> N
 def read_prompts(
     path: str, row_format: RowFormat, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str = ""
 ) -> Prompts:
-    """Return the prompts of one file or folder, prepared or not. `key` is the configuration key of the path.
-
-    Raises UserError for unusable files."""
+    """Return the prompts of one file or folder, prepared or not. `key`: of the path. Raises UserError for unusable files."""
     if is_prepared(Path(path)):
         return read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key, row_format)
     return tokenise(load_problems(path, row_format, key, difficulty_key), tokenizer, max_prompt_tokens, key)

@@ -349,8 +349,7 @@ SUFFIX = ".jsonl"
 
 
 class Generation(Struct, kw_only=True):
-    """One reply, one line; the last branch of an episode. Prompt and reply are text with special tokens, as the model saw and
-    made them."""
+    """One reply, one line; the last branch of an episode. Prompt and reply are text with special tokens."""
 
     set: str
     problem: str
