@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from runtime.errors import UserError
 
 T = TypeVar("T")
+Target = TypeVar("Target")
 
 OWN = ".py:"  # separates file and name in the name of a user's own entry
 
@@ -42,6 +43,15 @@ class Registry(Generic[T]):
                 raise ValueError(f"{self.label}: {name!r} is registered twice")
             self._files[name] = _executed[-1] if _executed else None
             return entry
+
+        return add
+
+    def register_made(self, name: str, make: Callable[[Target], T]) -> Callable[[Target], Target]:
+        """Return a decorator that adds what `make` makes of its target, and returns the target. Raises ValueError likewise."""
+
+        def add(target: Target) -> Target:
+            self.register(name)(make(target))
+            return target
 
         return add
 

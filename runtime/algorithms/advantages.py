@@ -57,8 +57,7 @@ EPS = 1e-8
 def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] = own_part) -> Tensor:
     """Return `(x - mean) / sqrt(var + 1e-8)` with moments of the masked values, variance unbiased; 0 outside the mask. [B, T].
 
-    `batch_sum` adds up a tensor over the parts of the batch. Mean and squares take a sum each, as the square of a sum
-    loses digits where the mean is large."""
+    `batch_sum` adds up a tensor over the parts of the batch. The square of a sum would lose digits where the mean is large."""
     count = batch_sum(mask.sum())
     mean = batch_sum((values * mask).sum()) / count.clamp(min=1)
     centred = (values - mean) * mask
@@ -92,8 +91,7 @@ def token_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, la
     `δ_t = r_t + γ V_{t+1} - V_t`, V after the last masked token being 0; `A_t = δ_t + γλ A_{t+1}`; returns `A + V`; t + 1 is
     the next masked token. The actions are the policy's own tokens. What an environment wrote between two of them belongs to the
     transition from one state to the next: it has no δ, and neither γ nor λ discounts for it. (Search-R1, arXiv:2503.09516,
-    section 3.1, leaves such tokens out of PPO's loss for the same reason; verl's `compute_gae_advantage_return` steps over them
-    the same way.)"""
+    section 3.1, leaves such tokens out of PPO's loss likewise; verl's `compute_gae_advantage_return` steps over them.)"""
     order = _trained_first(mask)
     reward, value = ((tensor * mask).gather(1, order) for tensor in (rewards, values))
     following = value.new_zeros(value.shape)
@@ -258,8 +256,7 @@ def gpg_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
 
 @advantage("reinforce_plus_plus", streamable=False)
 def reinforce_plus_plus(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """Return the discounted returns to go of `1[t = last] R - β KL_t` and of the turns' rewards, [B, T], whitened over all
-    trained tokens (section 3)."""
+    """Return the discounted returns to go of `1[t = last] R - β KL_t` and the turns' rewards, [B, T], whitened (section 3)."""
     returns = returns_to_go(inputs.token_rewards, inputs.mask, options.gamma)
     return whiten(returns, inputs.mask, inputs.batch_sum)
 
@@ -274,8 +271,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOpti
 
 @advantage("gae", streamable=lambda options, *, whitened=True: not whitened, needs_values=True)
 def gae(inputs: AdvantageInputs, options: AdvantageOptions, *, whitened: bool = True) -> Tensor:
-    """Return the advantages [B, T], `whitened` over all trained tokens of the batch (PPO's advantage normalisation,
-    arXiv:1707.06347)."""
+    """Return the advantages [B, T], `whitened` over all trained tokens of the batch (PPO, arXiv:1707.06347)."""
     advantages, _ = _estimate(inputs, options)
     return whiten(advantages, inputs.mask, inputs.batch_sum) if whitened else advantages
 

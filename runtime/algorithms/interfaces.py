@@ -1,8 +1,7 @@
 """The inputs, options and outputs of the registered functions. B rows, T response positions, float tensors of one dtype.
 
 A row is a reply, or a branch of an episode; the branches of an episode follow one another. `mask` is 1.0 on trained response
-tokens; rows may be ragged, have gaps (what an environment wrote), or be fully masked. Values outside the mask are finite and
-meaningless."""
+tokens; rows may be ragged, have gaps (an environment's text), or be fully masked. Values outside are finite and meaningless."""
 
 from __future__ import annotations
 
@@ -226,12 +225,7 @@ def advantage(
     `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group; True,
     False, or a function of the options, which takes those of `algorithm.advantage_options` by keyword.
     `needs_values`: it takes a critic's values, so that the run has to have one."""
-
-    def add(compute: AdvantageFunction) -> AdvantageFunction:
-        ADVANTAGES.register(name)(AdvantageEstimator(compute, streamable, needs_values))
-        return compute
-
-    return add
+    return ADVANTAGES.register_made(name, lambda compute: AdvantageEstimator(compute, streamable, needs_values))
 
 
 def policy_loss(
@@ -243,12 +237,7 @@ def policy_loss(
     function of (StepTokens, BatchSum), and of `algorithm.loss_options` by keyword, that says for the whole step which tokens
     are trained, as `LossInputs.chosen`; the step then waits for its whole batch. `by_start`: that needs
     `StepTokens.start` too, which takes a forward pass of its own."""
-
-    def add(compute: LossFunction) -> LossFunction:
-        POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage, chooses, by_start))
-        return compute
-
-    return add
+    return POLICY_LOSSES.register_made(name, lambda compute: PolicyLoss(compute, zero_without_advantage, chooses, by_start))
 
 
 TAKEN = frozenset(  # metrics of every loss and of its update
@@ -273,8 +262,7 @@ def require_loss(outputs: Any, inputs: LossInputs, name: str) -> LossOutputs:
 
 
 def require_shape(value: Any, allowed: Sequence[Sequence[int]], what: str, meaning: str) -> None:
-    """Check that `value` is a tensor of an `allowed` shape: another shape would be broadcast unnoticed. Raises UserError, with
-    `what`."""
+    """Check that `value` is a tensor of an `allowed` shape: another would be broadcast unnoticed. Raises UserError."""
     shape = getattr(value, "shape", None)
     if shape is None or tuple(shape) not in map(tuple, allowed):
         is_now = type(value).__name__ if shape is None else f"of shape {list(shape)}"

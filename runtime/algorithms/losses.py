@@ -65,8 +65,7 @@ def _keys(scores: Tensor) -> Tensor:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """Return the largest key for which the condition `holds`. It holds for all smaller keys too, and is not asked for the
-    smallest."""
+    """Return the largest key for which the condition `holds`. It holds for all smaller keys; the smallest is not asked for."""
     low, high = -LARGEST - 1, LARGEST
     while low < high:
         middle = (low + high + 1) // 2
@@ -99,8 +98,7 @@ def clip_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
 @policy_loss("kl_cov", zero_without_advantage=False, chooses=highest)
 def kl_cov(inputs: LossInputs, options: LossOptions, *, kl: NonNegative = 1.0) -> LossOutputs:
-    """Return `-r A`, and `-r A + kl |logp - old_logp|` for the tokens of the highest covariances. The estimate of the KL is
-    that of the authors' code."""
+    """Return `-r A`, and `-r A + kl |logp - old_logp|` (as in the authors' code) for the tokens of the highest covariances."""
     assert inputs.chosen is not None
     log_ratio = inputs.logp - inputs.old_logp
     loss = -log_ratio.exp() * inputs.advantages + kl * inputs.chosen * log_ratio.abs()
@@ -263,8 +261,7 @@ def decoupled(
 ) -> LossOutputs:
     """Return `w · ppo`, clipped about the proximal policy, `w = exp(prox - behaviour)` without gradient.
 
-    AReaL, arXiv:2505.24298, equation 5. w is clamped to `weight_cap`, or dropped (0) beyond it; either way the
-    token still counts as one."""
+    AReaL, arXiv:2505.24298, equation 5. w is clamped to `weight_cap`, or 0 beyond it, where the token still counts as one."""
     weight = (inputs.proximal_logp - inputs.behaviour_logp).detach().exp()
     loss, clips = clipped_surrogate(inputs.logp, inputs.proximal_logp, inputs.advantages, options)
     beyond = weight > weight_cap
@@ -364,8 +361,7 @@ def dr_grpo(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggreg
     """Return `sum / (episodes · norm)`: no length of any sample enters (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     A sample of the paper is an episode, with all its rows. A masked episode counts, with a loss of 0 (`masked_sample`), as in
-    the authors' code and in TRL: the constant does not depend on the mask, and the gradients of other episodes do not change.
-    """
+    the authors' code and in TRL: the constant does not depend on the mask, nor do the gradients of other episodes."""
     return Aggregate((values * mask).sum(), _trained_episodes(mask, options) * options.norm)
 
 

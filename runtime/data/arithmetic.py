@@ -160,8 +160,7 @@ class LookupProblem(NamedTuple):
 
 
 def lookups(held_out: int, seed: int) -> tuple[list[LookupProblem], list[LookupProblem]]:
-    """Return TRAINED problems and `held_out` held-out ones. All keys differ, and every second key ends in a digit. Raises
-    ConfigError if there are too few keys."""
+    """Return TRAINED problems and `held_out` held-out ones. Keys differ; every second ends in a digit. Raises ConfigError."""
     count = TRAINED + held_out
     if count > KEYS // 2:
         raise ConfigError([f"warmup.eval_problems: {held_out} is more than {KEYS // 2 - TRAINED}, which there are keys for"])

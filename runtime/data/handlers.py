@@ -1,8 +1,7 @@
 """From rows of a file to problems: a handler reads one row format.
 
 A handler is `handler(fields) -> (messages, label)`, registered with the columns of its format. It raises `Rejected` for an
-unusable row (dropped and counted by reason) and `MissingColumn` for a missing column (an error: the configuration names the
-wrong column)."""
+unusable row (dropped and counted by reason) and `MissingColumn` for a missing column (an error of the configuration)."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from math import isfinite, isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -23,10 +22,6 @@ from runtime.data.reading import Row, data_files, read_rows
 from runtime.errors import UserError
 from runtime.registry import Registry
 from runtime.rewards.extraction import last_boxed
-
-if TYPE_CHECKING:
-    from runtime.data.templates import Message
-
 
 # ---- Prompt types
 # Named templates: the text around system text, problem and replies, as data in a JSON file.
@@ -93,7 +88,7 @@ class SlotTemplate:
         rest = (self._default_system, self._system_in_user, self._special_tokens)
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode((list(self._slots.values()), rest), order="sorted"))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the conversation as text, ready for a reply if it ends with the user. Raises UserError for other roles."""
         system, turns = self._default_system, list(messages)
         if turns and turns[0]["role"] == "system":
@@ -350,12 +345,7 @@ HANDLERS: Registry[Handler] = Registry("data.handler")
 def handler(name: str, columns: FieldColumns) -> Callable[[Read], Read]:
     """Register a function of a row's Fields as the handler `name`. The function returns the prompt, as messages, and the label,
     as text; a row is left out if it raises Rejected. `columns` hold if the configuration names none."""
-
-    def add(read: Read) -> Read:
-        HANDLERS.register(name)(Handler(read, columns))
-        return read
-
-    return add
+    return HANDLERS.register_made(name, lambda read: Handler(read, columns))
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -476,8 +466,7 @@ def load_problems(path: str, row_format: config.RowFormat, key: str = "data.trai
 
 
 def source_rows(path: str, key: str) -> Iterator[SourceRow]:
-    """Yield each row of the file or folder `path`. Raises UserError for a missing, empty or malformed file; its message begins
-    with the configuration key `key`."""
+    """Yield each row of the file or folder `path`. Raises UserError, with `key`, for a missing, empty or malformed file."""
     source, files = data_files(path, key)
     before = position = 0
     for file in files:

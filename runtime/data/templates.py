@@ -245,8 +245,7 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text, special tokens included, up to where the reply begins (`add_generation_prompt`).
 
-        `tools`: functions in OpenAI's format, which some templates list. Raises UserError if the template refuses the messages.
-        """
+        `tools`: functions in OpenAI's format, which some templates list. Raises UserError if the template refuses them."""
         if tools is not None and self._with_tools:
             return self._with_tools.render(messages, add_generation_prompt, tools)
         self._environment.begin()

@@ -57,7 +57,21 @@ def evaluation_sets(config: Config) -> list[EvaluationData]:
     named = [(f"evaluation.sets.{index}.path", entry) for index, entry in enumerate(config.evaluation.sets)]
     if config.data.eval:
         named.insert(0, ("data.eval", EvaluationSet(name=HELD_OUT, path=config.data.eval)))
-    return [_filled(config, key, entry) for key, entry in named]
+    settings = config.evaluation
+    return [
+        EvaluationData(
+            name=entry.name,
+            path=entry.path,
+            key=key,
+            row_format=row_format_of(entry, config.data),
+            problems=settings.problems if entry.problems is None else entry.problems,
+            samples=entry.samples or settings.samples,
+            k=tuple(sorted({1, *(entry.k or settings.k)})),
+            temperature=settings.temperature if entry.temperature is None else entry.temperature,
+            max_new_tokens=entry.max_new_tokens or _longest(config),
+        )
+        for key, entry in named
+    ]
 
 
 def judge_of(config: Config) -> Rule | None:
@@ -87,21 +101,6 @@ def set_faults(config: Config) -> Iterator[str]:
             yield f"{own}.temperature: 0 makes all samples of a problem alike; k {most} needs a temperature above 0"
         if found.max_new_tokens > (limit := _longest(config)):
             yield f"{own}.max_new_tokens: {found.max_new_tokens} is more than evaluation.max_new_tokens, {limit}"
-
-
-def _filled(config: Config, key: str, entry: EvaluationSet) -> EvaluationData:
-    settings = config.evaluation
-    return EvaluationData(
-        name=entry.name,
-        path=entry.path,
-        key=key,
-        row_format=row_format_of(entry, config.data),
-        problems=settings.problems if entry.problems is None else entry.problems,
-        samples=entry.samples or settings.samples,
-        k=tuple(sorted({1, *(entry.k or settings.k)})),
-        temperature=settings.temperature if entry.temperature is None else entry.temperature,
-        max_new_tokens=entry.max_new_tokens or _longest(config),
-    )
 
 
 def _longest(config: Config) -> int:
@@ -349,8 +348,7 @@ SUFFIX = ".jsonl"
 
 
 class Generation(Struct, kw_only=True):
-    """One reply, one line; the last branch of an episode. Prompt and reply are text with special tokens, as the model saw and
-    made them."""
+    """One reply, one line; the last branch of an episode. Prompt and reply are text with special tokens."""
 
     set: str
     problem: str

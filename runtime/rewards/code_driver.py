@@ -4,8 +4,7 @@ Standard input holds the name of a function or "", the maximal bytes of an outpu
 follows its length, a little-endian uint32. For each test the driver writes a `RESULT` (exit code, length of the output) and the
 output: the program's prints, or the function's return value as JSON.
 
-The program is compiled once. Each test runs in a fork, so that no test sees another. The expected outputs are not here, since
-the program could read them."""
+The program is compiled once. Each test runs in a fork, so that no test sees another. A program sees no expected output."""
 
 from __future__ import annotations
 

@@ -236,8 +236,7 @@ NOT_UNITS = words(
 
 
 def number(text: str) -> Fraction | None:
-    """Return the exact value of `text` if it is one number with optional unit and currency; else None. "2 million" is
-    2000000."""
+    """Return the exact value of `text` if it is one number with optional unit, scale and currency; else None."""
     if _PLAIN_INTEGER.fullmatch(text):
         return Fraction(int(text))
     plain = _plain(text)

@@ -221,22 +221,14 @@ def _registered(name: Any, *options: Any, **more: Any) -> Any:
     """Register the function `name` under its own name, or return a decorator that registers a function as `name`."""
     if callable(name):
         return _registered(name.__name__, *options, **more)(name)
-
-    def register(function: Function) -> Function:
-        RULES.register(name)(_rule_of(name, function, *options, **more))
-        return function
-
-    return register
+    return RULES.register_made(name, lambda function: _rule_of(name, function, *options, **more))
 
 
 def up_to(characters: int, function: Evaluate) -> Screen:
     """Return a screen for a function in linear time: `function` itself, on replies of at most `characters`."""
 
     def screen(text: str, label: str, context: RuleContext) -> Value | None:
-        if len(text) > characters:
-            return None
-        value: Value = function(text, label, context)  # type: ignore[assignment]  # a rule over single replies
-        return value
+        return None if len(text) > characters else function(text, label, context)  # type: ignore[return-value]  # of one text
 
     return screen
 

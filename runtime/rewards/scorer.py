@@ -152,8 +152,8 @@ class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
     def __init__(self, settings: config.Rewards, tokenizer: TextDecoder, variables: Container[str] = ()):
-        """Find the rules. `variables`: as in `KillablePool`. Raises UserError if no rule is configured, or a rule is unknown or
-        named twice."""
+        """Find the rules. `variables`: as in `KillablePool`. Raises UserError without rules, or for an unknown or
+        second one."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
         self._rules = [

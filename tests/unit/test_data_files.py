@@ -362,7 +362,7 @@ def test_every_type_of_a_column(tmp_path: Path) -> None:
         assert (value, found) == (value, label)
 
 
-def test_what_python_does_not_have_and_a_row_of_any_size_are_one_line(tmp_path: Path) -> None:
+def test_what_python_does_not_have_and_a_row_of_any_size_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dictionary holds once what each of its rows is to be."""
     bad = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
     nanosecond, year = (pa.array([2**60 + 1], kind) for kind in (pa.timestamp("ns"), pa.timestamp("us")))
@@ -374,7 +374,8 @@ def test_what_python_does_not_have_and_a_row_of_any_size_are_one_line(tmp_path: 
     for rows, size, most in ((8, 1, 1 << 20), (8, 1, 3 << 20), (3, 2, 1 << 20)):
         pq.write_table(pa.table({"answer": [text * size] * rows, "chat": [[{"content": text}]] * rows}), tmp_path / "a.parquet")
         assert (tmp_path / "a.parquet").stat().st_size < 400_000
-        read = reading.rows(tmp_path / "a.parquet", "k", True, most)
+        monkeypatch.setattr(reading, "_ROW_BYTES", most)
+        read = read_rows(tmp_path / "a.parquet", "k")
         if most > 1 << 20:
             assert [place for place, row in read if len(row["answer"]) == len(text)] == [*range(1, rows + 1)]
         else:

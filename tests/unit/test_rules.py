@@ -218,7 +218,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-HEAVY = ("torch", "transformers", "vllm", "megatron")
+HEAVY = ("torch", "transformers", "vllm", "megatron", "pyarrow")
 
 
 def loaded(code: str, *more: str) -> list[str]:

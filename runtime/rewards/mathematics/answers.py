@@ -251,9 +251,7 @@ def equal(prediction: str, truth: str) -> bool:
 
 
 def screen(prediction: str, truth: str) -> bool | None:
-    """Decide without parsing: equal texts, equal numbers, different whole numbers or fractions. Return None for the rest.
-
-    Takes linear time."""
+    """Decide without parsing, in linear time: equal texts and numbers, different whole numbers or fractions; None: the rest."""
     if prediction == truth:
         return bool(truth.strip())
     if not prediction or prediction.isspace():

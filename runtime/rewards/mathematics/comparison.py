@@ -637,8 +637,7 @@ def _equal_at(
 ) -> Verdict:
     """Return the verdict at one point; None if only real values count and one is not real. Raises Undefined, ZeroDivisionError.
 
-    Values that are not rational are compared at a precision and at a higher precision: the difference of equal values shrinks.
-    """
+    Values that are not rational are compared at two precisions: the difference of equal values shrinks."""
     try:
         left, right = exact(prediction, values), exact(truth, values)
     except Irrational:
