@@ -357,8 +357,8 @@ class CoordinatorProcess(RunSupervisor):
 
     def _handlers(self) -> dict[str, Handlers]:
         profile = profiles.Profiles("coordinator", self._profile).profile
-        of_process = {"Status": self.status, "Stop": self._interrupt, "Profile": profile}
-        of_coordinator = {
+        of_process: Handlers = {"Status": self.status, "Stop": self._interrupt, "Profile": profile}
+        of_coordinator: Handlers = {
             "Register": self._register_process,
             "Processes": self._processes,
             "Watch": self.watch,

@@ -209,16 +209,16 @@ class GlooLink(Link):
         heard = [(address, int(port)) for address, *ports in map(str.split, cards) for port in ports]
         self._local = frozenset(own)
         self._remote = frozenset(heard) - self._local
-        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
-        options = gloo._Options()
-        options._devices = list(devices)
-        options._threads = 2 * connections
-        options._timeout = timedelta(seconds=max((give_up - time.monotonic()) / TIMEOUTS_OF_FIRST_WORD, timeouts.GLOO_LEAST))
+        kind: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
+        settings = kind._Options()
+        settings._devices = list(devices)
+        settings._threads = 2 * connections
+        settings._timeout = timedelta(seconds=max((give_up - time.monotonic()) / TIMEOUTS_OF_FIRST_WORD, timeouts.GLOO_LEAST))
         try:
-            self.pg: Any = gloo(store.within("gloo"), rank, len(labels), options)
+            self.gloo: Any = kind(store.within("gloo"), rank, len(labels), settings)
         except RuntimeError as error:
             raise ServiceFault(name, "rendezvous", f"a member was lost while connecting: {reason(error)}", timeout) from error
-        self.pg._set_default_timeout(timedelta(seconds=timeouts.GLOO_BACKSTOP))
+        self.gloo._set_default_timeout(timedelta(seconds=timeouts.GLOO_BACKSTOP))
         self._open = _open_connections(self._local, self._remote)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
@@ -229,10 +229,10 @@ class GlooLink(Link):
         return self._broadcast(buffer)
 
     def _broadcast(self, buffer: torch.Tensor) -> Transfer:
-        pg = self.pg
-        if pg is None:
+        gloo = self.gloo
+        if gloo is None:
             raise RuntimeError("the group was aborted")
-        return partial(self._wait, pg.broadcast(buffer, 0))
+        return partial(self._wait, gloo.broadcast(buffer, 0))
 
     def _wait(self, work: Any, give_up: float) -> None:
         """Wait in slices: gloo may forget a collective whose connection failed, and torch may give up a moment early.
@@ -241,7 +241,7 @@ class GlooLink(Link):
         """
         look, lost = time.monotonic() + timeouts.COLLECTIVE_LOSS, False
         while True:
-            aborted, now = self.pg is None, time.monotonic()
+            aborted, now = self.gloo is None, time.monotonic()
             if _ends(work, 0.0 if aborted else min(give_up - now, timeouts.COLLECTIVE_SLICE)):
                 return
             if aborted or now >= give_up:
@@ -260,17 +260,17 @@ class GlooLink(Link):
         A group's destructor waits for its threads, so a separate thread destroys the group.
         """
         with self._leaving:
-            pg, self.pg = self.pg, None
-        if pg is not None:
+            gloo, self.gloo = self.gloo, None
+        if gloo is not None:
             shut_down(self._local, self._remote)
-            ending = [pg]
-            del pg
+            ending = [gloo]
+            del gloo
             _let_go(ending)
 
     def set_timeout(self, seconds: float) -> None:
         """Let collectives that begin from now on block a thread for at most `seconds`."""
-        if (pg := self.pg) is not None:
-            pg._set_default_timeout(timedelta(seconds=seconds))
+        if (gloo := self.gloo) is not None:
+            gloo._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _ends(work: Any, seconds: float) -> bool:

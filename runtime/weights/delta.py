@@ -50,6 +50,7 @@ class TensorReader:
 
     def __init__(self, *paths: Path):
         """Read the headers. Raises UserError if a file is missing, incomplete or no safetensors, or a name occurs twice."""
+        self.path = next(iter(paths), Path())  # of the first file
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, tuple[Path, int]] = {}  # by tensor: its file, and its first byte there
         for path in paths:
@@ -470,7 +471,7 @@ class DeltaLink(Link):
         """Fill `buffer`. Raises RuntimeError for a delta that starts from another version, or leads to another."""
         header = torch.empty(HEADER.size, dtype=torch.uint8)
         self._inner.receive(index, header)(give_up)
-        kind, nbytes, base, trailer = HEADER.unpack(header.numpy())
+        kind, nbytes, base, trailer = HEADER.unpack(header.numpy().tobytes())
         if kind == FULL:
             self._inner.receive(index, buffer)(give_up)
             _keep(self._last, index, words_of(buffer))

@@ -126,7 +126,7 @@ class SendingLink(_SocketLink):
 class _Copy(NamedTuple):
     """A bucket to copy."""
 
-    index: int
+    number: int
     buffer: torch.Tensor
     copied: Future[BucketReceipt]
 
@@ -187,7 +187,7 @@ class ReceivingLink(_SocketLink):
                         return
                     copy = self._posted.popleft()
                 try:
-                    source = self._await(copy.index, copy.buffer.numel())
+                    source = self._await(copy.number, copy.buffer.numel())
                 except (RuntimeError, OSError) as error:
                     _fail(copy.copied, self._gone(error) if isinstance(error, OSError) else error)
                     continue

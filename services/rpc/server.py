@@ -227,7 +227,7 @@ class _SessionHandler:
             security.check_certificate(context)
         except errors.Forbidden as error:  # before the stream is read
             await _refuse(error, context)
-        stream = _Stream()
+        stream = _CallStream()
         reader = asyncio.create_task(self._read(frames, stream))
         try:
             while replies := await stream.outbox.frame():  # until the reader has closed the outbox
@@ -242,7 +242,7 @@ class _SessionHandler:
                 if not key:
                     answer.cancel()
 
-    async def _read(self, frames: AsyncIterator[bytes], stream: _Stream) -> None:
+    async def _read(self, frames: AsyncIterator[bytes], stream: _CallStream) -> None:
         joiner = contract.Reassembler(self._held[security.is_coordinator()])
         try:
             async for data in frames:
@@ -263,7 +263,7 @@ class _SessionHandler:
             joiner.close()
             stream.outbox.close()
 
-    def _withdraw(self, call: common_pb2.Call, stream: _Stream) -> None:
+    def _withdraw(self, call: common_pb2.Call, stream: _CallStream) -> None:
         """Cancel a call whose answer is not wanted any more, and drop its kept answer."""
         self._kept.forget(call.key)
         if call.id in stream.answering:
@@ -271,7 +271,7 @@ class _SessionHandler:
             self._running.pop(key, None)
             answer.cancel()
 
-    def _begin(self, call: common_pb2.Call, body: bytes, stream: _Stream) -> None:
+    def _begin(self, call: common_pb2.Call, body: bytes, stream: _CallStream) -> None:
         """Hand a call over; its answer leaves when it is there. No task per call: a task costs as much as the call."""
         method = contract.METHODS.get((self._service, call.method))
         try:
@@ -294,7 +294,7 @@ class _SessionHandler:
             self._running[key] = answer
         answer.add_done_callback(partial(self._reply, call.id, key, method, stream))
 
-    def _reply(self, id_: int, key: str, method: contract.Method, stream: _Stream, answer: asyncio.Future[Any]) -> None:
+    def _reply(self, id_: int, key: str, method: contract.Method, stream: _CallStream, answer: asyncio.Future[Any]) -> None:
         """Put `answer`, or its error, into the stream as the reply to call `id_`: Cancelled if the caller has withdrawn the
         call. A successful reply is kept under `key`, if there is one, for a repeated call."""
         stream.answering.pop(id_, None)
@@ -312,7 +312,7 @@ class _SessionHandler:
             stream.put(id_, body, urgent=method.priority is contract.Priority.CONTROL)
 
 
-class _Stream:
+class _CallStream:
     """The replies to the calls of one stream."""
 
     def __init__(self) -> None:

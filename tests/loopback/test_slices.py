@@ -124,7 +124,7 @@ def exchange(meshes: list[GlooLink], case: str, source: Layout, target: Layout) 
     held, wanted = shards(case, source), shards(case, target)
     transfers = plan(parts(family, source), parts(family, target))
     version = PolicyVersion(0, 3)
-    members = [SliceExchange(mesh.pg, transfers, len(meshes) - 4, KEY, "a member") for mesh in meshes]
+    members = [SliceExchange(mesh.gloo, transfers, len(meshes) - 4, KEY, "a member") for mesh in meshes]
     empty = [{name: torch.zeros(block.shape, dtype=block.dtype) for name, block in rank.items()} for rank in wanted]
     with ThreadPoolExecutor(len(held) + len(wanted)) as pool:
         sending = [pool.submit(members[rank].send, rank, blocks, version) for rank, blocks in enumerate(held)]
@@ -150,7 +150,7 @@ def test_every_layout_up_to_4x4_arrives_over_gloo_with_the_fewest_bytes(meshes: 
 def test_a_part_that_changed_on_its_way_is_named(meshes: list[GlooLink], monkeypatch: pytest.MonkeyPatch) -> None:
     family, _ = model("qwen2")
     transfers = plan(parts(family, Layout(tensor=2)), parts(family, Layout()))[:1]
-    sender, receiver = (SliceExchange(mesh.pg, transfers, 16, KEY, "rollout-0") for mesh in (meshes[0], meshes[16]))
+    sender, receiver = (SliceExchange(mesh.gloo, transfers, 16, KEY, "rollout-0") for mesh in (meshes[0], meshes[16]))
     stamp = sender._tags.stamp
 
     def stamped(number: int, bucket: object, buffer: torch.Tensor, version: PolicyVersion) -> int:

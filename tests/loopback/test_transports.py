@@ -165,7 +165,7 @@ def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkey
     sources = arena((64, 128))
     sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
     copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(sources)]
-    second = copies[1].copied.result(PATIENCE).digest  # type: ignore[attr-defined]
+    second = copies[1].args[0].result(PATIENCE).digest  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="timed out waiting for rollout-0"):
         sent[0](soon(0.1))
     held.go.set()

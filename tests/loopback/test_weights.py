@@ -249,7 +249,7 @@ class Endless:
 def test_who_leaves_frees_the_sender_of_a_broadcast_that_gloo_forgot(pair: list[WeightGroup], leaves: int, said: str) -> None:
     mesh = pair[0]._links[0]  # type: ignore[attr-defined]
     begun, freed = threading.Event(), threading.Event()
-    whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
+    whole, mesh.gloo = mesh.gloo, Forgotten(begun, freed)
     try:
         sending = send(pair[0], SendBuffers(MANIFEST), 1, 10 * PATIENCE)
         assert begun.wait(PATIENCE)

@@ -25,7 +25,7 @@ from runtime.rollout.vllm import arguments, leftovers, shim
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.rollout.vllm.leftovers import Leftovers
-from runtime.rollout.vllm.worker import Location, Mapped, locate
+from runtime.rollout.vllm.worker import Location, locate, mapped
 from runtime.types import SamplingParams
 from runtime.weights.group import memory_file
 from tests.loopback.ranks import Helper
@@ -158,9 +158,9 @@ def test_faults_are_found_without_vllm(tmp_path: Path, overrides: tuple[str, ...
 
 
 def read_sums(connection: Any) -> None:
-    mapped = Mapped()
+    buffers: dict[str, torch.Tensor] = {}
     locations: Sequence[Sequence[Any]] = connection.recv()
-    connection.send([mapped.tensor(Location(*fields)).double().sum().item() for fields in locations])
+    connection.send([mapped(Location(*fields), buffers).double().sum().item() for fields in locations])
 
 
 def test_another_process_reads_what_was_staged() -> None:

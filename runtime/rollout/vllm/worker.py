@@ -48,25 +48,20 @@ def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[to
     return locations, copies
 
 
-class Mapped:
-    """Buffers of another process, mapped here while tensors made of the buffers live."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def tensor(self, location: Location) -> torch.Tensor:
-        """Return a view of the other process's memory. Raises OSError if that process has freed the memory."""
-        buffer = self._buffers.get(location.path)
-        if buffer is None:
-            descriptor = os.open(location.path, os.O_RDWR)
-            try:
-                buffer = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-            self._buffers[location.path] = buffer
-        dtype: torch.dtype = getattr(torch, location.dtype)
-        nbytes = math.prod(location.shape) * dtype.itemsize
-        return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
+def mapped(location: Location, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a view of the other process's memory. `buffers`: of that process, each mapped here once. Raises OSError if that
+    process has freed the memory."""
+    buffer = buffers.get(location.path)
+    if buffer is None:
+        descriptor = os.open(location.path, os.O_RDWR)
+        try:
+            buffer = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        buffers[location.path] = buffer
+    dtype: torch.dtype = getattr(torch, location.dtype)
+    nbytes = math.prod(location.shape) * dtype.itemsize
+    return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
 
 
 # ---- Delivery
@@ -181,11 +176,11 @@ class WeightLoading:
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors as a checkpoint's files would give them."""
-        mapped = Mapped()
+        buffers: dict[str, torch.Tensor] = {}
         for fields in locations:
             location = Location(*fields)
             if location.name != LM_HEAD or hasattr(self.model_runner.model, "lm_head"):  # a tied head is used for nothing else
-                yield location.name, mapped.tensor(location)
+                yield location.name, mapped(location, buffers)
 
 
 def _unfilled(model: torch.nn.Module) -> Iterator[str]:
