@@ -63,7 +63,7 @@ class ColocatedDevices(Devices):
         self._scores_drop = config.algorithm.dynamic_sampling  # a score may drop a group; then another is generated
         self._awake_before = False  # the rollouts have had the devices in this attempt
         self._wanted = Level.ASLEEP
-        self._levels = dict.fromkeys(pool.membership.living, Level.ASLEEP)  # that each rollout has reached
+        self._levels: dict[Member, Level | None] = dict.fromkeys(pool.membership.living, Level.ASLEEP)  # None: it moves
         self._moves: dict[Member, asyncio.Task[None]] = {}
         self._fault: BaseException | None = None
         self._changed = asyncio.Event()
@@ -209,6 +209,7 @@ class ColocatedDevices(Devices):
 
     async def _follow(self, member: Member) -> None:
         while member in self._levels and self._levels[member] != (level := self._wanted):
+            self._levels[member] = None
             if not await self._moved(member, level, self._partial):
                 self._levels.pop(member, None)
             elif member in self._levels:  # else it was lost meanwhile

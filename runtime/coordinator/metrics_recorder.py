@@ -332,7 +332,8 @@ class BusyMeter:
 
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
         """Return the gauges of each process that answers."""
-        asked, found = [*self._pool.units(), *self._pool.units(GATEWAY)], {}
+        asked = [*self._pool.units(), *self._pool.units(GATEWAY)]
+        found: dict[RolePort, dict[str, float]] = {}
         self._heard = {each: self._heard.get(each, now()) for each in asked}
         answers = await asyncio.gather(*(each.status() for each in asked), return_exceptions=True)
         for each, answer in zip(asked, answers, strict=True):
