@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.weights.plan import TensorSpec
 
 # ---- Ranks
-# A process's rank in its group, the same number of passes on every rank, and tensors of which each rank has some rows.
+# A process's rank in its group, the same number of passes on every rank, and tensors that ranks share by rows.
 
 
 @dataclass(frozen=True)

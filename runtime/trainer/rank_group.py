@@ -52,7 +52,7 @@ def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBack
     call a store from their own threads, which must not wait for Python's lock: their store is not authenticated."""
     key = bytes.fromhex(os.environ.pop(os_process.STORE_KEY))
     host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
-    listening = {} if given is None else {"is_master": True, "master_listen_fd": int(given)}
+    listening: dict[str, Any] = {} if given is None else {"is_master": True, "master_listen_fd": int(given)}
     store = dist.TCPStore(host, port, world_size, timeout=timeout, **listening)
     return AuthenticatedStore(store, key) if backend == "gloo" else store
 

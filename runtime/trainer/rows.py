@@ -259,7 +259,7 @@ def _check(decoded: DecodedGroup, vocab_size: int, experts: Routes | None) -> No
 # A length is the number of tokens of a whole sequence; `cut_by_length` and `balance` return indices of sequences.
 
 
-SLACK = 0.005  # the largest part may exceed the lower bound by this fraction before `balance` exchanges items
+SLACK = 0.0003  # `balance` exchanges items until the largest part exceeds the lower bound by at most this fraction
 
 
 def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:

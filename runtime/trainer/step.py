@@ -378,8 +378,9 @@ def timed(seconds: dict[str, float], *names: str) -> Iterator[None]:
     try:
         yield
     finally:
+        took = time.perf_counter() - begin
         for name in names:
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
+            seconds[name] = seconds.get(name, 0.0) + took
 
 
 def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
