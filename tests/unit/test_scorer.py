@@ -117,18 +117,18 @@ def test_the_scorer_agrees_with_the_rollout_engine(
         GroupRequest(group_id=i, prompt=np.arange(1 + 3 * i, dtype=np.int32), n=4, seed=i, sampling=sampling) for i in range(4)
     ]
 
-    async def generate() -> list[bytes]:
+    async def generate() -> list[LogprobRequest]:
         engine.submit(requests)
-        payloads = []
+        asked = []
         while engine.has_work:
-            payloads += [group.payload for group in await engine.advance(lambda: False)]
+            done = await engine.advance(lambda: False)
+            asked += [LogprobRequest(group_id=each.group_id, payload=each.payload, temperature=0.7) for each in done]
         await engine.close()
-        return payloads
+        return asked
 
-    payloads = asyncio.run(generate())
-    results = make_scorer(tmp_path).logprobs([LogprobRequest(group_id=0, payload=each, temperature=0.7) for each in payloads])
-    for payload, result in zip(payloads, results, strict=True):
-        own = np.concatenate([sample.logprobs for sample in types.decode(GroupPayload, payload).samples])
+    asked = asyncio.run(generate())
+    for request, result in zip(asked, make_scorer(tmp_path).logprobs(asked), strict=True):
+        own = np.concatenate([sample.logprobs for sample in types.decode(GroupPayload, request.payload).samples])
         assert_close(result.values, own, terms=forward_terms(70), scale=LOGITS / 0.7)
 
 
