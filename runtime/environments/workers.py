@@ -31,9 +31,6 @@ from runtime.process import os_process
 from runtime.process.os_process import done_within
 from runtime.sandbox import Box, Sandbox
 
-# ---- Sandboxes
-# Agents open sandboxes through their environment's process. The sandboxes end with the episode that opened them.
-
 LIMITS = ("timeout", "cpu_seconds", "memory", "processes", "disk")
 
 
@@ -53,51 +50,6 @@ def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
     return asked
 
 
-class EpisodeSandboxes:
-    """The sandboxes of all episodes of an environment."""
-
-    def __init__(self, sandbox: Sandbox | None, key: str):
-        """Create without open sandboxes. `key`: the key of the environment's settings."""
-        self._sandbox, self._key = sandbox, key
-        self._boxes: dict[tuple[str, str], Box] = {}  # by episode and name, a number
-        self._opened = 0
-
-    async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
-        """Return the answer, as JSON, to `SandboxHandle` (sluice/agents/episode.py). Raises UserError and ServiceFault."""
-        if what == "sandbox_open":
-            return await self._open(request, fields["spec"])
-        box = self._boxes.get((request.id, fields["name"]))
-        if box is None:
-            raise UserError("episode.sandbox: the sandbox is closed")
-        if what == "sandbox_close":
-            del self._boxes[request.id, fields["name"]]
-            return await box.close()
-        seconds = fields["timeout"]
-        finished = await box.run(
-            fields["command"],
-            stdin=fields["stdin"].encode(),
-            timeout=request.tool_seconds if seconds is None else min(seconds, request.tool_seconds),
-        )
-        found = structs.asdict(finished)
-        return {**found, "stdout": finished.stdout.decode(errors="replace"), "stderr": finished.stderr.decode(errors="replace")}
-
-    async def _open(self, request: EpisodeRequest, spec: Mapping[str, Any]) -> str:
-        if self._sandbox is None:
-            raise UserError(f"episode.sandbox: there is none; set {self._key}.sandbox")
-        asked = stricter(self._sandbox, spec)
-        url = urlsplit(request.base_url)
-        box = Box(asked, (str(url.hostname), url.port or 0) if asked.network == "gateway" else None)
-        await box.__aenter__()
-        self._opened += 1
-        self._boxes[request.id, str(self._opened)] = box
-        return str(self._opened)
-
-    async def forget(self, episode: str) -> None:
-        """Close the sandboxes that the episode has left open."""
-        for key in [key for key in self._boxes if key[0] == episode]:
-            await self._boxes.pop(key).close()
-
-
 SCRIPT = Path(sluice.__file__).parent / "agents" / "worker.py"
 MESSAGE = 1 << 16  # bytes of a message of the nursery, at most
 LINE = 64 << 20  # bytes of a message of a worker, at most
@@ -109,7 +61,7 @@ class AgentWorkers:
     def __init__(self, key: str, settings: Environment, variables: Mapping[str, str]):
         """Create without processes. `key`: of the settings. `variables`: the whole environment of the agents' processes."""
         self._key, self._settings, self._variables = key, settings, variables
-        self._sandboxes = EpisodeSandboxes(settings.sandbox, key)
+        self._opened = 0  # sandboxes so far
         self._room = asyncio.Semaphore(settings.concurrency)
         self._forking = asyncio.Lock()
         self._workers: list[_AgentProcess] = []
@@ -177,7 +129,7 @@ class AgentWorkers:
                 elif not over:
                     self.lose(worker, "one of its episodes was withdrawn")
                 worker.episodes.pop(request.id, None)
-                self._spawn(self._sandboxes.forget(request.id))  # a task: a closed generator must not await
+                self._spawn(playing.close())  # a task: a closed generator must not await
 
     def end(self, episode: str) -> None:
         """Ask the agent to stop. The reward that it has earned is scored."""
@@ -269,9 +221,34 @@ class AgentWorkers:
         if playing is None:
             return  # the episode is over
         try:
-            worker.write({"answer": number, "found": await self._sandboxes.answer(playing.request, what, message)})
+            worker.write({"answer": number, "found": await self._sandbox(playing, what, message)})
         except Exception as error:  # noqa: BLE001 - the agent receives the error
             worker.write({"answer": number, "failed": f"{type(error).__name__}: {error}"})
+
+    async def _sandbox(self, playing: _PlayedEpisode, what: str, fields: Mapping[str, Any]) -> Any:
+        """Return the answer, as JSON, to `SandboxHandle` (sluice/agents/episode.py). Raises UserError and ServiceFault."""
+        if what == "sandbox_open":
+            return await self._open_sandbox(playing, fields["spec"])
+        if (box := playing.boxes.get(fields["name"])) is None:
+            raise UserError("episode.sandbox: the sandbox is closed")
+        if what == "sandbox_close":
+            del playing.boxes[fields["name"]]
+            return await box.close()
+        seconds, most = fields["timeout"], playing.request.tool_seconds
+        timeout = most if seconds is None else min(seconds, most)
+        finished = await box.run(fields["command"], stdin=fields["stdin"].encode(), timeout=timeout)
+        texts = {name: getattr(finished, name).decode(errors="replace") for name in ("stdout", "stderr")}
+        return {**structs.asdict(finished), **texts}
+
+    async def _open_sandbox(self, playing: _PlayedEpisode, spec: Mapping[str, Any]) -> str:
+        if self._settings.sandbox is None:
+            raise UserError(f"episode.sandbox: there is none; set {self._key}.sandbox")
+        asked, url = stricter(self._settings.sandbox, spec), urlsplit(playing.request.base_url)
+        box = Box(asked, (str(url.hostname), url.port or 0) if asked.network == "gateway" else None)
+        await box.__aenter__()
+        self._opened += 1
+        playing.boxes[str(self._opened)] = box
+        return str(self._opened)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -280,11 +257,16 @@ class AgentWorkers:
 
 
 class _PlayedEpisode:
-    """An episode in a worker."""
+    """An episode in a worker, and the sandboxes that its agent has open."""
 
     def __init__(self, request: EpisodeRequest):
         self.request, self.phase = request, "setup"
         self.events: asyncio.Queue[EpisodeEvent] = asyncio.Queue()
+        self.boxes: dict[str, Box] = {}
+
+    async def close(self) -> None:
+        while self.boxes:
+            await self.boxes.popitem()[1].close()
 
 
 class _AgentProcess:
@@ -300,7 +282,13 @@ class _AgentProcess:
         """Read the worker's messages until it ends. An invalid message also loses the worker."""
         try:
             while line := await self._reader.readline():
-                self._on_message(json.loads(line))
+                message = json.loads(line)
+                if "ask" in message:
+                    self._owner.answer(self, message)
+                elif (playing := self.episodes.get(message.pop("episode", ""))) is not None:
+                    event = msgspec.convert(message, EpisodeEvent)
+                    playing.phase = event.phase or playing.phase
+                    playing.events.put_nowait(event)
             why = "its process ended"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"its process sent an invalid message: {str(error)[:200]}"
@@ -308,14 +296,6 @@ class _AgentProcess:
             self._writer.close()
         known = await done_within(asyncio.wait({self.ended}), timeouts.AGENT_LAST_WORD)
         self._owner.lose(self, self.ended.result() if known else why)
-
-    def _on_message(self, message: dict[str, Any]) -> None:
-        if "ask" in message:
-            self._owner.answer(self, message)
-        elif (playing := self.episodes.get(message.pop("episode", ""))) is not None:
-            event = msgspec.convert(message, EpisodeEvent)
-            playing.phase = event.phase or playing.phase
-            playing.events.put_nowait(event)
 
     async def next_event(self, playing: _PlayedEpisode) -> EpisodeEvent:
         """Return the next event within the time of its phase. The gateway limits the time of phase `run`."""

@@ -195,10 +195,6 @@ class TemplateRenderer:
         text = text.removeprefix(f"{THINK}\n") if self._opened else text
         return [*self.encode(prefix + text), self.stop_ids[0] if self._close_id is None else self._close_id]
 
-    def end_of_call(self) -> str:
-        """Return the text that ends a tool call; "" if a call ends with the reply."""
-        return tool_calls.CLOSE if self.form == "hermes" else ""
-
     def _split(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray) -> tuple[str, str]:
         """Return the reasoning and the text of a reply."""
         ids = [*given, *np.asarray(tokens).tolist()]
