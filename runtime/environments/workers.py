@@ -90,7 +90,7 @@ class AgentWorkers:
                 preexec_fn=os_process.before_exec,
                 start_new_session=True,
             )
-        asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_nursery_message)
+        self.spawn(self._follow_nursery())
         if not await done_within(asyncio.wait({self._ready}), settings.budgets.setup):
             late = f"was not imported within budgets.setup, {settings.budgets.setup:g} s"
             raise UserError(f"{self._key}.run: {settings.run} {late}")
@@ -102,7 +102,6 @@ class AgentWorkers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if hasattr(self, "_nursery"):
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
             for worker in list(self._workers):
                 self._kill(worker)
             self._control.close()  # the nursery then ends
@@ -129,7 +128,7 @@ class AgentWorkers:
                 elif not over:
                     self.lose(worker, "one of its episodes was withdrawn")
                 worker.episodes.pop(request.id, None)
-                self._spawn(playing.close())  # a task: a closed generator must not await
+                self.spawn(playing.close())  # a task: a closed generator must not await
 
     def end(self, episode: str) -> None:
         """Ask the agent to stop. The reward that it has earned is scored."""
@@ -170,7 +169,7 @@ class AgentWorkers:
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE)
         worker = _AgentProcess(self._starting.result(), reader, writer, self)
         self._workers.append(worker)
-        self._spawn(worker.run())
+        self.spawn(worker.run())
         return worker
 
     def _kill(self, worker: _AgentProcess) -> None:
@@ -185,22 +184,17 @@ class AgentWorkers:
             for playing in worker.episodes.values():
                 playing.events.put_nowait(EpisodeEvent(end=EpisodeEnd(failure="infrastructure", reason=why)))
 
-    def _on_nursery_message(self) -> None:
-        """Handle a message of the nursery."""
-        try:
-            data = self._control.recv(MESSAGE)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
-            if not self._ready.done():
-                self._ready.set_result("its process ended")
-            if not self.ended.done():
-                self.ended.set_exception(ServiceFault(self._key, "run", "the process that starts the workers has ended"))
-            return
-        message = json.loads(data)
+    async def _follow_nursery(self) -> None:
+        """Handle the messages of the nursery until it ends."""
+        with suppress(OSError):
+            while data := await asyncio.get_running_loop().sock_recv(self._control, MESSAGE):
+                self._on_nursery_message(json.loads(data))
+        if not self._ready.done():
+            self._ready.set_result("its process ended")
+        if not self.ended.done():
+            self.ended.set_exception(ServiceFault(self._key, "run", "the process that starts the workers has ended"))
+
+    def _on_nursery_message(self, message: Mapping[str, Any]) -> None:
         if "started" in message and self._starting is not None and not self._starting.done():
             self._starting.set_result(message["started"])
         elif "ended" in message:
@@ -212,11 +206,8 @@ class AgentWorkers:
         elif not self._ready.done():
             self._ready.set_result(message.get("failed", ""))
 
-    def answer(self, worker: _AgentProcess, message: Mapping[str, Any]) -> None:
-        """Answer the request of an agent, in a task."""
-        self._spawn(self._answer(worker, dict(message)))
-
-    async def _answer(self, worker: _AgentProcess, message: dict[str, Any]) -> None:
+    async def answer(self, worker: _AgentProcess, message: dict[str, Any]) -> None:
+        """Answer the request of an agent."""
         number, playing, what = message.pop("ask"), worker.episodes.get(message.pop("episode")), message.pop("what")
         if playing is None:
             return  # the episode is over
@@ -250,7 +241,7 @@ class AgentWorkers:
         playing.boxes[str(self._opened)] = box
         return str(self._opened)
 
-    def _spawn(self, work: Any) -> None:
+    def spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -284,7 +275,7 @@ class _AgentProcess:
             while line := await self._reader.readline():
                 message = json.loads(line)
                 if "ask" in message:
-                    self._owner.answer(self, message)
+                    self._owner.spawn(self._owner.answer(self, message))
                 elif (playing := self.episodes.get(message.pop("episode", ""))) is not None:
                     event = msgspec.convert(message, EpisodeEvent)
                     playing.phase = event.phase or playing.phase
