@@ -19,7 +19,7 @@ import inspect
 import json
 import os
 import random
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -183,16 +183,13 @@ class Zygote:
         gc.collect()
         gc.freeze()
         self._send(ready=True)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._own, selectors.EVENT_READ)
-            selector.register(ended, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is ended:
-                        ended.recv(MESSAGE)
-                        self._reap()
-                    elif not self._hear():
-                        return
+        while True:
+            readable, _, _ = select.select([self._own, ended], [], [])
+            if ended in readable:
+                ended.recv(MESSAGE)
+                self._reap()
+            if self._own in readable and not self._hear():
+                return
 
     def _hear(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._own, MESSAGE, 1)
