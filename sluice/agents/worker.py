@@ -237,16 +237,12 @@ class Zygote:
 
     def _reap(self) -> None:
         """Report the workers that ended, and end the children that they left, which are this process's now."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if not pid:
-                break
-            if pid in self._workers:
-                self._workers.remove(pid)
-                self._send(ended=pid, code=os.waitstatus_to_exitcode(status))
+        with suppress(ChildProcessError):  # no child is left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid in self._workers:
+                    self._workers.remove(pid)
+                    self._send(ended=pid, code=os.waitstatus_to_exitcode(status))
         for child in children() - self._workers:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
