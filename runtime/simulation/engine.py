@@ -151,13 +151,13 @@ class Cores:
         if self._number and computing not in self._steady:
             self._settle()
             self._steady[computing] = None
-            self._rearm(computing)
+            self._rearm()
 
     def leave(self, computing: SimulatedEngine) -> None:
         if computing in self._steady:
             self._settle()
             del self._steady[computing]
-            self._rearm(computing)
+            self._rearm()
 
     def _settle(self) -> None:
         now = self._loop.time()
@@ -166,10 +166,9 @@ class Cores:
         for computing in self._steady:
             computing.settle()
 
-    def _rearm(self, but: SimulatedEngine | None = None) -> None:
+    def _rearm(self) -> None:
         for computing in self._steady:
-            if computing is not but:
-                computing.rearm()
+            computing.rearm()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
