@@ -60,8 +60,7 @@ Late = Literal["wait", "truncate", "leave out", "repeat"]
 
 
 def late(slow: Slow, others: int, repeats_left: int) -> Late:
-    """Decide about a late episode. `others`: ended episodes of its group that are trained on. `repeats_left`: how often it may
-    be played again."""
+    """Decide about a late episode. `others`: ended episodes of its group that are trained on."""
     if slow == "shrink":
         return "leave out" if others >= 2 else "truncate"
     if slow == "retry":

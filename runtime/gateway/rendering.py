@@ -58,8 +58,7 @@ def conversations() -> list[ProbeConversation]:
 
 
 class TemplateRenderer:
-    """Renders by the model's chat template. The difference between two renderings continues a conversation. Every method may
-    run in a thread beside others.
+    """Renders by the model's chat template, and continues by the difference of two renderings. Methods may run in threads.
 
     `stop_ids`: tokens that end a reply. `decodes_parts`: parts of a conversation decode to the text of the whole.
     """

@@ -145,8 +145,7 @@ _OTHER_ABI = 0x40000000  # the first of x86-64's calls with 32-bit pointers
 
 
 def system_calls(processor: str) -> bytes:
-    """Return a seccomp program. It refuses the calls of `_REFUSED`, user namespaces (a program could mount in them), and all
-    sockets except `_FAMILIES`."""
+    """Return a seccomp program, which refuses `_REFUSED`, user namespaces (they allow mounts) and sockets but `_FAMILIES`."""
     audit, clone, clone3, socket, refused = _REFUSED[processor]
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     program += _answer(_AT_LEAST, _OTHER_ABI, _ENOSYS)

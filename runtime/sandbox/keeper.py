@@ -96,8 +96,7 @@ def kill_others() -> None:
 
 
 def usage() -> tuple[float, int, int]:
-    """Return seconds of processor time, bytes and threads of all of them. Mapped files are not counted. A page that two
-    processes share is counted twice."""
+    """Return their seconds of processor time, bytes without mapped files, and threads. Shared pages count for each."""
     ticks = kilobytes = threads = 0
     for pid in others():
         try:
@@ -131,8 +130,7 @@ def stored(home: str) -> tuple[int, int]:
 
 
 class Keeper:
-    """Runs commands under limits. `settings`: uid, look (seconds), home, packages, and the limits memory, processes, threads
-    and disk; 0: none."""
+    """Runs commands. `settings`: look (seconds), home, packages, and the limits memory, processes, threads, disk; 0: none."""
 
     def __init__(self, settings: dict[str, bytes]):
         self._home = settings["home"].decode()

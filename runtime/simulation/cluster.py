@@ -30,16 +30,11 @@ from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, LogprobReq
 from runtime.weights.plan import GroupAddress, Manifest
 
 # ---- Process
-#
-# A simulated process of a role, as the coordinator sees it: the port, the connection, and their faults.
-#
-# ::
+# A simulated process of a role, as the coordinator sees it. A stopped process keeps its connection, and does nothing until it
+# goes on. A process that ends breaks its connection; the coordinator sees that after the link's delay.
 #
 #     coordinator ── post ──► link (delay, in order) ──► handler named after the command ──► link ──► answer
 #                      └── the command's deadline: Unanswered; of a group of ranks, its loss
-#
-# A stopped process keeps its connection, and does nothing until it goes on. A process that ends breaks its connection; the
-# coordinator sees that after the link's delay.
 
 _ASKED: dict[type, str] = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
 BYTES = 8  # of a payload for each token: the token and its log-probability
@@ -256,7 +251,6 @@ class SimulatedProcess:
 
 
 # ---- Weights
-#
 # A weight sync: an epoch's members meet, a version travels, and each member's progress is recorded.
 
 
@@ -381,7 +375,6 @@ class SyncMember(SimulatedProcess):
 
 
 # ---- Roles
-#
 # Handlers of commands by role, with their times. A group's payload has only its id and versions, as the checks need them. Only
 # evaluations read replies, so their payloads are whole.
 

@@ -1,8 +1,7 @@
 """Continuous batching in a simulation: slots, a queue, and decode steps whose duration grows with the number of sequences.
 
 Between two events all sequences advance alike, by a token in `decode_step + B · decode_sequence` seconds. So the engine keeps
-one token count for all sequences: a sequence that begins at count c ends at c plus its length. One timer waits for the nearest
-end."""
+one token count for all sequences: one that begins at count c ends at c plus its length. One timer waits for the next end."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from msgspec import Struct
 from runtime.types import PolicyVersion, Sample
 
 # ---- Costs
-#
 # The costs in a simulation: lengths in tokens, durations in seconds. Pure: the caller passes the random generator.
 
 
@@ -106,7 +104,6 @@ class CommandDeadlines(Protocol):
 
 
 # ---- Cores
-#
 # The processors of a node in a simulation. Concurrent computations get equal shares, as from a fair scheduler.
 
 

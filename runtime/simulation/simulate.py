@@ -140,7 +140,6 @@ class Simulation(SimulatedWorld):
 
 
 # ---- Prediction
-#
 # Predicts the speed of a configuration: simulated runs of some steps, also of variations of the configuration.
 
 MEMORY = Path("/dev/shm")  # a file system in memory, if present

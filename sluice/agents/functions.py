@@ -1,5 +1,4 @@
-"""Tools of an agent: Python functions, whose signatures are the schemas, and servers that have tools. The standard library
-alone."""
+"""Tools of an agent: Python functions, whose signatures are schemas, and servers with tools. The standard library alone."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from sluice.agents.conversation import Conversation, opening, value_of
 from sluice.agents.episode import DataError, Episode, InfrastructureError
 
 # ---- Schemas
-#
 # From a Python function to a tool's description: the signature gives the schema, the docstring gives the texts. Pure.
 
 GIVEN = "episode"  # the model does not give a parameter of this name

@@ -1,5 +1,4 @@
-"""Plays episodes in the agent's own interpreter: `python worker.py FILE NAME DESCRIPTOR PER_PROCESS`. The standard library
-alone.
+"""Plays episodes in the agent's interpreter, without packages: `python worker.py FILE NAME DESCRIPTOR PER_PROCESS`.
 
     services.environment ── socket ──► Nursery    imports the agent's file once; forks workers, reaps them,
                                          │ fork    and ends the processes that they leave behind
@@ -44,9 +43,7 @@ from sluice.agents.episode import DataError, Episode, InfrastructureError, finit
 from sluice.agents.functions import Toolset
 
 # ---- Clients
-#
-# The HTTP client that agents get if their interpreter has httpx, or httpx2, which newer clients of OpenAI's bring. All else is
-# the standard library alone.
+# The HTTP client that agents get if their interpreter has httpx, or httpx2, which newer clients of OpenAI's bring.
 
 PACKAGES = ("httpx", "httpx2")  # the first one found: every client takes a client of httpx
 
@@ -85,8 +82,6 @@ def http_client() -> Any:
 
 
 # ---- Failures
-#
-# Reports on an exception that an agent raised. The standard library alone.
 
 MOST = 2000  # characters
 
@@ -116,8 +111,7 @@ ROUNDS = 100  # of ending children, which may start others meanwhile
 
 
 def main() -> None:
-    """Run the nursery, or a worker that imports for itself. Exits with code 2 if the file cannot be imported; the nursery's
-    last message says why."""
+    """Run the nursery, or a worker that imports for itself. Exits with code 2 if it cannot; a nursery's message says why."""
     file, name, descriptor, per_process = sys.argv[1:5]
     sys.path[0] = str(Path(file).resolve().parent)
     sys.path.append(str(Path.cwd()))

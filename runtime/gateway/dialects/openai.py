@@ -130,8 +130,7 @@ class _NamedFunction(Strict, frozen=True):
 
 def functions(tools: Sequence[Any], choice: str | dict[str, Any], within: str = "") -> dict[str, Any]:
     """Return the tools and the tool choice of a request as arguments of PolicyCall. `within`: the field of each tool that holds
-    the function; "": the tool itself. Raises Refused, 400, for tools that are not functions: the API's own servers run those
-    tools."""
+    the function; "": the tool itself. Raises Refused, 400, for tools that are not functions: the API's own servers run them."""
 
     def function(struct: type[S], given: Any, where: str) -> S:
         if not isinstance(given, dict):
