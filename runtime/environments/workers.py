@@ -200,7 +200,9 @@ class AgentWorkers:
         elif "ended" in message:
             worker = next((each for each in self._workers if each.pid == message["ended"]), None)
             if worker is not None:
-                worker.ended.set_result(why := f"its process ended with {_in_words(message['code'])}")
+                code = message["code"]
+                why = f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+                worker.ended.set_result(why)
                 # The worker's last messages come by another socket. A process that it left behind may keep this socket open.
                 asyncio.get_running_loop().call_later(timeouts.PROCESS_END, self.lose, worker, why)
         elif not self._ready.done():
@@ -316,7 +318,3 @@ class _AgentProcess:
     def write(self, message: Mapping[str, Any]) -> None:
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
-
-
-def _in_words(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

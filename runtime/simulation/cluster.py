@@ -416,8 +416,6 @@ class SimulatedRollout(SyncMember):
         finally:
             if left:
                 self.engine.withdraw(owner)
-        if seconds := max(self.cluster.costs.tools.draw(chance) for _ in lengths):
-            await asyncio.sleep(seconds)
         return self._answer(request, lengths, oldest, newest)
 
     def _serving(self) -> PolicyVersion:

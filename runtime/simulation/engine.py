@@ -86,7 +86,6 @@ class Costs(Struct, frozen=True, kw_only=True):
     coordinator_message: float = 0.0  # of the coordinator's one thread, for each answer
     coordinator_byte: float = 0.0  # of that thread, for all work on a byte of a finished group
     cores: int = 0  # of a node, shared by all its processes; 0: each process has its own
-    tools: Distribution = Fixed(0.0)  # of a reply, without a slot meanwhile
 
     def lengths(self, chance: random.Random, size: int, limit: int) -> list[int]:
         """Draw the lengths of one group's replies, int in 1 … `limit`."""

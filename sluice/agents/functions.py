@@ -20,16 +20,9 @@ from sluice.agents.episode import DataError, Episode, InfrastructureError
 # From a Python function to a tool's description: the signature gives the schema, the docstring gives the texts. Pure.
 
 GIVEN = "episode"  # the model does not give a parameter of this name
-PLAIN: dict[Any, dict[str, Any]] = {
-    str: {"type": "string"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    bool: {"type": "boolean"},
-    type(None): {"type": "null"},
-    list: {"type": "array"},
-    dict: {"type": "object"},
-    Any: {},
-    inspect.Parameter.empty: {},
+NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+PLAIN: dict[Any, dict[str, Any]] = {Any: {}, inspect.Parameter.empty: {}} | {
+    kind: {"type": name} for kind, name in NAMES.items()
 }
 ARRAYS = (list, collections.abc.Sequence, collections.abc.Iterable)
 OBJECTS = (dict, collections.abc.Mapping)
@@ -119,10 +112,11 @@ class Toolset:
         self.episode: Episode | None = None
         self._calls: dict[str, Any] = {}
         self._open: list[Any] = []
-        tools = list(tools)
-        self._servers = [tool for tool in tools if hasattr(tool, "connect")]
+        self._servers: list[Any] = []
         for tool in tools:
-            if not hasattr(tool, "connect"):
+            if hasattr(tool, "connect"):
+                self._servers.append(tool)
+            else:
                 self._add(function_schema(tool), partial(self._call_function, tool))
 
     def _add(self, schema: dict[str, Any], call: Any) -> None:
