@@ -172,7 +172,8 @@ class Episodes:
         self._rewarded = bool(rewards.rules or rewards.remote or rewards.model)  # besides the rewards of the players
         self._waiting: deque[tuple[EpisodeRun, int]] = deque()  # tasks without a player
         self._task_came = asyncio.Event()  # set when such a task comes
-        self._asked = self._warns = False  # a program has asked for a task; a warning that none did is scheduled
+        self._asked = False  # a program has asked for a task
+        self._warning: asyncio.TimerHandle | None = None  # that none did
         self.players: Callable[[EpisodeRun, int], Awaitable[None]] | None = None
         """Plays one of a group's episodes if its task names an environment."""
         self._open: dict[str, GatewayEpisode] = {}
@@ -192,9 +193,7 @@ class Episodes:
         timer = loop.call_later(self._seconds, self._expire, group)
         self._waiting.extend((group, index) for index in range(request.n))
         self._task_came.set()
-        if not self._warns:
-            self._warns = True
-            loop.call_later(timeouts.NO_PROGRAM_ASKS, self._warn_unasked)
+        self._warning = self._warning or loop.call_later(timeouts.NO_PROGRAM_ASKS, self._warn_unasked)
         try:
             return await group.done
         finally:  # also if the coordinator withdraws the group

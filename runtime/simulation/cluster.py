@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -553,6 +552,10 @@ class SimulatedModel(SimulatedProcess):
         self.state = msgspec.json.decode(path.read_bytes(), type=ModelState)
         await self.in_turn(self.cluster.costs.save)
 
+    async def values(self, request: ValueRequest) -> bytes:
+        await self.in_turn(self.cluster.costs.reference_token * request.tokens)
+        return request.payload
+
     async def begin_step(self, command: commands.BeginStep) -> None:
         await self.in_turn(0.0)
 
@@ -606,18 +609,12 @@ class SimulatedTrainer(SimulatedModel, SyncMember):
         await self.in_turn(self.cluster.costs.save)
 
 
-class SimulatedCritic(SimulatedModel):
-    async def values(self, request: ValueRequest) -> bytes:
-        await self.in_turn(self.cluster.costs.reference_token * request.tokens)
-        return request.payload
-
-
 ROLES: dict[str, type[SimulatedProcess]] = {
     "rollout": SimulatedRollout,
     **dict.fromkeys(types.SCORERS, SimulatedReward),
     "reference": SimulatedReference,
     "trainer": SimulatedTrainer,
-    "critic": SimulatedCritic,
+    "critic": SimulatedModel,
 }
 
 
@@ -655,7 +652,7 @@ class SimulatedCluster:
         self._nodes: dict[str, str] = {}
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
         self.coordinator_busy = 0.0  # seconds
-        self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # unread by the coordinator
+        self._thread = asyncio.Lock()  # of the coordinator
         units = [unit for unit in instances(config) if unit.rank == 0 or not is_group(config, unit.role)]
         for number, unit in enumerate(units):
             self._nodes[unit.name] = f"node-{number % nodes}"
@@ -674,21 +671,17 @@ class SimulatedCluster:
     def arrive(self, deliver: Callable[[], None], nbytes: int = 0) -> None:
         """Deliver an answer with a payload of `nbytes` to the coordinator. Its one thread handles one answer at a time."""
         seconds = self.costs.coordinator_message + nbytes * self.costs.coordinator_byte
-        if not seconds:
+        if seconds:
+            self.loop.create_task(self._handle(seconds, deliver))
+        else:
             deliver()
-            return
-        self._inbox.append((seconds, deliver))
-        if len(self._inbox) == 1:
-            self.loop.create_task(self._take())
 
-    async def _take(self) -> None:
-        while self._inbox:
-            seconds, deliver = self._inbox[0]
+    async def _handle(self, seconds: float, deliver: Callable[[], None]) -> None:
+        async with self._thread:
             began = self.loop.time()
             await self.cores["node-0"].spend(seconds)
             self.coordinator_busy += self.loop.time() - began
             deliver()
-            self._inbox.popleft()
 
     def kill(self, process: SimulatedProcess) -> None:
         """End a process. Its node starts another incarnation if restarts allow it."""

@@ -10,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -111,7 +112,7 @@ class Toolset:
         self.seconds = seconds
         self.episode: Episode | None = None
         self._calls: dict[str, Any] = {}
-        self._open: list[Any] = []
+        self._open = AsyncExitStack()
         self._servers: list[Any] = []
         for tool in tools:
             if hasattr(tool, "connect"):
@@ -129,14 +130,14 @@ class Toolset:
     async def open(self) -> None:
         """Connect to the servers. Raises their errors."""
         for server in self._servers:
-            self._open.append(connection := await server.connect())
+            connection = await server.connect()
+            self._open.push_async_callback(connection.close)
             for schema in connection.schemas:
                 self._add(schema, partial(connection.call, schema["function"]["name"]))
 
     async def close(self) -> None:
         """Close the connections to the servers."""
-        while self._open:
-            await self._open.pop().close()
+        await self._open.aclose()
 
     async def answers(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Make the tool calls of the policy's message, all at the same time. Returns a message for each call, in order."""
