@@ -59,9 +59,7 @@ def conversations() -> list[ProbeConversation]:
 
 class TemplateRenderer:
     """Renders by the model's chat template, and continues by the difference of two renderings. Methods may run in threads.
-
-    `stop_ids`: tokens that end a reply. `decodes_parts`: parts of a conversation decode to the text of the whole.
-    """
+    `stop_ids`: tokens that end a reply. `decodes_parts`: parts of a conversation decode to the text of the whole."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Literal["auto"] | Format = "auto"):
         """Learn the template's format. `tools`: the format of calls; "auto": the format that the template writes."""

@@ -134,9 +134,7 @@ def calibrate(
     start: Costs, points: Sequence[Mapping[str, Any]], groups: Sequence[GroupRow], simulate: Callable[[Costs], Observed]
 ) -> Calibration:
     """Calibrate on the run with `points` and `groups`. `simulate`: simulates its configuration with given costs, equally long.
-
-    Each round scales every cost by measured / simulated of its phase. The coordinator gets what no phase of a step explains.
-    """
+    Each round scales every cost by measured / simulated of its phase. The coordinator gets what no phase of a step explains."""
     measured = observe(points, groups)
     trained = [group for group in groups if group.step is not None and group.response_tokens and group.prompt_tokens]
     step, sequence = _decode_line(points, start)
