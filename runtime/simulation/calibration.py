@@ -38,12 +38,8 @@ _SCALED: dict[str, tuple[str, ...]] = {
     "weight sync": ("weights_bytes", "swap"),
 }
 _STEP_FIGURES = {"step": "timing/all", "update": "timing/update", "weight sync": "timing/weight_sync"}
-_GROUP_SPANS = {
-    "generation": ("generating", "generated"),
-    "score": ("generated", "scored"),
-    "reference": ("generated", "referenced"),
-    "values": ("generated", "valued"),
-}
+_GROUP_SPANS = {"generation": ("generating", "generated"), "score": ("generated", "scored")}
+_GROUP_SPANS |= {"reference": ("generated", "referenced"), "values": ("generated", "valued")}
 
 
 class Observed(Struct):

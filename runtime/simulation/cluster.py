@@ -609,13 +609,8 @@ class SimulatedTrainer(SimulatedModel, SyncMember):
         await self.in_turn(self.cluster.costs.save)
 
 
-ROLES: dict[str, type[SimulatedProcess]] = {
-    "rollout": SimulatedRollout,
-    **dict.fromkeys(types.SCORERS, SimulatedReward),
-    "reference": SimulatedReference,
-    "trainer": SimulatedTrainer,
-    "critic": SimulatedModel,
-}
+ROLES: dict[str, type[SimulatedProcess]] = dict.fromkeys(types.SCORERS, SimulatedReward)
+ROLES |= {"rollout": SimulatedRollout, "reference": SimulatedReference, "trainer": SimulatedTrainer, "critic": SimulatedModel}
 
 
 class SimulatedCluster:

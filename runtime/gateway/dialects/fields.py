@@ -59,15 +59,8 @@ def event(data: Any, name: str = "") -> bytes:
     return b"".join((head, b"data: ", msgspec.json.encode(data), b"\n\n"))
 
 
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 408: "timeout_error"}
+_KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
 def error_body(refused: Refused, anthropic: bool) -> dict[str, Any]:
