@@ -13,26 +13,32 @@ from sluice.start import own_packages
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from runtime.algorithms.advantages import GroupSums, whiten
-    from runtime.algorithms.interfaces import (
-        AGGREGATIONS,
-        CORRECTIONS,
-        KL_ESTIMATORS,
-        AdvantageInputs,
-        AdvantageOptions,
-        Aggregate,
-        CorrectionOutputs,
-        LossInputs,
-        LossOptions,
-        LossOutputs,
-        advantage,
-        policy_loss,
-    )
-    from runtime.config import Config
-    from runtime.data.handlers import FieldColumns, Fields, Rejected, handler
-    from runtime.errors import UserError
-    from runtime.rewards.rules import GroupContext, RuleContext, group_rule, rule, up_to
-    from runtime.telemetry.summary import Summary
+    from runtime.algorithms.advantages import GroupSums as GroupSums
+    from runtime.algorithms.advantages import whiten as whiten
+    from runtime.algorithms.interfaces import AGGREGATIONS as AGGREGATIONS
+    from runtime.algorithms.interfaces import CORRECTIONS as CORRECTIONS
+    from runtime.algorithms.interfaces import KL_ESTIMATORS as KL_ESTIMATORS
+    from runtime.algorithms.interfaces import AdvantageInputs as AdvantageInputs
+    from runtime.algorithms.interfaces import AdvantageOptions as AdvantageOptions
+    from runtime.algorithms.interfaces import Aggregate as Aggregate
+    from runtime.algorithms.interfaces import CorrectionOutputs as CorrectionOutputs
+    from runtime.algorithms.interfaces import LossInputs as LossInputs
+    from runtime.algorithms.interfaces import LossOptions as LossOptions
+    from runtime.algorithms.interfaces import LossOutputs as LossOutputs
+    from runtime.algorithms.interfaces import advantage as advantage
+    from runtime.algorithms.interfaces import policy_loss as policy_loss
+    from runtime.config import Config as Config
+    from runtime.data.handlers import FieldColumns as FieldColumns
+    from runtime.data.handlers import Fields as Fields
+    from runtime.data.handlers import Rejected as Rejected
+    from runtime.data.handlers import handler as handler
+    from runtime.errors import UserError as UserError
+    from runtime.rewards.rules import GroupContext as GroupContext
+    from runtime.rewards.rules import RuleContext as RuleContext
+    from runtime.rewards.rules import group_rule as group_rule
+    from runtime.rewards.rules import rule as rule
+    from runtime.rewards.rules import up_to as up_to
+    from runtime.telemetry.summary import Summary as Summary
 
 _MODULES = {
     "runtime.algorithms.advantages": ("GroupSums", "whiten"),
@@ -48,36 +54,7 @@ _MODULES = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "AGGREGATIONS",
-    "CORRECTIONS",
-    "KL_ESTIMATORS",
-    "AdvantageInputs",
-    "AdvantageOptions",
-    "Aggregate",
-    "Config",
-    "CorrectionOutputs",
-    "FieldColumns",
-    "Fields",
-    "GroupContext",
-    "GroupSums",
-    "LossInputs",
-    "LossOptions",
-    "LossOutputs",
-    "Rejected",
-    "RuleContext",
-    "Summary",
-    "UserError",
-    "advantage",
-    "group_rule",
-    "handler",
-    "load_config",
-    "policy_loss",
-    "rule",
-    "train",
-    "up_to",
-    "whiten",
-]
+__all__ = sorted([*_HOMES, "load_config", "train"])  # type checkers see what is imported above by its own name
 
 
 def load_config(path: Path | str, *overrides: str) -> Config:

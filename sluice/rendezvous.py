@@ -10,41 +10,25 @@ from collections.abc import Callable
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from sluice.start import RENDEZVOUS
 
 
-class AloneRendezvous(RendezvousHandler):
+class AloneRendezvous(StaticTCPRendezvous):
     """One node, and a store in this process's memory."""
+
+    use_agent_store = False
 
     def __init__(self, parameters: RendezvousParameters):
         """Take torchrun's parameters. Raises ValueError for more than one node: nodes meet at Sluice's coordinator."""
         if parameters.max_nodes != 1:
             fault = f"--nnodes: {parameters.max_nodes}; must be 1 with --rdzv-backend {RENDEZVOUS}"
             raise ValueError(f"{fault}: each node has a torchrun of its own")
-        self._run = parameters.run_id
-        self._closed = False
-
-    def get_backend(self) -> str:
-        return RENDEZVOUS
-
-    def get_run_id(self) -> str:
-        return self._run
+        super().__init__(RENDEZVOUS, 0, 0, 1, parameters.run_id, 0)
 
     def next_rendezvous(self) -> RendezvousInfo:
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(RENDEZVOUS, 0))
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def set_closed(self) -> None:
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:

@@ -44,10 +44,8 @@ def end_early(line: str) -> None:
 
 
 def own_packages() -> None:
-    """Import Sluice's packages from beside this one, whatever packages of these names the path has.
-
-    Raises ImportError if another package of such a name has been imported already.
-    """
+    """Import Sluice's packages from beside this one, whatever packages of these names the path has. Raises ImportError if
+    another package of such a name has been imported already."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
     from pathlib import Path

@@ -31,9 +31,6 @@ from runtime.process import os_process
 from runtime.process.waiting import done_within
 from runtime.sandbox import Box, Sandbox
 
-# ---- Sandboxes
-# Agents open sandboxes through their environment's process. The sandboxes end with the episode that opened them.
-
 LIMITS = ("timeout", "cpu_seconds", "memory", "processes", "disk")
 
 
@@ -53,51 +50,6 @@ def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
     return asked
 
 
-class EpisodeSandboxes:
-    """The sandboxes of all episodes of an environment."""
-
-    def __init__(self, sandbox: Sandbox | None, key: str):
-        """Create without open sandboxes. `key`: the key of the environment's settings."""
-        self._sandbox, self._key = sandbox, key
-        self._boxes: dict[tuple[str, str], Box] = {}  # by episode and name, a number
-        self._opened = 0
-
-    async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
-        """Return the answer, as JSON, to `SandboxHandle` (sluice/agents/episode.py). Raises UserError and ServiceFault."""
-        if what == "sandbox_open":
-            return await self._open(request, fields["spec"])
-        box = self._boxes.get((request.id, fields["name"]))
-        if box is None:
-            raise UserError("episode.sandbox: the sandbox is closed")
-        if what == "sandbox_close":
-            del self._boxes[request.id, fields["name"]]
-            return await box.close()
-        seconds = fields["timeout"]
-        finished = await box.run(
-            fields["command"],
-            stdin=fields["stdin"].encode(),
-            timeout=request.tool_seconds if seconds is None else min(seconds, request.tool_seconds),
-        )
-        found = structs.asdict(finished)
-        return {**found, "stdout": finished.stdout.decode(errors="replace"), "stderr": finished.stderr.decode(errors="replace")}
-
-    async def _open(self, request: EpisodeRequest, spec: Mapping[str, Any]) -> str:
-        if self._sandbox is None:
-            raise UserError(f"episode.sandbox: there is none; set {self._key}.sandbox")
-        asked = stricter(self._sandbox, spec)
-        url = urlsplit(request.base_url)
-        box = Box(asked, (str(url.hostname), url.port or 0) if asked.network == "gateway" else None)
-        await box.__aenter__()
-        self._opened += 1
-        self._boxes[request.id, str(self._opened)] = box
-        return str(self._opened)
-
-    async def forget(self, episode: str) -> None:
-        """Close the sandboxes that the episode has left open."""
-        for key in [key for key in self._boxes if key[0] == episode]:
-            await self._boxes.pop(key).close()
-
-
 SCRIPT = Path(sluice.__file__).parent / "agents" / "worker.py"
 MESSAGE = 1 << 16  # bytes of a message of the nursery, at most
 LINE = 64 << 20  # bytes of a message of a worker, at most
@@ -109,7 +61,7 @@ class AgentWorkers:
     def __init__(self, key: str, settings: Environment, variables: Mapping[str, str]):
         """Create without processes. `key`: of the settings. `variables`: the whole environment of the agents' processes."""
         self._key, self._settings, self._variables = key, settings, variables
-        self._sandboxes = EpisodeSandboxes(settings.sandbox, key)
+        self._opened = 0  # sandboxes so far
         self._room = asyncio.Semaphore(settings.concurrency)
         self._forking = asyncio.Lock()
         self._workers: list[_AgentProcess] = []
@@ -138,7 +90,7 @@ class AgentWorkers:
                 preexec_fn=os_process.before_exec,
                 start_new_session=True,
             )
-        asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_nursery_message)
+        self.spawn(self._follow_nursery())
         if not await done_within(asyncio.wait({self._ready}), settings.budgets.setup):
             late = f"was not imported within budgets.setup, {settings.budgets.setup:g} s"
             raise UserError(f"{self._key}.run: {settings.run} {late}")
@@ -150,7 +102,6 @@ class AgentWorkers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if hasattr(self, "_nursery"):
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
             for worker in list(self._workers):
                 self._kill(worker)
             self._control.close()  # the nursery then ends
@@ -177,7 +128,7 @@ class AgentWorkers:
                 elif not over:
                     self.lose(worker, "one of its episodes was withdrawn")
                 worker.episodes.pop(request.id, None)
-                self._spawn(self._sandboxes.forget(request.id))  # a task: a closed generator must not await
+                self.spawn(playing.close())  # a task: a closed generator must not await
 
     def end(self, episode: str) -> None:
         """Ask the agent to stop. The reward that it has earned is scored."""
@@ -218,7 +169,7 @@ class AgentWorkers:
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE)
         worker = _AgentProcess(self._starting.result(), reader, writer, self)
         self._workers.append(worker)
-        self._spawn(worker.run())
+        self.spawn(worker.run())
         return worker
 
     def _kill(self, worker: _AgentProcess) -> None:
@@ -233,58 +184,82 @@ class AgentWorkers:
             for playing in worker.episodes.values():
                 playing.events.put_nowait(EpisodeEvent(end=EpisodeEnd(failure="infrastructure", reason=why)))
 
-    def _on_nursery_message(self) -> None:
-        """Handle a message of the nursery."""
-        try:
-            data = self._control.recv(MESSAGE)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
-            if not self._ready.done():
-                self._ready.set_result("its process ended")
-            if not self.ended.done():
-                self.ended.set_exception(ServiceFault(self._key, "run", "the process that starts the workers has ended"))
-            return
-        message = json.loads(data)
+    async def _follow_nursery(self) -> None:
+        """Handle the messages of the nursery until it ends."""
+        with suppress(OSError):
+            while data := await asyncio.get_running_loop().sock_recv(self._control, MESSAGE):
+                self._on_nursery_message(json.loads(data))
+        if not self._ready.done():
+            self._ready.set_result("its process ended")
+        if not self.ended.done():
+            self.ended.set_exception(ServiceFault(self._key, "run", "the process that starts the workers has ended"))
+
+    def _on_nursery_message(self, message: Mapping[str, Any]) -> None:
         if "started" in message and self._starting is not None and not self._starting.done():
             self._starting.set_result(message["started"])
         elif "ended" in message:
             worker = next((each for each in self._workers if each.pid == message["ended"]), None)
             if worker is not None:
-                worker.ended.set_result(why := f"its process ended with {_in_words(message['code'])}")
+                code = message["code"]
+                why = f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+                worker.ended.set_result(why)
                 # The worker's last messages come by another socket. A process that it left behind may keep this socket open.
                 asyncio.get_running_loop().call_later(timeouts.PROCESS_END, self.lose, worker, why)
         elif not self._ready.done():
             self._ready.set_result(message.get("failed", ""))
 
-    def answer(self, worker: _AgentProcess, message: Mapping[str, Any]) -> None:
-        """Answer the request of an agent, in a task."""
-        self._spawn(self._answer(worker, dict(message)))
-
-    async def _answer(self, worker: _AgentProcess, message: dict[str, Any]) -> None:
+    async def answer(self, worker: _AgentProcess, message: dict[str, Any]) -> None:
+        """Answer the request of an agent."""
         number, playing, what = message.pop("ask"), worker.episodes.get(message.pop("episode")), message.pop("what")
         if playing is None:
             return  # the episode is over
         try:
-            worker.write({"answer": number, "found": await self._sandboxes.answer(playing.request, what, message)})
+            worker.write({"answer": number, "found": await self._sandbox(playing, what, message)})
         except Exception as error:  # noqa: BLE001 - the agent receives the error
             worker.write({"answer": number, "failed": f"{type(error).__name__}: {error}"})
 
-    def _spawn(self, work: Any) -> None:
+    async def _sandbox(self, playing: _PlayedEpisode, what: str, fields: Mapping[str, Any]) -> Any:
+        """Return the answer, as JSON, to `SandboxHandle` (sluice/agents/episode.py). Raises UserError and ServiceFault."""
+        if what == "sandbox_open":
+            return await self._open_sandbox(playing, fields["spec"])
+        if (box := playing.boxes.get(fields["name"])) is None:
+            raise UserError("episode.sandbox: the sandbox is closed")
+        if what == "sandbox_close":
+            del playing.boxes[fields["name"]]
+            return await box.close()
+        seconds, most = fields["timeout"], playing.request.tool_seconds
+        timeout = most if seconds is None else min(seconds, most)
+        finished = await box.run(fields["command"], stdin=fields["stdin"].encode(), timeout=timeout)
+        texts = {name: getattr(finished, name).decode(errors="replace") for name in ("stdout", "stderr")}
+        return {**structs.asdict(finished), **texts}
+
+    async def _open_sandbox(self, playing: _PlayedEpisode, spec: Mapping[str, Any]) -> str:
+        if self._settings.sandbox is None:
+            raise UserError(f"episode.sandbox: there is none; set {self._key}.sandbox")
+        asked, url = stricter(self._settings.sandbox, spec), urlsplit(playing.request.base_url)
+        box = Box(asked, (str(url.hostname), url.port or 0) if asked.network == "gateway" else None)
+        await box.__aenter__()
+        self._opened += 1
+        playing.boxes[str(self._opened)] = box
+        return str(self._opened)
+
+    def spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 class _PlayedEpisode:
-    """An episode in a worker."""
+    """An episode in a worker, and the sandboxes that its agent has open."""
 
     def __init__(self, request: EpisodeRequest):
         self.request, self.phase = request, "setup"
         self.events: asyncio.Queue[EpisodeEvent] = asyncio.Queue()
+        self.boxes: dict[str, Box] = {}
+
+    async def close(self) -> None:
+        while self.boxes:
+            await self.boxes.popitem()[1].close()
 
 
 class _AgentProcess:
@@ -300,7 +275,13 @@ class _AgentProcess:
         """Read the worker's messages until it ends. An invalid message also loses the worker."""
         try:
             while line := await self._reader.readline():
-                self._on_message(json.loads(line))
+                message = json.loads(line)
+                if "ask" in message:
+                    self._owner.spawn(self._owner.answer(self, message))
+                elif (playing := self.episodes.get(message.pop("episode", ""))) is not None:
+                    event = msgspec.convert(message, EpisodeEvent)
+                    playing.phase = event.phase or playing.phase
+                    playing.events.put_nowait(event)
             why = "its process ended"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"its process sent an invalid message: {str(error)[:200]}"
@@ -308,14 +289,6 @@ class _AgentProcess:
             self._writer.close()
         known = await done_within(asyncio.wait({self.ended}), timeouts.AGENT_LAST_WORD)
         self._owner.lose(self, self.ended.result() if known else why)
-
-    def _on_message(self, message: dict[str, Any]) -> None:
-        if "ask" in message:
-            self._owner.answer(self, message)
-        elif (playing := self.episodes.get(message.pop("episode", ""))) is not None:
-            event = msgspec.convert(message, EpisodeEvent)
-            playing.phase = event.phase or playing.phase
-            playing.events.put_nowait(event)
 
     async def next_event(self, playing: _PlayedEpisode) -> EpisodeEvent:
         """Return the next event within the time of its phase. The gateway limits the time of phase `run`."""
@@ -345,7 +318,3 @@ class _AgentProcess:
     def write(self, message: Mapping[str, Any]) -> None:
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
-
-
-def _in_words(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -28,7 +28,7 @@ from runtime.gateway.conversation import TOO_LONG, Completion, OnText, PolicyCal
 from runtime.gateway.episodes import GatewayEpisode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.gateway.tool_calls import without_start_of
+from runtime.gateway.tool_calls import CLOSE, without_start_of
 from runtime.types import GroupRequest, PolicyVersion, RoutedExperts, RunEpisodesRequest, Sample, SamplingParams, TokenSets
 
 T = TypeVar("T")
@@ -73,8 +73,8 @@ class PolicyCalls:
             keep=True,
         )
         episode.calls += 1
-        stops = call.stop if call.parallel_tool_calls else (*call.stop, self._renderer.end_of_call())
-        stops = tuple(filter(None, stops))
+        one_call = not call.parallel_tool_calls and self._renderer.form == "hermes"
+        stops = (*call.stop, CLOSE) if one_call else call.stop
         try:
             if stops or on_text is not None:
                 each = partial(on_text, call_id) if on_text is not None else None

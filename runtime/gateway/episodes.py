@@ -82,11 +82,10 @@ class GatewayEpisode:
 
     def enter(self, phase: str) -> None:
         """Enter `phase` ("": none). Record a span of this process for the phase before."""
-        now = time.monotonic()
         self.calls_tools()
         if self._phase:
-            self.trace(self._phase, self._since, now, self._player)
-        self._phase, self._since = phase, now
+            self.trace(self._phase, self._since, self._player)
+        self._phase, self._since = phase, time.monotonic()
 
     @property
     def _player(self) -> str:
@@ -95,20 +94,20 @@ class GatewayEpisode:
 
     def calls_tools(self, names: Iterable[str] = ()) -> None:
         """Note that the policy called these tools. Record a span for the tools that it called before: they are done now."""
-        now = time.monotonic()
         if self._tools:
-            self.trace(spans.TOOL, self._tools_since, now, f"{self._player}: {self._tools}")
-        self._tools, self._tools_since = ", ".join(dict.fromkeys(names)), now
+            self.trace(spans.TOOL, self._tools_since, f"{self._player}: {self._tools}")
+        self._tools, self._tools_since = ", ".join(dict.fromkeys(names)), time.monotonic()
 
     def begin(self) -> None:
         """Enter the phase "run", unless the player has reported a phase."""
         if not self._phase:
             self.enter("run")
 
-    def trace(self, name: str, start: float, end: float, who: str) -> None:
-        """Record a span of the episode, in seconds of time.monotonic. An episode without a group has no spans."""
+    def trace(self, name: str, start: float, who: str) -> None:
+        """Record a span of the episode from `start`, of time.monotonic, to now. An episode without a group has no spans."""
         if self.request is not None:
-            spans.log.add(name, start, end, spans.EPISODES, self.request.group_id, detail=f"{self.index} {who}")
+            group, detail = self.request.group_id, f"{self.index} {who}"
+            spans.log.add(name, start, time.monotonic(), spans.EPISODES, group, detail=detail)
 
     @property
     def over(self) -> bool:
@@ -173,7 +172,8 @@ class Episodes:
         self._rewarded = bool(rewards.rules or rewards.remote or rewards.model)  # besides the rewards of the players
         self._waiting: deque[tuple[EpisodeRun, int]] = deque()  # tasks without a player
         self._task_came = asyncio.Event()  # set when such a task comes
-        self._asked = self._warns = False  # a program has asked for a task; a warning that none did is scheduled
+        self._asked = False  # a program has asked for a task
+        self._warning: asyncio.TimerHandle | None = None  # that none did
         self.players: Callable[[EpisodeRun, int], Awaitable[None]] | None = None
         """Plays one of a group's episodes if its task names an environment."""
         self._open: dict[str, GatewayEpisode] = {}
@@ -193,9 +193,7 @@ class Episodes:
         timer = loop.call_later(self._seconds, self._expire, group)
         self._waiting.extend((group, index) for index in range(request.n))
         self._task_came.set()
-        if not self._warns:
-            self._warns = True
-            loop.call_later(timeouts.NO_PROGRAM_ASKS, self._warn_unasked)
+        self._warning = self._warning or loop.call_later(timeouts.NO_PROGRAM_ASKS, self._warn_unasked)
         try:
             return await group.done
         finally:  # also if the coordinator withdraws the group
@@ -377,7 +375,7 @@ class Episodes:
             raise
         finally:
             self.counts["under_way"] -= 1
-            episode.trace(spans.POLICY, began, time.monotonic(), episode.rollout)
+            episode.trace(spans.POLICY, began, episode.rollout)
         known = {tool.name for tool in call.tools}
         called = (tool.name for reply in completion.replies for tool in reply.message.tool_calls)
         episode.calls_tools(name if name in known else "unknown" for name in called)

@@ -276,10 +276,8 @@ def payload_of(
     group_id: int, episodes: Sequence[EpisodeGraph], task: np.ndarray
 ) -> tuple[GroupPayload, tuple[PolicyVersion, PolicyVersion] | None]:
     """Return the payload of a group's episodes, and the oldest and newest version of the trained tokens (None: no such tokens).
-
     An episode without calls becomes a row of `task` (int32, the rendered task) without trained tokens. The prompt is the common
-    prefix of all rows. It ends before the first token that the model wrote and before the last token of each row.
-    """
+    prefix of all rows. It ends before the first token that the model wrote and before the last token of each row."""
     played = [episode.branches() for episode in episodes]
     sampled = [branch.versions[branch.loss_mask != 0] for branches in played for branch in branches]
     versions = np.concatenate([np.zeros(0, np.int64), *sampled])

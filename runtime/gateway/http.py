@@ -1,5 +1,4 @@
-"""The HTTP server of a gateway, by aiohttp: routes, keys, limits, errors and streams. `dialects` parses requests, `episodes`
-answers them."""
+"""The HTTP server of a gateway: routes, keys, limits, errors and streams. `dialects` parses requests, `episodes` answers."""
 
 from __future__ import annotations
 

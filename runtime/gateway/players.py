@@ -20,10 +20,10 @@ import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from runtime import timeouts
-from runtime.config import Config, Environment, Slow
+from runtime.config import Config, Environment
 from runtime.environments.messages import STOP_REASONS, EnvironmentDescription, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
@@ -53,19 +53,6 @@ class EnvironmentPort(Protocol):
 
     async def describe(self, seconds: float) -> EnvironmentDescription:
         """Return the description once the process answers. Raises Unreachable if it does not within `seconds`."""
-
-
-Late = Literal["wait", "truncate", "leave out", "repeat"]
-
-
-def late(slow: Slow, others: int, repeats_left: int) -> Late:
-    """Decide about a late episode. `others`: ended episodes of its group that are trained on. `repeats_left`: how often it may
-    be played again."""
-    if slow == "shrink":
-        return "leave out" if others >= 2 else "truncate"
-    if slow == "retry":
-        return "repeat" if repeats_left > 0 else "leave out"
-    return slow
 
 
 class _Attempt:
@@ -98,14 +85,17 @@ class _Attempt:
 
     def be_late(self) -> None:
         """Handle a late episode: its deadline has passed, or the trainer waits only for its group."""
+        slow = self.settings.slow
         ended = sum(each.over and not each.left_out for each in self.group.episodes.values())
-        what = late(self.settings.slow, ended, self.repeats_left)
-        if what == "truncate" and self.runs and self._cancelling is None:
-            self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
-            patience = self.settings.budgets.scoring + 2 * timeouts.AGENT_CLEANUP + timeouts.EPISODE_END
-            self._later(patience, lambda: self.decide(TIMED_OUT))
-        elif what in ("repeat", "leave out") or (what == "truncate" and not self.runs):
-            self.repeat = what == "repeat"
+        if slow == "truncate" or (slow == "shrink" and ended < 2):
+            if not self.runs:
+                self.decide(EpisodeEnd(left_out=True, reason="slow"))
+            elif self._cancelling is None:
+                self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
+                patience = self.settings.budgets.scoring + 2 * timeouts.AGENT_CLEANUP + timeouts.EPISODE_END
+                self._later(patience, lambda: self.decide(TIMED_OUT))
+        elif slow != "wait":
+            self.repeat = slow == "retry" and self.repeats_left > 0
             self.decide(EpisodeEnd(left_out=True, reason="slow"))
 
     async def _cancel(self) -> None:

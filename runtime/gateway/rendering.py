@@ -58,11 +58,8 @@ def conversations() -> list[ProbeConversation]:
 
 
 class TemplateRenderer:
-    """Renders by the model's chat template. The difference between two renderings continues a conversation. Every method may
-    run in a thread beside others.
-
-    `stop_ids`: tokens that end a reply. `decodes_parts`: parts of a conversation decode to the text of the whole.
-    """
+    """Renders by the model's chat template, and continues by the difference of two renderings. Methods may run in threads.
+    `stop_ids`: tokens that end a reply. `decodes_parts`: parts of a conversation decode to the text of the whole."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Literal["auto"] | Format = "auto"):
         """Learn the template's format. `tools`: the format of calls; "auto": the format that the template writes."""
@@ -194,10 +191,6 @@ class TemplateRenderer:
         text = tool_calls.write(message, self.form)
         text = text.removeprefix(f"{THINK}\n") if self._opened else text
         return [*self.encode(prefix + text), self.stop_ids[0] if self._close_id is None else self._close_id]
-
-    def end_of_call(self) -> str:
-        """Return the text that ends a tool call; "" if a call ends with the reply."""
-        return tool_calls.CLOSE if self.form == "hermes" else ""
 
     def _split(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray) -> tuple[str, str]:
         """Return the reasoning and the text of a reply."""

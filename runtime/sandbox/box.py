@@ -145,8 +145,7 @@ _OTHER_ABI = 0x40000000  # the first of x86-64's calls with 32-bit pointers
 
 
 def system_calls(processor: str) -> bytes:
-    """Return a seccomp program. It refuses the calls of `_REFUSED`, user namespaces (a program could mount in them), and all
-    sockets except `_FAMILIES`."""
+    """Return a seccomp program, which refuses `_REFUSED`, user namespaces (they allow mounts) and sockets but `_FAMILIES`."""
     audit, clone, clone3, socket, refused = _REFUSED[processor]
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     program += _answer(_AT_LEAST, _OTHER_ABI, _ENOSYS)
@@ -172,11 +171,9 @@ SHOWN = 300  # characters of a runtime's error output in a message
 
 
 class Finished(Struct, frozen=True):
-    """A command that has ended, together with every process that it started.
-
-    `code`: the exit code, or -N after signal N. `reason`: the exceeded limit (timeout, cpu, memory, processes or disk); "lost"
-    if the sandbox was lost with the command and accepts no more commands; else "".
-    """
+    """A command that has ended, together with every process that it started. `code`: the exit code, or -N after signal N.
+    `reason`: the exceeded limit (timeout, cpu, memory, processes or disk); "lost" if the sandbox was lost with the command and
+    accepts no more commands; else ""."""
 
     code: int
     stdout: bytes = b""
@@ -185,11 +182,9 @@ class Finished(Struct, frozen=True):
 
 
 class Box:
-    """`async with Box(sandbox) as box: await box.run(...)`. Belongs to one event loop.
-
-    `gateway`: with `network: gateway`, the host and port that programs reach at the same port of 127.0.0.1. Entering raises
-    ServiceFault if the sandbox cannot be started; `check` finds the reason beforehand.
-    """
+    """`async with Box(sandbox) as box: await box.run(...)`. Belongs to one event loop. `gateway`: with `network: gateway`, the
+    host and port that programs reach at the same port of 127.0.0.1. Entering raises ServiceFault if the sandbox cannot be
+    started; `check` finds the reason beforehand."""
 
     def __init__(self, sandbox: Sandbox, gateway: tuple[str, int] | None = None):
         assert bool(gateway) == (sandbox.network == "gateway"), "a gateway is needed for network: gateway, and only then"

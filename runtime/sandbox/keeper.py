@@ -96,8 +96,7 @@ def kill_others() -> None:
 
 
 def usage() -> tuple[float, int, int]:
-    """Return seconds of processor time, bytes and threads of all of them. Mapped files are not counted. A page that two
-    processes share is counted twice."""
+    """Return their seconds of processor time, bytes without mapped files, and threads. Shared pages count for each."""
     ticks = kilobytes = threads = 0
     for pid in others():
         try:
@@ -130,109 +129,103 @@ def stored(home: str) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------ a command
 
 
-class Keeper:
-    """Runs commands under limits. `settings`: uid, look (seconds), home, packages, and the limits memory, processes, threads
-    and disk; 0: none."""
+def run_command(settings: dict[str, bytes], command: list[bytes]) -> None:
+    """Run one command and answer. `settings`: look (seconds), home, packages, and memory, processes, threads, disk (0: any)."""
+    inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        _become(settings, (inward[0], outward[1], errors[1]), command)
+    for end in (inward[0], outward[1], errors[1]):
+        os.close(end)
+    kept = {outward[0]: bytearray(), errors[0]: bytearray()}
+    reason = _watch(settings, child, inward[1], command, kept)
+    code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    kill_others()
+    for end in kept:  # data left in the pipes; no process holds the other ends now
+        while data := os.read(end, 1 << 16):
+            keep(data, kept[end], int(command[4]))
+        os.close(end)
+    reason = reason or ("cpu" if code == -_SIGXCPU else "")
+    send(ANSWER.pack(code, REASONS.index(reason), *map(len, kept.values())) + b"".join(kept.values()))
 
-    def __init__(self, settings: dict[str, bytes]):
-        self._home = settings["home"].decode()
-        self._packages = settings["packages"].decode()
-        self._look = float(settings["look"])
-        self._most = {name: int(settings[name]) for name in ("memory", "processes", "threads", "disk")}
 
-    def run_command(self, command: list[bytes]) -> None:
-        """Run one command and answer."""
-        inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
-        child = os.fork()
-        if not child:
-            self._become((inward[0], outward[1], errors[1]), command)
-        for end in (inward[0], outward[1], errors[1]):
-            os.close(end)
-        kept = {outward[0]: bytearray(), errors[0]: bytearray()}
-        reason = self._watch(child, inward[1], command, kept)
-        code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        kill_others()
-        for end in kept:  # data left in the pipes; no process holds the other ends now
-            while data := os.read(end, 1 << 16):
-                keep(data, kept[end], int(command[4]))
-            os.close(end)
-        reason = reason or ("cpu" if code == -_SIGXCPU else "")
-        send(ANSWER.pack(code, REASONS.index(reason), *map(len, kept.values())) + b"".join(kept.values()))
+def _become(settings: dict[str, bytes], ends: tuple[int, int, int], command: list[bytes]) -> None:
+    """Become the command in the child process, or run its source in this interpreter and exit."""
+    os.setsid()
+    for number, end in enumerate(ends):
+        os.dup2(end, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(settings["home"])
+    limit(resource.RLIMIT_CPU, int(float(command[1])) + 1, 1)
+    limit(resource.RLIMIT_DATA, int(settings["memory"]))
+    limit(resource.RLIMIT_FSIZE, int(settings["disk"]))
+    limit(resource.RLIMIT_NOFILE, DESCRIPTORS)
+    limit(resource.RLIMIT_CORE, 0)
+    if processes := int(settings["processes"]):
+        limit(resource.RLIMIT_NPROC, processes)
+    source, arguments = command[3], command[5:]
+    if source:
+        sys.argv = [argument.decode() for argument in arguments]
+        sys.path.append(settings["packages"].decode())
+        exec(compile(source, "main", "exec"), {"__name__": "__main__"})
+        sys.exit()
+    import _signal  # type: ignore[import-not-found]  # the base of `signal`, without its enumerations
 
-    def _become(self, ends: tuple[int, int, int], command: list[bytes]) -> None:
-        """Become the command in the child process, or run its source in this interpreter and exit."""
-        os.setsid()
-        for number, end in enumerate(ends):
-            os.dup2(end, number)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        os.chdir(self._home)
-        limit(resource.RLIMIT_CPU, int(float(command[1])) + 1, 1)
-        limit(resource.RLIMIT_DATA, self._most["memory"])
-        limit(resource.RLIMIT_FSIZE, self._most["disk"])
-        limit(resource.RLIMIT_NOFILE, DESCRIPTORS)
-        limit(resource.RLIMIT_CORE, 0)
-        if self._most["processes"]:
-            limit(resource.RLIMIT_NPROC, self._most["processes"])
-        source, arguments = command[3], command[5:]
-        if source:
-            sys.argv = [argument.decode() for argument in arguments]
-            sys.path.append(self._packages)
-            exec(compile(source, "main", "exec"), {"__name__": "__main__"})
-            sys.exit()
-        import _signal  # type: ignore[import-not-found]  # the base of `signal`, without its enumerations
+    for ignored in (_SIGPIPE, _SIGXFSZ):  # Python ignores these signals; the command would inherit that
+        _signal.signal(ignored, _signal.SIG_DFL)
+    try:
+        os.execvp(arguments[0], arguments)
+    except OSError as error:
+        os.write(2, f"{arguments[0].decode()}: {error.strerror}\n".encode())
+        os._exit(_NOT_RUN)
 
-        for ignored in (_SIGPIPE, _SIGXFSZ):  # Python ignores these signals; the command would inherit that
-            _signal.signal(ignored, _signal.SIG_DFL)
-        try:
-            os.execvp(arguments[0], arguments)
-        except OSError as error:
-            os.write(2, f"{arguments[0].decode()}: {error.strerror}\n".encode())
-            os._exit(_NOT_RUN)
 
-    def _watch(self, child: int, inward: int, command: list[bytes], kept: dict[int, bytearray]) -> str:
-        """Feed and read the command. Return "" once `child` has ended, or the name of an exceeded limit."""
-        ended, left = os.pidfd_open(child), memoryview(command[2])
-        deadline, cpu = now() + float(command[0]), float(command[1]) + sum(os.times()[2:4])
-        heard, due, reason = set(kept), now() + self._look, ""
-        os.set_blocking(inward, False)
-        while not reason:
-            if not left and inward:
-                os.close(inward)
-                inward = 0
-            readable, writable, _ = select.select([0, ended, *heard], [inward] if inward else [], [], self._look)
-            if 0 in readable:  # no message comes while a command runs: the input has ended
-                raise EOFError
-            for end in heard & set(readable):
-                if data := os.read(end, 1 << 16):
-                    keep(data, kept[end], int(command[4]))
-                else:
-                    heard.discard(end)
-            if writable:
-                try:
-                    left = left[os.write(inward, left[: 1 << 16]) :]
-                except BrokenPipeError:  # the command has closed its input
-                    left = left[:0]
-            if ended in readable:
-                break
-            if now() >= due:
-                reason, due = self._exceeded_limit(deadline, cpu), now() + self._look
-        os.close(ended)
-        if inward:
+def _watch(settings: dict[str, bytes], child: int, inward: int, command: list[bytes], kept: dict[int, bytearray]) -> str:
+    """Feed and read the command. Return "" once `child` has ended, or the name of an exceeded limit."""
+    ended, left = os.pidfd_open(child), memoryview(command[2])
+    deadline, cpu = now() + float(command[0]), float(command[1]) + sum(os.times()[2:4])
+    look, heard, reason = float(settings["look"]), set(kept), ""
+    due = now() + look
+    os.set_blocking(inward, False)
+    while not reason:
+        if not left and inward:
             os.close(inward)
-        return reason
+            inward = 0
+        readable, writable, _ = select.select([0, ended, *heard], [inward] if inward else [], [], look)
+        if 0 in readable:  # no message comes while a command runs: the input has ended
+            raise EOFError
+        for end in heard & set(readable):
+            if data := os.read(end, 1 << 16):
+                keep(data, kept[end], int(command[4]))
+            else:
+                heard.discard(end)
+        if writable:
+            try:
+                left = left[os.write(inward, left[: 1 << 16]) :]
+            except BrokenPipeError:  # the command has closed its input
+                left = left[:0]
+        if ended in readable:
+            break
+        if now() >= due:
+            reason, due = _exceeded_limit(settings, deadline, cpu), now() + look
+    os.close(ended)
+    if inward:
+        os.close(inward)
+    return reason
 
-    def _exceeded_limit(self, deadline: float, cpu: float) -> str:
-        """Return the name of an exceeded limit, or ""."""
-        seconds, resident, threads = usage()
-        size, files = stored(self._home)
-        passed = {
-            "timeout": now() >= deadline,
-            "cpu": seconds >= cpu,
-            "memory": resident > self._most["memory"],
-            "processes": threads > self._most["threads"],
-            "disk": size > self._most["disk"] or files > FILES,
-        }
-        return next((reason for reason, is_so in passed.items() if is_so), "")
+
+def _exceeded_limit(settings: dict[str, bytes], deadline: float, cpu: float) -> str:
+    """Return the name of an exceeded limit, or ""."""
+    seconds, resident, threads = usage()
+    size, files = stored(settings["home"].decode())
+    passed = {
+        "timeout": now() >= deadline,
+        "cpu": seconds >= cpu,
+        "memory": resident > int(settings["memory"]),
+        "processes": threads > int(settings["threads"]),
+        "disk": size > int(settings["disk"]) or files > FILES,
+    }
+    return next((reason for reason, is_so in passed.items() if is_so), "")
 
 
 def limit(kind: int, amount: int, more: int = 0) -> None:
@@ -276,7 +269,7 @@ def main() -> None:
     send(LENGTH.pack(0))
     try:
         while True:
-            Keeper(settings).run_command(receive())
+            run_command(settings, receive())
     except EOFError:
         if os.getpid() != keeper:  # a command's source raised it
             raise

@@ -38,12 +38,8 @@ _SCALED: dict[str, tuple[str, ...]] = {
     "weight sync": ("weights_bytes", "swap"),
 }
 _STEP_FIGURES = {"step": "timing/all", "update": "timing/update", "weight sync": "timing/weight_sync"}
-_GROUP_SPANS = {
-    "generation": ("generating", "generated"),
-    "score": ("generated", "scored"),
-    "reference": ("generated", "referenced"),
-    "values": ("generated", "valued"),
-}
+_GROUP_SPANS = {"generation": ("generating", "generated"), "score": ("generated", "scored")}
+_GROUP_SPANS |= {"reference": ("generated", "referenced"), "values": ("generated", "valued")}
 
 
 class Observed(Struct):
@@ -64,8 +60,7 @@ class Calibration(Struct):
 
 
 def observe(points: Sequence[Mapping[str, Any]], groups: Iterable[GroupRow]) -> Observed:
-    """Compute the figures of a run. `points`: the metrics of its steps in order. Leaves out the first tenth. Raises UserError
-    for fewer than `LEAST` steps."""
+    """Compute the figures of a run from its steps' metrics, without the first tenth. Raises UserError for too few steps."""
     steps = [point for point in points if "timing/all" in point]
     if len(steps) < LEAST:
         raise UserError(f"{len(steps)} steps are too few to measure anything: at least {LEAST} are needed")
@@ -98,8 +93,7 @@ def _spans(groups: Sequence[GroupRow]) -> dict[str, float]:
 
 
 def assumed(config: Config, device: str, cores: int, parameters: float = 0.0) -> Costs:
-    """Estimate costs from the model's number of parameters; 0: the configuration's model. `device`: `cpu` or `device`, each
-    with a typical speed."""
+    """Estimate costs from the number of parameters; 0: the configuration's model. `device`: `cpu` or `device`."""
     parameters, trainer = parameters or _parameters(config), config.services.trainer.processes
     fleet = next(iter(fleets(config).values()))
     reference = config.services.reference.processes if is_group(config, "reference") else 1
@@ -136,10 +130,7 @@ def calibrate(
     start: Costs, points: Sequence[Mapping[str, Any]], groups: Sequence[GroupRow], simulate: Callable[[Costs], Observed]
 ) -> Calibration:
     """Calibrate on the run with `points` and `groups`. `simulate`: simulates its configuration with given costs, equally long.
-
-    Each round scales every cost by measured / simulated of its phase. The coordinator gets the rest of a step that no phase
-    explains.
-    """
+    Each round scales every cost by measured / simulated of its phase. The coordinator gets what no phase of a step explains."""
     measured = observe(points, groups)
     trained = [group for group in groups if group.step is not None and group.response_tokens and group.prompt_tokens]
     step, sequence = _decode_line(points, start)

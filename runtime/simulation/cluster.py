@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,16 +30,11 @@ from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, LogprobReq
 from runtime.weights.plan import GroupAddress, Manifest
 
 # ---- Process
-#
-# A simulated process of a role, as the coordinator sees it: the port, the connection, and their faults.
-#
-# ::
+# A simulated process of a role, as the coordinator sees it. A stopped process keeps its connection, and does nothing until it
+# goes on. A process that ends breaks its connection; the coordinator sees that after the link's delay.
 #
 #     coordinator ── post ──► link (delay, in order) ──► handler named after the command ──► link ──► answer
 #                      └── the command's deadline: Unanswered; of a group of ranks, its loss
-#
-# A stopped process keeps its connection, and does nothing until it goes on. A process that ends breaks its connection; the
-# coordinator sees that after the link's delay.
 
 _ASKED: dict[type, str] = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
 BYTES = 8  # of a payload for each token: the token and its log-probability
@@ -257,7 +251,6 @@ class SimulatedProcess:
 
 
 # ---- Weights
-#
 # A weight sync: an epoch's members meet, a version travels, and each member's progress is recorded.
 
 
@@ -382,7 +375,6 @@ class SyncMember(SimulatedProcess):
 
 
 # ---- Roles
-#
 # Handlers of commands by role, with their times. A group's payload has only its id and versions, as the checks need them. Only
 # evaluations read replies, so their payloads are whole.
 
@@ -424,8 +416,6 @@ class SimulatedRollout(SyncMember):
         finally:
             if left:
                 self.engine.withdraw(owner)
-        if seconds := max(self.cluster.costs.tools.draw(chance) for _ in lengths):
-            await asyncio.sleep(seconds)
         return self._answer(request, lengths, oldest, newest)
 
     def _serving(self) -> PolicyVersion:
@@ -563,6 +553,10 @@ class SimulatedModel(SimulatedProcess):
         self.state = msgspec.json.decode(path.read_bytes(), type=ModelState)
         await self.in_turn(self.cluster.costs.save)
 
+    async def values(self, request: ValueRequest) -> bytes:
+        await self.in_turn(self.cluster.costs.reference_token * request.tokens)
+        return request.payload
+
     async def begin_step(self, command: commands.BeginStep) -> None:
         await self.in_turn(0.0)
 
@@ -616,19 +610,8 @@ class SimulatedTrainer(SimulatedModel, SyncMember):
         await self.in_turn(self.cluster.costs.save)
 
 
-class SimulatedCritic(SimulatedModel):
-    async def values(self, request: ValueRequest) -> bytes:
-        await self.in_turn(self.cluster.costs.reference_token * request.tokens)
-        return request.payload
-
-
-ROLES: dict[str, type[SimulatedProcess]] = {
-    "rollout": SimulatedRollout,
-    **dict.fromkeys(types.SCORERS, SimulatedReward),
-    "reference": SimulatedReference,
-    "trainer": SimulatedTrainer,
-    "critic": SimulatedCritic,
-}
+ROLES: dict[str, type[SimulatedProcess]] = dict.fromkeys(types.SCORERS, SimulatedReward)
+ROLES |= {"rollout": SimulatedRollout, "reference": SimulatedReference, "trainer": SimulatedTrainer, "critic": SimulatedModel}
 
 
 class SimulatedCluster(RunSupervisor):
@@ -664,7 +647,7 @@ class SimulatedCluster(RunSupervisor):
         self._nodes: dict[str, str] = {}
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
         self.coordinator_busy = 0.0  # seconds
-        self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # unread by the coordinator
+        self._thread = asyncio.Lock()  # of the coordinator
         units = [unit for unit in instances(config) if unit.rank == 0 or not is_group(config, unit.role)]
         for number, unit in enumerate(units):
             self._nodes[unit.name] = f"node-{number % nodes}"
@@ -683,21 +666,17 @@ class SimulatedCluster(RunSupervisor):
     def arrive(self, deliver: Callable[[], None], nbytes: int = 0) -> None:
         """Deliver an answer with a payload of `nbytes` to the coordinator. Its one thread handles one answer at a time."""
         seconds = self.costs.coordinator_message + nbytes * self.costs.coordinator_byte
-        if not seconds:
+        if seconds:
+            self.loop.create_task(self._handle(seconds, deliver))
+        else:
             deliver()
-            return
-        self._inbox.append((seconds, deliver))
-        if len(self._inbox) == 1:
-            self.loop.create_task(self._take())
 
-    async def _take(self) -> None:
-        while self._inbox:
-            seconds, deliver = self._inbox[0]
+    async def _handle(self, seconds: float, deliver: Callable[[], None]) -> None:
+        async with self._thread:
             began = self.loop.time()
             await self.cores["node-0"].spend(seconds)
             self.coordinator_busy += self.loop.time() - began
             deliver()
-            self._inbox.popleft()
 
     def kill(self, process: SimulatedProcess) -> None:
         """End a process. Its node starts another incarnation if restarts allow it."""

@@ -1,8 +1,7 @@
 """Continuous batching in a simulation: slots, a queue, and decode steps whose duration grows with the number of sequences.
 
 Between two events all sequences advance alike, by a token in `decode_step + B · decode_sequence` seconds. So the engine keeps
-one token count for all sequences: a sequence that begins at count c ends at c plus its length. One timer waits for the nearest
-end."""
+one token count for all sequences: one that begins at count c ends at c plus its length. One timer waits for the next end."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from msgspec import Struct
 from runtime.types import PolicyVersion, Sample
 
 # ---- Costs
-#
 # The costs in a simulation: lengths in tokens, durations in seconds. Pure: the caller passes the random generator.
 
 
@@ -88,7 +86,6 @@ class Costs(Struct, frozen=True, kw_only=True):
     coordinator_message: float = 0.0  # of the coordinator's one thread, for each answer
     coordinator_byte: float = 0.0  # of that thread, for all work on a byte of a finished group
     cores: int = 0  # of a node, shared by all its processes; 0: each process has its own
-    tools: Distribution = Fixed(0.0)  # of a reply, without a slot meanwhile
 
     def lengths(self, chance: random.Random, size: int, limit: int) -> list[int]:
         """Draw the lengths of one group's replies, int in 1 … `limit`."""
@@ -106,7 +103,6 @@ class CommandDeadlines(Protocol):
 
 
 # ---- Cores
-#
 # The processors of a node in a simulation. Concurrent computations get equal shares, as from a fair scheduler.
 
 
@@ -151,13 +147,13 @@ class Cores:
         if self._number and computing not in self._steady:
             self._settle()
             self._steady[computing] = None
-            self._rearm(computing)
+            self._rearm()
 
     def leave(self, computing: SimulatedEngine) -> None:
         if computing in self._steady:
             self._settle()
             del self._steady[computing]
-            self._rearm(computing)
+            self._rearm()
 
     def _settle(self) -> None:
         now = self._loop.time()
@@ -166,10 +162,9 @@ class Cores:
         for computing in self._steady:
             computing.settle()
 
-    def _rearm(self, but: SimulatedEngine | None = None) -> None:
+    def _rearm(self) -> None:
         for computing in self._steady:
-            if computing is not but:
-                computing.rearm()
+            computing.rearm()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

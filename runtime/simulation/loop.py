@@ -5,8 +5,7 @@ that become ready together run in an order drawn from the seed, as if mixed by a
 callback scheduled keep their order, as asyncio promises. Work for an executor runs in this thread, after a simulated time. So
 the seed alone determines the run, and the same seed gives the same `trace`.
 
-Tasks, futures and handles are asyncio's own, but hashed by a number instead of the address: otherwise a set's order would
-differ in each process.
+Tasks and futures are asyncio's own, but hashed by a number: by their addresses, a set's order would differ in each process.
 """
 
 from __future__ import annotations
@@ -246,8 +245,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Fail on an exception in a callback. Ignores unretrieved task exceptions: the garbage collector reports them at a time
-        that no seed determines."""
+        """Fail on an exception in a callback. Unretrieved task exceptions are reported at times that no seed determines."""
         if "handle" in context:
             self.fail(context["exception"])
 

@@ -139,7 +139,6 @@ class Simulation(SimulatedWorld):
 
 
 # ---- Prediction
-#
 # Predicts the speed of a configuration: simulated runs of some steps, also of variations of the configuration.
 
 MEMORY = Path("/dev/shm")  # a file system in memory, if present
@@ -203,13 +202,10 @@ def variations(config: Config, costs: Costs) -> Iterator[tuple[str, Config, Cost
             yield f"η {staleness}", replace(config, training=replace(training, staleness=staleness)), costs
     size = sampling.group_size
     yield f"groups of {2 * size}", replace(config, sampling=replace(sampling, group_size=2 * size)), costs
-    yield "a link 10 times slower", config, replace(costs, bandwidth=costs.bandwidth / 10, delay=_longer(costs.delay, 10))
+    delay = Fixed(10 * costs.delay.value) if isinstance(costs.delay, Fixed) else costs.delay
+    yield "a link 10 times slower", config, replace(costs, bandwidth=costs.bandwidth / 10, delay=delay)
     longer = replace(sampling, max_new_tokens=2 * sampling.max_new_tokens)
     yield "replies twice as long", replace(config, sampling=longer), replace(costs, length_scale=2 * costs.length_scale)
-
-
-def _longer(delay: Any, factor: float) -> Any:
-    return Fixed(delay.value * factor) if isinstance(delay, Fixed) else delay
 
 
 def _with_fleet(config: Config, **changed: Any) -> Config:

@@ -24,8 +24,7 @@ PIECE = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|""" + COLUMN.pattern, re.DO
 
 class CommandAgent:
     """`CommandAgent("solve", "--ask", "{question}")`: a program with its arguments; or one text, a line for the shell.
-    `{question}` stands for the column of the row. `check`: another command, which judges the first one; its exit code 0 gives
-    1, any other 0.
+    `{question}` stands for the column of the row. `check`: a command that judges the first; exit code 0 gives 1, else 0.
 
     Both find the gateway as programs that know OpenAI's or Anthropic's API do. The task is on standard input, in SLUICE_TASK
     and in the file SLUICE_TASK_FILE. The reward is in the last line of output that is a number or has `{"reward": number}`.

@@ -1,5 +1,4 @@
-"""Tools of an agent: Python functions, whose signatures are the schemas, and servers that have tools. The standard library
-alone."""
+"""Tools of an agent: Python functions, whose signatures are schemas, and servers with tools. The standard library alone."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -18,20 +18,12 @@ from sluice.agents.conversation import Conversation, opening, value_of
 from sluice.agents.episode import DataError, Episode, InfrastructureError
 
 # ---- Schemas
-#
 # From a Python function to a tool's description: the signature gives the schema, the docstring gives the texts. Pure.
 
 GIVEN = "episode"  # the model does not give a parameter of this name
-PLAIN: dict[Any, dict[str, Any]] = {
-    str: {"type": "string"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    bool: {"type": "boolean"},
-    type(None): {"type": "null"},
-    list: {"type": "array"},
-    dict: {"type": "object"},
-    Any: {},
-    inspect.Parameter.empty: {},
+NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+PLAIN: dict[Any, dict[str, Any]] = {Any: {}, inspect.Parameter.empty: {}} | {
+    kind: {"type": name} for kind, name in NAMES.items()
 }
 ARRAYS = (list, collections.abc.Sequence, collections.abc.Iterable)
 OBJECTS = (dict, collections.abc.Mapping)
@@ -120,11 +112,12 @@ class Toolset:
         self.seconds = seconds
         self.episode: Episode | None = None
         self._calls: dict[str, Any] = {}
-        self._open: list[Any] = []
-        tools = list(tools)
-        self._servers = [tool for tool in tools if hasattr(tool, "connect")]
+        self._open = AsyncExitStack()
+        self._servers: list[Any] = []
         for tool in tools:
-            if not hasattr(tool, "connect"):
+            if hasattr(tool, "connect"):
+                self._servers.append(tool)
+            else:
                 self._add(function_schema(tool), partial(self._call_function, tool))
 
     def _add(self, schema: dict[str, Any], call: Any) -> None:
@@ -137,14 +130,14 @@ class Toolset:
     async def open(self) -> None:
         """Connect to the servers. Raises their errors."""
         for server in self._servers:
-            self._open.append(connection := await server.connect())
+            connection = await server.connect()
+            self._open.push_async_callback(connection.close)
             for schema in connection.schemas:
                 self._add(schema, partial(connection.call, schema["function"]["name"]))
 
     async def close(self) -> None:
         """Close the connections to the servers."""
-        while self._open:
-            await self._open.pop().close()
+        await self._open.aclose()
 
     async def answers(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Make the tool calls of the policy's message, all at the same time. Returns a message for each call, in order."""

@@ -1,5 +1,4 @@
-"""Plays episodes in the agent's own interpreter: `python worker.py FILE NAME DESCRIPTOR PER_PROCESS`. The standard library
-alone.
+"""Plays episodes in the agent's interpreter, without packages: `python worker.py FILE NAME DESCRIPTOR PER_PROCESS`.
 
     services.environment ── socket ──► Nursery    imports the agent's file once; forks workers, reaps them,
                                          │ fork    and ends the processes that they leave behind
@@ -19,7 +18,7 @@ import inspect
 import json
 import os
 import random
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -44,9 +43,7 @@ from sluice.agents.episode import DataError, Episode, InfrastructureError, finit
 from sluice.agents.functions import Toolset
 
 # ---- Clients
-#
-# The HTTP client that agents get if their interpreter has httpx, or httpx2, which newer clients of OpenAI's bring. All else is
-# the standard library alone.
+# The HTTP client that agents get if their interpreter has httpx, or httpx2, which newer clients of OpenAI's bring.
 
 PACKAGES = ("httpx", "httpx2")  # the first one found: every client takes a client of httpx
 
@@ -85,8 +82,6 @@ def http_client() -> Any:
 
 
 # ---- Failures
-#
-# Reports on an exception that an agent raised. The standard library alone.
 
 MOST = 2000  # characters
 
@@ -116,8 +111,7 @@ ROUNDS = 100  # of ending children, which may start others meanwhile
 
 
 def main() -> None:
-    """Run the nursery, or a worker that imports for itself. Exits with code 2 if the file cannot be imported; the nursery's
-    last message says why."""
+    """Run the nursery, or a worker that imports for itself. Exits with code 2 if it cannot; a nursery's message says why."""
     file, name, descriptor, per_process = sys.argv[1:5]
     sys.path[0] = str(Path(file).resolve().parent)
     sys.path.append(str(Path.cwd()))
@@ -183,16 +177,13 @@ class Zygote:
         gc.collect()
         gc.freeze()
         self._send(ready=True)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._own, selectors.EVENT_READ)
-            selector.register(ended, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is ended:
-                        ended.recv(MESSAGE)
-                        self._reap()
-                    elif not self._hear():
-                        return
+        while True:
+            readable, _, _ = select.select([self._own, ended], [], [])
+            if ended in readable:
+                ended.recv(MESSAGE)
+                self._reap()
+            if self._own in readable and not self._hear():
+                return
 
     def _hear(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._own, MESSAGE, 1)
@@ -240,16 +231,12 @@ class Zygote:
 
     def _reap(self) -> None:
         """Report the workers that ended, and end the children that they left, which are this process's now."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if not pid:
-                break
-            if pid in self._workers:
-                self._workers.remove(pid)
-                self._send(ended=pid, code=os.waitstatus_to_exitcode(status))
+        with suppress(ChildProcessError):  # no child is left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid in self._workers:
+                    self._workers.remove(pid)
+                    self._send(ended=pid, code=os.waitstatus_to_exitcode(status))
         for child in children() - self._workers:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)

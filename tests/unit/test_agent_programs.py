@@ -17,7 +17,6 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-import sluice.agents
 from launcher import cli
 from launcher.commands import evaluate
 from launcher.node.local_node import LocalNode
@@ -54,8 +53,6 @@ def test_the_standard_library_is_enough_to_import_them_all() -> None:
 def test_an_adapter_of_an_earlier_version_is_a_file_of_the_examples(name: str) -> None:
     assert f"class {name}" in (ROOT / "configs" / "agents" / ADAPTERS[name]).read_text()
     assert f"`configs/agents/{ADAPTERS[name]}`" in (ROOT / "docs" / "guides" / "agents.md").read_text()
-    with pytest.raises(ImportError, match=f"{name} is no longer part of sluice.agents: copy configs/agents/{ADAPTERS[name]} "):
-        getattr(sluice.agents, name)
 
 
 def test_what_a_conversation_begins_with() -> None:

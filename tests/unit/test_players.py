@@ -17,7 +17,7 @@ from runtime.environments.messages import EnvironmentDescription, EpisodeEnd, Ep
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
 from runtime.gateway.episodes import Episodes
-from runtime.gateway.players import EpisodeRunner, Late, late
+from runtime.gateway.players import EpisodeRunner
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
@@ -377,21 +377,6 @@ def test_a_group_has_an_end_whatever_its_policy_is(renderer: TemplateRenderer) -
     assert reasons(group) == ["left out: never begun"]
 
 
-@pytest.mark.parametrize(
-    ("slow", "others", "repeats_left", "what"),
-    [
-        ("wait", 7, 3, "wait"),
-        ("truncate", 0, 0, "truncate"),
-        ("shrink", 2, 0, "leave out"),
-        ("shrink", 1, 0, "truncate"),
-        ("retry", 0, 1, "repeat"),
-        ("retry", 7, 0, "leave out"),
-    ],
-)
-def test_what_becomes_of_a_late_episode(slow: Any, others: int, repeats_left: int, what: Late) -> None:
-    assert late(slow, others, repeats_left) == what
-
-
 def test_truncate_ends_it_at_its_deadline_and_scores_what_is_there(renderer: TemplateRenderer) -> None:
     group = generated(renderer, ScriptedEnvironment("a", hanging), budgets=Budgets(episode=0.02))
     assert (group.rewards, reasons(group)) == ([0.25, 0.25], ["timeout", "timeout"])
@@ -420,20 +405,22 @@ def quick_but_one() -> ScriptedEnvironment:
 
 
 @pytest.mark.parametrize(
-    ("slow", "rewards", "told"),
+    ("slow", "retries", "rewards", "told"),
     [
-        ("truncate", [0.25, 1.0, 1.0], ["timeout", "completed", "completed"]),
-        ("shrink", [math.nan, 1.0, 1.0], ["left out: slow", "completed", "completed"]),
-        ("retry", [1.0, 1.0, 1.0], ["completed", "completed", "completed"]),
+        ("truncate", 2, [0.25, 1.0, 1.0], "timeout"),
+        ("shrink", 2, [math.nan, 1.0, 1.0], "left out: slow"),
+        ("shrink", 2, [0.25, 1.0], "timeout"),  # with one other alone
+        ("retry", 2, [1.0, 1.0, 1.0], "completed"),
+        ("retry", 0, [math.nan, 1.0, 1.0], "left out: slow"),
     ],
 )
 def test_one_that_the_trainer_waits_for_alone_is_dealt_with(
-    renderer: TemplateRenderer, slow: str, rewards: list[float], told: list[str]
+    renderer: TemplateRenderer, slow: str, retries: int, rewards: list[float], told: str
 ) -> None:
     port = quick_but_one()
 
     async def scenario(played: Played) -> GeneratedGroup:
-        group = asyncio.ensure_future(played.group(3))
+        group = asyncio.ensure_future(played.group(len(rewards)))
         await port.began.wait()
         while played.episodes.open > 1:  # noqa: ASYNC110 - no time passes
             await asyncio.sleep(0)
@@ -442,10 +429,10 @@ def test_one_that_the_trainer_waits_for_alone_is_dealt_with(
         played.players.finish_group(7)
         return await group
 
-    group = play(renderer, [port], scenario, slow=slow)
+    group = play(renderer, [port], scenario, slow=slow, retries=retries)
     assert group.rewards == pytest.approx(rewards, nan_ok=True)
-    assert reasons(group) == told
-    assert group.outcomes is not None and sum(group.outcomes.repeated.values()) == (slow == "retry")
+    assert reasons(group) == [told, *["completed"] * (len(rewards) - 1)]
+    assert group.outcomes is not None and sum(group.outcomes.repeated.values()) == (slow == "retry" and retries > 0)
 
 
 def test_a_group_that_is_withdrawn_takes_its_episodes_along(renderer: TemplateRenderer) -> None:

@@ -28,7 +28,8 @@ from runtime.rewards.catalogue import find_rule
 from runtime.rewards.code import CodeTests, _screen, last_program, passed, read_tests, same_text
 from runtime.rewards.rules import RuleContext, RuleOutcome, attempt
 from runtime.rewards.scorer import RewardScorer, column, combine
-from runtime.sandbox.box import SandboxHost, command_line, system_calls
+from runtime.sandbox import box
+from runtime.sandbox.box import command_line, system_calls
 from runtime.types import ScoreRequest, Scores
 from tests.unit.reward_cases import make_request
 
@@ -327,18 +328,8 @@ def test_values_of_functions() -> None:
     assert not passed(plain, 0, b"[" * 100_000)
 
 
-HOST = SandboxHost(
-    python="/opt/venv/bin/python",
-    prefixes=("/opt/python", "/opt/venv"),
-    packages="/opt/venv/lib/python3/site-packages",
-    links={"/bin": "usr/bin", "/lib64": ""},
-    root=False,
-    processor="x86_64",
-)
-
-
-def line(host: SandboxHost = HOST, **settings: Any) -> list[str]:
-    return command_line(Sandbox(**settings), host, "SOURCE", "box-1", 7)
+def line(**settings: Any) -> list[str]:
+    return command_line(Sandbox(**settings), "box-1", 7)
 
 
 def follows(words: list[str], *wanted: str) -> bool:
@@ -348,8 +339,9 @@ def follows(words: list[str], *wanted: str) -> bool:
 # ------------------------------------------------------------------------------------------------ bwrap
 
 
-def test_bwrap_of_root_keeps_what_it_takes_to_become_nobody() -> None:
-    words = line(msgspec.structs.replace(HOST, root=True))
+def test_bwrap_of_root_keeps_what_it_takes_to_become_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box, "is_root", lambda: True)
+    words = line()
     assert "--unshare-all" not in words  # in a user namespace of root's, its processes would be root's for the kernel
     assert {"--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"} <= set(words)
     kept = [words[at + 1] for at, word in enumerate(words) if word == "--cap-add"]
@@ -363,7 +355,7 @@ def test_bwrap_of_root_keeps_what_it_takes_to_become_nobody() -> None:
 def test_docker() -> None:
     words = line(runtime="docker", image="python:3.12", memory=1000, disk=24, processes=4, read=["/data"])
     assert words[:2] == ["docker", "run"]
-    assert words[-7:] == ["--entrypoint", "python3", "python:3.12", "-I", "-S", "-c", "SOURCE"]
+    assert words[-7:] == ["--entrypoint", "python3", "python:3.12", "-I", "-S", "-c", box._SOURCE]
     for wanted in (
         ("--network", "none"),
         ("--memory", "1024", "--memory-swap", "1024"),
@@ -381,14 +373,14 @@ def test_docker() -> None:
 
 def test_apptainer() -> None:
     words = line(runtime="apptainer", image="python.sif", read=["/data"])
-    assert words[-6:] == ["python.sif", "python3", "-I", "-S", "-c", "SOURCE"]
+    assert words[-6:] == ["python.sif", "python3", "-I", "-S", "-c", box._SOURCE]
     assert {"--containall", "--cleanenv", "--no-home", "--no-init", "--no-privs"} <= set(words)
     assert follows(words, "--net", "--network", "none")
     assert follows(words, "--bind", "/data:/data:ro")
 
 
 def test_subprocess_is_the_keeper_alone() -> None:
-    assert line(runtime="subprocess", network="open") == ["/opt/venv/bin/python", "-I", "-S", "-c", "SOURCE"]
+    assert line(runtime="subprocess", network="open") == [sys.executable, "-I", "-S", "-c", box._SOURCE]
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

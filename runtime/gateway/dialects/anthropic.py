@@ -199,14 +199,14 @@ def _object(arguments: str) -> Any:
 
 def _begin(index: int, block: dict[str, Any]) -> list[bytes]:
     """Return the events of a block except its end."""
-    field = {"text": "text", "thinking": "thinking", "tool_use": "input"}[block["type"]]
-    if field == "input":
-        empty, delta = {**block, "input": {}}, {"partial_json": msgspec.json.encode(block["input"]).decode()}
+    kind = block["type"]  # also the field of a text or a thought
+    if kind == "tool_use":
+        empty = {**block, "input": {}}
+        delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()}
     else:
-        empty, delta = {**block, field: ""}, {field: block[field]}
-    kind = {"text": "text_delta", "thinking": "thinking_delta", "input": "input_json_delta"}[field]
+        empty, delta = {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
     start = _say("content_block_start", index=index, content_block=empty)
-    return [start, _say("content_block_delta", index=index, delta={"type": kind, **delta})]
+    return [start, _say("content_block_delta", index=index, delta=delta)]
 
 
 def _end(reply: PolicyReply) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Parsing of requests from JSON to Structs, the common parts of answers, and the errors that a client sees if its request is
-wrong. No I/O and no clock."""
+"""Parsing of requests from JSON to Structs, the common parts of answers, and errors of requests. No I/O and no clock."""
 
 from __future__ import annotations
 
@@ -60,15 +59,8 @@ def event(data: Any, name: str = "") -> bytes:
     return b"".join((head, b"data: ", msgspec.json.encode(data), b"\n\n"))
 
 
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 408: "timeout_error"}
+_KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
 def error_body(refused: Refused, anthropic: bool) -> dict[str, Any]:
@@ -96,9 +88,8 @@ _NAMED = re.compile("Object (missing required|contains unknown) field `(.*)`")
 
 
 class Strict(Struct, frozen=True, forbid_unknown_fields=True):
-    """An object within a request, or its body. null means absent. `unused`: fields, separated by spaces, that do not change the
-    answer, with any value. `neutral`: fields that are not implemented, each with the values that ask for nothing. All other
-    fields are refused by name."""
+    """An object of a request. null means absent. `unused`: fields, separated by spaces, that change nothing. `neutral`:
+    fields that are not implemented, each with the values that ask for nothing. All other fields are refused by name."""
 
     unused: ClassVar[str] = ""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -151,8 +142,7 @@ def one_of(param: str, value: Any, allowed: Collection[str]) -> Any:
 
 
 def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
-    """Return a text, or parts of text joined as lines, as vLLM joins them (`parse_chat_messages`). Raises Refused, 400, for
-    parts of other kinds."""
+    """Return a text, or parts of text as lines, as vLLM joins them. Raises Refused, 400, for parts of other kinds."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

@@ -130,8 +130,7 @@ class _NamedFunction(Strict, frozen=True):
 
 def functions(tools: Sequence[Any], choice: str | dict[str, Any], within: str = "") -> dict[str, Any]:
     """Return the tools and the tool choice of a request as arguments of PolicyCall. `within`: the field of each tool that holds
-    the function; "": the tool itself. Raises Refused, 400, for tools that are not functions: the API's own servers run those
-    tools."""
+    the function; "": the tool itself. Raises Refused, 400, for tools that are not functions: the API's own servers run them."""
 
     def function(struct: type[S], given: Any, where: str) -> S:
         if not isinstance(given, dict):
@@ -336,6 +335,9 @@ def parse_completion(body: bytes) -> CompletionAsked:
 # ---- The token route
 
 
+_PLAIN_TOKENS = {"ignore_eos": (False,), "min_tokens": (0,), "bad_words": ([],)}
+
+
 class _GenerateRequest(Strict, frozen=True):
     unused = "model cache_salt assistant_tokens_mask token_offsets stream_options"
     neutral: ClassVar = {"stream": (False,), "priority": (0,), "content_parts": ([],)}
@@ -351,13 +353,7 @@ class _SamplingParams(Sampled, frozen=True, kw_only=True):
         "detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output "
         "output_kind stream_interval flat_logprobs skip_clone skip_reading_prefix_cache"
     )
-    neutral: ClassVar = _PENALTIES | {
-        "ignore_eos": (False,),
-        "min_tokens": (0,),
-        "extra_args": ({},),
-        "bad_words": ([],),
-        "watermarking": (True,),
-    }
+    neutral: ClassVar = {**_PENALTIES, **_PLAIN_TOKENS, "extra_args": ({},), "watermarking": (True,)}
     stop_token_ids: tuple[TokenId, ...] = ()
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None  # 1 gives only the sampled token's, like 0, also in vLLM
 
