@@ -1,14 +1,18 @@
 """Rules that run a reply's program on tests. The expected outputs stay in this process: no program sees them.
 
 A label has the tests in one of two forms. LiveCodeBench: a JSON list of {"input", "output", "testtype"}, with type `stdin` or
-`functional`. verl's form of PRIME: a JSON object {"inputs", "outputs", "fn_name"}."""
+`functional`; or LiveCodeBench's packed form of such a list (base64 of zlib of a pickled text). verl's form of PRIME: a JSON
+object {"inputs", "outputs", "fn_name"}."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
 import re
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -18,8 +22,10 @@ from msgspec import Struct
 
 from runtime.config.sandbox import Sandbox
 from runtime.rewards.rules import RULES, RewardRule, RuleContext
+from runtime.weights import plain_pickle
 
 SCREENED = 32_768  # characters of a reply in which the service itself searches for a program
+UNPACKED = 256 << 20  # bytes that packed tests may have
 ROOM = 4096  # bytes of an output that are read beyond twice the expected output
 _FENCE = re.compile(r"^[ \t]{0,3}```[ \t]*([A-Za-z0-9_+.-]*)[^\n`]*$", re.MULTILINE)
 _PYTHON = ("python", "py", "python3")
@@ -66,12 +72,22 @@ def last_program(text: str) -> str | None:
 # ------------------------------------------------------------------------------------------------ labels
 
 
+class _NoNames:
+    """Refuses every reference of a pickle: packed tests are plain text."""
+
+    def named(self, full: str) -> Any:
+        raise plain_pickle.RefusedPickle(full)
+
+    def outside(self, identity: Any) -> Any:
+        raise plain_pickle.Malformed("it refers to an object outside the pickle")
+
+
 def read_tests(label: str, extra: dict[str, Any]) -> CodeTests:
     """Return the tests of a label; `extra` may name the function. Raises ValueError if the tests cannot be read."""
     try:
         found = json.loads(label)
     except ValueError:
-        raise ValueError("the label is not JSON") from None
+        found = json.loads(_unpacked(label))
     if isinstance(found, dict) and isinstance(found.get("inputs"), list) and isinstance(found.get("outputs"), list):
         name = _function({**extra, **found})
         inputs, expected, wrapped = found["inputs"], found["outputs"], True
@@ -85,6 +101,17 @@ def read_tests(label: str, extra: dict[str, Any]) -> CodeTests:
     if not name:
         return CodeTests(list(map(_lines, inputs)), list(map(_lines, expected)))
     return CodeTests(list(map(_arguments, inputs)), list(map(_value, expected)), name, wrapped)
+
+
+def _unpacked(label: str) -> str:
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(label, validate=True), UNPACKED)
+        found = plain_pickle.load(data, _NoNames(), UNPACKED // plain_pickle.MOST_BYTES)
+    except (binascii.Error, zlib.error, plain_pickle.RefusedPickle, *plain_pickle.FAULTS) as error:
+        raise ValueError(f"the label is neither JSON nor packed tests: {plain_pickle.line(error)}") from None
+    if not isinstance(found, str):
+        raise ValueError("the label's packed tests are not text")
+    return found
 
 
 def _function(values: dict[str, Any]) -> str:

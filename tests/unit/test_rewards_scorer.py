@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import json
+import pickle
 import platform
 import re
 import struct
 import subprocess
 import sys
 import types
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -270,11 +273,16 @@ STDIN = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "3", 
 CALLED = [{"input": '[1, 2]\n"x"', "output": "3", "testtype": "functional"}]
 
 
+def packed(value: Any) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
 def test_labels_of_livecodebench() -> None:
     assert read_tests(json.dumps(STDIN), {}) == CodeTests(["1\n", "3"], ["2\n", "4"])
     wanted = CodeTests(['[[1, 2], "x"]'], [3], "add")
     assert read_tests(json.dumps(CALLED), {"fn_name": "add"}) == wanted
     assert read_tests(json.dumps(CALLED), {"metadata": '{"func_name": "add"}'}) == wanted
+    assert read_tests(packed(json.dumps(STDIN)), {}) == read_tests(json.dumps(STDIN), {})
 
 
 def test_labels_of_prime() -> None:
@@ -284,11 +292,17 @@ def test_labels_of_prime() -> None:
     assert read_tests(json.dumps(called), {}) == CodeTests(["[[1, 2]]", "[[3], 4]"], [3, [7]], "add", wrapped=True)
 
 
+class Evil:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('unpickled')",))
+
+
 @pytest.mark.parametrize(
     ("label", "fault"),
     [
-        *(("5", "neither a list of tests"), ("no tests", "not JSON"), ("[]", "0 inputs")),
-        *(('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs"), ("7", "neither a list of tests")),
+        *(("5", "neither a list of tests"), ("no tests", "neither JSON nor packed tests"), ("[]", "0 inputs")),
+        *(('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs"), (packed(Evil()), "exec"), (packed(7), "not text")),
+        (base64.b64encode(zlib.compress(b"\x80\x04.")).decode(), "neither JSON nor packed tests"),
     ],
 )
 def test_labels_without_tests(label: str, fault: str) -> None:
