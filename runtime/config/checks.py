@@ -211,7 +211,7 @@ def chosen_names(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield the key and name of each function that the configuration names, and the key of the functions of its kind."""
     for kind in ("advantage", "loss", "correction", "aggregation", "kl"):
         yield f"algorithm.{kind}", getattr(config.algorithm, kind), f"algorithm.{kind}"
-    handlers = {"data.handler": config.data.handler}
+    handlers: dict[str, str | None] = {"data.handler": config.data.handler}
     handlers |= {key.replace(".path", ".handler"): source.handler for key, source in sources(config.data)}
     handlers |= {f"evaluation.sets.{index}.handler": entry.handler for index, entry in enumerate(config.evaluation.sets)}
     yield from ((key, handler, "data.handler") for key, handler in handlers.items() if handler is not None)

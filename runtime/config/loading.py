@@ -237,7 +237,7 @@ def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
     """Fill a section with the missing values of the file that `key` names. Return the faults found instead."""
     kind, folder = _PRESETS[key]
     section, _, own_key = key.partition(".")
-    given = raw.get(section)
+    given: Any = raw.get(section)
     name = given.get(own_key) if isinstance(given, dict) else None
     if not name or not isinstance(name, str) or _is_whole(given, kind):
         return []  # a file that leaves nothing out, as a run's folder keeps it, outlives its preset

@@ -208,8 +208,7 @@ def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
         yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
     running = {instance.role for instance in topology.instances(config)}
     for path, settings in processes(config).items():
-        colocated = isinstance(settings, Computing) and settings.colocate
-        if colocated and (fault := _host_fault(config, path, settings, running)):
+        if isinstance(settings, Computing) and settings.colocate and (fault := _host_fault(config, path, settings, running)):
             yield f"{path}.{fault}"
     if trains and takes_turns(config):
         yield from _turns(config)

@@ -75,7 +75,7 @@ class Change(Record, kw_only=True):
 
     def parts(self) -> dict[str, bytes]:
         """Return what goes into the segment files."""
-        payload = self.generated and self.generated.payload
+        payload = None if self.generated is None else self.generated.payload
         parts = {"payload": payload, "reference": self.reference, "values": self.values}
         return {part: data for part, data in parts.items() if data is not None}
 
@@ -354,6 +354,8 @@ class PayloadStore:
     A write is in the operating system's cache when `append` returns, so killing the process loses nothing. `sync`, the next
     segment and `close` call fsync. A power cut may tear later records, which their checksums show.
     """
+
+    _size: int  # of the current segment
 
     def __init__(self, folder: Path, segment_bytes: int):
         folder.mkdir(parents=True, exist_ok=True)

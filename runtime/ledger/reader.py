@@ -153,7 +153,7 @@ _BLOBS: dict[str, Any] = {"response_tokens": list[int], "rewards": list[float], 
 def group_row(row: sqlite3.Row) -> GroupRow:
     """Decode a row of `SELECT * FROM groups`. Raises LedgerDamaged."""
     known = {name: row[name] for name in row.keys() if row[name] is not None}  # noqa: SIM118
-    plain = {name: known.get(name) for name in GroupRow.__struct_fields__}
+    plain: dict[str, Any] = {name: known.get(name) for name in GroupRow.__struct_fields__}
     try:
         plain |= {name: PolicyVersion.unpack(known[name]) for name in ("oldest", "newest") if name in known}
         plain |= {name: types.decode(kind, known[name]) for name, kind in _BLOBS.items() if name in known}
