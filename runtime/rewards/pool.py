@@ -274,8 +274,7 @@ class KillablePool:
         """Return the future of the task's verdict; cancel it if it is no longer needed. Callers bound how many wait.
 
         This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed."""
-        if self._ended is not None:
-            raise self._ended
+        self._check()
         self.start()
         message = encoded(task)
         key = hashlib.blake2b(message, digest_size=16).digest()  # cryptographic, because a model writes the text
@@ -343,6 +342,10 @@ class KillablePool:
             job.fail(self._ended)
         self._jobs.clear()
 
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
     async def _slot(self) -> None:
         """Employ one worker after another, forever. If one does not start, report it to the next jobs, then try again."""
         while True:
@@ -394,6 +397,7 @@ class KillablePool:
         """Wait for jobs, and take one worker's share of them."""
         taken: list[WorkerTask] = []
         while not taken:
+            self._check()  # `asyncio.wait_for` may have swallowed the cancellation of this slot
             while not self._waiting:
                 self._work.clear()
                 await self._work.wait()

@@ -90,7 +90,7 @@ def read_replies(payload: GroupPayload, tokenizer: TextDecoder) -> list[ReadRepl
     wholes = [row.tokens if len(turn) < len(row.tokens) else turn[:0] for row, turn in zip(rows, turns, strict=True)]
     heads = [row.tokens[: span.start] if span.start else payload.prompt for row, span in zip(rows, spans, strict=True)]
     *texts, first = tokenizer.decode_batch([*turns, *wholes, *(each[-_HEAD:] for each in (*heads, payload.prompt))])
-    said, conversations, before = (texts[at : at + len(rows)] for at in range(0, len(texts), len(rows)))
+    said, conversations, before = (texts[place * len(rows) : (place + 1) * len(rows)] for place in range(3))
     return [
         ReadReply(row, _thought(text, head), _thought(conversation, first))
         for row, text, conversation, head in zip(rows, said, conversations, before, strict=True)
