@@ -119,7 +119,7 @@ class RolloutService(ActorService):
 
     async def receive(self, requests: Sequence[Request]) -> None:
         """Handle requests between two steps of the engine: several of `generate`, or one of another method, by its name."""
-        method = contract.method_of(self.service, requests[0].message)
+        method = contract.method_of("Rollout", requests[0].message)
         await getattr(self, method.handler)(*requests)
 
     async def generate(self, *requests: Request) -> None:
