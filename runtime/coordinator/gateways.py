@@ -1,4 +1,4 @@
-"""Gateways have tasks played as episodes, by the serving rollouts: how many are played at once, and whom a gateway calls."""
+"""Gateways have tasks played as episodes, by the serving rollouts: how many are played at once, and the peers of a gateway."""
 
 from __future__ import annotations
 

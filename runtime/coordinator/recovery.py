@@ -68,8 +68,9 @@ class Recovery:
         self._register.subscribe(self._look)
         self._look()
         working = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {working, self._loss}
         try:
-            await asyncio.wait({working, self._loss}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 error = working.exception()
                 if error is None:

@@ -46,7 +46,7 @@ from runtime.config import WeightSyncConfig as Settings
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState
-from runtime.coordinator.weight_sync_protocol import Answer, Epoch, Order, Phase, SyncAttempt
+from runtime.coordinator.weight_sync_protocol import Answer, Epoch, Phase, SyncAttempt, SyncOrder
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.waiting import done_within
 from runtime.telemetry.metrics import WeightSyncFigures
@@ -402,7 +402,7 @@ class WeightSync:
             self._carry_out(machine.handle(answer, self._clock()))
         self._carry_out(machine.handle(None, self._clock()))
 
-    def _carry_out(self, orders: list[Order]) -> None:
+    def _carry_out(self, orders: list[SyncOrder]) -> None:
         for order in orders:
             for name in order.members:
                 if order.phase == "commit":

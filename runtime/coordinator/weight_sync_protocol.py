@@ -116,7 +116,7 @@ class Answer(Struct, frozen=True):
     gone: bool = False
 
 
-class Order(Struct, frozen=True):
+class SyncOrder(Struct, frozen=True):
     """Ask `members` to swap to the version, or to drop it and leave the epoch's group. Only the latter is also the sender's."""
 
     phase: Literal["commit", "abort"]
@@ -161,11 +161,11 @@ class SyncAttempt:
         missing = self._missing.get(self.phase, ())
         return tuple(name for name in (*self.members, self.sender) if name in missing)
 
-    def handle(self, answer: Answer | None, now: float) -> list[Order]:
+    def handle(self, answer: Answer | None, now: float) -> list[SyncOrder]:
         """Apply `answer` at time `now`; None: time has passed. Return the orders to carry out."""
         if self.final:
             return []
-        orders: list[Order] = []
+        orders: list[SyncOrder] = []
         if answer is not None and answer.error is not None:
             orders += self._fail(answer, answer.error, now)
         elif answer is not None and (answer.phase == self.phase or (self.phase, answer.phase) == ("transfer", "verify")):
@@ -179,16 +179,16 @@ class SyncAttempt:
         self.phase: Phase = phase
         self.next_deadline: float | None = None if self.final else now + self._seconds[phase]
 
-    def _advance(self, now: float) -> list[Order]:
+    def _advance(self, now: float) -> list[SyncOrder]:
         """Leave every phase whose answers are complete."""
-        orders: list[Order] = []
+        orders: list[SyncOrder] = []
         while not self.final and not self._missing[self.phase]:
             self._enter(_NEXT[self.phase], now)
             if self.phase == "commit":
-                orders.append(Order("commit", self.members))
+                orders.append(SyncOrder("commit", self.members))
         return orders
 
-    def _fail(self, answer: Answer, error: str, now: float) -> list[Order]:
+    def _fail(self, answer: Answer, error: str, now: float) -> list[SyncOrder]:
         member = answer.member
         if member not in (*self.members, self.sender):
             return []
@@ -205,7 +205,7 @@ class SyncAttempt:
             return []
         return self._give_up(f"{member}: {error}", now)
 
-    def _expire(self, now: float) -> list[Order]:
+    def _expire(self, now: float) -> list[SyncOrder]:
         silent = self.waiting_for
         if self.phase in ("commit", "abort"):
             self._lose(*silent)
@@ -217,10 +217,10 @@ class SyncAttempt:
         for missing in self._missing.values():
             missing.difference_update(names)
 
-    def _give_up(self, what: str, now: float) -> list[Order]:
+    def _give_up(self, what: str, now: float) -> list[SyncOrder]:
         line = f"{self.phase}: {what}"
         self.reason = f"{self.reason}; {line}" if self.reason else f"version {self.version}: {line}"
         if self.phase in ("commit", "abort"):
             return []
         self._enter("abort", now)
-        return [Order("abort", self.waiting_for)]
+        return [SyncOrder("abort", self.waiting_for)]

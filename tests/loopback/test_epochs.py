@@ -189,7 +189,7 @@ class Stage:
         await rollout.service.start()
         self.rollouts.append(rollout)
         come(self.pool, rollout)
-        await until(lambda: rollout in self.pool.serving)
+        await until(lambda: rollout in self.pool.units())
         return rollout
 
     async def newcomer(
@@ -484,7 +484,7 @@ async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
         sends = counted(here)
         await here.newcomer()
         assert sends == [ResendWeights(PolicyVersion(0, 1), here.publisher.group.epoch.number)]
-        assert len(here.pool.serving) == 3 - lost  # whoever refuses is not lost
+        assert len(here.pool.units()) == 3 - lost  # whoever refuses is not lost
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["a byte changes", "it raises"])

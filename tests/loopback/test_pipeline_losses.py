@@ -565,7 +565,7 @@ def test_who_keeps_old_weights_is_named_in_progress_and_summary(tmp_path: Path) 
 
     async def course(run: TrainingRun) -> None:
         while run.buffer.committed < PROBED:
-            states.append((run.buffer.committed, run._history.alarm))
+            states.append((run.buffer.committed, run.context.history.alarm))
             await asyncio.sleep(0)
 
     summary = folder.run(cast, course)

@@ -100,7 +100,7 @@ class Witness(Observer):
     def ended(self, run: TrainingRun, ledger: Path, state: ModelState, steps: int, prompts: int) -> None:
         """The run is over: what the ledger calls trained is what the trainer has trained, every ordinal has an end, and no
         rollout has anything to do."""
-        loads = {rollout.name: load for rollout in run.pool.serving if (load := run.pool.load(rollout))}
+        loads = {rollout.name: load for rollout in run.pool.units() if (load := run.pool.load(rollout))}
         _hold(not loads, f"nothing is under way, and the loads are {loads}")
         with LedgerReader(ledger) as reader:
             rows = list(reader.groups(states=()))

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from runtime.coordinator.weight_sync_protocol import (
     Answer,
-    Order,
     Phase,
     SyncAttempt,
+    SyncOrder,
 )
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
@@ -25,7 +25,7 @@ def start(now: float = 100.0) -> SyncAttempt:
     return SyncAttempt(VERSION, MEMBERS, "trainer", SECONDS, now)
 
 
-def feed(weight_sync: SyncAttempt, *events: Answer | None, now: float = 100.0) -> list[Order]:
+def feed(weight_sync: SyncAttempt, *events: Answer | None, now: float = 100.0) -> list[SyncOrder]:
     return [action for event in events for action in weight_sync.handle(event, now)]
 
 
@@ -53,7 +53,7 @@ def test_the_good_way() -> None:
     assert weight_sync.waiting_for == ("trainer",)
     assert feed(weight_sync, Answer("verify", "rollout-0"), SENT) == []
     assert (weight_sync.phase, weight_sync.waiting_for) == ("verify", ("rollout-1",))
-    assert feed(weight_sync, Answer("verify", "rollout-1")) == [Order("commit", MEMBERS)]
+    assert feed(weight_sync, Answer("verify", "rollout-1")) == [SyncOrder("commit", MEMBERS)]
     assert feed(weight_sync, *answers("commit")) == []
     assert (weight_sync.phase, weight_sync.reason, weight_sync.lost) == ("done", "", set())
     assert weight_sync.next_deadline is None
@@ -71,7 +71,7 @@ def test_each_phase_has_its_own_deadline() -> None:
 def test_a_silent_member_is_named_and_lost_and_the_others_are_not() -> None:
     weight_sync = start()
     everyone = (*MEMBERS, "trainer")
-    assert feed(weight_sync, failed("trainer", "bucket 1 was not taken"), now=105.0) == [Order("abort", everyone)]
+    assert feed(weight_sync, failed("trainer", "bucket 1 was not taken"), now=105.0) == [SyncOrder("abort", everyone)]
     feed(
         weight_sync,
         failed("rollout-0", "connection closed"),
@@ -89,7 +89,7 @@ def test_a_silent_member_is_named_and_lost_and_the_others_are_not() -> None:
 
 def test_a_member_lost_before_the_commit_aborts_without_being_told() -> None:
     weight_sync = start()
-    assert feed(weight_sync, gone("rollout-0", "gone")) == [Order("abort", ("rollout-1", "trainer"))]
+    assert feed(weight_sync, gone("rollout-0", "gone")) == [SyncOrder("abort", ("rollout-1", "trainer"))]
     feed(weight_sync, Answer("abort", "rollout-1"), Answer("abort", "trainer"))
     assert (weight_sync.phase, weight_sync.lost) == ("aborted", {"rollout-0"})
 
@@ -108,7 +108,7 @@ def test_who_is_lost_is_told_also_when_the_failure_of_another_was_heard_first() 
 def test_answers_that_are_read_late_count() -> None:
     weight_sync = start()
     feed(weight_sync, *answers("verify"), now=300.0)
-    assert feed(weight_sync, SENT, None, now=300.0) == [Order("commit", MEMBERS)]
+    assert feed(weight_sync, SENT, None, now=300.0) == [SyncOrder("commit", MEMBERS)]
     assert feed(weight_sync, None, now=340.0) == []
     assert (weight_sync.phase, weight_sync.lost) == ("done", set(MEMBERS))
     assert weight_sync.reason == "version 1.7: commit: rollout-0, rollout-1: no answer within 40 s"
@@ -150,7 +150,7 @@ def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Answer
     members = ("rollout-0", "rollout-1", "rollout-2")
     weight_sync = SyncAttempt(VERSION, members, "trainer", SECONDS, 0.0)
     now = 0.0
-    actions: list[Order] = []
+    actions: list[SyncOrder] = []
     verified: set[str] = set()
     if orderly:  # so that the later phases are reached often
         for event in (SENT, *answers("verify", members[:2])):
