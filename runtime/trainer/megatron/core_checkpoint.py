@@ -303,7 +303,14 @@ class CoreCheckpoint:
     def __init__(self, folder: Path):
         """Read the index. Raises UserError if the checkpoint is of another engine or cannot be read."""
         self.path = folder / FOLDER
-        _require_engine(folder)
+        path = folder / TRAINER
+        description = read_object(path, str(path))
+        if description.get("lora"):
+            raise UserError(f"{folder}: holds only adapters, in PEFT's format; the run's folder model has them merged")
+        if "engine" not in description:
+            raise UserError(f"{folder}: is a checkpoint of engine torch, whose folder model is a Hugging Face folder already")
+        if description["engine"] != "megatron":
+            raise UserError(f"{path}: engine is {description['engine']!r}; must be megatron")
         self._reader = CoreReader(self.path)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -388,14 +395,3 @@ def _parameters(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     for column in columns(family, Layout()):
         for parameter in column.parts[0].parameters:
             yield parameter.name, parameter.shape
-
-
-def _require_engine(folder: Path) -> None:
-    path = folder / TRAINER
-    description = read_object(path, str(path))
-    if description.get("lora"):
-        raise UserError(f"{folder}: holds only adapters, in PEFT's format; the run's folder model has them merged")
-    if "engine" not in description:
-        raise UserError(f"{folder}: is a checkpoint of engine torch, whose folder model is a Hugging Face folder already")
-    if description["engine"] != "megatron":
-        raise UserError(f"{path}: engine is {description['engine']!r}; must be megatron")

@@ -67,7 +67,13 @@ def prepare(
 
 def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
     """Restore what `save` wrote in any layout. Collective. Raises UserError if the state does not fit the model."""
-    description = _description(folder)
+    description = read_object(folder / TRAINER, f"checkpoint {folder}: {TRAINER}")
+    require_same_adapters(folder, description.get("lora"), None)
+    if (description.get("engine"), description.get("format")) != (ENGINE, FORMAT):
+        raise UserError(
+            f"checkpoint {folder}: is of engine {description.get('engine', 'torch')!r}, format {description.get('format')!r}; "
+            f"engine {ENGINE} reads only its own, of format {FORMAT}"
+        )
     target, sharded = folder / FOLDER, core.TorchDistLoadShardedStrategy()
     wanted = _described(updates, lambda parameter, _: {kind: torch.empty(parameter.shape) for kind in KINDS})
     model = wanted["model"]
@@ -129,17 +135,6 @@ def _described(
             known = {"dtype": whole.dtype} if isinstance(entry, ShardedTensor) else {}
             optimizer[kind][name] = replace(entry, key=f"optimizer.{kind}.{entry.key}", data=whole, **known)
     return {"model": model, "optimizer": optimizer}
-
-
-def _description(folder: Path) -> dict[str, Any]:
-    description = read_object(folder / TRAINER, f"checkpoint {folder}: {TRAINER}")
-    require_same_adapters(folder, description.get("lora"), None)
-    if (description.get("engine"), description.get("format")) != (ENGINE, FORMAT):
-        raise UserError(
-            f"checkpoint {folder}: is of engine {description.get('engine', 'torch')!r}, format {description.get('format')!r}; "
-            f"engine {ENGINE} reads only its own, of format {FORMAT}"
-        )
-    return description
 
 
 def _require_same(folder: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> None:
