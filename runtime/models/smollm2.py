@@ -156,7 +156,7 @@ def _write_weights(folder: Path, reader: GGUFReader, config: dict[str, Any]) -> 
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     weights: dict[str, torch.Tensor] = {}
     for name in family_for(config).tensors():
-        tensor, module = stored[names.get_name(name, (".weight",))], name.split(".")[-2]
+        tensor, module = stored[names.get_name(name, (".weight",)) or ""], name.split(".")[-2]
         values = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         weights[name] = (_halves(values, heads[module]) if module in heads else values).bfloat16().contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
