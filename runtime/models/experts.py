@@ -159,7 +159,8 @@ def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -
     else:
         logits = gate(x)
         choose = partial(route, logits, block.top_k, getattr(block, "norm_topk_prob", True))
-    made = mixture(x, *block.watch.through(logits, choose), *_stacked(block.experts)).view_as(hidden_states)
+    routing: Routed = block.watch.through(logits, choose)
+    made = mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states)
     return made + block.shared_experts(hidden_states) if is_corrected else (made, logits)
 
 

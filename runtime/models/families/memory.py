@@ -14,9 +14,8 @@ from runtime.models.families.shape import ModelShape
 CHUNK_ELEMENTS = 1 << 26  # logits that a trainer computes at once: 256 MiB in float32
 GRADIENT = 4  # float32
 _LOGIT = 12  # bytes a logit: its float32 copy, what the backward pass keeps of it, and its gradient
-_LAYER = (
-    34  # bytes a token and unit of width that a layer's backward pass needs, after arXiv:2205.05198, equation 2, without scores
-)
+# Bytes a token and unit of width that a layer's backward pass needs, after arXiv:2205.05198, equation 2, without scores.
+_LAYER = 34
 
 
 class RankBytes(msgspec.Struct, frozen=True, kw_only=True):

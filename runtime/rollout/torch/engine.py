@@ -41,7 +41,7 @@ class Computed(NamedTuple):
     last: torch.Tensor  # [texts, hidden]: the last layer's output for each text's last token
     keys_values: list[torch.Tensor]  # by text, [layers, parts, heads, its length, width]
     places: list[np.ndarray]  # by text, int64 [its length]: the token's number among the computed ones; -1: known before
-    count: int  # of the tokens that were computed
+    tokens: int  # that were computed
 
 
 def prefill(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> Computed:
@@ -428,7 +428,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> Computed:
         computed = prefill(self._decoder, texts, begun)
-        self._stats.prefill_tokens += computed.count
+        self._stats.prefill_tokens += computed.tokens
         return computed
 
     def _next_prompts(self) -> tuple[list[_TorchGroup], list[torch.Tensor]]:

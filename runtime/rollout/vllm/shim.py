@@ -107,9 +107,8 @@ class OutputRelay:
 def _one_line(error: Exception) -> str:
     """Return the essential line of an error of vLLM's, which may be pages long."""
     text = str(error)
-    validation = re.search(
-        r"(?:Value error|Assertion failed), (.*?)(?: \[type=|$)", text, re.MULTILINE
-    )  # the arguments' values follow
+    # The arguments' values follow.
+    validation = re.search(r"(?:Value error|Assertion failed), (.*?)(?: \[type=|$)", text, re.MULTILINE)
     line = validation.group(1) if validation else next((line for line in text.splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line.strip()}"
 
