@@ -129,7 +129,7 @@ def main() -> None:
     if alone:
         work(made, own, int(per_process))
     else:
-        Zygote(own, made, (file, name, per_process)).run()
+        Zygote(own, made, int(per_process)).run()
 
 
 def imported(file: str, name: str) -> Any:
@@ -161,9 +161,8 @@ class Zygote:
     """The nursery. On "fork" with a descriptor it starts a worker on the descriptor and sends its pid. On "kill PID" it ends
     that worker. It reports which workers ended, and how."""
 
-    def __init__(self, own: socket.socket, made: Any, again: tuple[str, str, str]):
-        """Create the nursery. `again`: the arguments of a worker that imports for itself."""
-        self._own, self._made, self._again = own, made, again
+    def __init__(self, own: socket.socket, made: Any, per_process: int):
+        self._own, self._made, self._per_process = own, made, per_process
         self._workers: set[int] = set()
         self._forks = not sys.platform.startswith("linux") or len(list(Path("/proc/self/task").iterdir())) == 1
 
@@ -205,8 +204,7 @@ class Zygote:
             if not pid:
                 self._become_worker(descriptor)
         else:
-            file, name, per_process = self._again
-            command = [sys.executable, __file__, file, name, str(descriptor), per_process, "alone"]
+            command = [sys.executable, *sys.argv[:3], str(descriptor), sys.argv[4], "alone"]
             pid = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True).pid
         os.close(descriptor)
         self._workers.add(pid)
@@ -222,7 +220,7 @@ class Zygote:
             _prctl(PR_SET_CHILD_SUBREAPER, 1)
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             self._own.close()
-            work(self._made, socket.socket(fileno=descriptor), int(self._again[2]))
+            work(self._made, socket.socket(fileno=descriptor), self._per_process)
             code = 0
         finally:
             sys.stdout.flush()
