@@ -288,19 +288,20 @@ class _EpisodeWorker:
         asyncio.get_running_loop().set_default_executor(self._threads)
         reader, self._writer = await asyncio.open_connection(sock=own, limit=LINE)
         self._http = http_client()
-        while line := await reader.readline():
-            message = json.loads(line)
-            if "task" in message:
-                play = self._playing[message["id"]] = _Play(self._agent, message, self, self._http)
-                play.task = asyncio.create_task(self._play(play, message))
-            elif "end" in message:
-                if (late := self._playing.get(message["end"])) is not None:
-                    late.end(message["phase"])
-            elif "drop" in message:
-                if (dropped := self._playing.pop(message["drop"], None)) is not None:
-                    dropped.task.cancel()
-            else:
-                self._answered(**message)
+        with suppress(ConnectionError):
+            while line := await reader.readline():
+                message = json.loads(line)
+                if "task" in message:
+                    play = self._playing[message["id"]] = _Play(self._agent, message, self, self._http)
+                    play.task = asyncio.create_task(self._play(play, message))
+                elif "end" in message:
+                    if (late := self._playing.get(message["end"])) is not None:
+                        late.end(message["phase"])
+                elif "drop" in message:
+                    if (dropped := self._playing.pop(message["drop"], None)) is not None:
+                        dropped.task.cancel()
+                else:
+                    self._answered(**message)
         os._exit(0)  # the environment's process is gone, and with it all callers
 
     async def _play(self, play: _Play, task: Mapping[str, Any]) -> None:
