@@ -27,6 +27,9 @@ class AloneRendezvous(StaticTCPRendezvous):
             raise ValueError(f"{fault}: each node has a torchrun of its own")
         super().__init__(RENDEZVOUS, 0, 0, 1, parameters.run_id, 0)
 
+    def get_backend(self) -> str:
+        return RENDEZVOUS
+
     def next_rendezvous(self) -> RendezvousInfo:
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(RENDEZVOUS, 0))
 

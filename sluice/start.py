@@ -59,9 +59,8 @@ def own_packages() -> None:
             sys.modules[name] = module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
         elif list(known.__path__) != spec.submodule_search_locations:
-            raise ImportError(
-                f"the package {name!r} of {list(known.__path__)} has the name of one of Sluice's: import sluice before it"
-            )
+            taken = f"the package {name!r} of {list(known.__path__)} has the name of one of Sluice's"
+            raise ImportError(f"{taken}: import sluice before it")
 
 
 def _ours_first() -> None:

@@ -82,10 +82,11 @@ class GatewayEpisode:
 
     def enter(self, phase: str) -> None:
         """Enter `phase` ("": none). Record a span of this process for the phase before."""
+        now = time.monotonic()
         self.calls_tools()
         if self._phase:
-            self.trace(self._phase, self._since, self._player)
-        self._phase, self._since = phase, time.monotonic()
+            self.trace(self._phase, self._since, now, self._player)
+        self._phase, self._since = phase, now
 
     @property
     def _player(self) -> str:
@@ -94,20 +95,20 @@ class GatewayEpisode:
 
     def calls_tools(self, names: Iterable[str] = ()) -> None:
         """Note that the policy called these tools. Record a span for the tools that it called before: they are done now."""
+        now = time.monotonic()
         if self._tools:
-            self.trace(spans.TOOL, self._tools_since, f"{self._player}: {self._tools}")
-        self._tools, self._tools_since = ", ".join(dict.fromkeys(names)), time.monotonic()
+            self.trace(spans.TOOL, self._tools_since, now, f"{self._player}: {self._tools}")
+        self._tools, self._tools_since = ", ".join(dict.fromkeys(names)), now
 
     def begin(self) -> None:
         """Enter the phase "run", unless the player has reported a phase."""
         if not self._phase:
             self.enter("run")
 
-    def trace(self, name: str, start: float, who: str) -> None:
-        """Record a span of the episode from `start`, of time.monotonic, to now. An episode without a group has no spans."""
+    def trace(self, name: str, start: float, end: float, who: str) -> None:
+        """Record a span of the episode, in seconds of time.monotonic. An episode without a group has no spans."""
         if self.request is not None:
-            group, detail = self.request.group_id, f"{self.index} {who}"
-            spans.log.add(name, start, time.monotonic(), spans.EPISODES, group, detail=detail)
+            spans.log.add(name, start, end, spans.EPISODES, self.request.group_id, detail=f"{self.index} {who}")
 
     @property
     def over(self) -> bool:
@@ -375,7 +376,7 @@ class Episodes:
             raise
         finally:
             self.counts["under_way"] -= 1
-            episode.trace(spans.POLICY, began, episode.rollout)
+            episode.trace(spans.POLICY, began, time.monotonic(), episode.rollout)
         known = {tool.name for tool in call.tools}
         called = (tool.name for reply in completion.replies for tool in reply.message.tool_calls)
         episode.calls_tools(name if name in known else "unknown" for name in called)

@@ -25,6 +25,7 @@ from runtime.types import GroupPayload, PolicyVersion, RoutedExperts, Sample, To
 
 MOST_HELD, CALL = 1 << 24, 256  # tokens that an episode may hold; tokens that each call counts as, besides its own
 NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
+Span = tuple[PolicyVersion, PolicyVersion]  # the oldest and the newest
 TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
 
 
@@ -272,9 +273,7 @@ def _unknown(completion_id: str) -> Refused:
     return Refused(404, f"completion: '{completion_id}' is not a completion of this episode; others are not kept", "completion")
 
 
-def payload_of(
-    group_id: int, episodes: Sequence[EpisodeGraph], task: np.ndarray
-) -> tuple[GroupPayload, tuple[PolicyVersion, PolicyVersion] | None]:
+def payload_of(group_id: int, episodes: Sequence[EpisodeGraph], task: np.ndarray) -> tuple[GroupPayload, Span | None]:
     """Return the payload of a group's episodes, and the oldest and newest version of the trained tokens (None: no such tokens).
     An episode without calls becomes a row of `task` (int32, the rendered task) without trained tokens. The prompt is the common
     prefix of all rows. It ends before the first token that the model wrote and before the last token of each row."""

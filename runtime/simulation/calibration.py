@@ -171,9 +171,8 @@ def _scaled(costs: Costs, measured: Observed, simulated: Observed) -> Costs:
 def _decode_line(points: Sequence[Mapping[str, Any]], start: Costs) -> tuple[float, float]:
     """Fit a decode step's seconds as a line over its sequences, by least squares. Returns intercept and slope. If all batches
     are similar, the line goes through their mean with the slope of `start`."""
-    found = [
-        (float(point["rollout/batch"]), float(point["rollout/decode_seconds"])) for point in points if "rollout/batch" in point
-    ]
+    steps = [point for point in points if "rollout/batch" in point]
+    found = [(float(step["rollout/batch"]), float(step["rollout/decode_seconds"])) for step in steps]
     if not found:
         return start.decode_step, start.decode_sequence
     x, y = fmean(batch for batch, _ in found), fmean(seconds for _, seconds in found)

@@ -37,6 +37,7 @@ from runtime.weights.plan import GroupAddress, Manifest
 #                      └── the command's deadline: Unanswered; of a group of ranks, its loss
 
 _ASKED: dict[type, str] = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
+Versions = list[PolicyVersion]
 BYTES = 8  # of a payload for each token: the token and its log-probability
 _LEAST = 1e-9  # seconds between two messages of one link, to keep their order
 
@@ -422,9 +423,7 @@ class SimulatedRollout(SyncMember):
         assert self.version is not None, f"{self.name} is asked before it has weights"
         return self.version
 
-    def _answer(
-        self, request: GroupRequest, lengths: list[int], oldest: list[PolicyVersion], newest: list[PolicyVersion]
-    ) -> GeneratedGroup:
+    def _answer(self, request: GroupRequest, lengths: list[int], oldest: Versions, newest: Versions) -> GeneratedGroup:
         old, new = min(oldest), max(newest)
         if request.purpose == "eval":
             payload = types.encode(GroupPayload.of(request.group_id, request.prompt, _samples(lengths, oldest)))

@@ -55,9 +55,8 @@ class _Numbers(TextDecoder):
 
 def prompts(name: str, count: int, tokens: int) -> Prompts:
     """Make problems of `tokens` tokens each, without further content."""
-    problems = [
-        Problem(f"{name}:{i}", [{"role": "user", "content": str(i)}], str(i), f"simulated/{name}") for i in range(count)
-    ]
+    asked = [{"role": "user", "content": str(i)} for i in range(count)]
+    problems = [Problem(f"{name}:{i}", [message], str(i), f"simulated/{name}") for i, message in enumerate(asked)]
     prompt = np.arange(1, tokens + 1, dtype=np.int32)
     return Prompts(problems=problems, tokens=[prompt] * count, rows=count, dropped={})
 

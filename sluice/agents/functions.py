@@ -22,9 +22,7 @@ from sluice.agents.episode import DataError, Episode, InfrastructureError
 
 GIVEN = "episode"  # the model does not give a parameter of this name
 NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object"}
-PLAIN: dict[Any, dict[str, Any]] = {Any: {}, inspect.Parameter.empty: {}} | {
-    kind: {"type": name} for kind, name in NAMES.items()
-}
+PLAIN: dict[Any, Any] = {Any: {}, inspect.Parameter.empty: {}} | {kind: {"type": name} for kind, name in NAMES.items()}
 ARRAYS = (list, collections.abc.Sequence, collections.abc.Iterable)
 OBJECTS = (dict, collections.abc.Mapping)
 SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$")

@@ -129,7 +129,7 @@ def main() -> None:
     if alone:
         work(made, own, int(per_process))
     else:
-        Zygote(own, made, (file, name, per_process)).run()
+        Zygote(own, made, int(per_process)).run()
 
 
 def imported(file: str, name: str) -> Any:
@@ -161,9 +161,8 @@ class Zygote:
     """The nursery. On "fork" with a descriptor it starts a worker on the descriptor and sends its pid. On "kill PID" it ends
     that worker. It reports which workers ended, and how."""
 
-    def __init__(self, own: socket.socket, made: Any, again: tuple[str, str, str]):
-        """Create the nursery. `again`: the arguments of a worker that imports for itself."""
-        self._own, self._made, self._again = own, made, again
+    def __init__(self, own: socket.socket, made: Any, per_process: int):
+        self._own, self._made, self._per_process = own, made, per_process
         self._workers: set[int] = set()
         self._forks = not sys.platform.startswith("linux") or len(list(Path("/proc/self/task").iterdir())) == 1
 
@@ -205,8 +204,7 @@ class Zygote:
             if not pid:
                 self._become_worker(descriptor)
         else:
-            file, name, per_process = self._again
-            command = [sys.executable, __file__, file, name, str(descriptor), per_process, "alone"]
+            command = [sys.executable, *sys.argv[:3], str(descriptor), sys.argv[4], "alone"]
             pid = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True).pid
         os.close(descriptor)
         self._workers.add(pid)
@@ -222,7 +220,7 @@ class Zygote:
             _prctl(PR_SET_CHILD_SUBREAPER, 1)
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             self._own.close()
-            work(self._made, socket.socket(fileno=descriptor), int(self._again[2]))
+            work(self._made, socket.socket(fileno=descriptor), self._per_process)
             code = 0
         finally:
             sys.stdout.flush()
@@ -290,19 +288,20 @@ class _EpisodeWorker:
         asyncio.get_running_loop().set_default_executor(self._threads)
         reader, self._writer = await asyncio.open_connection(sock=own, limit=LINE)
         self._http = http_client()
-        while line := await reader.readline():
-            message = json.loads(line)
-            if "task" in message:
-                play = self._playing[message["id"]] = _Play(self._agent, message, self, self._http)
-                play.task = asyncio.create_task(self._play(play, message))
-            elif "end" in message:
-                if (late := self._playing.get(message["end"])) is not None:
-                    late.end(message["phase"])
-            elif "drop" in message:
-                if (dropped := self._playing.pop(message["drop"], None)) is not None:
-                    dropped.task.cancel()
-            else:
-                self._answered(**message)
+        with suppress(ConnectionError):
+            while line := await reader.readline():
+                message = json.loads(line)
+                if "task" in message:
+                    play = self._playing[message["id"]] = _Play(self._agent, message, self, self._http)
+                    play.task = asyncio.create_task(self._play(play, message))
+                elif "end" in message:
+                    if (late := self._playing.get(message["end"])) is not None:
+                        late.end(message["phase"])
+                elif "drop" in message:
+                    if (dropped := self._playing.pop(message["drop"], None)) is not None:
+                        dropped.task.cancel()
+                else:
+                    self._answered(**message)
         os._exit(0)  # the environment's process is gone, and with it all callers
 
     async def _play(self, play: _Play, task: Mapping[str, Any]) -> None:
