@@ -221,9 +221,7 @@ class RankReader:
         """Check that the tensors are those of `parts`. `beside`: further allowed names. Raises UserError with the names."""
         parameters = [parameter for part in parts for parameter in part.parameters]
         self.path = path
-        self.specs: dict[str, TensorSpec] = {}
         self._tensors: dict[str, ArchiveTensor] = {}
-        found: dict[str, tuple[int, ...]] = {}
         used: set[str] = set()
         experts = Counter(parameter.name.partition(".local_experts.")[0] for parameter in parameters if parameter.expert)
         for parameter in parameters:
@@ -233,10 +231,10 @@ class RankReader:
             used.add(place.name)
             count = experts[parameter.name.partition(".local_experts.")[0]] // 2  # an expert has two matrices
             tensor = stored[place.name] if place.expert is None else _expert(stored[place.name], place, count, parameter)
-            found[parameter.name] = tensor.shape
             self._tensors[parameter.name] = tensor
-            self.specs[parameter.name] = TensorSpec(parameter.name, tensor.dtype, tensor.shape)
-        found |= {name: tensor.shape for name, tensor in stored.items() if name not in used and name not in beside}
+        self.specs = {name: TensorSpec(name, tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
+        further = {name: tensor for name, tensor in stored.items() if name not in used and name not in beside}
+        found = {name: tensor.shape for name, tensor in (self._tensors | further).items()}
         require_same(str(path), {parameter.name: parameter.shape for parameter in parameters}, found)
 
     def get(self, name: str) -> Sliceable:

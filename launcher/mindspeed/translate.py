@@ -317,6 +317,7 @@ def _facts(keys: RoleSettings) -> dict[str, Any]:
         "gae": gae,
         "dapo": stage == "ray_dapo",
         "higher": keys.rl and stage == "ray_dapo" and bool(higher.value),
+        "older": older.given,  # kl_coef, of older files
         "kl": has_term and bool(coefficient.value),
         "adaptive": keys.at("algorithm.kl_ctrl.type").value == "adaptive",
         "ppo": stage == "ray_ppo",
