@@ -12,11 +12,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 import xxhash
 from msgspec import field
 
@@ -41,6 +40,10 @@ from runtime.data.reading import data_files
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
 from runtime.registry import OWN
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 # ---- Prepare settings
 # The keys of the file for `sluice data prepare`, with defaults and checks. Names are MindSpeed-RL's where it has such a key.
@@ -344,6 +347,8 @@ class _Work:
 
     def collect(self, encoded: _Encoded) -> None:
         """Add a chunk to the output. Call in the order of the rows."""
+        import pyarrow as pa
+
         for source, reason in encoded.long:
             self._sources[source].dropped[reason] += 1
         problems = [problem for (problem, _), _, _ in encoded.kept]
@@ -369,6 +374,8 @@ class _Work:
 
     def finish(self, began: float) -> PreparedData:
         """Write the file. Raises UserError if no prompt is left, or the file cannot be written."""
+        import pyarrow as pa
+
         dropped = _by_count(sum((each.dropped for each in self._sources.values()), Counter()))
         rows = sum(each.rows for each in self._sources.values())
         if not self._lengths:
@@ -408,6 +415,8 @@ def _by_count(dropped: Mapping[str, int]) -> dict[str, int]:
 
 
 def _array(name: str, values: list[Any]) -> pa.Array:
+    import pyarrow as pa
+
     try:
         return pa.array(values)
     except pa.ArrowException as error:

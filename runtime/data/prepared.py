@@ -20,18 +20,22 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from msgspec.structs import replace
 
 from runtime.config import Data, RowFormat, RowFormatChoice, Source
 from runtime.data.handlers import Problem, ProblemSet, Rejected, difficulty, environment_of, extra, load_problems
 from runtime.data.prompts import Share
+from runtime.data.reading import PARQUET
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 # ---- Source settings
 # The files of a configuration, and their row formats, before any file is opened.
@@ -141,6 +145,8 @@ class Info(msgspec.Struct, kw_only=True):
 
 def write(path: Path, table: pa.Table, info: Info) -> None:
     """Replace `path` by `table` atomically. Raises OSError."""
+    import pyarrow.parquet as pq
+
     table = table.replace_schema_metadata({METADATA: msgspec.json.encode(info)})
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -154,9 +160,17 @@ def write(path: Path, table: pa.Table, info: Info) -> None:
 
 def is_prepared(path: Path) -> bool:
     """Return whether `path` is a Parquet file made by `write`."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.read(len(PARQUET)) != PARQUET:
+            return False
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
-        return path.is_file() and METADATA in (pq.read_schema(path).metadata or {})
-    except (pa.ArrowException, OSError):
+        return METADATA in (pq.read_schema(path).metadata or {})
+    except pa.ArrowException:
         return False  # reading its rows reports the fault
 
 
@@ -168,6 +182,9 @@ def read(
 
     Prompts over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, with the
     configuration key `key`, if tokenizer or template differ from the file's, or no prompt is left."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     environment_key = row_format.columns.get("environment", "")
     additional = [*row_format.additional_keys, *([environment_key] if environment_key else [])]
     more = {"data.curriculum.key": [difficulty_key] if difficulty_key else [], "data.additional_keys": additional}

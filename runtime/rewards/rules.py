@@ -228,7 +228,10 @@ def up_to(characters: int, function: Evaluate) -> Screen:
     """Return a screen for a function in linear time: `function` itself, on replies of at most `characters`."""
 
     def screen(text: str, label: str, context: RuleContext) -> Value | None:
-        return None if len(text) > characters else function(text, label, context)  # type: ignore[return-value]  # of one text
+        if len(text) > characters:
+            return None
+        value: Value = function(text, label, context)  # type: ignore[assignment]  # a rule over single replies
+        return value
 
     return screen
 
