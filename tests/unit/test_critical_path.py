@@ -15,7 +15,7 @@ import pytest
 from launcher.commands.why import CAUSES
 from runtime import config, run_files
 from runtime.config import Config
-from runtime.environments import messages
+from runtime.gateway import players
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
 from runtime.process import spans
@@ -165,7 +165,7 @@ def test_a_generation_of_which_the_spans_are_lost_stays_whole(spans: list[Traced
 
 
 def test_every_cause_has_a_meaning_and_is_in_the_guide() -> None:
-    episodes = {critical_path.PHASES.get(phase, phase) for phase in messages.PHASES}
+    episodes = {critical_path.PHASES.get(phase, phase) for phase in players.PHASES}
     own = {
         getattr(critical_path, name)
         for name in ["ADMIT", "DISPATCH", "GENERATE", "AGAIN", "TRAIN", "RESTART", "PROBE", "PUBLISH", "PLACE"]
