@@ -1,8 +1,9 @@
 """The modules that samples pass, from their prompt to published weights: those with a function called while a run trains.
 
-`python -m tests.sample_path [--most MODULES LINES] [key=value ...]` trains the quickstart for some steps in real processes. Each
-process notes its calls (`sys.setprofile`). The command prints the modules of the product that were entered between the second step's
-end and the last's, with their lines. What only starts, ends or shows a run (`launcher/`, `runtime/telemetry/`) is not counted.
+`python -m tests.sample_path [--most MODULES LINES] [key=value ...]` trains the quickstart for some steps in real processes.
+Each process notes its calls (`sys.setprofile`). The command prints the modules of the product that were entered between the
+second step's end and the last's, with their lines. What only starts, ends or shows a run (`launcher/`, `runtime/telemetry/`) is
+not counted.
 """
 
 from __future__ import annotations
