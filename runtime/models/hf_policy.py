@@ -57,9 +57,8 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
     if (Path(path) / "adapter_config.json").exists():
         raise UserError(f"{key}: {path!r} contains an adapter (adapter_config.json); merge it into the weights, or remove it")
     transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = transformers.AutoConfig.from_pretrained(path, **local, **options)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
         vars(config).pop(quantized.KEY, None)  # with this key transformers needs kernels that only CUDA has
         for name, value in list(vars(config).items()):
             if type(value) is float and ("drop" in name or "jitter" in name):
@@ -68,7 +67,13 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
         if attention is None and getattr(config, "attn_logit_softcapping", None) is not None:
             attention = "eager"  # the only attention in transformers with softcapping
         model, report = getattr(transformers, factory).from_pretrained(
-            path, config=config, attn_implementation=attention, **local, use_safetensors=True, output_loading_info=True
+            path,
+            config=config,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except KeyError as error:  # some models look attention up in a table of their own
         raise UserError(f"{key}: {path!r} cannot run packed: its attention cannot be replaced") from error
