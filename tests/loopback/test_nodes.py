@@ -584,7 +584,7 @@ def gives_and_takes(rank: int, folder: Path) -> None:
     assert part.load(Restore("/r/step-2", types.encode(place(2, parts=BOTH)), 7), engine.needed, engine.load) == PolicyVersion(
         0, 2
     )
-    expected = {checkpoint.TRAINER: b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
+    expected = {"trainer.json": b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
     assert engine.seen == expected | ({"t/__0_2.distcp": b"nobody reads it"} if rank == 0 else {})
     assert checkpoint.files_of(own) == before, "what was read is kept"
     assert (own.parent / "dead-7" / "step-00000004").is_dir()
