@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 from msgspec import Struct
@@ -190,6 +191,5 @@ def _cards_table(cards: list[CardsFigures]) -> LiteralTable:
 
 
 def _busy(prediction: Prediction) -> Iterator[str]:
-    busy = {use.role: use.busy for use in prediction.roles}
     for role in ("rollout", "trainer", "reference", "coordinator"):
-        yield f"{busy[role]:.1%}"
+        yield f"{fmean(prediction.busy[role]):.1%}"
