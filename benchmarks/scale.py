@@ -191,6 +191,5 @@ def _cards_table(cards: list[CardsFigures]) -> LiteralTable:
 
 
 def _busy(prediction: Prediction) -> Iterator[str]:
-    busy = {role: fmean(shares) for role, shares in prediction.busy.items()}
     for role in ("rollout", "trainer", "reference", "coordinator"):
         yield f"{fmean(prediction.busy[role]):.1%}"
