@@ -226,7 +226,7 @@ class Attempt:
         admission = self._go_beside(self._groups.run(self._tasks, self._taken_up))
         if history.evaluating is not None:  # interrupted with the coordinator: begin it again, with the current weights
             self._evaluating = self._go_beside(self._evaluated(history.evaluating))
-        await self._training.run(tasks)
+        await asyncio.ensure_future(self._training.run(tasks))  # in a task: a step does not pass through the attempt
         admission.cancel()
         if self._evaluating is not None:
             await asyncio.wait([self._evaluating])  # it may be cancelled

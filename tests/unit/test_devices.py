@@ -184,7 +184,7 @@ def test_a_newcomer_joins_at_the_level_of_the_others_and_one_on_its_way_is_waite
 
 def test_what_breaks_a_guarantee_ends_the_turn() -> None:
     async def course() -> None:
-        shared = Shared(2)
+        shared = Shared(1)
 
         async def broken(level: Level, keeps: bool) -> None:
             raise InvariantViolated("no such level")
