@@ -225,8 +225,7 @@ class Apply(Command[StepResult], frozen=True):
     """Normalise over all accumulated groups, clip, and step the optimizer: the weights become those of step + 1.
 
     `probes`, to the trainer: encoded groups, sampled with the weights before the update. The result's `probes` follow their
-    order.
-    """
+    order."""
 
     step: int
     probes: tuple[bytes, ...] = ()

@@ -1,7 +1,6 @@
 """Named implementations: a decorator adds one; a failed lookup lists the known names.
 
-A name of the form `FILE.py:NAME` is one that the user's own file registers, or has as a plain function.
-"""
+A name of the form `FILE.py:NAME` is one that the user's own file registers, or has as a plain function."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ OWN = ".py:"  # separates file and name in the name of a user's own entry
 class Registry(Generic[T]):
     """Maps names that users write to implementations of one signature.
 
-    `label` is the subject of error messages: the configuration key with such a name, or the kind ("reward rule").
-    """
+    `label` is the subject of error messages: the configuration key with such a name, or the kind ("reward rule")."""
 
     absent = "no decorator in {path} registers it"
 
@@ -66,8 +64,7 @@ class Registry(Generic[T]):
     def find(self, name: str, key: str = "") -> T:
         """Return the entry called `name`, or the one that `FILE.py:NAME` registers or, for rules, defines.
 
-        Raises UserError with `key` (or the label) for an unknown name, and for a file that is missing or cannot be imported.
-        """
+        Raises UserError with `key` (or the label) for an unknown name, and for a file that is missing or cannot be imported."""
         file, own, entry = name.rpartition(OWN)
         if not own:
             return self.get(name, key)

@@ -1,8 +1,7 @@
 """Messages between the roles: versions, prompts, samples, scores.
 
 Arrays are numpy, little-endian, one-dimensional. R is the length of a reply, P the length of a prompt, n the number of
-samples in a group. The coordinator forwards `GeneratedGroup.payload` without decoding it.
-"""
+samples in a group. The coordinator forwards `GeneratedGroup.payload` without decoding it."""
 
 from __future__ import annotations
 
@@ -445,8 +444,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
 
     A group has n episodes of one or several rows; a reply is an episode of one row. A token that the model sampled takes 8
     bytes, a token that an environment wrote takes 4; masks and versions are runs. `prompt` is the common prefix of all rows. It
-    may be empty if the model wrote no row's first token. Raises InvalidMessage if the columns do not fit one another.
-    """
+    may be empty if the model wrote no row's first token. Raises InvalidMessage if the columns do not fit one another."""
 
     group_id: int
     prompt: np.ndarray  # int32 [P]

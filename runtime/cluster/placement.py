@@ -2,8 +2,7 @@
 
 Some processes must be on one node: those of a replica with all its devices, and the ranks of an SPMD group that share every
 layer. SPMD groups are placed first, then replicas, those with the most devices first, so that the fewest choices come first. A
-colocated role comes after its host. If no node has accelerators, no process gets a device, and `placement` decides the node.
-"""
+colocated role comes after its host. If no node has accelerators, no process gets a device, and `placement` decides the node."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ def place(
     """Place every process that registers. `kept` stay where they are; `nodes` are filled in their order.
 
     `waits`: a replica without room is pending, if another of its role or fleet is placed. Raises ConfigError with a line for
-    each role that cannot be placed.
-    """
+    each role that cannot be placed."""
     if not trains:
         config = _without_hosts(config)
     seated = {seat.instance for seat in kept}

@@ -157,8 +157,7 @@ def block_size(parallel: Parallel) -> int:
 def data_leaders(settings: Spread) -> range:
     """Return the ranks of a group that are given data: the first of each block that holds the model.
 
-    Ranks count tensor-parallel first, then context-parallel, then blocks, pipeline stages last, as megatron-core has it.
-    """
+    Ranks count tensor-parallel first, then context-parallel, then blocks, pipeline stages last, as megatron-core has it."""
     parallel = settings.parallel
     return range(0, settings.processes // parallel.pipeline, parallel.tensor * parallel.context)
 

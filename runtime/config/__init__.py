@@ -2,8 +2,7 @@
 
 The sections of a run, its nodes, roles and data are in this file; `from runtime.config import X` gives the others too, and
 `runtime.config.loading` reads a file. The string under each field is what `sluice schema` and docs/configuration-reference.md
-say of the key: see `launcher.config_reference`.
-"""
+say of the key: see `launcher.config_reference`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Cross-checks of a well-typed configuration: values against each other, against files, model folders and memory.
 
 Nothing here imports torch, so that a bad configuration is refused in well under a second. Each fault is one line that begins
-with the YAML path of the value to change.
-"""
+with the YAML path of the value to change."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def semantic_faults(
     need a critic's values; keys that it lacks are not checked.
     `available_bytes`: the memory of the machine, if all runs on its CPUs; None for other machines and accelerators, whose
     memory is unknown. With a `warmup` section, paths that the warm-up will name may be empty. `trains`: False for an
-    evaluation alone, which needs problems to evaluate on, and nothing that only training does.
-    """
+    evaluation alone, which needs problems to evaluate on, and nothing that only training does."""
     policy, serves = policy_model(config), config.gateway is not None and config.gateway.serve
     faults = [
         *_run(config),

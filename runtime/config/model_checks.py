@@ -1,8 +1,7 @@
 """Checks of model folders, of layouts on megatron-core, and of the memory of processes.
 
 Loads neither torch, transformers nor megatron-core. A role with its own interpreter checks their abilities in its process.
-The memory of accelerators is unknown here: the processes check it when they start.
-"""
+The memory of accelerators is unknown here: the processes check it when they start."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int
     `wanted` rows; "" if it can.
 
     Models of one tokenizer may have different numbers of unused rows. This is harmless, unless sets of tokens are sent
-    (`filtered`), which refer to the policy's rows.
-    """
+    (`filtered`), which refer to the policy's rows."""
     own, theirs = _tokens(Path(policy)), _tokens(Path(folder))
     if own and theirs:
         for token, number in sorted(own.items(), key=lambda item: item[1]):

@@ -1,7 +1,6 @@
 """YAML as the configuration's files have it: text to plain values, and back.
 
-Scalars follow YAML 1.2's core schema: `1e-5` is a number, `on`, `no` and `2026-01-01` are strings. Keys may not occur twice.
-"""
+Scalars follow YAML 1.2's core schema: `1e-5` is a number, `on`, `no` and `2026-01-01` are strings. Keys may not occur twice."""
 
 from __future__ import annotations
 
@@ -170,8 +169,7 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 def dump(raw: Mapping[str, Any], leaves_inline: bool = False) -> str:
     """Return keys and values as YAML, in their order.
 
-    `leaves_inline`: write lists and mappings without nested ones on one line.
-    """
+    `leaves_inline`: write lists and mappings without nested ones on one line."""
     style = None if leaves_inline else False
     return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style)
 
