@@ -86,9 +86,6 @@ class Offload(Command[None], frozen=True):
     """Take state off the device, as far as the configuration says. Onload brings it back."""
 
 
-# ------------------------------------------------------------------------------------------------------- gateways
-
-
 class PeerAddress(Struct, frozen=True):
     """A serving process, and how one gateway calls it with `token`. `slots`: how many requests it serves at once."""
 
@@ -115,9 +112,6 @@ class FinishGroup(Command[None], frozen=True):
     group_id: int
 
 
-# ------------------------------------------------------------------------------------------------------- weight sync
-
-
 class WeightGroupReady(Struct, frozen=True):
     address: GroupAddress
     manifest: Manifest
@@ -125,8 +119,7 @@ class WeightGroupReady(Struct, frozen=True):
 
 class InitWeightGroup(Command[WeightGroupReady], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer once, as the first, however many of
-    its ranks send. `transport`: one of `runtime.weights.sender.LINKS`. A rollout gets it to send its version to
-    others."""
+    its ranks send. `transport`: one of `runtime.weights.sender.LINKS`. A rollout gets it to send its version on."""
 
     epoch: int
     world_size: int
@@ -151,29 +144,27 @@ class WeightsReceived(Struct, frozen=True):
     stage_seconds: float = 0.0  # for the engine to stage them
 
 
-class ReceiveWeights(Command[WeightsReceived], frozen=True):
-    """Receive `version` beside the weights in use; answered when it is complete and its checksums match."""
+class OfVersion(Command[R], frozen=True):
+    """A command about one version of the weights, in one epoch of the group."""
 
     version: PolicyVersion
     epoch: int
+
+
+class ReceiveWeights(OfVersion[WeightsReceived], frozen=True):
+    """Receive `version` beside the weights in use; answered when it is complete and its checksums match."""
 
 
 class WeightsCommitted(Struct, frozen=True):
     pause_seconds: float
 
 
-class CommitWeights(Command[WeightsCommitted], frozen=True):
+class CommitWeights(OfVersion[WeightsCommitted], frozen=True):
     """Swap to the received version between two decode steps."""
 
-    version: PolicyVersion
-    epoch: int
 
-
-class AbortWeights(Command[None], frozen=True):
+class AbortWeights(OfVersion[None], frozen=True):
     """Drop the unfinished `version` and leave the epoch's group."""
-
-    version: PolicyVersion
-    epoch: int
 
 
 class WeightsSent(Struct, frozen=True):
@@ -182,22 +173,13 @@ class WeightsSent(Struct, frozen=True):
     gather_seconds: float = 0.0
 
 
-class SendWeights(Command[WeightsSent], frozen=True):
+class SendWeights(OfVersion[WeightsSent], frozen=True):
     """Gather the weights after the commands before, and send them while later commands run."""
 
-    version: PolicyVersion
-    epoch: int
 
-
-class ResendWeights(Command[WeightsSent], frozen=True):
+class ResendWeights(OfVersion[WeightsSent], frozen=True):
     """Send the gathered or received buckets of `version` again, whatever the engine does. They are kept until the next version.
     Raises ServiceFault, phase "snapshot", if they are gone."""
-
-    version: PolicyVersion
-    epoch: int
-
-
-# ----------------------------------------------------------------------------------------------- trainer and critic
 
 
 class Restore(Command[None], frozen=True):
@@ -224,8 +206,7 @@ class Accumulate(Command[None], frozen=True):
 class Apply(Command[StepResult], frozen=True):
     """Normalise over all accumulated groups, clip, and step the optimizer: the weights become those of step + 1.
 
-    `probes`, to the trainer: encoded groups, sampled with the weights before the update. The result's `probes` follow their
-    order."""
+    `probes`, to the trainer: encoded groups, sampled with the weights before the update. The result's are in their order."""
 
     step: int
     probes: tuple[bytes, ...] = ()

@@ -358,18 +358,23 @@ GATEWAY_GROUPS = -(1 << 32)
 """Groups that gateways ask for have ids below this number; the coordinator's groups do not."""
 
 
-class GroupRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
-    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else runs.
-    A probe goes before all waiting requests, into a slot that is reserved for it."""
+class SamplesRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
+    """The common part of requests for a group's `n` samples."""
 
     group_id: int
-    prompt: np.ndarray  # int32 [P]
     n: int
     seed: int
     attempt: int = 0  # counts the requests for this group, from 1; a repeat has the same `group_id` and `attempt`
     first: int = 0  # if a prompt's replies are requested in parts, the number of replies in earlier parts
     sampling: SamplingParams
     purpose: Purpose = "train"
+
+
+class GroupRequest(SamplesRequest, frozen=True, kw_only=True):
+    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else runs.
+    A probe goes before all waiting requests, into a slot that is reserved for it."""
+
+    prompt: np.ndarray  # int32 [P]
     keep: bool = False  # a request that continues these replies is likely, so the cache is worth keeping
 
 
@@ -383,17 +388,10 @@ class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
     environment: str = ""  # the environment whose agent plays the episode; empty: a program that asks for the task
 
 
-class RunEpisodesRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
+class RunEpisodesRequest(SamplesRequest, frozen=True, kw_only=True):
     """Play `n` episodes of one task. The policy in episode i draws on the random streams of `seed`."""
 
-    group_id: int
     task: EpisodeTask
-    n: int
-    seed: int
-    attempt: int = 0  # as in GroupRequest
-    first: int = 0  # as in GroupRequest
-    sampling: SamplingParams
-    purpose: Purpose = "train"
     version: PolicyVersion = PolicyVersion()  # the committed version: the group's version if the policy generates no token
 
 
@@ -602,7 +600,7 @@ class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
     """Score the episodes of one group against its label."""
 
     group_id: int
-    attempt: int = 0  # as in GroupRequest
+    attempt: int = 0  # as in SamplesRequest
     label: str
     source: str = ""  # the data source, for rules that differ by it
     answers: bool = False  # also return the replies' final answers
@@ -633,7 +631,7 @@ class LogprobRequest(Command[bytes], frozen=True, kw_only=True):
     `Logprobs`, which the coordinator forwards undecoded to the trainer."""
 
     group_id: int
-    attempt: int = 0  # as in GroupRequest
+    attempt: int = 0  # as in SamplesRequest
     temperature: float = 1.0
     model: str = ""  # which of the service's models, if data sources have their own; empty: the run's model
     payload: bytes

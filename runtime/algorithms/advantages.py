@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# ---------------------------------------------------------------------------------------------- sums over groups and the batch
-
-
 class GroupSums:
     """The rewards of B episodes by group. An episode that is not valid counts nowhere, whatever its reward.
 
@@ -118,9 +115,6 @@ def _accumulate(packed: Tensor, mask: Tensor, decay: float) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------------ advantages
-
-
 def group_norm(
     rewards: Tensor,
     groups: Tensor,
@@ -135,7 +129,7 @@ def group_norm(
 
     `scale` is "group", "batch" (the standard deviation of all valid rewards) or "none" (Dr. GRPO, arXiv:2503.20783,
     section 3.2). Only valid samples count; the others get 0. Equal rewards give exactly 0; a group of one has mean 0 and
-    deviation 1. Raises ValueError for another scale."""
+    deviation 1."""
     within = GroupSums(rewards, groups, valid)
     deviation = within.deviation()
     if scale == "none":
@@ -145,8 +139,6 @@ def group_norm(
         mean = batch_sum(within.rewards.sum()) / total.clamp(min=1)
         squares = batch_sum(((within.rewards - mean) * within.weight).square().sum())
         return deviation / ((squares / (total - ddof).clamp(min=1)).sqrt() + eps)
-    if scale != "group":
-        raise ValueError(f"scale is 'group', 'batch' or 'none', not {scale!r}")
     squares = within.sums(deviation.square())[groups]
     std = (squares / (within.size - ddof).clamp(min=1)).sqrt().masked_fill(within.size <= 1, 1.0)
     return deviation / (std + eps)

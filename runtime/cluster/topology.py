@@ -177,11 +177,6 @@ def is_group(config: Config, role: str) -> bool:
     return role in ("trainer", "critic") or (role == "reference" and config.services.reference.engine == "megatron")
 
 
-def local_ranks(settings: Spread) -> int:
-    """Return how many ranks of a group have to be on one machine, as they share every layer."""
-    return settings.parallel.tensor * settings.parallel.context
-
-
 def with_rollouts(config: Config, replicas: int) -> Config:
     """Return the configuration with another number of rollouts. Requires one fleet."""
     assert isinstance(config.services.rollout, Rollout)

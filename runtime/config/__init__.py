@@ -157,8 +157,7 @@ class Tracker(Section, frozen=True):
     project: str = "sluice"
     """Project of wandb and swanlab; experiment of mlflow."""
     mode: Literal["online", "offline", "disabled"] = "offline"
-    """Mode of wandb, swanlab and mlflow. Offline, mlflow writes `mlflow/` in the run's folder; online, `MLFLOW_TRACKING_URI` is
-    its server."""
+    """Of wandb, swanlab and mlflow. Offline, mlflow writes `mlflow/` in the run's folder; online, to `MLFLOW_TRACKING_URI`."""
 
 
 # ---- The machines, the network between them, and the deadlines
@@ -194,8 +193,7 @@ class Tls(Section, frozen=True):
     ca: str
     """A file with the trusted certificate authorities."""
     certificate: str
-    """A file with this node's certificate, for servers and clients and for the node's addresses, followed by the intermediate
-    certificates."""
+    """A file with this node's certificate, for servers, clients and the node's addresses, and then the intermediate ones."""
     key: str
     """A file with the private key, without a password."""
 
@@ -207,8 +205,7 @@ class Network(Section, frozen=True):
     """The address of all services. On several nodes: a network (`10.1.0.0/16`) or an interface (`eth0`), in which each node
     finds its own address, or `auto`: the address by which the node reaches the coordinator."""
     port_range: tuple[Port, Port] | None = None
-    """First and last port of the services. The ports of gloo's and NCCL's own connections cannot be chosen. Null: any free
-    ports."""
+    """First and last port of the services. Ports of gloo's and NCCL's own connections cannot be chosen. Null: any."""
     security: Literal["auto", "token", "tls", "none"] = "auto"
     """Who may call a process of the run. `token`: callers with the run's secret, or a key derived from it. `tls`: the same,
     with certificates on both sides and encryption (TLS 1.3). `auto`: `tls`, but gateways use plain HTTP if `interface` is
@@ -241,8 +238,7 @@ class Deadlines(Section, frozen=True):
     episode: Seconds = 1800.0
     """Of a group's episodes, from its dispatch. Then they are closed as they are. A call within an episode has `generate`."""
     score: Seconds = 120.0
-    """Of a group's scores, by rules or model, and its reference log-probabilities; on engine megatron, of those of all groups
-    in one request."""
+    """Of a group's scores and its reference log-probabilities; on engine megatron, of those of all groups in one request."""
     train: Seconds = 600.0
     """Of a command of a step, and of a group's values, which may have to wait."""
     save: Seconds = 300.0
@@ -302,8 +298,7 @@ class Computing(Placed, frozen=True):
 
     devices: list[NonNegative] = []
     """Indices of the accelerators of one node, assigned evenly in this order, one for each replica or rank. The processes see
-    them as `ASCEND_RT_VISIBLE_DEVICES` on machines with NPUs, else as `CUDA_VISIBLE_DEVICES`. Empty: each process gets a free
-    accelerator."""
+    them as `ASCEND_RT_VISIBLE_DEVICES` on machines with NPUs, else as `CUDA_VISIBLE_DEVICES`. Empty: each gets a free one."""
     colocate: str = ""
     """Another role, whose devices this role's processes use in order; `trainer` itself cannot have this key. With
     `rollout.colocate: trainer` rollouts and trainer take turns, and a reference on these devices too. Critic and trainer
@@ -443,8 +438,7 @@ class Trainer(Computing, frozen=True):
     """The trainer, or the critic. The critic runs if there is a `critic` section."""
 
     processes: Processes = 1
-    """Ranks of one group: with FSDP2, or as `parallel` says. Default of engine megatron: `tensor` × `context` × `pipeline` ×
-    `data`."""
+    """Ranks of one group: with FSDP2, or as `parallel` says. Engine megatron: `tensor` × `context` × `pipeline` × `data`."""
     engine: Literal["torch", "megatron"] = "torch"
     """`torch` is embedded. `megatron` is megatron-core, for models on many devices."""
     parallel: Parallel = Parallel()
@@ -498,8 +492,7 @@ class Services(Section, frozen=True):
     versions. Overrides count fleets from 0 (`services.rollout.1.max_num_seqs=8`)."""
     gateway: Gateways = Gateways()
     environment: dict[str, Environment] = {}
-    """The agents that play the episodes, by names of your choice. Processes are numbered over all of them, from
-    `environment-0`."""
+    """The agents that play the episodes, by names of your choice. Processes are numbered over all, from `environment-0`."""
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
     reference: ReferenceScorer = ReferenceScorer()
@@ -514,14 +507,11 @@ class WeightSyncConfig(Section, frozen=True):
     """`shared_memory`: rollouts on the same machine copy the weights out of the trainer's memory. `collective`: a broadcast
     over `backend`. `auto`: shared memory if trainer and all rollouts are on one machine, else the collective."""
     encoding: Literal["whole", "delta"] = "whole"
-    """`delta`: send only what changed since the version before, without loss, over any transport. The ranks of a trainer gather
-    only that."""
+    """`delta`: gather and send only what changed since the version before, without loss, over any transport."""
     backend: GroupBackend = "auto"
-    """Backend of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl refuse
-    two members on one device."""
+    """Of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo. hccl and nccl refuse two members on one device."""
     bucket_bytes: Bytes = 16 << 20
-    """Size of a bucket. A larger tensor has a bucket of its own. Four buckets are sent at a time, so a model should have many
-    more."""
+    """Size of a bucket. A larger tensor has its own. Four buckets are sent at a time, so a model should have many more."""
     in_flight: Literal["keep", "recompute", "drain"] = "keep"
     """What happens to samples in generation when new weights are swapped in. `keep`: they continue with their keys and values.
     `recompute`: they continue with keys and values of the new weights. `drain`: they end first, and no sample begins meanwhile.
@@ -536,8 +526,7 @@ class WeightSyncConfig(Section, frozen=True):
     """Deadline to connect the group. A rollout that stops meanwhile delays weight syncs for this time, or for
     `deadlines.keepalive` if that is shorter and the rollout served before."""
     transfer_timeout: Seconds = 60.0
-    """Deadline from the sender's announcement to the last bucket, gathering the weights included. The checksums have the same
-    deadline again."""
+    """Deadline from the sender's announcement to the last bucket, gathering included. The checksums have the same again."""
     commit_timeout: Seconds = 30.0
     """Deadline for all rollouts to swap. With `drain` it includes the end of the samples in generation."""
 
@@ -639,8 +628,7 @@ class Sampling(Section, frozen=True):
     top_k: NonNegative = 0
     """Sample from so many of the likeliest tokens; 0: from all. Above 0 rollouts of engine torch."""
     min_p: Fraction = 0.0
-    """Leave out tokens with less than this share of the likeliest one's probability; 0: none. Above 0 rollouts of engine
-    torch."""
+    """Leave out tokens with less than this share of the likeliest one's probability; 0: none. Above 0: engine torch."""
 
     @property
     def filters(self) -> dict[str, Any]:

@@ -69,8 +69,7 @@ class RemoteServer(Section, frozen=True, kw_only=True):
     address: str
     """`HOST:PORT`."""
     ca: str = ""
-    """TLS: a file with the authorities that may have signed the server's certificate, PEM. `system`: gRPC's own authorities.
-    Empty: plain text."""
+    """TLS: a PEM file with the authorities of the server's certificate. `system`: gRPC's own authorities. Empty: plain text."""
     token: FromEnvironment | None = None
     """The variable of the calling service's environment with the token of each call, as `authorization: Bearer VALUE`. To other
     machines only with TLS. Null: none."""

@@ -138,8 +138,7 @@ _PRESETS = {
 
 
 def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, or take a file's content, apply `key.path=value` overrides, fill in presets and what layouts imply, and
-    decode the result.
+    """Read `path`, or take a file's content, apply `key.path=value` overrides, fill in presets and what layouts imply, decode.
 
     Raises ConfigError with all faults."""
     raw = dict(path) if isinstance(path, Mapping) else read_mapping(Path(path))

@@ -401,11 +401,15 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
         free -= min(needed, free)
 
 
-def rank_faults(config: Config, available: int | None) -> Iterator[str]:
-    """Yield a line for each role on megatron-core that does not fit. Layouts must be sound. Its processes share the memory."""
-    if available is None:
+def layout_faults(config: Config, available: int | None) -> Iterator[str]:
+    """Yield `megatron_faults`; or, if there are none, a line for each role on megatron-core that does not fit. Its processes
+    share the memory."""
+    models = spread_models(config)
+    faults = [*megatron_faults(config, models)]
+    yield from faults
+    if faults or available is None:
         return
-    for role, held in memory_of_ranks(config, spread_models(config), on_cpus=True).items():
+    for role, held in memory_of_ranks(config, models, on_cpus=True).items():
         share = available // getattr(config.services, role).processes
         if fault := memory_fault(config, role, held, share):
             yield fault + _HINT

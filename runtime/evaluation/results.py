@@ -241,10 +241,7 @@ def read(run_dir: Path) -> list[EvaluationResult]:
     for _, folder in folders(run_dir):
         path = folder / RESULTS
         if path.exists():
-            try:
-                results.append(msgspec.json.decode(run_files.regular(path).read_bytes(), type=EvaluationResult))
-            except (OSError, *run_files.NOT_DECODED) as error:
-                raise UserError(f"{path}: not the results of an evaluation: {error}") from error
+            results.append(run_files.read_json(path, EvaluationResult, "the results of an evaluation"))
     return results
 
 
@@ -434,10 +431,8 @@ def read_replies(path: Path) -> Iterator[Generation]:
     """Yield the replies in a file, without a last line that is still being written. Raises UserError."""
     decode = msgspec.json.Decoder(Generation).decode
     try:
-        with run_files.regular(path, None).open("rb") as file:
+        with run_files.reading(path), run_files.regular(path, None).open("rb") as file:
             while (line := file.readline(LONGEST)).endswith(b"\n"):
                 yield decode(line)
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except run_files.NOT_DECODED as error:
         raise UserError(f"{path}: not the replies of an evaluation: {error}") from error

@@ -91,8 +91,6 @@ class TestGroupNorm:
         whole = rewards.numpy().std(ddof=1) + 1e-6
         expected = f64(0.5, -0.5, -2, 2) / whole
         torch.testing.assert_close(group_norm(rewards, groups, scale="batch"), expected, rtol=1e-13, atol=0)
-        with pytest.raises(ValueError, match="'group', 'batch' or 'none'"):
-            group_norm(rewards, groups, scale="row")
 
     def test_equal_rewards_give_exactly_zero(self):
         # The mean of ten times 0.1 is not 0.1 in floating point.
