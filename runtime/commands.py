@@ -28,10 +28,8 @@ class RolePort(Protocol):
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
         """Send a command now; the returned coroutine waits for the answer. The process carries out data commands in the order
-        of these calls, and control commands before them.
-
-        Awaiting may be cancelled. Raises DeadlineExceeded after the command's deadline, and ServiceFault if the process failed.
-        """
+        of these calls, and control commands before them. Awaiting may be cancelled. Raises DeadlineExceeded after the command's
+        deadline, and ServiceFault if the process failed."""
 
     async def call(self, command: Command[R]) -> R:
         """Send a command when awaited, and wait for the answer."""

@@ -53,24 +53,19 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str, key: str = "") -> T:
-        """Return the entry called `name`. Raises UserError with `key` (or the label), the nearest name and all known names."""
-        try:
-            return self._entries[name]
-        except KeyError:
-            allowed = ", ".join(self)
-            raise UserError(f"{key or self.label}: unknown name {name!r}; {self._hint(name)}allowed: {allowed}") from None
-
     def find(self, name: str, key: str = "") -> T:
         """Return the entry called `name`, or the one that `FILE.py:NAME` registers or, for rules, defines.
 
         Raises UserError with `key` (or the label) for an unknown name, and for a file that is missing or cannot be imported."""
+        if name in self:
+            return self._entries[name]
+        label = key or self.label
         file, own, entry = name.rpartition(OWN)
         if not own:
-            return self.get(name, key)
+            raise UserError(f"{label}: unknown name {name!r}; {self._hint(name)}allowed: {', '.join(self)}")
         path = Path(f"{file}.py").resolve()
         if not path.is_file():
-            raise UserError(f"{key or self.label}: {path} is not a file")
+            raise UserError(f"{label}: {path} is not a file")
         try:
             module = _execute(path)
             if self._files.get(entry) != path and (found := self.undecorated(entry, getattr(module, entry, None))) is not None:
@@ -78,9 +73,9 @@ class Registry(Generic[T]):
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+            raise UserError(f"{label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
         if entry not in self:
-            raise UserError(f"{key or self.label}: unknown name {entry!r}; {self._hint(entry)}{self.absent.format(path=path)}")
+            raise UserError(f"{label}: unknown name {entry!r}; {self._hint(entry)}{self.absent.format(path=path)}")
         return self._entries[entry]
 
     def undecorated(self, name: str, value: object) -> T | None:

@@ -61,8 +61,7 @@ class Run(Section, frozen=True):
     and nothing was trained. Or a checkpoint's folder. A resumed run needs the same `seed`, `data.shuffle`, `data.curriculum`
     and training data."""
     overwrite: bool = False
-    """A new run refuses the folder of another run; `true` replaces that run. With `resume: auto` only if there is no checkpoint
-    to continue from."""
+    """A new run refuses the folder of another run; `true` replaces that. With `resume: auto` only if it has no checkpoint."""
 
 
 class StopConditions(Section, frozen=True):
@@ -84,8 +83,7 @@ class Checkpoint(Section, frozen=True):
     keep_best: bool = True
     """Keep also the checkpoint with the best evaluation, of the steps that were both evaluated and saved."""
     async_save: bool = False
-    """Engine megatron: training continues while the files are written, from a copy in host memory. The next checkpoint, and the
-    end of the run, wait for it."""
+    """Engine megatron: files are written during training, from a copy in host memory. The next checkpoint waits for it."""
     gather: bool = False
     """Without `cluster.shared_folder`: the node of rank 0 gets copies of the other nodes' parts, so that a resume does not need
     these nodes. Engine torch saves all on that node anyway."""
@@ -255,8 +253,7 @@ class Gateway(Section, frozen=True):
     section exists by default if `services.environment` has agents. Without agents, your own programs ask for tasks."""
 
     context: TokensOr0 = 0
-    """Most tokens of a conversation, prompt and reply. A call that needs more is refused. 0: `data.max_prompt_tokens` +
-    `sampling.max_new_tokens`."""
+    """Most tokens of prompt and reply; a longer call is refused. 0: `data.max_prompt_tokens` + `sampling.max_new_tokens`."""
     episodes: Positive = 4096
     """Most episodes of one gateway at a time; it answers 429 to more. A run starts fewer if these keep its rollouts busy."""
     serve: bool = False
@@ -309,8 +306,7 @@ class Coordinator(Process, frozen=True):
     """The coordinator. Only its address has to be known in advance."""
 
     host: str = ""
-    """On several nodes: the address by which all nodes reach the coordinator. The node with this address starts it. Empty:
-    `network.interface`."""
+    """On several nodes: the address by which all reach it, of the node that starts it. Empty: `network.interface`."""
     port: Port = 0
     """0: any free port. Required on several nodes."""
     standby: str = ""
@@ -407,13 +403,11 @@ class Scorer(Computing, frozen=True):
     max_tokens_per_microbatch: Tokens = 16384
     """Most tokens of one forward pass."""
     dtype: DType = "auto"
-    """The dtype of the forward pass. `auto` of the reference: `model.dtype`. `auto` of a reward model: bfloat16 on
-    accelerators, float32 on CPUs."""
+    """Of the forward pass. `auto`: `model.dtype`; of a reward model bfloat16 on accelerators, float32 on CPUs."""
 
 
 class Parallel(Section, frozen=True):
-    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes. Each block trains a
-    part of the data."""
+    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes, each with own data."""
 
     tensor: Processes = 1
     """Ranks that share each layer. Must divide the model's heads and key-value heads."""
@@ -424,8 +418,7 @@ class Parallel(Section, frozen=True):
     context: Processes = 1
     """Ranks that share the tokens of each micro-batch."""
     layers_per_stage: list[Layers] = []
-    """Layers of each pipeline stage, such as `[9, 10, 9]`. All stages except the first and the last must be equal. Empty: all
-    stages are equal."""
+    """Layers of each pipeline stage, such as `[9, 10, 9]`: all but the first and the last must be equal. Empty: all are."""
     expert: Processes = 1
     """Models with experts: ranks over which the experts of a layer are spread. Must divide the number of experts, and the
     number of all ranks with the same part of the model."""
@@ -517,8 +510,7 @@ class WeightSyncConfig(Section, frozen=True):
     `recompute`: they continue with keys and values of the new weights. `drain`: they end first, and no sample begins meanwhile.
     With `training.staleness: 0` no training sample is in generation then."""
     senders: Literal["one", "all"] = "one"
-    """`one`: rank 0 of the trainer gathers and sends all buckets. `all`: each rank that can have a whole tensor sends a share
-    of the buckets."""
+    """`one`: rank 0 of the trainer gathers and sends all buckets. `all`: each rank that can have whole tensors sends some."""
     dtype: DType = "auto"
     """Dtype on the wire. `auto`: the trainer's compute dtype (`model.dtype`), so that rollouts sample from the same numbers;
     bfloat16 with `encoding: delta`. The exported model has the dtype in the `config.json` of `model.path`."""

@@ -12,8 +12,7 @@ class Algorithm(Section, frozen=True):
 
     preset: str = ""
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, `ppo`, `gmpo`, `gpg`, `opo`, `clip_cov`,
-    `kl_cov`, `dppo`, `vespo`, `distillation`, or a path to a YAML file: values for the keys of this section that are left
-    out. Empty: none."""
+    `kl_cov`, `dppo`, `vespo`, `distillation`, or a path to a YAML file: values for keys that are left out. Empty: none."""
     advantage: str = "group_norm"
     """`group_norm`: (reward − mean of the group) / (its deviation + eps); `rloo`: reward − mean of the others in the group;
     `opo`: reward − mean of the group, weighted by length; `gpg`: reward − mean of the group, scaled up for the groups whose
@@ -73,9 +72,8 @@ class Algorithm(Section, frozen=True):
     dual_clip: Rate = 0.0
     """Above 1: bounds the loss of tokens with a negative advantage by so many times the advantage; 0: off."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """The policy at the start of the step, where the loss takes it: `recomputed` by a forward pass (the loss's own, where the
-    step makes one update), or `interpolated` between the policy that sampled and the one being trained, by the age of each
-    token (A-3PO)."""
+    """The policy at the start of the step, if the loss takes it: `recomputed` by a forward pass (the loss's own, if the step
+    makes one update), or `interpolated` between the policy that sampled and the trained one, by a token's age (A-3PO)."""
     correction: str = "none"
     """For the gap between sampling and training: `token_tis`, `sequence_tis`, `icepop`, `geometric_mask`; the loss is then
     clipped about the policy at the start of the step."""

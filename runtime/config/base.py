@@ -1,7 +1,5 @@
-"""The base of all sections, and types with bounds and units.
-
-A unit is an annotation of the JSON Schema, and a column of the reference (docs/configuration-reference.md). `...Or0`: 0 has a
-meaning of its own, which the key's description gives."""
+"""The base of all sections, and types with bounds and units. A unit is an annotation of the JSON Schema, and a column of the
+reference (docs/configuration-reference.md). `...Or0`: 0 has a meaning of its own, which the key's description gives."""
 
 from __future__ import annotations
 

@@ -108,14 +108,12 @@ _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 def semantic_faults(
     config: Config, known: Mapping[str, Sequence[str]] | None = None, available_bytes: int | None = None, trains: bool = True
 ) -> list[str]:
-    """Return a line for each fault.
-
-    `known` lists the registered names under "algorithm.advantage", "algorithm.loss", "algorithm.correction",
-    "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic" those of the advantages that
-    need a critic's values; keys that it lacks are not checked.
-    `available_bytes`: the memory of the machine, if all runs on its CPUs; None for other machines and accelerators, whose
-    memory is unknown. With a `warmup` section, paths that the warm-up will name may be empty. `trains`: False for an
-    evaluation alone, which needs problems to evaluate on, and nothing that only training does."""
+    """Return a line for each fault. `known` lists the registered names under "algorithm.advantage", "algorithm.loss",
+    "algorithm.correction", "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic"
+    those of the advantages that need a critic's values; keys that it lacks are not checked. `available_bytes`: the memory of
+    the machine, if all runs on its CPUs; None for other machines and accelerators, whose memory is unknown. With a `warmup`
+    section, paths that the warm-up will name may be empty. `trains`: False for an evaluation alone, which needs problems to
+    evaluate on, and nothing that only training does."""
     policy, serves = policy_model(config), config.gateway is not None and config.gateway.serve
     faults = [
         *_run(config),

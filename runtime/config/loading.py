@@ -1,7 +1,5 @@
-"""Load a `Config` from a YAML file and overrides, with presets and derived defaults.
-
-One attempt shows all faults: one line each, with its path in the file. msgspec's decoding stops at the first fault, so
-`mismatches` finds all faults before it."""
+"""Load a `Config` from a YAML file and overrides, with presets and derived defaults. One attempt shows all faults: one line
+each, with its path in the file. msgspec's decoding stops at the first fault, so `mismatches` finds all faults before it."""
 
 from __future__ import annotations
 
@@ -270,10 +268,8 @@ def _filled(given: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _spell_out(raw: dict[Any, Any]) -> list[str]:
-    """Replace names by sections. Return the faults found instead.
-
-    `model: tiny:FAMILY` is the model of policy and reference, and of critic and reward model if the run has them.
-    `services: LAYOUT` is `services: {preset: LAYOUT}`."""
+    """Replace names by sections. Return the faults found instead. `model: tiny:FAMILY` is the model of policy and reference,
+    and of critic and reward model if the run has them. `services: LAYOUT` is `services: {preset: LAYOUT}`."""
     services, model = raw.get("services"), raw.get("model")
     if isinstance(services, str):
         raw["services"] = {"preset": services}

@@ -67,8 +67,7 @@ def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterato
 
 
 def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int, filtered: bool) -> str:
-    """Return why the model of `folder`, with `vocabulary` rows, cannot score samples of the policy of the folder `policy`, with
-    `wanted` rows; "" if it can.
+    """Return why the model of `folder`, of `vocabulary` rows, cannot score samples of `policy`, of `wanted` rows; "" if it can.
 
     Models of one tokenizer may have different numbers of unused rows. This is harmless, unless sets of tokens are sent
     (`filtered`), which refer to the policy's rows."""

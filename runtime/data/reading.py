@@ -54,10 +54,8 @@ class DataFiles(NamedTuple):
 
 
 def data_files(path: str, key: str) -> DataFiles:
-    """Return the files of `path`; of several splits those of the training split.
-
-    A folder was written by `save_to_disk`, or holds data files of one kind, directly or in its folder `data`.
-    Raises UserError, with the configuration key `key`."""
+    """Return the files of `path`; of several splits those of the training split. A folder was written by `save_to_disk`, or
+    holds data files of one kind, directly or in its folder `data`. Raises UserError, with the configuration key `key`."""
     root = Path(path)
     if not root.is_dir():
         if not root.is_file():

@@ -1,7 +1,5 @@
-"""The results of an evaluation: the figures of each data set, as JSON and as metrics.
-
-`RUN/evaluations/step-00000050/` holds SET.jsonl, with every reply, and `results.json`,
-which is written last: an evaluation without it was cut short."""
+"""The results of an evaluation: the figures of each data set, as JSON and as metrics. `RUN/evaluations/step-00000050/` holds
+SET.jsonl, with every reply, and `results.json`, which is written last: an evaluation without it was cut short."""
 
 from __future__ import annotations
 
@@ -324,10 +322,8 @@ class HeldOut(Struct, frozen=True):
 
 
 def load_held_out(config: Config, tokenizer: Tokenizer, train: Sequence[Problem] = ()) -> list[HeldOut]:
-    """Return the problems of every set.
-
-    Raises UserError for an unusable file, a file without a usable prompt, and, unless `data.allow_overlap`, a file that shares
-    problems with those to `train` on, asked or not."""
+    """Return the problems of every set. Raises UserError for an unusable file, a file without a usable prompt, and, unless
+    `data.allow_overlap`, a file that shares problems with those to `train` on, asked or not."""
     held_out = []
     for found in evaluation_sets(config):
         prompts = read_prompts(found.path, found.row_format, tokenizer, config.data.max_prompt_tokens, found.key)
