@@ -69,8 +69,7 @@ class Level(enum.IntEnum):
 
 
 class SetLevel(Command[None], frozen=True):
-    """Allocate or free memory to reach a `Level`; answered when done. If the rollout goes to sleep, generation ends; with
-    `keeps` it goes on after the wake-up."""
+    """Allocate or free memory to reach a `Level`; answered when done. Sleep ends generation; with `keeps` it goes on after."""
 
     level: int
     keeps: bool = False

@@ -561,8 +561,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
 
     def check_sets(self, vocabulary: int) -> None:
-        """Check the token sets that sampling chose from (`kept`). Raises InvalidMessage if they are malformed or for another
-        vocabulary size, or if a sampled token is not in its set."""
+        """Raise InvalidMessage if `kept` is malformed, for another vocabulary size, or lacks a sampled token."""
         if self.kept is not None and (fault := self.kept.fault(self.tokens[self.loss_mask.expand() != 0], vocabulary)):
             raise InvalidMessage(f"group {self.group_id}: {fault}")
 
@@ -653,8 +652,7 @@ class ValueRequest(Command[bytes], frozen=True, kw_only=True):
 
 
 class Values(msgspec.Struct, kw_only=True):
-    """The critic's values of one group: the replies of its samples, concatenated. A value is that of the state before the
-    token, and 0 where the loss mask is 0."""
+    """The critic's values of one group, as in `Logprobs`: of the state before each token, and 0 where the loss mask is 0."""
 
     group_id: int
     values: np.ndarray  # float32 [sum of R]

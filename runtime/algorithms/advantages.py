@@ -127,9 +127,8 @@ def group_norm(
 ) -> Tensor:
     """Return `(r - mean_g) / (std_g + eps)` per sample, [B] (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    `scale` is "group", "batch" (the standard deviation of all valid rewards) or "none" (Dr. GRPO, arXiv:2503.20783,
-    section 3.2). Only valid samples count; the others get 0. Equal rewards give exactly 0; a group of one has mean 0 and
-    deviation 1."""
+    `scale` is "group", "batch" (the standard deviation of all valid rewards) or "none" (Dr. GRPO, arXiv:2503.20783, section
+    3.2). Only valid samples count; others get 0. Equal rewards give exactly 0; a group of one: mean 0, deviation 1."""
     within = GroupSums(rewards, groups, valid)
     deviation = within.deviation()
     if scale == "none":

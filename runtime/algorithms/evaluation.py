@@ -41,8 +41,8 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 def clustered_standard_error(means: Sequence[float]) -> float | None:
     """Return the standard error of the mean over problems, each a cluster of samples; None for fewer than two problems.
 
-    `means[i]` is p_i, the mean of problem i's samples, and p their mean over the N problems: `sqrt(sum over i of (p_i - p)^2 /
-    (N - 1)) / sqrt(N)`.
+    `means[i]` is p_i, the mean of problem i's samples, and p their mean over the N problems:
+    `sqrt(sum over i of (p_i - p)^2 / (N - 1)) / sqrt(N)`.
 
     With equally many samples to a problem this is the cluster-robust error of the mean over all samples (Miller, "Adding Error
     Bars to Evals", arXiv:2411.00640, on clustered questions) times sqrt(N / (N - 1)), the correction for few clusters."""

@@ -22,8 +22,7 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
     """The registration of a node's agent. `address` is how others reach the node; `machine` as in `status.Registration`.
 
     `config` is a hash of the agent's configuration, `version` the version of Sluice. `ports` are free ones, at which SPMD
-    groups that span nodes may meet. `running`: by the launches' names, the incarnations that an earlier coordinator had it run.
-    """
+    groups that span nodes may meet. `running`: by launches' names, the incarnations that an earlier coordinator had it run."""
 
     name: str
     address: str

@@ -90,8 +90,7 @@ def place(
 ) -> Placement:
     """Place every process that registers. `kept` stay where they are; `nodes` are filled in their order.
 
-    `waits`: a replica without room is pending, if another of its role or fleet is placed. Raises ConfigError with a line for
-    each role that cannot be placed."""
+    `waits`: a replica without room is pending, if another of its role or fleet is placed. Raises ConfigError, a line a role."""
     if not trains:
         config = _without_hosts(config)
     seated = {seat.instance for seat in kept}

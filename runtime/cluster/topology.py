@@ -21,8 +21,7 @@ class Instance(Struct, frozen=True):
 
 
 def instances(config: Config, trains: bool = True) -> list[Instance]:
-    """List every process that registers, in the order of the roles' sections. `trains`: False for an evaluation alone, which
-    needs only rollouts and rewards."""
+    """List every process that registers, by the roles' sections. `trains`: False for an evaluation, of rollouts and rewards."""
     out: list[Instance] = []
     for role in config.services.__struct_fields__:
         if _has(config, role, trains):

@@ -1,7 +1,6 @@
 """Cross-checks of a well-typed configuration: values against each other, against files, model folders and memory.
 
-Nothing here imports torch, so that a bad configuration is refused in well under a second. Each fault is one line that begins
-with the YAML path of the value to change."""
+Nothing here imports torch: a refusal takes well under a second. Each fault is a line that begins with the path to change."""
 
 from __future__ import annotations
 

@@ -200,8 +200,7 @@ def _unloadable(model: ModelConfig | None, where: str, table: str, fault_of: Cal
 
 @cache
 def _known_to_transformers(table: str) -> frozenset[str]:
-    """Return the model_types of a table of transformers, read from its source, since its import takes seconds. Empty if the
-    package or the table is missing."""
+    """Return the model_types of a table in transformers' source, as its import takes seconds; none if that is missing."""
     found = importlib.util.find_spec("transformers")
     for folder in (found.submodule_search_locations if found is not None else None) or ():
         tree = ast.parse((Path(folder) / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
@@ -350,13 +349,11 @@ def _version() -> str:
         return ""
 
 
-def memory_of_ranks(
-    config: Config, models: Mapping[str, Mapping[str, Any] | None], on_cpus: bool = False
-) -> dict[str, RankBytes]:
+def memory_of_ranks(config: Config, on_cpus: bool = False) -> dict[str, RankBytes]:
     """Return, for each role on megatron-core with a known model, the memory of a rank."""
     return {
         role: rank_memory(config, role, model, on_cpus)
-        for role, model in models.items()
+        for role, model in spread_models(config).items()
         if model is not None and "model_type" in model and getattr(config.services, role).engine == "megatron"
     }
 
@@ -401,14 +398,12 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
 
 
 def layout_faults(config: Config, available: int | None) -> Iterator[str]:
-    """Yield `megatron_faults`; or, if there are none, a line for each role on megatron-core that does not fit. Its processes
-    share the memory."""
-    models = spread_models(config)
-    faults = [*megatron_faults(config, models)]
+    """Yield `megatron_faults`, or else a line for each role on megatron-core that does not fit; its ranks share the memory."""
+    faults = [*megatron_faults(config, spread_models(config))]
     yield from faults
     if faults or available is None:
         return
-    for role, held in memory_of_ranks(config, models, on_cpus=True).items():
+    for role, held in memory_of_ranks(config, on_cpus=True).items():
         share = available // getattr(config.services, role).processes
         if fault := memory_fault(config, role, held, share):
             yield fault + _HINT

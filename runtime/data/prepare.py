@@ -1,8 +1,7 @@
 """From files of problems to a file of prompts: read, check, render, encode, write.
 
-One thread reads and checks rows in order; `workers` threads render and encode chunks of rows. Encoding takes most of the
-time, and the library encodes outside the interpreter's lock. Chunks are joined in the order of their rows, so that the output
-has the same bytes for any number of workers."""
+One thread reads and checks rows in order; `workers` threads render and encode chunks of rows. Encoding takes most of the time,
+and the library encodes outside the interpreter's lock. Chunks are joined in order: the bytes do not depend on `workers`."""
 
 from __future__ import annotations
 
