@@ -35,7 +35,7 @@ def known_names() -> dict[str, list[str]]:
     found = {key: list(registry) for key, registry in registries.items()}
     found["algorithm.correction"].append("none")
     advantages = registries["algorithm.advantage"]
-    return found | {"critic": [name for name in advantages if advantages.get(name).needs_values]}
+    return found | {"critic": [name for name in advantages if advantages.find(name).needs_values]}
 
 
 def faults_of_own_files(config: Config) -> Iterator[str]:

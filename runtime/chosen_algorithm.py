@@ -123,8 +123,7 @@ class ChosenAlgorithm:
 
 
 def choose(config: Config) -> ChosenAlgorithm:
-    """Look up the configured algorithm. Raises UserError for an unregistered name, a user's file that cannot be imported, or
-    options that its function does not take."""
+    """Return the configured algorithm. Raises UserError for an unknown name, a file that fails to import, or a wrong option."""
     algorithm = config.algorithm
     aggregation_options = interfaces.AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens)
     advantage, loss = interfaces.ADVANTAGES.find(algorithm.advantage), interfaces.POLICY_LOSSES.find(algorithm.loss)
@@ -142,13 +141,9 @@ def choose(config: Config) -> ChosenAlgorithm:
     )
     return ChosenAlgorithm(
         advantage=advantage,
-        advantage_options=interfaces.AdvantageOptions(
-            algorithm.group_std, algorithm.gamma, algorithm.gae_lambda, algorithm.turn_discount
-        ),
+        advantage_options=msgspec.convert(algorithm, interfaces.AdvantageOptions, from_attributes=True),
         loss=loss,
-        loss_options=interfaces.LossOptions(
-            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip
-        ),
+        loss_options=msgspec.convert(algorithm, interfaces.LossOptions, from_attributes=True),
         correction=None if algorithm.correction == "none" else interfaces.CORRECTIONS.find(algorithm.correction),
         correction_options=interfaces.CorrectionOptions(
             cap=algorithm.correction_cap, low=algorithm.correction_low, high=algorithm.correction_high
@@ -175,8 +170,7 @@ def updates_per_step(config: Config) -> int:
 
 
 def streams(config: Config) -> bool:
-    """Return True if a step may be accumulated group by group. Its whole batch comes first if the advantages or the loss need
-    it, or if the step makes several updates."""
+    """Return True if a step may be accumulated group by group: no function, nor several updates, need its whole batch."""
     return choose(config).streamable and updates_per_step(config) == 1
 
 

@@ -28,10 +28,8 @@ class RolePort(Protocol):
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
         """Send a command now; the returned coroutine waits for the answer. The process carries out data commands in the order
-        of these calls, and control commands before them.
-
-        Awaiting may be cancelled. Raises DeadlineExceeded after the command's deadline, and ServiceFault if the process failed.
-        """
+        of these calls, and control commands before them. Awaiting may be cancelled. Raises DeadlineExceeded after the command's
+        deadline, and ServiceFault if the process failed."""
 
     async def call(self, command: Command[R]) -> R:
         """Send a command when awaited, and wait for the answer."""
@@ -71,8 +69,7 @@ class Level(enum.IntEnum):
 
 
 class SetLevel(Command[None], frozen=True):
-    """Allocate or free memory to reach a `Level`; answered when done. If the rollout goes to sleep, generation ends; with
-    `keeps` it goes on after the wake-up."""
+    """Allocate or free memory to reach a `Level`; answered when done. Sleep ends generation; with `keeps` it goes on after."""
 
     level: int
     keeps: bool = False
@@ -84,9 +81,6 @@ class Onload(Command[None], frozen=True):
 
 class Offload(Command[None], frozen=True):
     """Take state off the device, as far as the configuration says. Onload brings it back."""
-
-
-# ------------------------------------------------------------------------------------------------------- gateways
 
 
 class PeerAddress(Struct, frozen=True):
@@ -115,9 +109,6 @@ class FinishGroup(Command[None], frozen=True):
     group_id: int
 
 
-# ------------------------------------------------------------------------------------------------------- weight sync
-
-
 class WeightGroupReady(Struct, frozen=True):
     address: GroupAddress
     manifest: Manifest
@@ -125,8 +116,7 @@ class WeightGroupReady(Struct, frozen=True):
 
 class InitWeightGroup(Command[WeightGroupReady], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer once, as the first, however many of
-    its ranks send. `transport`: one of `runtime.weights.sender.LINKS`. A rollout gets it to send its version to
-    others."""
+    its ranks send. `transport`: one of `runtime.weights.sender.LINKS`. A rollout gets it to send its version on."""
 
     epoch: int
     world_size: int
@@ -151,29 +141,27 @@ class WeightsReceived(Struct, frozen=True):
     stage_seconds: float = 0.0  # for the engine to stage them
 
 
-class ReceiveWeights(Command[WeightsReceived], frozen=True):
-    """Receive `version` beside the weights in use; answered when it is complete and its checksums match."""
+class OfVersion(Command[R], frozen=True):
+    """A command about one version of the weights, in one epoch of the group."""
 
     version: PolicyVersion
     epoch: int
+
+
+class ReceiveWeights(OfVersion[WeightsReceived], frozen=True):
+    """Receive `version` beside the weights in use; answered when it is complete and its checksums match."""
 
 
 class WeightsCommitted(Struct, frozen=True):
     pause_seconds: float
 
 
-class CommitWeights(Command[WeightsCommitted], frozen=True):
+class CommitWeights(OfVersion[WeightsCommitted], frozen=True):
     """Swap to the received version between two decode steps."""
 
-    version: PolicyVersion
-    epoch: int
 
-
-class AbortWeights(Command[None], frozen=True):
+class AbortWeights(OfVersion[None], frozen=True):
     """Drop the unfinished `version` and leave the epoch's group."""
-
-    version: PolicyVersion
-    epoch: int
 
 
 class WeightsSent(Struct, frozen=True):
@@ -182,22 +170,13 @@ class WeightsSent(Struct, frozen=True):
     gather_seconds: float = 0.0
 
 
-class SendWeights(Command[WeightsSent], frozen=True):
+class SendWeights(OfVersion[WeightsSent], frozen=True):
     """Gather the weights after the commands before, and send them while later commands run."""
 
-    version: PolicyVersion
-    epoch: int
 
-
-class ResendWeights(Command[WeightsSent], frozen=True):
+class ResendWeights(OfVersion[WeightsSent], frozen=True):
     """Send the gathered or received buckets of `version` again, whatever the engine does. They are kept until the next version.
     Raises ServiceFault, phase "snapshot", if they are gone."""
-
-    version: PolicyVersion
-    epoch: int
-
-
-# ----------------------------------------------------------------------------------------------- trainer and critic
 
 
 class Restore(Command[None], frozen=True):
@@ -224,9 +203,7 @@ class Accumulate(Command[None], frozen=True):
 class Apply(Command[StepResult], frozen=True):
     """Normalise over all accumulated groups, clip, and step the optimizer: the weights become those of step + 1.
 
-    `probes`, to the trainer: encoded groups, sampled with the weights before the update. The result's `probes` follow their
-    order.
-    """
+    `probes`, to the trainer: encoded groups, sampled with the weights before the update. The result's are in their order."""
 
     step: int
     probes: tuple[bytes, ...] = ()

@@ -1,7 +1,6 @@
 """Named implementations: a decorator adds one; a failed lookup lists the known names.
 
-A name of the form `FILE.py:NAME` is one that the user's own file registers, or has as a plain function.
-"""
+A name of the form `FILE.py:NAME` is one that the user's own file registers, or has as a plain function."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ OWN = ".py:"  # separates file and name in the name of a user's own entry
 class Registry(Generic[T]):
     """Maps names that users write to implementations of one signature.
 
-    `label` is the subject of error messages: the configuration key with such a name, or the kind ("reward rule").
-    """
+    `label` is the subject of error messages: the configuration key with such a name, or the kind ("reward rule")."""
 
     absent = "no decorator in {path} registers it"
 
@@ -55,25 +53,19 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str, key: str = "") -> T:
-        """Return the entry called `name`. Raises UserError with `key` (or the label), the nearest name and all known names."""
-        try:
-            return self._entries[name]
-        except KeyError:
-            allowed = ", ".join(self)
-            raise UserError(f"{key or self.label}: unknown name {name!r}; {self._hint(name)}allowed: {allowed}") from None
-
     def find(self, name: str, key: str = "") -> T:
         """Return the entry called `name`, or the one that `FILE.py:NAME` registers or, for rules, defines.
 
-        Raises UserError with `key` (or the label) for an unknown name, and for a file that is missing or cannot be imported.
-        """
+        Raises UserError with `key` (or the label) for an unknown name, and for a file that is missing or cannot be imported."""
+        if name in self:
+            return self._entries[name]
+        label = key or self.label
         file, own, entry = name.rpartition(OWN)
         if not own:
-            return self.get(name, key)
+            raise UserError(f"{label}: unknown name {name!r}; {self._hint(name)}allowed: {', '.join(self)}")
         path = Path(f"{file}.py").resolve()
         if not path.is_file():
-            raise UserError(f"{key or self.label}: {path} is not a file")
+            raise UserError(f"{label}: {path} is not a file")
         try:
             module = _execute(path)
             if self._files.get(entry) != path and (found := self.undecorated(entry, getattr(module, entry, None))) is not None:
@@ -81,9 +73,9 @@ class Registry(Generic[T]):
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+            raise UserError(f"{label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
         if entry not in self:
-            raise UserError(f"{key or self.label}: unknown name {entry!r}; {self._hint(entry)}{self.absent.format(path=path)}")
+            raise UserError(f"{label}: unknown name {entry!r}; {self._hint(entry)}{self.absent.format(path=path)}")
         return self._entries[entry]
 
     def undecorated(self, name: str, value: object) -> T | None:

@@ -78,8 +78,8 @@ def regular(path: Path, largest: int | None = LARGEST) -> Path:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise UserError, with `path`, for an error of the system in the block."""
+def reading(path: Path | str) -> Iterator[None]:
+    """Raise UserError, which begins with `path`, for an error of the system in the block."""
     try:
         yield
     except OSError as error:

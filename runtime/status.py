@@ -68,8 +68,7 @@ class Progress(Struct, kw_only=True):
 
     `phase`: starting, evaluating, training, recovering, saving, finished or failed. `lost`: the newest loss of each name, until
     its replacement has come. `alarm`: the newest rollout that may have other weights than the trainer.
-    `stopping`: the run was asked to end, and ends in order.
-    """
+    `stopping`: the run was asked to end, and ends in order."""
 
     phase: str = "starting"
     step: int = 0

@@ -1,7 +1,6 @@
 """Every wait that is not configured, in seconds. docs/timeouts.md lists these, the configured ones, and those of the commands.
 
-A deadline ends a wait. After a grace, a process that was asked to end is killed. A poll is the time between two checks.
-"""
+A deadline ends a wait. After a grace, a process that was asked to end is killed. A poll is the time between two checks."""
 
 # ------------------------------------------------------------------------------------------------ the coordinator
 

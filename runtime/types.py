@@ -1,8 +1,7 @@
 """Messages between the roles: versions, prompts, samples, scores.
 
 Arrays are numpy, little-endian, one-dimensional. R is the length of a reply, P the length of a prompt, n the number of
-samples in a group. The coordinator forwards `GeneratedGroup.payload` without decoding it.
-"""
+samples in a group. The coordinator forwards `GeneratedGroup.payload` without decoding it."""
 
 from __future__ import annotations
 
@@ -359,18 +358,23 @@ GATEWAY_GROUPS = -(1 << 32)
 """Groups that gateways ask for have ids below this number; the coordinator's groups do not."""
 
 
-class GroupRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
-    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else runs.
-    A probe goes before all waiting requests, into a slot that is reserved for it."""
+class SamplesRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
+    """The common part of requests for a group's `n` samples."""
 
     group_id: int
-    prompt: np.ndarray  # int32 [P]
     n: int
     seed: int
     attempt: int = 0  # counts the requests for this group, from 1; a repeat has the same `group_id` and `attempt`
     first: int = 0  # if a prompt's replies are requested in parts, the number of replies in earlier parts
     sampling: SamplingParams
     purpose: Purpose = "train"
+
+
+class GroupRequest(SamplesRequest, frozen=True, kw_only=True):
+    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else runs.
+    A probe goes before all waiting requests, into a slot that is reserved for it."""
+
+    prompt: np.ndarray  # int32 [P]
     keep: bool = False  # a request that continues these replies is likely, so the cache is worth keeping
 
 
@@ -384,17 +388,10 @@ class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
     environment: str = ""  # the environment whose agent plays the episode; empty: a program that asks for the task
 
 
-class RunEpisodesRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
+class RunEpisodesRequest(SamplesRequest, frozen=True, kw_only=True):
     """Play `n` episodes of one task. The policy in episode i draws on the random streams of `seed`."""
 
-    group_id: int
     task: EpisodeTask
-    n: int
-    seed: int
-    attempt: int = 0  # as in GroupRequest
-    first: int = 0  # as in GroupRequest
-    sampling: SamplingParams
-    purpose: Purpose = "train"
     version: PolicyVersion = PolicyVersion()  # the committed version: the group's version if the policy generates no token
 
 
@@ -445,8 +442,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
 
     A group has n episodes of one or several rows; a reply is an episode of one row. A token that the model sampled takes 8
     bytes, a token that an environment wrote takes 4; masks and versions are runs. `prompt` is the common prefix of all rows. It
-    may be empty if the model wrote no row's first token. Raises InvalidMessage if the columns do not fit one another.
-    """
+    may be empty if the model wrote no row's first token. Raises InvalidMessage if the columns do not fit one another."""
 
     group_id: int
     prompt: np.ndarray  # int32 [P]
@@ -565,8 +561,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
 
     def check_sets(self, vocabulary: int) -> None:
-        """Check the token sets that sampling chose from (`kept`). Raises InvalidMessage if they are malformed or for another
-        vocabulary size, or if a sampled token is not in its set."""
+        """Raise InvalidMessage if `kept` is malformed, for another vocabulary size, or lacks a sampled token."""
         if self.kept is not None and (fault := self.kept.fault(self.tokens[self.loss_mask.expand() != 0], vocabulary)):
             raise InvalidMessage(f"group {self.group_id}: {fault}")
 
@@ -604,7 +599,7 @@ class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
     """Score the episodes of one group against its label."""
 
     group_id: int
-    attempt: int = 0  # as in GroupRequest
+    attempt: int = 0  # as in SamplesRequest
     label: str
     source: str = ""  # the data source, for rules that differ by it
     answers: bool = False  # also return the replies' final answers
@@ -635,7 +630,7 @@ class LogprobRequest(Command[bytes], frozen=True, kw_only=True):
     `Logprobs`, which the coordinator forwards undecoded to the trainer."""
 
     group_id: int
-    attempt: int = 0  # as in GroupRequest
+    attempt: int = 0  # as in SamplesRequest
     temperature: float = 1.0
     model: str = ""  # which of the service's models, if data sources have their own; empty: the run's model
     payload: bytes
@@ -657,8 +652,7 @@ class ValueRequest(Command[bytes], frozen=True, kw_only=True):
 
 
 class Values(msgspec.Struct, kw_only=True):
-    """The critic's values of one group: the replies of its samples, concatenated. A value is that of the state before the
-    token, and 0 where the loss mask is 0."""
+    """The critic's values of one group, as in `Logprobs`: of the state before each token, and 0 where the loss mask is 0."""
 
     group_id: int
     values: np.ndarray  # float32 [sum of R]

@@ -16,7 +16,7 @@ from runtime.cluster import topology
 from runtime.cluster.topology import has_several_nodes
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
-from runtime.config.model_checks import kv_caches, memory_of_ranks, spread_models
+from runtime.config.model_checks import kv_caches, memory_of_ranks
 from runtime.config.service_checks import unequal_numbers
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError
@@ -76,7 +76,7 @@ def _memory(config: Config, available: int | None) -> list[str]:
     """Return what processes are known to hold. `available`: the memory that they have, on CPUs; None if unknown."""
     caches = kv_caches(config, on_cpus=available is not None)
     lines = [f"{path}: about {size / 1e9:.1f} GB of KV cache a replica" for path, size in caches.items()]
-    for role, held in memory_of_ranks(config, spread_models(config), on_cpus=available is not None).items():
+    for role, held in memory_of_ranks(config, on_cpus=available is not None).items():
         parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)
         lines.append(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
     if lines and available is None:

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# ---------------------------------------------------------------------------------------------- sums over groups and the batch
-
-
 class GroupSums:
     """The rewards of B episodes by group. An episode that is not valid counts nowhere, whatever its reward.
 
@@ -118,9 +115,6 @@ def _accumulate(packed: Tensor, mask: Tensor, decay: float) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------------ advantages
-
-
 def group_norm(
     rewards: Tensor,
     groups: Tensor,
@@ -133,9 +127,8 @@ def group_norm(
 ) -> Tensor:
     """Return `(r - mean_g) / (std_g + eps)` per sample, [B] (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    `scale` is "group", "batch" (the standard deviation of all valid rewards) or "none" (Dr. GRPO, arXiv:2503.20783,
-    section 3.2). Only valid samples count; the others get 0. Equal rewards give exactly 0; a group of one has mean 0 and
-    deviation 1. Raises ValueError for another scale."""
+    `scale` is "group", "batch" (the standard deviation of all valid rewards) or "none" (Dr. GRPO, arXiv:2503.20783, section
+    3.2). Only valid samples count; others get 0. Equal rewards give exactly 0; a group of one: mean 0, deviation 1."""
     within = GroupSums(rewards, groups, valid)
     deviation = within.deviation()
     if scale == "none":
@@ -145,8 +138,6 @@ def group_norm(
         mean = batch_sum(within.rewards.sum()) / total.clamp(min=1)
         squares = batch_sum(((within.rewards - mean) * within.weight).square().sum())
         return deviation / ((squares / (total - ddof).clamp(min=1)).sqrt() + eps)
-    if scale != "group":
-        raise ValueError(f"scale is 'group', 'batch' or 'none', not {scale!r}")
     squares = within.sums(deviation.square())[groups]
     std = (squares / (within.size - ddof).clamp(min=1)).sqrt().masked_fill(within.size <= 1, 1.0)
     return deviation / (std + eps)

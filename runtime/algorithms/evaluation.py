@@ -39,8 +39,7 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 
 def clustered_standard_error(means: Sequence[float]) -> float | None:
-    """Return the standard error of the mean over problems: the samples of a problem are one cluster. Return None for fewer
-    than two problems.
+    """Return the standard error of the mean over problems, each a cluster of samples; None for fewer than two problems.
 
     `means[i]` is p_i, the mean of problem i's samples, and p their mean over the N problems:
     `sqrt(sum over i of (p_i - p)^2 / (N - 1)) / sqrt(N)`.

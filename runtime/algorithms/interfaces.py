@@ -205,8 +205,7 @@ CORRECTIONS: Registry[CorrectionFunction] = Registry("algorithm.correction")
 """`@CORRECTIONS.register(NAME)` adds a function of (proximal less behaviour log-probabilities [B, T], mask [B, T], options)
 that gives CorrectionOutputs. The options have `cap`, `low` and `high`."""
 KL_ESTIMATORS: Registry[KlEstimator] = Registry("algorithm.kl")
-"""`@KL_ESTIMATORS.register(NAME)` adds a function from the policy's less the reference's log-probabilities to the estimate,
-elementwise."""
+"""`@KL_ESTIMATORS.register(NAME)` adds an elementwise function of the policy's less the reference's log-probabilities."""
 AGGREGATIONS: Registry[Aggregation] = Registry("algorithm.aggregation")
 """`@AGGREGATIONS.register(NAME)` adds a function of (values [B, T], mask [B, T], options) that gives an Aggregate. The options
 have `norm`, `episode_tokens` and `counts`."""

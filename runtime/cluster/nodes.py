@@ -22,8 +22,7 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
     """The registration of a node's agent. `address` is how others reach the node; `machine` as in `status.Registration`.
 
     `config` is a hash of the agent's configuration, `version` the version of Sluice. `ports` are free ones, at which SPMD
-    groups that span nodes may meet. `running`: by the launches' names, the incarnations that an earlier coordinator had it run.
-    """
+    groups that span nodes may meet. `running`: by launches' names, the incarnations that an earlier coordinator had it run."""
 
     name: str
     address: str
@@ -60,8 +59,7 @@ class Rendezvous(Struct, kw_only=True, frozen=True):
 class Launch(Struct, kw_only=True, frozen=True):
     """One process, or the ranks of a group that are on this node. `devices` count from 0 on the node.
 
-    `incarnation`: end processes of a lower one first. Without `rendezvous` the whole group is on this node.
-    """
+    `incarnation`: end processes of a lower one first. Without `rendezvous` the whole group is on this node."""
 
     role: str
     name: str
@@ -74,8 +72,7 @@ class Launch(Struct, kw_only=True, frozen=True):
 class Assignment(Struct, kw_only=True, frozen=True):
     """All processes of a node. Processes that are no longer named end. `config` is YAML.
 
-    `run` changes whenever all processes begin anew: those of an earlier `run` end.
-    """
+    `run` changes whenever all processes begin anew: those of an earlier `run` end."""
 
     run: str = ""
     config: str
@@ -214,8 +211,7 @@ def launches(
     """Return the launches of each node; a group only while all of its nodes are there.
 
     `incarnations`: the lowest allowed, by the name of a replica or of a group's first rank. `secret`, at most 64 bytes: each
-    incarnation of a group has a key that is derived from it.
-    """
+    incarnation of a group has a key that is derived from it."""
     out: dict[str, list[Launch]] = {name: [] for name in roster}
     absent = {seat.instance.role for seat in placement.seats if seat.node not in roster}
     units: dict[str, dict[str, list[Binding]]] = {}  # by the name of the first process, then by node

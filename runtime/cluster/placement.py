@@ -2,8 +2,7 @@
 
 Some processes must be on one node: those of a replica with all its devices, and the ranks of an SPMD group that share every
 layer. SPMD groups are placed first, then replicas, those with the most devices first, so that the fewest choices come first. A
-colocated role comes after its host. If no node has accelerators, no process gets a device, and `placement` decides the node.
-"""
+colocated role comes after its host. If no node has accelerators, no process gets a device, and `placement` decides the node."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.cluster import topology
 from runtime.cluster.topology import Instance, devices_each, is_group, path_of, settings_of
-from runtime.config import Computing, Config, Placed, Rollout
+from runtime.config import Computing, Config, Placed, Rollout, Spread
 from runtime.errors import ConfigError
 
 # ---- Limits on the restarts of a process; the caller gives the time
@@ -91,9 +90,7 @@ def place(
 ) -> Placement:
     """Place every process that registers. `kept` stay where they are; `nodes` are filled in their order.
 
-    `waits`: a replica without room is pending, if another of its role or fleet is placed. Raises ConfigError with a line for
-    each role that cannot be placed.
-    """
+    `waits`: a replica without room is pending, if another of its role or fleet is placed. Raises ConfigError, a line a role."""
     if not trains:
         config = _without_hosts(config)
     seated = {seat.instance for seat in kept}
@@ -149,8 +146,6 @@ class _Table:
             self._seats_of[path_of(config, seat.instance)].append(seat)
             self._take(seat)
 
-    # ------------------------------------------------------------------------------------------ whole roles
-
     def seat_replicas(self, path: str, replicas: Sequence[Instance]) -> list[Instance]:
         """Place each replica as `placement` says. Return the replicas without room."""
         wanted = len(self._seats_of[path]) + len(replicas)
@@ -167,12 +162,12 @@ class _Table:
     def seat_group(self, path: str, ranks: Sequence[Instance]) -> None:
         """Place ranks in order over the nodes, so that ranks that share every layer are on one node."""
         settings = settings_of(self._config, ranks[0])
-        assert isinstance(settings, Computing)
+        assert isinstance(settings, Spread)
         if settings.colocate:
             for instance, (node, device) in zip(ranks, self._host_devices(settings.colocate, len(ranks)), strict=True):
                 self._seat(path, instance, node, () if device is None else (device,))
             return
-        block = topology.local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
+        block = settings.parallel.tensor * settings.parallel.context  # the ranks that share every layer
         ahead = list(ranks)
         for node, count in self._shares(path, settings, len(ranks), block):
             devices = list(settings.devices) or self._free(node)
@@ -233,8 +228,6 @@ class _Table:
         if settings.placement != "pack":
             fitting.sort(key=mine.__getitem__)
         return fitting[0], tuple(self._free(fitting[0])[:needed])
-
-    # ------------------------------------------------------------------------------------------ devices
 
     def _seat(self, path: str, instance: Instance, node: str, devices: Sequence[int]) -> None:
         seat = Binding(instance, node, tuple(devices))

@@ -21,8 +21,7 @@ class Instance(Struct, frozen=True):
 
 
 def instances(config: Config, trains: bool = True) -> list[Instance]:
-    """List every process that registers, in the order of the roles' sections. `trains`: False for an evaluation alone, which
-    needs only rollouts and rewards."""
+    """List every process that registers, by the roles' sections. `trains`: False for an evaluation, of rollouts and rewards."""
     out: list[Instance] = []
     for role in config.services.__struct_fields__:
         if _has(config, role, trains):
@@ -157,8 +156,7 @@ def block_size(parallel: Parallel) -> int:
 def data_leaders(settings: Spread) -> range:
     """Return the ranks of a group that are given data: the first of each block that holds the model.
 
-    Ranks count tensor-parallel first, then context-parallel, then blocks, pipeline stages last, as megatron-core has it.
-    """
+    Ranks count tensor-parallel first, then context-parallel, then blocks, pipeline stages last, as megatron-core has it."""
     parallel = settings.parallel
     return range(0, settings.processes // parallel.pipeline, parallel.tensor * parallel.context)
 
@@ -176,11 +174,6 @@ def settings_of(config: Config, instance: Instance) -> Process:
 def is_group(config: Config, role: str) -> bool:
     """Return True if a role's instances are the ranks of one SPMD group, which live and die together."""
     return role in ("trainer", "critic") or (role == "reference" and config.services.reference.engine == "megatron")
-
-
-def local_ranks(settings: Spread) -> int:
-    """Return how many ranks of a group have to be on one machine, as they share every layer."""
-    return settings.parallel.tensor * settings.parallel.context
 
 
 def with_rollouts(config: Config, replicas: int) -> Config:

@@ -2,8 +2,7 @@
 
 The sections of a run, its nodes, roles and data are in this file; `from runtime.config import X` gives the others too, and
 `runtime.config.loading` reads a file. The string under each field is what `sluice schema` and docs/configuration-reference.md
-say of the key: see `launcher.config_reference`.
-"""
+say of the key: see `launcher.config_reference`."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class Run(Section, frozen=True):
     and nothing was trained. Or a checkpoint's folder. A resumed run needs the same `seed`, `data.shuffle`, `data.curriculum`
     and training data."""
     overwrite: bool = False
-    """A new run refuses the folder of another run; `true` replaces that run. With `resume: auto` only if there is no checkpoint
-    to continue from."""
+    """A new run refuses the folder of another run; `true` replaces that. With `resume: auto` only if it has no checkpoint."""
 
 
 class StopConditions(Section, frozen=True):
@@ -85,8 +83,7 @@ class Checkpoint(Section, frozen=True):
     keep_best: bool = True
     """Keep also the checkpoint with the best evaluation, of the steps that were both evaluated and saved."""
     async_save: bool = False
-    """Engine megatron: training continues while the files are written, from a copy in host memory. The next checkpoint, and the
-    end of the run, wait for it."""
+    """Engine megatron: files are written during training, from a copy in host memory. The next checkpoint waits for it."""
     gather: bool = False
     """Without `cluster.shared_folder`: the node of rank 0 gets copies of the other nodes' parts, so that a resume does not need
     these nodes. Engine torch saves all on that node anyway."""
@@ -158,8 +155,7 @@ class Tracker(Section, frozen=True):
     project: str = "sluice"
     """Project of wandb and swanlab; experiment of mlflow."""
     mode: Literal["online", "offline", "disabled"] = "offline"
-    """Mode of wandb, swanlab and mlflow. Offline, mlflow writes `mlflow/` in the run's folder; online, `MLFLOW_TRACKING_URI` is
-    its server."""
+    """Of wandb, swanlab and mlflow. Offline, mlflow writes `mlflow/` in the run's folder; online, to `MLFLOW_TRACKING_URI`."""
 
 
 # ---- The machines, the network between them, and the deadlines
@@ -195,8 +191,7 @@ class Tls(Section, frozen=True):
     ca: str
     """A file with the trusted certificate authorities."""
     certificate: str
-    """A file with this node's certificate, for servers and clients and for the node's addresses, followed by the intermediate
-    certificates."""
+    """A file with this node's certificate, for servers, clients and the node's addresses, and then the intermediate ones."""
     key: str
     """A file with the private key, without a password."""
 
@@ -208,8 +203,7 @@ class Network(Section, frozen=True):
     """The address of all services. On several nodes: a network (`10.1.0.0/16`) or an interface (`eth0`), in which each node
     finds its own address, or `auto`: the address by which the node reaches the coordinator."""
     port_range: tuple[Port, Port] | None = None
-    """First and last port of the services. The ports of gloo's and NCCL's own connections cannot be chosen. Null: any free
-    ports."""
+    """First and last port of the services. Ports of gloo's and NCCL's own connections cannot be chosen. Null: any."""
     security: Literal["auto", "token", "tls", "none"] = "auto"
     """Who may call a process of the run. `token`: callers with the run's secret, or a key derived from it. `tls`: the same,
     with certificates on both sides and encryption (TLS 1.3). `auto`: `tls`, but gateways use plain HTTP if `interface` is
@@ -242,8 +236,7 @@ class Deadlines(Section, frozen=True):
     episode: Seconds = 1800.0
     """Of a group's episodes, from its dispatch. Then they are closed as they are. A call within an episode has `generate`."""
     score: Seconds = 120.0
-    """Of a group's scores, by rules or model, and its reference log-probabilities; on engine megatron, of those of all groups
-    in one request."""
+    """Of a group's scores and its reference log-probabilities; on engine megatron, of those of all groups in one request."""
     train: Seconds = 600.0
     """Of a command of a step, and of a group's values, which may have to wait."""
     save: Seconds = 300.0
@@ -260,8 +253,7 @@ class Gateway(Section, frozen=True):
     section exists by default if `services.environment` has agents. Without agents, your own programs ask for tasks."""
 
     context: TokensOr0 = 0
-    """Most tokens of a conversation, prompt and reply. A call that needs more is refused. 0: `data.max_prompt_tokens` +
-    `sampling.max_new_tokens`."""
+    """Most tokens of prompt and reply; a longer call is refused. 0: `data.max_prompt_tokens` + `sampling.max_new_tokens`."""
     episodes: Positive = 4096
     """Most episodes of one gateway at a time; it answers 429 to more. A run starts fewer if these keep its rollouts busy."""
     serve: bool = False
@@ -303,8 +295,7 @@ class Computing(Placed, frozen=True):
 
     devices: list[NonNegative] = []
     """Indices of the accelerators of one node, assigned evenly in this order, one for each replica or rank. The processes see
-    them as `ASCEND_RT_VISIBLE_DEVICES` on machines with NPUs, else as `CUDA_VISIBLE_DEVICES`. Empty: each process gets a free
-    accelerator."""
+    them as `ASCEND_RT_VISIBLE_DEVICES` on machines with NPUs, else as `CUDA_VISIBLE_DEVICES`. Empty: each gets a free one."""
     colocate: str = ""
     """Another role, whose devices this role's processes use in order; `trainer` itself cannot have this key. With
     `rollout.colocate: trainer` rollouts and trainer take turns, and a reference on these devices too. Critic and trainer
@@ -315,8 +306,7 @@ class Coordinator(Process, frozen=True):
     """The coordinator. Only its address has to be known in advance."""
 
     host: str = ""
-    """On several nodes: the address by which all nodes reach the coordinator. The node with this address starts it. Empty:
-    `network.interface`."""
+    """On several nodes: the address by which all reach it, of the node that starts it. Empty: `network.interface`."""
     port: Port = 0
     """0: any free port. Required on several nodes."""
     standby: str = ""
@@ -413,13 +403,11 @@ class Scorer(Computing, frozen=True):
     max_tokens_per_microbatch: Tokens = 16384
     """Most tokens of one forward pass."""
     dtype: DType = "auto"
-    """The dtype of the forward pass. `auto` of the reference: `model.dtype`. `auto` of a reward model: bfloat16 on
-    accelerators, float32 on CPUs."""
+    """Of the forward pass. `auto`: `model.dtype`; of a reward model bfloat16 on accelerators, float32 on CPUs."""
 
 
 class Parallel(Section, frozen=True):
-    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes. Each block trains a
-    part of the data."""
+    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes, each with own data."""
 
     tensor: Processes = 1
     """Ranks that share each layer. Must divide the model's heads and key-value heads."""
@@ -430,8 +418,7 @@ class Parallel(Section, frozen=True):
     context: Processes = 1
     """Ranks that share the tokens of each micro-batch."""
     layers_per_stage: list[Layers] = []
-    """Layers of each pipeline stage, such as `[9, 10, 9]`. All stages except the first and the last must be equal. Empty: all
-    stages are equal."""
+    """Layers of each pipeline stage, such as `[9, 10, 9]`: all but the first and the last must be equal. Empty: all are."""
     expert: Processes = 1
     """Models with experts: ranks over which the experts of a layer are spread. Must divide the number of experts, and the
     number of all ranks with the same part of the model."""
@@ -444,8 +431,7 @@ class Trainer(Computing, frozen=True):
     """The trainer, or the critic. The critic runs if there is a `critic` section."""
 
     processes: Processes = 1
-    """Ranks of one group: with FSDP2, or as `parallel` says. Default of engine megatron: `tensor` × `context` × `pipeline` ×
-    `data`."""
+    """Ranks of one group: with FSDP2, or as `parallel` says. Engine megatron: `tensor` × `context` × `pipeline` × `data`."""
     engine: Literal["torch", "megatron"] = "torch"
     """`torch` is embedded. `megatron` is megatron-core, for models on many devices."""
     parallel: Parallel = Parallel()
@@ -499,8 +485,7 @@ class Services(Section, frozen=True):
     versions. Overrides count fleets from 0 (`services.rollout.1.max_num_seqs=8`)."""
     gateway: Gateways = Gateways()
     environment: dict[str, Environment] = {}
-    """The agents that play the episodes, by names of your choice. Processes are numbered over all of them, from
-    `environment-0`."""
+    """The agents that play the episodes, by names of your choice. Processes are numbered over all, from `environment-0`."""
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
     reference: ReferenceScorer = ReferenceScorer()
@@ -515,21 +500,17 @@ class WeightSyncConfig(Section, frozen=True):
     """`shared_memory`: rollouts on the same machine copy the weights out of the trainer's memory. `collective`: a broadcast
     over `backend`. `auto`: shared memory if trainer and all rollouts are on one machine, else the collective."""
     encoding: Literal["whole", "delta"] = "whole"
-    """`delta`: send only what changed since the version before, without loss, over any transport. The ranks of a trainer gather
-    only that."""
+    """`delta`: gather and send only what changed since the version before, without loss, over any transport."""
     backend: GroupBackend = "auto"
-    """Backend of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl refuse
-    two members on one device."""
+    """Of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo. hccl and nccl refuse two members on one device."""
     bucket_bytes: Bytes = 16 << 20
-    """Size of a bucket. A larger tensor has a bucket of its own. Four buckets are sent at a time, so a model should have many
-    more."""
+    """Size of a bucket. A larger tensor has its own. Four buckets are sent at a time, so a model should have many more."""
     in_flight: Literal["keep", "recompute", "drain"] = "keep"
     """What happens to samples in generation when new weights are swapped in. `keep`: they continue with their keys and values.
     `recompute`: they continue with keys and values of the new weights. `drain`: they end first, and no sample begins meanwhile.
     With `training.staleness: 0` no training sample is in generation then."""
     senders: Literal["one", "all"] = "one"
-    """`one`: rank 0 of the trainer gathers and sends all buckets. `all`: each rank that can have a whole tensor sends a share
-    of the buckets."""
+    """`one`: rank 0 of the trainer gathers and sends all buckets. `all`: each rank that can have whole tensors sends some."""
     dtype: DType = "auto"
     """Dtype on the wire. `auto`: the trainer's compute dtype (`model.dtype`), so that rollouts sample from the same numbers;
     bfloat16 with `encoding: delta`. The exported model has the dtype in the `config.json` of `model.path`."""
@@ -537,8 +518,7 @@ class WeightSyncConfig(Section, frozen=True):
     """Deadline to connect the group. A rollout that stops meanwhile delays weight syncs for this time, or for
     `deadlines.keepalive` if that is shorter and the rollout served before."""
     transfer_timeout: Seconds = 60.0
-    """Deadline from the sender's announcement to the last bucket, gathering the weights included. The checksums have the same
-    deadline again."""
+    """Deadline from the sender's announcement to the last bucket, gathering included. The checksums have the same again."""
     commit_timeout: Seconds = 30.0
     """Deadline for all rollouts to swap. With `drain` it includes the end of the samples in generation."""
 
@@ -640,8 +620,7 @@ class Sampling(Section, frozen=True):
     top_k: NonNegative = 0
     """Sample from so many of the likeliest tokens; 0: from all. Above 0 rollouts of engine torch."""
     min_p: Fraction = 0.0
-    """Leave out tokens with less than this share of the likeliest one's probability; 0: none. Above 0 rollouts of engine
-    torch."""
+    """Leave out tokens with less than this share of the likeliest one's probability; 0: none. Above 0: engine torch."""
 
     @property
     def filters(self) -> dict[str, Any]:

@@ -12,8 +12,7 @@ class Algorithm(Section, frozen=True):
 
     preset: str = ""
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, `ppo`, `gmpo`, `gpg`, `opo`, `clip_cov`,
-    `kl_cov`, `dppo`, `vespo`, `distillation`, or a path to a YAML file: values for the keys of this section that are left
-    out. Empty: none."""
+    `kl_cov`, `dppo`, `vespo`, `distillation`, or a path to a YAML file: values for keys that are left out. Empty: none."""
     advantage: str = "group_norm"
     """`group_norm`: (reward − mean of the group) / (its deviation + eps); `rloo`: reward − mean of the others in the group;
     `opo`: reward − mean of the group, weighted by length; `gpg`: reward − mean of the group, scaled up for the groups whose
@@ -28,16 +27,14 @@ class Algorithm(Section, frozen=True):
     gamma: Fraction = 1.0
     """Discount per token of `reinforce_plus_plus` and `gae`."""
     turn_discount: Fraction = 1.0
-    """Of a reward that a turn of an episode earned, for each turn before it. With `reinforce_plus_plus` and `gae`, `gamma`
-    discounts it, per token."""
+    """Of a turn's reward, for each turn before it. With `reinforce_plus_plus` and `gae`, `gamma` discounts it, per token."""
     gae_lambda: Fraction = 1.0
     """λ of `gae`."""
     dynamic_sampling: bool = False
     """Drop each group whose valid rewards are all equal, as it is scored, and sample another prompt in its place (DAPO). Needs
     `sampling.group_size` of 2 or more."""
     dynamic_sampling_limit: Positive = 20
-    """The run ends in order when so many times `training.groups_per_step` groups were dropped for one step, and it is still not
-    full."""
+    """The run ends in order when so many times `training.groups_per_step` groups were dropped for one step, still not full."""
     overlong_buffer: Fraction = 0.0
     """Share of `sampling.max_new_tokens` over which a penalty grows from 0 to `overlong_penalty`; 0: off."""
     overlong_penalty: Rate = 1.0
@@ -75,9 +72,8 @@ class Algorithm(Section, frozen=True):
     dual_clip: Rate = 0.0
     """Above 1: bounds the loss of tokens with a negative advantage by so many times the advantage; 0: off."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """The policy at the start of the step, where the loss takes it: `recomputed` by a forward pass (the loss's own, where the
-    step makes one update), or `interpolated` between the policy that sampled and the one being trained, by the age of each
-    token (A-3PO)."""
+    """The policy at the start of the step, if the loss takes it: `recomputed` by a forward pass (the loss's own, if the step
+    makes one update), or `interpolated` between the policy that sampled and the trained one, by a token's age (A-3PO)."""
     correction: str = "none"
     """For the gap between sampling and training: `token_tis`, `sequence_tis`, `icepop`, `geometric_mask`; the loss is then
     clipped about the policy at the start of the step."""
@@ -90,12 +86,10 @@ class Algorithm(Section, frozen=True):
     kl: str = "k3"
     """Estimator of the KL to the reference: `k1`, `k2`, `k3` (clamped), `k3_plain`, `abs`."""
     kl_coefficient: Rate = 0.0
-    """β; 0: no KL term, and no reference service is started. Above 0 the log-probabilities come from where `reference.source`
-    says."""
+    """β; 0: no KL term, and no reference service. Above 0 the log-probabilities come from where `reference.source` says."""
     kl_placement: Literal["loss", "reward", "advantage"] = "loss"
     """In the `loss`, or, with the log-probabilities as sampled, subtracted from the `reward` at each token or from its
-    `advantage`: a token then answers for its own part of the KL, and not for that of the tokens behind it, as in on-policy
-    distillation."""
+    `advantage`: a token then answers for its own part of the KL alone, as in on-policy distillation."""
     kl_importance_weighted: bool = False
     """Weigh the estimate in the loss by the policy's probability over the sampling one's: unbiased for old samples."""
     kl_target: Rate = 0.0

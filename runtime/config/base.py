@@ -1,8 +1,5 @@
-"""The base of all sections, and types with bounds and units.
-
-A unit is an annotation of the JSON Schema, and a column of the reference (docs/configuration-reference.md). `...Or0`: 0 has a
-meaning of its own, which the key's description gives.
-"""
+"""The base of all sections, and types with bounds and units. A unit is an annotation of the JSON Schema, and a column of the
+reference (docs/configuration-reference.md). `...Or0`: 0 has a meaning of its own, which the key's description gives."""
 
 from __future__ import annotations
 
@@ -70,8 +67,7 @@ class RemoteServer(Section, frozen=True, kw_only=True):
     address: str
     """`HOST:PORT`."""
     ca: str = ""
-    """TLS: a file with the authorities that may have signed the server's certificate, PEM. `system`: gRPC's own authorities.
-    Empty: plain text."""
+    """TLS: a PEM file with the authorities of the server's certificate. `system`: gRPC's own authorities. Empty: plain text."""
     token: FromEnvironment | None = None
     """The variable of the calling service's environment with the token of each call, as `authorization: Bearer VALUE`. To other
     machines only with TLS. Null: none."""

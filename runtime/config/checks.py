@@ -1,8 +1,6 @@
 """Cross-checks of a well-typed configuration: values against each other, against files, model folders and memory.
 
-Nothing here imports torch, so that a bad configuration is refused in well under a second. Each fault is one line that begins
-with the YAML path of the value to change.
-"""
+Nothing here imports torch: a refusal takes well under a second. Each fault is a line that begins with the path to change."""
 
 from __future__ import annotations
 
@@ -31,9 +29,8 @@ from runtime.config import (
 )
 from runtime.config.model_checks import policy_model
 from runtime.config.sandbox import CODE_RULES, sandbox_faults
-from runtime.data.handlers import MODEL, names
+from runtime.data.handlers import MODEL, prompt_type_faults
 from runtime.data.prepared import sources
-from runtime.errors import UserError
 from runtime.evaluation.results import evaluation_sets, judge_of, set_faults
 from runtime.models.limits import LORA_NEEDS_PEFT, NEEDS_TORCHAO
 from runtime.process.network import is_loopback
@@ -41,10 +38,7 @@ from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
 from runtime.types import ENVIRONMENT_COLUMN, REWARD_MODEL_COLUMN
 
-_OF_PROCESSES = (
-    *("python", "env", "cpus", "placement", "replicas", "restarts"),
-    *("concurrency", "per_process", "sandbox"),
-)
+_OF_PROCESSES = ("python", "env", "cpus", "placement", "replicas", "restarts", "concurrency", "per_process", "sandbox")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 
 
@@ -113,15 +107,12 @@ _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 def semantic_faults(
     config: Config, known: Mapping[str, Sequence[str]] | None = None, available_bytes: int | None = None, trains: bool = True
 ) -> list[str]:
-    """Return a line for each fault.
-
-    `known` lists the registered names under "algorithm.advantage", "algorithm.loss", "algorithm.correction",
-    "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic" those of the advantages that
-    need a critic's values; keys that it lacks are not checked.
-    `available_bytes`: the memory of the machine, if all runs on its CPUs; None for other machines and accelerators, whose
-    memory is unknown. With a `warmup` section, paths that the warm-up will name may be empty. `trains`: False for an
-    evaluation alone, which needs problems to evaluate on, and nothing that only training does.
-    """
+    """Return a line for each fault. `known` lists the registered names under "algorithm.advantage", "algorithm.loss",
+    "algorithm.correction", "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic"
+    those of the advantages that need a critic's values; keys that it lacks are not checked. `available_bytes`: the memory of
+    the machine, if all runs on its CPUs; None for other machines and accelerators, whose memory is unknown. With a `warmup`
+    section, paths that the warm-up will name may be empty. `trains`: False for an evaluation alone, which needs problems to
+    evaluate on, and nothing that only training does."""
     policy, serves = policy_model(config), config.gateway is not None and config.gateway.serve
     faults = [
         *_run(config),
@@ -141,7 +132,6 @@ def semantic_faults(
     ]
     if not trains:
         return faults
-    of_layouts = [*model_checks.megatron_faults(config, model_checks.spread_models(config))]
     return [
         *faults,
         *_algorithm(config.algorithm, config.sampling),
@@ -151,8 +141,7 @@ def semantic_faults(
         *_updates(config),
         *_lora(config),
         *service_checks.weight_sync_faults(config),
-        *of_layouts,
-        *(() if of_layouts else model_checks.rank_faults(config, available_bytes)),
+        *model_checks.layout_faults(config, available_bytes),
     ]
 
 
@@ -172,7 +161,6 @@ def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_by
     """Return a line for each fault of `sluice sft`, as `semantic_faults` does."""
     tuned = alone(config)
     short = replace(tuned, data=replace(tuned.data, max_prompt_tokens=1), sampling=Sampling(max_new_tokens=1))
-    of_layouts = [*model_checks.megatron_faults(tuned, model_checks.spread_models(tuned))]
     return [
         *_run(tuned),
         *_unknown_names(tuned, known),
@@ -181,8 +169,7 @@ def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_by
         *(model_checks.model_faults(short, True) if config.model.path else ()),
         *_values(replace(tuned, training=config.training)),
         *_lora(tuned),
-        *of_layouts,
-        *(() if of_layouts else model_checks.rank_faults(tuned, available_bytes)),
+        *model_checks.layout_faults(tuned, available_bytes),
     ]
 
 
@@ -384,11 +371,7 @@ def data_faults(config: Config, trains: bool) -> Iterator[str]:
         yield f"model.chat_template: '{template}' is not a file"
     elif template and data.prompt_type != MODEL:
         yield f"model.chat_template: has no use with data.prompt_type {data.prompt_type}, only with {MODEL}"
-    try:
-        if data.prompt_type not in (known := names(data.prompt_type_path)):
-            yield f"data.prompt_type: '{data.prompt_type}' is not one of {', '.join(known)}"
-    except UserError as error:
-        yield str(error)
+    yield from prompt_type_faults(data.prompt_type, data.prompt_type_path)
 
 
 def evaluation_faults(config: Config, trains: bool) -> Iterator[str]:

@@ -1,8 +1,5 @@
-"""Load a `Config` from a YAML file and overrides, with presets and derived defaults.
-
-One attempt shows all faults: one line each, with its path in the file. msgspec's decoding stops at the first fault, so
-`mismatches` finds all faults before it.
-"""
+"""Load a `Config` from a YAML file and overrides, with presets and derived defaults. One attempt shows all faults: one line
+each, with its path in the file. msgspec's decoding stops at the first fault, so `mismatches` finds all faults before it."""
 
 from __future__ import annotations
 
@@ -139,11 +136,9 @@ _PRESETS = {
 
 
 def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, or take a file's content, apply `key.path=value` overrides, fill in presets and what layouts imply, and
-    decode the result.
+    """Read `path`, or take a file's content, apply `key.path=value` overrides, fill in presets and what layouts imply, decode.
 
-    Raises ConfigError with all faults.
-    """
+    Raises ConfigError with all faults."""
     raw = dict(path) if isinstance(path, Mapping) else read_mapping(Path(path))
     if theirs := [section for section in _MINDSPEED if section in raw]:
         verls = "trainer" in raw  # whose files have actor_rollout_ref too
@@ -190,8 +185,7 @@ def _known(value: Any, kind: inspect.Type, path: str = "") -> Any:
 def load_other(path: str | Path, overrides: Sequence[str], kind: type[S], advice: Mapping[str, str]) -> S:
     """Read `path`, a file of the schema `kind` instead of a run's configuration, apply overrides, and decode.
 
-    `advice`: what to do about keys that only other programs have. Raises ConfigError with all faults.
-    """
+    `advice`: what to do about keys that only other programs have. Raises ConfigError with all faults."""
     root = inspect.type_info(kind)
     needed = ", ".join(field.encode_name for field in _fields(root) if field.required)
     raw, faults = _overridden(read_mapping(Path(path), f"needed are {needed}"), overrides, root)
@@ -274,11 +268,8 @@ def _filled(given: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _spell_out(raw: dict[Any, Any]) -> list[str]:
-    """Replace names by sections. Return the faults found instead.
-
-    `model: tiny:FAMILY` is the model of policy and reference, and of critic and reward model if the run has them.
-    `services: LAYOUT` is `services: {preset: LAYOUT}`.
-    """
+    """Replace names by sections. Return the faults found instead. `model: tiny:FAMILY` is the model of policy and reference,
+    and of critic and reward model if the run has them. `services: LAYOUT` is `services: {preset: LAYOUT}`."""
     services, model = raw.get("services"), raw.get("model")
     if isinstance(services, str):
         raw["services"] = {"preset": services}

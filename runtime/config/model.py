@@ -40,8 +40,7 @@ class Lora(Section, frozen=True):
 
 class Warmup(Section, frozen=True):
     """Makes a tiny Qwen2 model and problems, and trains it by supervision until its greedy accuracy on held-out
-    problems is near `accuracy`. The result replaces `model.path`, `data.train` and `data.eval` where these are empty.
-    """
+    problems is near `accuracy`. The result replaces `model.path`, `data.train` and `data.eval` where these are empty."""
 
     cache: str = "runs/.cache"
     """Where results are kept, under a key made of these settings (`cache` and `max_seconds` aside)."""

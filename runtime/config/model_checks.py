@@ -1,8 +1,7 @@
 """Checks of model folders, of layouts on megatron-core, and of the memory of processes.
 
 Loads neither torch, transformers nor megatron-core. A role with its own interpreter checks their abilities in its process.
-The memory of accelerators is unknown here: the processes check it when they start.
-"""
+The memory of accelerators is unknown here: the processes check it when they start."""
 
 from __future__ import annotations
 
@@ -68,12 +67,10 @@ def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterato
 
 
 def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int, filtered: bool) -> str:
-    """Return why the model of `folder`, with `vocabulary` rows, cannot score samples of the policy of the folder `policy`, with
-    `wanted` rows; "" if it can.
+    """Return why the model of `folder`, of `vocabulary` rows, cannot score samples of `policy`, of `wanted` rows; "" if it can.
 
     Models of one tokenizer may have different numbers of unused rows. This is harmless, unless sets of tokens are sent
-    (`filtered`), which refer to the policy's rows.
-    """
+    (`filtered`), which refer to the policy's rows."""
     own, theirs = _tokens(Path(policy)), _tokens(Path(folder))
     if own and theirs:
         for token, number in sorted(own.items(), key=lambda item: item[1]):
@@ -203,8 +200,7 @@ def _unloadable(model: ModelConfig | None, where: str, table: str, fault_of: Cal
 
 @cache
 def _known_to_transformers(table: str) -> frozenset[str]:
-    """Return the model_types of a table of transformers, read from its source, since its import takes seconds. Empty if the
-    package or the table is missing."""
+    """Return the model_types of a table in transformers' source, as its import takes seconds; none if that is missing."""
     found = importlib.util.find_spec("transformers")
     for folder in (found.submodule_search_locations if found is not None else None) or ():
         tree = ast.parse((Path(folder) / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
@@ -353,13 +349,11 @@ def _version() -> str:
         return ""
 
 
-def memory_of_ranks(
-    config: Config, models: Mapping[str, Mapping[str, Any] | None], on_cpus: bool = False
-) -> dict[str, RankBytes]:
+def memory_of_ranks(config: Config, on_cpus: bool = False) -> dict[str, RankBytes]:
     """Return, for each role on megatron-core with a known model, the memory of a rank."""
     return {
         role: rank_memory(config, role, model, on_cpus)
-        for role, model in models.items()
+        for role, model in spread_models(config).items()
         if model is not None and "model_type" in model and getattr(config.services, role).engine == "megatron"
     }
 
@@ -403,11 +397,13 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
         free -= min(needed, free)
 
 
-def rank_faults(config: Config, available: int | None) -> Iterator[str]:
-    """Yield a line for each role on megatron-core that does not fit. Layouts must be sound. Its processes share the memory."""
-    if available is None:
+def layout_faults(config: Config, available: int | None) -> Iterator[str]:
+    """Yield `megatron_faults`, or else a line for each role on megatron-core that does not fit; its ranks share the memory."""
+    faults = [*megatron_faults(config, spread_models(config))]
+    yield from faults
+    if faults or available is None:
         return
-    for role, held in memory_of_ranks(config, spread_models(config), on_cpus=True).items():
+    for role, held in memory_of_ranks(config, on_cpus=True).items():
         share = available // getattr(config.services, role).processes
         if fault := memory_fault(config, role, held, share):
             yield fault + _HINT

@@ -59,8 +59,7 @@ class Rewards(Section, frozen=True):
     model: RewardModel | None = None
     """Null: none."""
     environment: float = 1.0
-    """Factor of the reward that an agent gives its episode. An episode without such a reward is masked out. 0: ignore these
-    rewards."""
+    """Factor of the reward that an agent gives its episode. An episode without such a reward is masked out. 0: ignore them."""
     workers: Positive = 1
     """Worker processes of each reward service."""
     timeout: Seconds = 10.0

@@ -24,8 +24,7 @@ class Sandbox(Section, frozen=True):
     cpu_seconds: Seconds = 8.0
     """Processor time of all processes of a command together."""
     memory: Bytes = 256 << 20
-    """Memory of all processes together, checked 20 times a second, and the kernel's limit of each process. `rewards.sandbox`:
-    at most `rewards.memory_bytes`."""
+    """Of all processes together, checked 20 times a second, and of each. `rewards.sandbox`: at most `rewards.memory_bytes`."""
     processes: Processes = 32
     """Most processes and threads at a time."""
     disk: Bytes = 64 << 20

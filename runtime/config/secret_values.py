@@ -42,8 +42,7 @@ class _Entry(NamedTuple):
 
 
 def refused(section: Any, path: str) -> list[str]:
-    """Return a line for each secret with a value in `section`, part of a file, at `path`. No line shows the value, and no later
-    fault: a reference replaces the value."""
+    """Return a line for each secret's value in `section`, part of a file at `path`. A reference replaces the value there."""
     found = [entry for entry in _entries(section, path) if entry.is_secret and _is_text(entry)]
     for entry in found:
         entry.holder[entry.key] = {"from": "NAME"}

@@ -1,7 +1,6 @@
 """Checks of the roles: nodes, addresses, ports, devices, colocation, rollout engines and the weight sync.
 
-Loads neither torch nor vLLM.
-"""
+Loads neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -301,8 +300,7 @@ def weight_sync_faults(config: Config) -> Iterator[str]:
 def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:
     """Yield a warning for each setting that makes rollouts compute with other numbers than the trainer.
 
-    `on_cpus`: both compute on CPUs, where `auto` is float32. The gaps are those of SmolLM2-135M-Instruct on CPUs.
-    """
+    `on_cpus`: both compute on CPUs, where `auto` is float32. The gaps are those of SmolLM2-135M-Instruct on CPUs."""
     computes = computed_dtype("auto", config.model.dtype, on_cpus)
     weight_sync = config.weight_sync
     of_deltas = weight_sync.encoding == "delta" and weight_sync.dtype == "auto"

@@ -96,8 +96,7 @@ class Moe(Section, frozen=True):
 
 class Critic(Section, frozen=True):
     """The value model of `algorithm.advantage: gae`, trained beside the policy by a service of its own. Given with an advantage
-    that takes no values it is refused.
-    """
+    that takes no values it is refused."""
 
     path: str = ""
     """A Hugging Face folder with the policy's vocabulary: a reward model, whose `score` head is taken over, or a language

@@ -1,7 +1,6 @@
 """YAML as the configuration's files have it: text to plain values, and back.
 
-Scalars follow YAML 1.2's core schema: `1e-5` is a number, `on`, `no` and `2026-01-01` are strings. Keys may not occur twice.
-"""
+Scalars follow YAML 1.2's core schema: `1e-5` is a number, `on`, `no` and `2026-01-01` are strings. Keys may not occur twice."""
 
 from __future__ import annotations
 
@@ -99,14 +98,9 @@ class _TextLoader(_Loader):
         return node.value if isinstance(node, yaml.ScalarNode) else super().construct_object(node, deep)
 
 
-def read_value(text: str | bytes) -> Any:
-    """Return the value of a YAML text. Raises yaml.YAMLError if it is not valid."""
-    return _read(text, _Loader)
-
-
 def read_texts(text: str) -> Any:
     """Return the value with all scalars as texts, so that a run may be called `on`. Raises yaml.YAMLError if not valid."""
-    return _read(text, _TextLoader)
+    return read_value(text, _TextLoader)
 
 
 class _TextDumper(_Dumper):
@@ -118,7 +112,8 @@ def write_texts(raw: Any) -> str:
     return str(yaml.dump(raw, Dumper=_TextDumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def _read(text: str | bytes, loader: type[_Loader]) -> Any:
+def read_value(text: str | bytes, loader: type[_Loader] = _Loader) -> Any:
+    """Return the value of a YAML text. Raises yaml.YAMLError if it is not valid."""
     if len(text) > MOST_BYTES:
         raise yaml.YAMLError(f"{len(text)} bytes; must be at most {MOST_BYTES}")
     try:
@@ -170,8 +165,7 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 def dump(raw: Mapping[str, Any], leaves_inline: bool = False) -> str:
     """Return keys and values as YAML, in their order.
 
-    `leaves_inline`: write lists and mappings without nested ones on one line.
-    """
+    `leaves_inline`: write lists and mappings without nested ones on one line."""
     style = None if leaves_inline else False
     return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style)
 

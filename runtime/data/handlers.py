@@ -5,7 +5,6 @@ unusable row (dropped and counted by reason) and `MissingColumn` for a missing c
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +15,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from runtime import config
 from runtime.data.reading import Row, data_files, read_rows
 from runtime.errors import UserError
 from runtime.registry import Registry
 from runtime.rewards.extraction import last_boxed
+from runtime.run_files import NOT_DECODED, reading
 
 # ---- Prompt types
 # Named templates: the text around system text, problem and replies, as data in a JSON file.
@@ -124,15 +125,19 @@ def slot_template(name: str, path: str, special_tokens: Mapping[str, str], secti
     """Return the template `name` of the file `path`, if it is there, else of Sluice's own file.
 
     `section` is the prefix of keys in errors. Raises UserError for an unknown name and an unusable file."""
+    if faults := list(prompt_type_faults(name, path, section)):
+        raise UserError(faults[0])
     found = _known(path, section)
-    if name not in found:
-        raise UserError(f"{section}prompt_type: '{name}' is not one of {', '.join([MODEL, *sorted(found)])}")
     return SlotTemplate(found[name], special_tokens, f"{section}prompt_type: {name}")
 
 
-def names(path: str, section: str = "data.") -> list[str]:
-    """Return the allowed values of `prompt_type`, with the file `path`. Raises UserError."""
-    return [MODEL, *sorted(_known(path, section))]
+def prompt_type_faults(name: str, path: str, section: str = "data.") -> Iterator[str]:
+    """Yield a line for an unknown name, or for an unusable file `path`."""
+    try:
+        if name not in (known := [MODEL, *sorted(_known(path, section))]):
+            yield f"{section}prompt_type: '{name}' is not one of {', '.join(known)}"
+    except UserError as error:
+        yield str(error)
 
 
 def _known(path: str, section: str) -> dict[str, PromptType]:
@@ -140,12 +145,11 @@ def _known(path: str, section: str) -> dict[str, PromptType]:
 
 
 def _read(path: Path, section: str) -> dict[str, PromptType]:
-    where = f"{section}prompt_type_path: {os.fspath(path)}"
+    where = f"{section}prompt_type_path: {path}"
     try:
-        listed = msgspec.json.decode(path.read_bytes(), type=list[PromptType])
-    except OSError as error:
-        raise UserError(f"{where}: {(error.strerror or str(error)).lower()}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        with reading(where):
+            listed = msgspec.json.decode(path.read_bytes(), type=list[PromptType])
+    except NOT_DECODED as error:
         raise UserError(f"{where}: not a list of templates: {error}") from error
     return {prompt_type.name: prompt_type for prompt_type in listed}
 
@@ -166,8 +170,7 @@ class Rejected(Exception):
 
 
 class MissingColumn(Exception):
-    """A row without the column that holds `role`: "prompt", "query", "label", "system", "difficulty", "environment" or
-    "additional"."""
+    """A row without the column of `role`: prompt, query, label, system, difficulty, environment or additional."""
 
     def __init__(self, role: str, column: str):
         super().__init__(role, column)
@@ -197,9 +200,7 @@ class Fields:
         column = getattr(self._columns, role)
         if not column or (role in self._columns.optional and column not in self.row):
             return None
-        if column not in self.row:
-            raise MissingColumn(role, column)
-        return self.row[column]
+        return _column(self.row, role, column)
 
     def named(self, role: str) -> bool:
         """Return whether the format has a column of `role`."""
@@ -246,13 +247,15 @@ class Fields:
 
 def extra(row: Row, names: Sequence[str]) -> dict[str, Any]:
     """Return the columns `names` as JSON values: dates are text, bytes base64, NaN null. Raises MissingColumn, Rejected."""
-    for name in names:
-        if name not in row:
-            raise MissingColumn("additional", name)
-    found: dict[str, Any] = msgspec.json.decode(
-        _json({name: row[name] for name in names}, "additional column that is no JSON value")
-    )
+    values = {name: _column(row, "additional", name) for name in names}
+    found: dict[str, Any] = msgspec.json.decode(_json(values, "additional column that is no JSON value"))
     return found
+
+
+def _column(row: Row, role: str, column: str) -> Any:
+    if column not in row:
+        raise MissingColumn(role, column)
+    return row[column]
 
 
 def _json(value: Any, fault: str) -> str:
@@ -285,9 +288,7 @@ def difficulty(row: Row, column: str) -> float:
     """Return the difficulty of a row's problem, above 0: a number, or the number in a text ("Level 3").
 
     Raises Rejected for 0, which files write for unknown, and MissingColumn for a missing column."""
-    if column not in row:
-        raise MissingColumn("difficulty", column)
-    value = row[column]
+    value = _column(row, "difficulty", column)
     if isinstance(value, str):
         found = _NUMBER.search(value)
         value = float(found.group()) if found else None
@@ -377,13 +378,13 @@ class ProblemSet(msgspec.Struct, kw_only=True):
 
     def report(self) -> str:
         """Return one line for the log."""
-        return report(self.rows, len(self.problems), self.dropped)
+        return report(self.rows, self.dropped)
 
 
-def report(rows: int, problems: int, dropped: Mapping[str, int]) -> str:
+def report(rows: int, dropped: Mapping[str, int]) -> str:
     """Return the counts of rows in words: "7474 rows, 7472 problems (dropped: 2 null label)"."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-    return f"{rows} rows, {problems} problems" + (f" (dropped: {reasons})" if reasons else "")
+    return f"{rows} rows, {rows - sum(dropped.values())} problems" + (f" (dropped: {reasons})" if reasons else "")
 
 
 class SourceRow(NamedTuple):
@@ -406,12 +407,9 @@ class RowReader:
     def __init__(self, row_format: config.RowFormat, difficulty_key: str):
         """Find the handler. Raises UserError for an unknown one."""
         self._handler = HANDLERS.find(row_format.handler)
-        named = {str(role): column for role, column in row_format.columns.items()}
-        chosen = {
-            role: named.get(role, getattr(self._handler.columns, role)) for role in ("prompt", "query", "label", "system")
-        }
+        named = {str(role): column for role, column in row_format.columns.items() if role != "environment"}
         # The handler's own query and system columns may be missing.
-        self._columns = FieldColumns(**chosen, optional=tuple({"query", "system"} - named.keys()))
+        self._columns = replace(self._handler.columns, **named, optional=tuple({"query", "system"} - named.keys()))
         self._system_prompt = row_format.system_prompt
         self._additional = row_format.additional_keys
         self._difficulty_key = difficulty_key
@@ -430,11 +428,10 @@ def environment_of(row: Row, environment: str, key: str) -> str:
     """Return the name in the column `key`, or `environment` if `key` is empty. Raises MissingColumn, Rejected."""
     if not key:
         return environment
-    if key not in row:
-        raise MissingColumn("environment", key)
-    if not isinstance(row[key], str) or not row[key]:
+    name = _column(row, "environment", key)
+    if not isinstance(name, str) or not name:
         raise Rejected("row that names no environment")
-    return str(row[key])
+    return name
 
 
 def column_key(key: str, role: str) -> str:
@@ -461,7 +458,7 @@ def load_problems(path: str, row_format: config.RowFormat, key: str = "data.trai
             raise no_column(column_key(key, missing.role), missing.column, found) from None
     rows = len(problems) + sum(dropped.values())
     if not problems:
-        raise UserError(f"{key}: {path}: no row is left of {report(rows, 0, dropped)}")
+        raise UserError(f"{key}: {path}: no row is left of {report(rows, dropped)}")
     return ProblemSet(problems=problems, rows=rows, dropped=dict(dropped))
 
 
@@ -518,9 +515,7 @@ def r1(fields: Fields) -> tuple[Messages, str]:
     """Read a problem with its final answer. The label is the first of a list of accepted answers."""
     answer = fields.value("label")
     if isinstance(answer, list):
-        if not answer:
-            raise Rejected("empty label")
-        answer = answer[0]
+        answer = answer[0] if answer else ""
     return fields.conversation(), label_text(answer)
 
 

@@ -1,8 +1,7 @@
 """From files of problems to a file of prompts: read, check, render, encode, write.
 
-One thread reads and checks rows in order; `workers` threads render and encode chunks of rows. Encoding takes most of the
-time, and the library encodes outside the interpreter's lock. Chunks are joined in the order of their rows, so that the output
-has the same bytes for any number of workers."""
+One thread reads and checks rows in order; `workers` threads render and encode chunks of rows. Encoding takes most of the time,
+and the library encodes outside the interpreter's lock. Chunks are joined in order: the bytes do not depend on `workers`."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -30,8 +29,8 @@ from runtime.data.handlers import (
     Rejected,
     RowReader,
     SourceRow,
-    names,
     no_column,
+    prompt_type_faults,
     report,
     source_rows,
 )
@@ -40,6 +39,7 @@ from runtime.data.reading import data_files
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
 from runtime.registry import OWN
+from runtime.run_files import reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -153,7 +153,12 @@ def _faults(settings: PrepareSettings) -> Iterator[str]:
             yield str(error)
     if not Path(settings.tokenizer_name_or_path, "tokenizer.json").is_file():
         yield f"tokenizer_name_or_path: '{settings.tokenizer_name_or_path}' is not a folder with a tokenizer.json"
-    yield from _names(settings)
+    name = settings.handler
+    if name in _THEIR_HANDLERS:
+        yield f"handler: '{name}' is called {_THEIR_HANDLERS[name]} here"
+    elif OWN not in name and name not in HANDLERS:
+        yield f"handler: '{name}' is not one of {', '.join(HANDLERS)}, nor FILE.py:NAME"
+    yield from prompt_type_faults(settings.prompt_type, settings.prompt_type_path, "")
     if settings.seq_length and settings.max_prompt_length >= settings.seq_length:
         yield f"max_prompt_length: {settings.max_prompt_length} leaves no room for a reply in seq_length {settings.seq_length}"
     taken = (*COLUMNS, DIFFICULTY) if settings.difficulty_key else COLUMNS
@@ -162,19 +167,6 @@ def _faults(settings: PrepareSettings) -> Iterator[str]:
             yield f"dataset_additional_keys: '{name}' is a column of the output already"
         elif name in settings.additional_keys[:index]:
             yield f"dataset_additional_keys: '{name}' is there twice"
-
-
-def _names(settings: PrepareSettings) -> Iterator[str]:
-    name = settings.handler
-    if name in _THEIR_HANDLERS:
-        yield f"handler: '{name}' is called {_THEIR_HANDLERS[name]} here"
-    elif OWN not in name and name not in HANDLERS:
-        yield f"handler: '{name}' is not one of {', '.join(HANDLERS)}, nor FILE.py:NAME"
-    try:
-        if settings.prompt_type not in (known := names(settings.prompt_type_path, "")):
-            yield f"prompt_type: '{settings.prompt_type}' is not one of {', '.join(known)}"
-    except UserError as error:
-        yield str(error)
 
 
 # ---- Overlap
@@ -223,8 +215,7 @@ class Count(msgspec.Struct):
     """The counts of the rows of one source."""
 
     rows: int = 0
-    kept: int = 0
-    dropped: Counter[str] = msgspec.field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
 
 
 class PreparedData(msgspec.Struct, kw_only=True):
@@ -242,18 +233,14 @@ class PreparedData(msgspec.Struct, kw_only=True):
         """Return lines for the terminal."""
         mean = self.tokens / self.prompts
         return [
-            *(f"{name}: {report(each.rows, each.kept, _by_count(each.dropped))}" for name, each in self.sources.items()),
+            *(f"{name}: {report(each.rows, _by_count(each.dropped))}" for name, each in self.sources.items()),
             f"{self.path}: {self.prompts} prompts of {mean:.0f} tokens on average, {self.longest} at most",
             f"{self.rows} rows in {self.seconds:.1f} s: {self.rows / self.seconds:.0f} rows/s",
         ]
 
 
 _Item = tuple[Problem, tuple[Any, ...]]  # with the values of the additional columns
-
-
-class _Encoded(NamedTuple):
-    kept: list[tuple[_Item, str, np.ndarray]]  # with rendered text and its tokens
-    long: list[tuple[str, str]]  # source and reason of each prompt that is too long
+_Encoded = list[tuple[_Item, str, np.ndarray]]  # with rendered text and its tokens
 
 
 def prepare(settings: PrepareSettings, progress: Progress = lambda done: None) -> PreparedData:
@@ -334,42 +321,38 @@ class _Work:
     def encode(self, chunk: list[_Item]) -> _Encoded:
         """Render and encode a chunk. Runs in a worker thread, and shares no mutable state."""
         texts = [self._tokenizer.template.render(problem.messages) for problem, _ in chunk]
-        most, window = self._settings.max_prompt_length, self._settings.seq_length
-        encoded = _Encoded([], [])
-        for item, text, ids in zip(chunk, texts, self._tokenizer.encode_texts(texts), strict=True):
-            if most and len(ids) > most:
-                encoded.long.append((item[0].source, f"prompt over {most} tokens"))
-            elif window and len(ids) >= window:
-                encoded.long.append((item[0].source, f"no room for a reply in {window} tokens"))
-            else:
-                encoded.kept.append((item, text, ids))
-        return encoded
+        return list(zip(chunk, texts, self._tokenizer.encode_texts(texts), strict=True))
 
     def collect(self, encoded: _Encoded) -> None:
-        """Add a chunk to the output. Call in the order of the rows."""
+        """Add the prompts of a chunk that are not too long to the output. Call in the order of the rows."""
         import pyarrow as pa
 
-        for source, reason in encoded.long:
-            self._sources[source].dropped[reason] += 1
-        problems = [problem for (problem, _), _, _ in encoded.kept]
-        for problem in problems:
-            self._sources[problem.source].kept += 1
-        lengths = [len(ids) for _, _, ids in encoded.kept]
+        most, window = self._settings.max_prompt_length, self._settings.seq_length
+        kept: _Encoded = []
+        for item, text, ids in encoded:
+            if most and len(ids) > most:
+                self._sources[item[0].source].dropped[f"prompt over {most} tokens"] += 1
+            elif window and len(ids) >= window:
+                self._sources[item[0].source].dropped[f"no room for a reply in {window} tokens"] += 1
+            else:
+                kept.append((item, text, ids))
+        problems = [problem for (problem, _), _, _ in kept]
+        lengths = [len(ids) for _, _, ids in kept]
         self._lengths += lengths
-        values = np.concatenate([np.empty(0, np.int32), *(ids for _, _, ids in encoded.kept)])
+        values = np.concatenate([np.empty(0, np.int32), *(ids for _, _, ids in kept)])
         offsets = np.cumsum([0, *lengths], dtype=np.int32)
         columns: dict[str, Any] = {
             "id": pa.array([problem.id for problem in problems], pa.string()),
             "source": pa.array([problem.source for problem in problems], pa.string()),
             "problem": pa.array([problem.question for problem in problems], pa.string()),
-            "text": pa.array([text for _, text, _ in encoded.kept], pa.string()),
+            "text": pa.array([text for _, text, _ in kept], pa.string()),
             "tokens": pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)),
             "label": pa.array([problem.label for problem in problems], pa.string()),
         }
         if self._settings.difficulty_key:
             columns[prepared.DIFFICULTY] = pa.array([problem.difficulty for problem in problems], pa.float64())
         for index, name in enumerate(self._additional):
-            columns[name] = _array(name, [extra[index] for (_, extra), _, _ in encoded.kept])
+            columns[name] = _array(name, [extra[index] for (_, extra), _, _ in kept])
         self._tables.append(pa.table(columns))
 
     def finish(self, began: float) -> PreparedData:
@@ -379,7 +362,7 @@ class _Work:
         dropped = _by_count(sum((each.dropped for each in self._sources.values()), Counter()))
         rows = sum(each.rows for each in self._sources.values())
         if not self._lengths:
-            raise UserError(f"input: no prompt is left of {report(rows, 0, dropped)}")
+            raise UserError(f"input: no prompt is left of {report(rows, dropped)}")
         try:
             table = pa.concat_tables(self._tables, promote_options="permissive").combine_chunks()
         except pa.ArrowException as error:
@@ -393,11 +376,9 @@ class _Work:
             dropped=dropped,
         )
         output = self._settings.output
-        try:
+        with reading(f"output_prefix: {output}"):
             output.parent.mkdir(parents=True, exist_ok=True)
             prepared.write(output, table, info)
-        except OSError as error:
-            raise UserError(f"output_prefix: {output}: {(error.strerror or str(error)).lower()}") from error
         return PreparedData(
             path=str(output),
             sources=self._sources,

@@ -177,8 +177,7 @@ def is_prepared(path: Path) -> bool:
 def read(
     path: Path, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str, row_format: RowFormat
 ) -> Prompts:
-    """Return the prompts of a prepared file, which is mapped into memory. Of `row_format` the additional columns and the
-    environment count.
+    """Return the prompts of a prepared file, mapped into memory. Of `row_format` additional columns and environment count.
 
     Prompts over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, with the
     configuration key `key`, if tokenizer or template differ from the file's, or no prompt is left."""
@@ -198,7 +197,10 @@ def read(
         table = pq.read_table(path, columns=[*columns], memory_map=True)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{key}: {path}: not a prepared file: {str(error).splitlines()[0]}") from error
-    encoded = _slices(table["tokens"])
+    encoded: list[np.ndarray] = []  # read-only int32 views into the column's buffers
+    for chunk in table["tokens"].chunks:
+        values, bounds = (part.to_numpy(zero_copy_only=True) for part in (chunk.values, chunk.offsets))
+        encoded += [values[start:end] for start, end in pairwise(bounds)]
     dropped = dict(info.dropped)
     problems: list[Problem] = []
     tokens: list[np.ndarray] = []
@@ -233,13 +235,3 @@ def _info(text: bytes, tokenizer: Tokenizer, path: Path, key: str) -> Info:
             f"data.prompt_type {tokenizer.prompt_type}; set that, or prepare it again"
         )
     return info
-
-
-def _slices(column: pa.ChunkedArray) -> Sequence[np.ndarray]:
-    """Return read-only int32 views into the column's buffers, one a row."""
-    views: list[np.ndarray] = []
-    for chunk in column.chunks:
-        values = chunk.values.to_numpy(zero_copy_only=True)
-        bounds = chunk.offsets.to_numpy(zero_copy_only=True)
-        views += [values[start:end] for start, end in pairwise(bounds)]
-    return views

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from runtime.errors import UserError
+from runtime.run_files import NOT_DECODED
 
 Row = dict[str, Any]
 
@@ -53,10 +54,8 @@ class DataFiles(NamedTuple):
 
 
 def data_files(path: str, key: str) -> DataFiles:
-    """Return the files of `path`; of several splits those of the training split.
-
-    A folder was written by `save_to_disk`, or holds data files of one kind, directly or in its folder `data`.
-    Raises UserError, with the configuration key `key`."""
+    """Return the files of `path`; of several splits those of the training split. A folder was written by `save_to_disk`, or
+    holds data files of one kind, directly or in its folder `data`. Raises UserError, with the configuration key `key`."""
     root = Path(path)
     if not root.is_dir():
         if not root.is_file():
@@ -105,7 +104,7 @@ def _train(splits: list[str], root: Path, key: str) -> str:
 def _decode_file(file: Path, kind: type[T], key: str) -> T:
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *NOT_DECODED) as error:
         raise UserError(f"{key}: {file} is not what save_to_disk writes: {error}") from error
 
 
@@ -115,7 +114,6 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _HEAD_BYTES = 64
 _ROW_BYTES = 1 << 26  # at most: a few compressed bytes can stand for gigabytes
 _ARRAY_BYTES = 1 << 30
-_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
@@ -176,7 +174,7 @@ def _lines(file: io.BufferedReader, path: Path, key: str) -> Iterator[tuple[int,
             continue
         try:
             yield number, decode(text)
-        except _NO_JSON as error:
+        except NOT_DECODED as error:
             raise UserError(f"{key}: {path}:{number}: not a line of JSON: {error}") from error
 
 
@@ -186,5 +184,5 @@ def _array(file: io.BufferedReader, path: Path, key: str) -> list[Any]:
         raise UserError(f"{key}: {path}: a JSON array of more than {_ARRAY_BYTES} bytes; write a row a line (jsonl)")
     try:
         return msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=list[Any])
-    except _NO_JSON as error:
+    except NOT_DECODED as error:
         raise UserError(f"{key}: {path}: not a JSON array: {error}") from error

@@ -1,7 +1,5 @@
-"""The results of an evaluation: the figures of each data set, as JSON and as metrics.
-
-`RUN/evaluations/step-00000050/` holds SET.jsonl, with every reply, and `results.json`,
-which is written last: an evaluation without it was cut short."""
+"""The results of an evaluation: the figures of each data set, as JSON and as metrics. `RUN/evaluations/step-00000050/` holds
+SET.jsonl, with every reply, and `results.json`, which is written last: an evaluation without it was cut short."""
 
 from __future__ import annotations
 
@@ -241,10 +239,7 @@ def read(run_dir: Path) -> list[EvaluationResult]:
     for _, folder in folders(run_dir):
         path = folder / RESULTS
         if path.exists():
-            try:
-                results.append(msgspec.json.decode(run_files.regular(path).read_bytes(), type=EvaluationResult))
-            except (OSError, *run_files.NOT_DECODED) as error:
-                raise UserError(f"{path}: not the results of an evaluation: {error}") from error
+            results.append(run_files.read_json(path, EvaluationResult, "the results of an evaluation"))
     return results
 
 
@@ -327,10 +322,8 @@ class HeldOut(Struct, frozen=True):
 
 
 def load_held_out(config: Config, tokenizer: Tokenizer, train: Sequence[Problem] = ()) -> list[HeldOut]:
-    """Return the problems of every set.
-
-    Raises UserError for an unusable file, a file without a usable prompt, and, unless `data.allow_overlap`, a file that shares
-    problems with those to `train` on, asked or not."""
+    """Return the problems of every set. Raises UserError for an unusable file, a file without a usable prompt, and, unless
+    `data.allow_overlap`, a file that shares problems with those to `train` on, asked or not."""
     held_out = []
     for found in evaluation_sets(config):
         prompts = read_prompts(found.path, found.row_format, tokenizer, config.data.max_prompt_tokens, found.key)
@@ -434,10 +427,8 @@ def read_replies(path: Path) -> Iterator[Generation]:
     """Yield the replies in a file, without a last line that is still being written. Raises UserError."""
     decode = msgspec.json.Decoder(Generation).decode
     try:
-        with run_files.regular(path, None).open("rb") as file:
+        with run_files.reading(path), run_files.regular(path, None).open("rb") as file:
             while (line := file.readline(LONGEST)).endswith(b"\n"):
                 yield decode(line)
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except run_files.NOT_DECODED as error:
         raise UserError(f"{path}: not the replies of an evaluation: {error}") from error

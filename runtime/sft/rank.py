@@ -92,7 +92,7 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
         rows += [encoded[at] for at in short]
         shares.append(Share(len(short), source.weight))
     left_out = {reason: count for reason, count in dropped.items() if count}
-    return SftDataset(problems, rows, shares, report(len(problems) + sum(left_out.values()), len(problems), left_out))
+    return SftDataset(problems, rows, shares, report(len(problems) + sum(left_out.values()), left_out))
 
 
 # ---- Objective

@@ -137,7 +137,7 @@ class TestKl:
     @pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3_plain", "abs"])
     def test_gradients(self, name: str):
         x = f64(0.7, -0.4, 1.3).requires_grad_()
-        assert torch.autograd.gradcheck(KL_ESTIMATORS.get(name), (x,))
+        assert torch.autograd.gradcheck(KL_ESTIMATORS.find(name), (x,))
 
 
 class TestClippedSurrogate:
@@ -227,7 +227,7 @@ class TestPolicyLosses:
 
     @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
     def test_what_is_declared_zero_without_advantage_is(self, name: str):
-        loss = POLICY_LOSSES.get(name)
+        loss = POLICY_LOSSES.find(name)
         logp = f64(-1.0, -2.0).requires_grad_()
         outputs = loss.compute(loss_inputs(logp, logp.detach(), f64(-3.0, -1.0), f64(0.0, 0.0)), LossOptions())
         if loss.zero_without_advantage:
@@ -260,12 +260,12 @@ class TestAggregation:
 
     @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
     def test_a_row_of_one_token_counts_and_a_count_has_the_values_dtype(self, name: str):
-        got = AGGREGATIONS.get(name)(self.values, torch.tensor([[0.0, 1.0, 0.0]]).double().expand(3, 3), AggregationOptions())
+        got = AGGREGATIONS.find(name)(self.values, torch.tensor([[0.0, 1.0, 0.0]]).double().expand(3, 3), AggregationOptions())
         assert (got.total.item(), got.count.item(), got.count.dtype) == (132.0, 3.0, torch.float64)
 
     @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
     def test_parts_add_up_to_the_whole(self, name: str):
-        aggregation = AGGREGATIONS.get(name)
+        aggregation = AGGREGATIONS.find(name)
         whole = aggregation(self.values, self.mask, self.options)
         parts = [aggregation(self.values[rows], self.mask[rows], self.options) for rows in ([0], [1, 2])]
         assert sum(part.total for part in parts).item() == pytest.approx(whole.total.item())
@@ -274,8 +274,8 @@ class TestAggregation:
     @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
     def test_gradient_reaches_masked_in_tokens_alone(self, name: str):
         values = self.values.clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda v: AGGREGATIONS.get(name)(v, self.mask, self.options).total, (values,))
-        (gradient,) = torch.autograd.grad(AGGREGATIONS.get(name)(values, self.mask, self.options).total, values)
+        assert torch.autograd.gradcheck(lambda v: AGGREGATIONS.find(name)(v, self.mask, self.options).total, (values,))
+        (gradient,) = torch.autograd.grad(AGGREGATIONS.find(name)(values, self.mask, self.options).total, values)
         assert ((gradient != 0) == (self.mask != 0)).all()
 
 
@@ -312,7 +312,7 @@ class TestLogprobs:
 class TestRegistries:
     def test_unknown_name_is_answered_with_the_nearest_and_all(self):
         with pytest.raises(UserError) as caught:
-            POLICY_LOSSES.get("decopled")
+            POLICY_LOSSES.find("decopled")
         message = str(caught.value)
         assert message.startswith("algorithm.loss: unknown name 'decopled'; did you mean 'decoupled'?")
         assert "ppo" in message and "\n" not in message
@@ -330,8 +330,8 @@ class TestRegistries:
         def loss(inputs, options):
             return inputs.logp
 
-        assert ADVANTAGES.get("own") == AdvantageEstimator(estimate, False, needs_values)
-        assert POLICY_LOSSES.get("own") == PolicyLoss(loss, needs_values)
+        assert ADVANTAGES.find("own") == AdvantageEstimator(estimate, False, needs_values)
+        assert POLICY_LOSSES.find("own") == PolicyLoss(loss, needs_values)
 
     def test_a_name_belongs_to_one_function(self):
         with pytest.raises(ValueError, match="registered twice"):
@@ -429,7 +429,7 @@ class TestSapo:
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_are_those_of_finite_differences(name: str, seed: int):
     inputs = random_inputs(seed)
-    compute = POLICY_LOSSES.get(name).compute
+    compute = POLICY_LOSSES.find(name).compute
     options = LossOptions(clip_low=0.1, clip_high=0.2, dual_clip=1.5)
     assert torch.autograd.gradcheck(lambda logp: total(compute(replace(inputs, logp=logp), options).loss), (inputs.logp,))
 
@@ -438,7 +438,7 @@ def test_gradients_are_those_of_finite_differences(name: str, seed: int):
 def test_rows_do_not_touch_each_other(name: str):
     """What lets a step be cut into micro-batches: each row's loss and gradient are its own."""
     inputs = random_inputs(5)
-    compute = POLICY_LOSSES.get(name).compute
+    compute = POLICY_LOSSES.find(name).compute
     (whole,) = torch.autograd.grad(total(compute(inputs, LossOptions()).loss), inputs.logp)
     for row in range(3):
         part = LossInputs(*(getattr(inputs, field)[row : row + 1] for field in inputs.__dataclass_fields__))
@@ -449,7 +449,7 @@ def test_rows_do_not_touch_each_other(name: str):
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_float64_and_one_value_a_token(name: str):
-    outputs = POLICY_LOSSES.get(name).compute(random_inputs(1), LossOptions())
+    outputs = POLICY_LOSSES.find(name).compute(random_inputs(1), LossOptions())
     assert (outputs.loss.dtype, outputs.loss.shape) == (torch.float64, MASK.shape)
     assert all(metric.dtype == torch.float64 and not metric.requires_grad for metric in outputs.metrics.values())
 
@@ -467,7 +467,7 @@ class TestCorrections:
     @pytest.mark.parametrize("name", sorted(CORRECTIONS))
     def test_what_is_at_a_bound_is_within_it(self, name: str):
         options = CorrectionOptions(cap=1.0, low=1.0, high=1.0)
-        got = CORRECTIONS.get(name)(matrix([0.0, 0.0]), matrix([1.0, 1.0]), options)
+        got = CORRECTIONS.find(name)(matrix([0.0, 0.0]), matrix([1.0, 1.0]), options)
         assert (got.weight.unique().tolist(), bool(got.altered.any())) == ([1.0], False)
 
     @pytest.mark.parametrize("name", sorted(CORRECTIONS))
@@ -477,7 +477,7 @@ class TestCorrections:
         rng = np.random.default_rng(seed)
         mask = rng.random((3, 5)) < rng.choice([0.2, 0.6])
         log_weight = np.where(mask, rng.normal(0, 1, (3, 5)), 50)
-        got = CORRECTIONS.get(name)(torch.from_numpy(log_weight), torch.from_numpy(mask.astype(np.float64)), self.options)
+        got = CORRECTIONS.find(name)(torch.from_numpy(log_weight), torch.from_numpy(mask.astype(np.float64)), self.options)
         weight, altered = got.weight.expand(3, 5).numpy(), got.altered.expand(3, 5).numpy()
         for i in range(3):
             own = np.exp(log_weight[i, mask[i]])
@@ -497,7 +497,7 @@ class TestCorrections:
     @pytest.mark.parametrize("name", sorted(CORRECTIONS))
     def test_no_gradient_and_no_overflow(self, name: str):
         log_weight = torch.full((1, 4), 800.0).requires_grad_()
-        got = CORRECTIONS.get(name)(log_weight, torch.ones(1, 4), CorrectionOptions())
+        got = CORRECTIONS.find(name)(log_weight, torch.ones(1, 4), CorrectionOptions())
         assert not got.weight.requires_grad
         assert bool(got.weight.isfinite().all())
 

@@ -91,8 +91,6 @@ class TestGroupNorm:
         whole = rewards.numpy().std(ddof=1) + 1e-6
         expected = f64(0.5, -0.5, -2, 2) / whole
         torch.testing.assert_close(group_norm(rewards, groups, scale="batch"), expected, rtol=1e-13, atol=0)
-        with pytest.raises(ValueError, match="'group', 'batch' or 'none'"):
-            group_norm(rewards, groups, scale="row")
 
     def test_equal_rewards_give_exactly_zero(self):
         # The mean of ten times 0.1 is not 0.1 in floating point.
@@ -123,7 +121,7 @@ class TestGroupNorm:
             torch.testing.assert_close(group_norm(base * scale + shift, groups), plain, rtol=1e-4, atol=1e-6)
 
     def test_every_option_reaches_the_registered_estimator(self):
-        estimator = ADVANTAGES.get("group_norm")
+        estimator = ADVANTAGES.find("group_norm")
         rewards, groups = f64(1, 0, 3, 7), torch.tensor([0, 0, 1, 1])
         mask = torch.ones(4, 2, dtype=torch.float64)
         inputs = AdvantageInputs(rewards, groups, torch.ones(4, dtype=torch.bool), mask, token_rewards(rewards, mask))
@@ -247,7 +245,7 @@ class TestOpo:
         inputs = AdvantageInputs(
             f64(1, 1, 4), torch.tensor([0, 0, 0]), torch.ones(3).bool(), mask, mask, leads=torch.tensor([True, False, True])
         )
-        got = ADVANTAGES.get("opo").compute(inputs, AdvantageOptions())
+        got = ADVANTAGES.find("opo").compute(inputs, AdvantageOptions())
         baseline = (3 * 1 + 2 * 4) / 5
         torch.testing.assert_close(got, f64(1 - baseline, 1 - baseline, 4 - baseline)[:, None], rtol=1e-14, atol=0)
 
@@ -257,7 +255,7 @@ class TestGpg:
         rewards, groups = f64(1, 0, 0, 0.1, 0.1, 0.1, 2, 4), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
         valid = torch.tensor([True, True, False, True, True, True, True, True])
         inputs = AdvantageInputs(rewards, groups, valid, torch.ones(8, 2).double(), torch.zeros(8, 2).double())
-        got = ADVANTAGES.get("gpg").compute(inputs, AdvantageOptions())
+        got = ADVANTAGES.find("gpg").compute(inputs, AdvantageOptions())
         scale = 7 / 4  # valid samples over those of the first and the last group
         expected = scale * f64(0.5, -0.5, 0, 0, 0, 0, -1, 1)
         torch.testing.assert_close(got, expected[:, None], rtol=1e-14, atol=0)
@@ -265,7 +263,7 @@ class TestGpg:
     def test_a_batch_without_signal_is_worth_nothing(self):
         mask = torch.ones(2, 1).double()
         inputs = AdvantageInputs(f64(0.3, 0.3), torch.tensor([0, 0]), torch.ones(2).bool(), mask, mask)
-        assert ADVANTAGES.get("gpg").compute(inputs, AdvantageOptions()).tolist() == [[0.0], [0.0]]
+        assert ADVANTAGES.find("gpg").compute(inputs, AdvantageOptions()).tolist() == [[0.0], [0.0]]
 
 
 def advantage_inputs(rewards: torch.Tensor, groups: torch.Tensor, mask: torch.Tensor, penalties=None) -> AdvantageInputs:
@@ -309,7 +307,7 @@ class TestRegisteredEstimators:
 
     def test_reinforce_plus_plus(self):
         inputs = advantage_inputs(self.rewards, self.groups, self.mask, self.penalties)
-        got = ADVANTAGES.get("reinforce_plus_plus").compute(inputs, AdvantageOptions(gamma=0.9)).numpy()
+        got = ADVANTAGES.find("reinforce_plus_plus").compute(inputs, AdvantageOptions(gamma=0.9)).numpy()
         tokens, returns = [], []
         for i in range(4):
             kept = [t for t in range(3) if self.mask[i, t]]
@@ -324,7 +322,7 @@ class TestRegisteredEstimators:
 
     def test_reinforce_plus_plus_baseline_weighs_samples_by_their_tokens(self):
         inputs = advantage_inputs(self.rewards, self.groups, self.mask)
-        got = ADVANTAGES.get("reinforce_plus_plus_baseline").compute(inputs, AdvantageOptions()).numpy()
+        got = ADVANTAGES.find("reinforce_plus_plus_baseline").compute(inputs, AdvantageOptions()).numpy()
         per_token = np.repeat([0.5, -0.5, -2.0], [2, 3, 2])  # the fourth row has no token, yet is in its group's mean
         low, deviation = per_token.mean(), math.sqrt(per_token.var(ddof=1) + 1e-8)
         expected = (np.array([[0.5], [-0.5], [-2.0], [2.0]]) - low) / deviation * self.mask.numpy()
@@ -332,7 +330,7 @@ class TestRegisteredEstimators:
 
     def test_rloo_takes_the_reward_with_its_penalties(self):
         inputs = advantage_inputs(self.rewards, self.groups, self.mask, self.penalties)
-        got = ADVANTAGES.get("rloo").compute(inputs, AdvantageOptions())
+        got = ADVANTAGES.find("rloo").compute(inputs, AdvantageOptions())
         total = self.rewards - (self.penalties * self.mask).sum(1)
         torch.testing.assert_close(got, rloo(total, self.groups)[:, None], rtol=0, atol=0)
 
@@ -347,7 +345,7 @@ class TestRegisteredEstimators:
     )
     def test_parts_that_share_their_sums_are_the_whole(self, name: str, options: AdvantageOptions):
         """What several ranks do: in lockstep, each sum is over what the parts give."""
-        estimator = ADVANTAGES.get(name)
+        estimator = ADVANTAGES.find(name)
         assert not estimator.streams(options)
         whole = estimator.compute(advantage_inputs(self.rewards, self.groups, self.mask, self.penalties), options)
         sums: list[torch.Tensor] = []
@@ -379,7 +377,7 @@ class TestRegisteredEstimators:
 
     @pytest.mark.parametrize("name", sorted(ADVANTAGES))
     def test_float64_in_float64_out_and_empty_batches(self, name: str):
-        estimator = ADVANTAGES.get(name)
+        estimator = ADVANTAGES.find(name)
         assert (
             estimator.compute(advantage_inputs(self.rewards, self.groups, self.mask), AdvantageOptions()).dtype == torch.float64
         )

@@ -49,7 +49,7 @@ def test_the_pages_name_all_that_come_along(key: str, registry: Registry[Any]) -
     reference = (docs / "configuration-reference.md").read_text().splitlines()
     (row,) = (line for line in reference if line.startswith(f"| `algorithm.{key}` |"))
     guide = (docs / "guides/algorithms.md").read_text()
-    come_along = {name for name in registry if registry.get(name).compute.__module__.startswith("runtime.algorithms.")}
+    come_along = {name for name in registry if registry.find(name).compute.__module__.startswith("runtime.algorithms.")}
     assert len(come_along) > 5
     assert [name for name in sorted(come_along) if f"`{name}`" not in row] == []
     assert [name for name in sorted(come_along) if key == "loss" and f"`{name}`" not in guide] == []

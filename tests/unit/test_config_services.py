@@ -19,7 +19,7 @@ from runtime.cluster.topology import data_leaders, instances, path_of, players, 
 from runtime.config import Config, Trainer, model_checks
 from runtime.config.checks import environment_faults, semantic_faults
 from runtime.config.loading import load, resolve
-from runtime.config.model_checks import megatron_faults, memory_of_ranks, spread_models
+from runtime.config.model_checks import megatron_faults, memory_of_ranks
 from runtime.errors import UserError
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
@@ -61,7 +61,7 @@ def test_kv_cache(sound: dict[str, Any]) -> None:
 def held(raw: dict[str, Any], **changes: dict[str, Any]) -> int:
     merged = raw | {section: raw.get(section, {}) | values for section, values in changes.items()}
     config = resolve(msgspec.convert(merged, Config))
-    return memory_of_ranks(config, spread_models(config), on_cpus=True)["trainer"].total
+    return memory_of_ranks(config, on_cpus=True)["trainer"].total
 
 
 def test_micro_batches_that_no_rank_can_hold_are_refused_with_what_is_allowed(sound: dict[str, Any]) -> None:

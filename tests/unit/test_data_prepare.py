@@ -80,11 +80,11 @@ def test_every_row_is_in_the_output_or_counted(tmp_path: Path, model: Path) -> N
     outcome = prepare(settings_of(tmp_path, model, **keys), told.append)
     (count,) = outcome.sources.values()
     assert count.dropped == {"duplicate problem": 12, "null label": 11, "prompt over 150 tokens": 7, "empty prompt": 1}
-    assert count.rows == 1000 == count.kept + sum(count.dropped.values())
+    assert count.rows == 1000 == outcome.prompts + sum(count.dropped.values())
     assert told == [300, 600, 900, 1000]
     table = pq.read_table(outcome.path, memory_map=True).to_pylist()
     tokenizer = Tokenizer(str(model))
-    assert len(table) == count.kept == outcome.prompts
+    assert len(table) == outcome.prompts
     kept = [int(row["id"].rpartition(":")[2]) - 1 for row in table]
     assert kept == sorted(kept)
     for index, row in zip(kept, table, strict=True):
@@ -96,7 +96,7 @@ def test_every_row_is_in_the_output_or_counted(tmp_path: Path, model: Path) -> N
         assert (row["difficulty"], row["note"]) == (source["level"], source["note"])
     report = outcome.report()
     dropped = "12 duplicate problem, 11 null label, 7 prompt over 150 tokens, 1 empty prompt"
-    assert report[0] == f"in/train: 1000 rows, {count.kept} problems (dropped: {dropped})"
+    assert report[0] == f"in/train: 1000 rows, {outcome.prompts} problems (dropped: {dropped})"
     assert report[-1].startswith("1000 rows in ")
 
 
@@ -325,14 +325,14 @@ def test_a_published_file_is_prepared(
     outcome = prepare(settings)
     (count,) = outcome.sources.values()
     assert (count.rows, count.dropped) == (rows, dropped)
-    assert count.kept == rows - sum(dropped.values())
+    assert outcome.prompts == rows - sum(dropped.values())
     if file.endswith("aime_train.json"):  # a column that is carried over keeps its type
         schema = pq.read_schema(outcome.path)
         assert (str(schema.field("year").type), str(schema.field("difficulty").type)) == ("int64", "double")
     if rows < 1000 or name == "math_lvl3to5":
         data = Data(train=outcome.path, prompt_type=settings.prompt_type, max_prompt_tokens=outcome.longest)
         found = training_prompts(data, Tokenizer(str(model), prompt_type=settings.prompt_type))
-        assert len(found.problems) == count.kept
+        assert len(found.problems) == outcome.prompts
 
 
 def test_every_configuration_is_among_them() -> None:

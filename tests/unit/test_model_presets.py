@@ -13,7 +13,7 @@ import pytest
 from launcher.node.local_node import LocalNode
 from runtime.config import Parallel, model_checks
 from runtime.config.loading import load, preset_names, resolve
-from runtime.config.model_checks import memory_of_ranks, spread_models
+from runtime.config.model_checks import memory_of_ranks
 from runtime.models.families import Layout, family_for
 from runtime.models.families.memory import ModelWork, RankBytes, rank_bytes
 from runtime.models.tiny_model import write_tokenizer
@@ -74,7 +74,7 @@ def test_a_preset_is_valid_and_fits(preset: str, tmp_path: Path, validated: Call
     code, said = validated(file, *overrides)
     assert code == 0, said
     config = resolve(load(file, overrides))
-    held = memory_of_ranks(config, spread_models(config))
+    held = memory_of_ranks(config)
     assert ROWS[preset] == f"{held['trainer'].total / 1e9:.1f}", "what the guide says"
     for role, each in held.items():
         assert each.total < ROOM * DEVICE, role

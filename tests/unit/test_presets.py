@@ -15,7 +15,7 @@ from launcher.node.local_node import LocalNode
 from runtime.cluster.placement import NodeResources, offers, place
 from runtime.config import model_checks
 from runtime.config.loading import load, resolve
-from runtime.config.model_checks import memory_of_ranks, spread_models
+from runtime.config.model_checks import memory_of_ranks
 from runtime.models.tiny_model import described, write_tokenizer
 from tests.unit.model_dimensions import CONFIGS
 
@@ -100,7 +100,7 @@ def test_it_is_valid_fills_its_nodes_and_its_memory_is_that_of_the_page(
     config = resolve(load(file, overrides))
     assert config.run.name == Path(preset).name
     told = row_of_the_page(preset)
-    for role, held in memory_of_ranks(config, spread_models(config)).items():
+    for role, held in memory_of_ranks(config).items():
         assert held.total < 0.75 * 64e9, role
         assert f"{role}: about {held.total / 1e9:.1f} GB a rank" in said
         assert f"{role} {held.total / 1e9:.1f}" in told

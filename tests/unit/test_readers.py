@@ -224,8 +224,8 @@ def faults(folder: Path, output: Path, number: int) -> Iterator[str]:
 def test_a_damaged_file_is_told_in_a_line_and_others_runs_are_shown(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, parser = cache(yaml_text._read), cli._parser()  # which take most of the time
-    monkeypatch.setattr(yaml_text, "_read", lambda *given: copy.deepcopy(read(*given)))
+    read, parser = cache(yaml_text.read_value), cli._parser()  # which take most of the time
+    monkeypatch.setattr(yaml_text, "read_value", lambda *given: copy.deepcopy(read(*given)))
     monkeypatch.setattr(cli, "_parser", lambda: parser)
     chance, found, runs = random.Random(6), list[str](), tmp_path / "runs"
     for name in ("run", "sound"):
