@@ -7,7 +7,5 @@ from runtime.rewards.rules import RULES, RewardRule
 
 
 def find_rule(name: str, key: str = "") -> RewardRule:
-    """Return the rule `name`; `key` is its configuration key.
-
-    Raises UserError for an unknown name, or for a file that is missing or cannot be imported."""
+    """Return the rule `name` of the key `key`. Raises UserError for an unknown name, or a file that cannot be imported."""
     return RULES.find(name, key)

@@ -1,11 +1,4 @@
-"""Reward rules: how to add one, and the built-in ones on the text of a reply.
-
-    from sluice import RuleContext
-
-    def polite(text: str, label: str, context: RuleContext) -> bool:
-        return "please" in text
-
-`FILE.py:polite` names the rule in the configuration. The decorator `rule` adds a screen, an answer or another name.
+"""Reward rules: how to register one, and the built-in ones on the text of a reply.
 
 A rule is a pure function of the reply's text, the problem's label and the context; it may be `async`. It runs in a worker
 process that is killed at its limits, unless its `screen` decides the case in the service. See docs/guides/rewards.md."""
@@ -296,8 +289,7 @@ _MARKERS_WANTED = 3
 
 
 def answer_part(text: str) -> str | None:
-    """Return the text between the answer tags of a reply `<think>…</think> <answer>…</answer>`; None in another form. It
-    matches as `^<think>.*?</think>\\s*<answer>.*?</answer>$` with DOTALL, but takes linear time."""
+    """Return the text between the answer tags of a reply `<think>…</think> <answer>…</answer>`; None in another form."""
     end = len(text) - text.endswith("\n") - len(ANSWERED)
     if not text.startswith(THINK) or end < 0 or not text.startswith(ANSWERED, end):
         return None
@@ -318,8 +310,7 @@ def strictly_formatted(text: str) -> bool:
 
 
 def _rule(name: str, characters: int = FORMAT_CHARACTERS, answer: Answer | None = None) -> Callable[[Evaluate], Evaluate]:
-    """Return a decorator that registers a linear-time function as the rule `name`. For replies of at most `characters` the
-    service calls the function itself, instead of a worker."""
+    """Return a decorator that registers a linear-time function. The service calls it on replies of up to `characters`."""
     return lambda function: rule(name, screen=up_to(characters, function), answer=answer)(function)
 
 

@@ -105,12 +105,10 @@ def _thought(text: str, before: str) -> str:
 
 def last_turn(row: Sample) -> slice:
     """Return the place of the last run of trained tokens."""
-    given = np.flatnonzero(row.loss_mask == 0)
-    trained = np.flatnonzero(row.loss_mask)
-    if not len(given) or not len(trained):
-        return slice(0, len(trained))
-    before = given[given < trained[-1]]
-    return slice(before[-1] + 1 if len(before) else 0, trained[-1] + 1)
+    given, trained = np.flatnonzero(row.loss_mask == 0), np.flatnonzero(row.loss_mask)
+    end = trained[-1] + 1 if len(trained) else 0
+    before = given[given < end]
+    return slice(before[-1] + 1 if len(before) else 0, end)
 
 
 # ---- Unscored
@@ -152,8 +150,7 @@ class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
     def __init__(self, settings: config.Rewards, tokenizer: TextDecoder, variables: Container[str] = ()):
-        """Find the rules. `variables`: as in `KillablePool`. Raises UserError without rules, or for an unknown or
-        second one."""
+        """Find the rules. `variables`: as in `KillablePool`. Raises UserError without rules, or for an unknown or equal one."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
         self._rules = [
@@ -211,8 +208,7 @@ class RewardScorer:
                 scores.errors[reason] = scores.errors.get(reason, 0) + 1
 
     async def _evaluate(self, texts: list[str], label: str, contexts: list[RuleContext]) -> list[list[RuleOutcome]]:
-        """Return the outcome of every rule (outer list) on every reply (inner list). A screen's empty outcome is left to the
-        pool. If a rule over groups fails, every reply gets this outcome."""
+        """Return the outcome of every rule (outer list) on every reply. An undecided screen leaves a reply to the pool."""
         tasks: list[Task] = []
         targets: list[tuple[list[RuleOutcome], slice]] = []  # of each task: the rule's outcomes, and the replies
         outcomes: list[list[RuleOutcome]] = []

@@ -7,16 +7,12 @@
               the group that came last: admitted   generated                     ready            applied
               given to a rollout or gateway
 
-The path is traced back from its end. A version is committed after the weight sync, and the weight sync follows the update. The
-update waits for the step's last group, and for the trainer. The last group waits for the process that works on it. So the parts
-sum to the step, and work beside the path is not on it, because that work made no step longer.
+The path is traced back from its end. The weight sync follows the update, the update waits for the trainer and the step's last
+group, and the group for the process that works on it. So the parts sum to the step. Work beside the path made no step longer.
 
-`probe` is the part of `train` in which the trainer was idle, because a rollout had not answered its probe. `restart` is the
-time until the trainer served again, after a new start of the run or the trainer.
-
-With agents, `generate` is divided further, by the activities of the group's last episode: place, setup, agent, policy, tool,
-agent's score, cleanup. The rest, after the episode's end, stays `generate`.
-"""
+`probe` is the part of `train` in which the trainer waited for a rollout's probe, `restart` the time until the trainer served
+again. With agents, `generate` is divided by the activities of the group's last episode: place, setup, agent, policy, tool,
+agent's score, cleanup. The rest, after the episode's end, stays `generate`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The metrics of a training step. Pure, except for the clocks passed in.
 
 Phases of one step overlap: while the trainer updates, rollouts generate for later steps. So `timing/all`, the wall time between
-two updates, is less than the sum of the phases. `timing/non_overlap_X` is the part of phase X in which no update ran.
-"""
+two updates, is less than the sum of the phases. `timing/non_overlap_X` is the part of phase X in which no update ran."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
 
 
 def _throughput(figures: StepFigures, lengths: Mapping[str, float]) -> dict[str, float]:
-    """Compute tokens per second and accelerator: of the whole step (e2e), the update, or generation (rollout). 0 for a phase
-    that took no time in the step."""
+    """Compute tokens per second and accelerator of the step (e2e), update and generation; 0 for a phase without time."""
     rows, timing = sum(len(group.response_tokens) for group in figures.generated), figures.timing
     mean = lengths.get("prompt_length/mean", 0.0) + lengths.get("response_length/mean", 0.0)
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "rollout_tps": "timing/rollout"}

@@ -1,8 +1,6 @@
-"""The HTTP server that serves a process's metrics to Prometheus.
+"""The HTTP server that serves a process's metrics to Prometheus. At the coordinator, /sd lists every process with its address.
 
-Metrics are computed only on request: plain values on the event loop, their text by one thread for all requests. At the
-coordinator, /sd lists every registered process with the address of its metrics.
-"""
+Metrics are computed only on request: plain values on the event loop, their text by one thread for all requests."""
 
 from __future__ import annotations
 

@@ -110,8 +110,7 @@ _YOUNG = 20_000
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection in a block whose objects stay: collections take a quarter of a trainer's start. Later
-    collections skip these objects too."""
+    """Disable garbage collection, a quarter of a trainer's start, in a block whose objects stay. Later ones skip them."""
     gc.disable()
     try:
         yield
@@ -121,8 +120,7 @@ def uncollected() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """Collect garbage in this process after `_YOUNG` new objects instead of 700. A thousand rollouts keep more tasks, futures
-    and messages, whose repeated scans took half of the coordinator's time for a sample."""
+    """Collect garbage after `_YOUNG` new objects, not 700: at a thousand rollouts, scans took half of a sample's time."""
     gc.set_threshold(_YOUNG, 20, 20)
 
 

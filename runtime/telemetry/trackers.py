@@ -3,8 +3,7 @@
 Each tracker has its own thread and bounded queue, so a slow tracker delays neither the event loop nor other trackers.
 `metrics.jsonl` has every point. On a full disk, points wait until the file can be written. While its queue stays full, `log`
 waits up to a deadline, and then raises an error with the tracker's name. Any other tracker may fail: a warning reports the
-failure, the tracker is tried again after a while, and the lost points are counted.
-"""
+failure, the tracker is tried again after a while, and the lost points are counted."""
 
 from __future__ import annotations
 

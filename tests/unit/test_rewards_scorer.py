@@ -265,8 +265,8 @@ def test_the_program_of_a_reply(text: str, program: str | None) -> None:
 
 
 def test_a_reply_without_a_program_needs_no_worker() -> None:
-    assert _screen("no", "", RuleContext()) is False
-    assert _screen("```\na\n```", "", RuleContext()) is None
+    assert _screen(False)("no", "", RuleContext()) is False
+    assert _screen(False)("```\na\n```", "", RuleContext()) is None
 
 
 STDIN = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "3", "output": "4", "testtype": "stdin"}]

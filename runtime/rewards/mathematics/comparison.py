@@ -1,5 +1,4 @@
-"""Decide whether two answers are the same: lists, sets, tuples, intervals, equations, inequalities, matrices, ratios, words,
-and at last two expressions: constants exactly, functions at several points.
+"""Decide whether two answers are the same, part by part, and at last two expressions: constants exactly, functions at points.
 
 A verdict is None if it is undecided here: sets of real numbers in other notation, arithmetic of matrices."""
 
@@ -8,6 +7,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from decimal import ROUND_DOWN, Context, Decimal
 from fractions import Fraction
 from itertools import chain
@@ -69,11 +69,7 @@ def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return _same_real_sets(_members(prediction), _members(truth))
     if {prediction.head, truth.head} == {"set", "word"}:
         return _same_words(prediction, truth)
-    if prediction.head == "list" and truth.head == "tuple":
-        prediction = _bracketed(prediction, truth)
-    elif truth.head == "list" and prediction.head == "tuple":
-        truth = _bracketed(truth, prediction)
-    predicted, expected = _items(prediction), _items(truth)
+    predicted, expected = _items(_bracketed(prediction, truth)), _items(_bracketed(truth, prediction))
     if len(predicted) == len(expected) == 1:
         return _same_item(predicted[0], expected[0])
     return _same_in_any_order(predicted, expected)
@@ -98,7 +94,8 @@ def _alternatives(node: ExpressionNode, other: ExpressionNode) -> bool:
 
 def _bracketed(items: ExpressionNode, like: ExpressionNode) -> ExpressionNode:
     """Return a list as the tuple `like` without brackets, if it is as long and its members are not tuples."""
-    if len(items.args) != len(like.args) or any(item.head == "tuple" for item in items.args):
+    both, short = (items.head, like.head), len(items.args) != len(like.args)
+    if both != ("list", "tuple") or short or any(item.head == "tuple" for item in items.args):
         return items
     return ExpressionNode("tuple", items.args, like.value)
 
@@ -179,10 +176,8 @@ def _same_words(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
 
 
 def _same_tuple(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    if len(prediction.args) != len(truth.args):
-        return False
-    if prediction.value != truth.value and len(truth.args) <= 2:
-        return False  # open and closed ends
+    if len(prediction.args) != len(truth.args) or (prediction.value != truth.value and len(truth.args) <= 2):
+        return False  # the latter: open and closed ends
     return _all(map(same, prediction.args, truth.args))
 
 
@@ -202,9 +197,6 @@ def _same_matrix(prediction: _Rows | None, truth: _Rows | None, vectors: bool) -
     if (len(prediction), len(prediction[0])) != (len(truth), len(truth[0])):
         return False
     return _all(map(equal_values, chain.from_iterable(prediction), chain.from_iterable(truth)))
-
-
-# ---------------------------------------------------------------------------------------------------- ratios
 
 
 def _same_ratio(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -229,9 +221,6 @@ def _is_clock(node: ExpressionNode) -> bool:
     if len(node.args) > 3 or hours.head != "number" or minutes.head != "number":
         return False
     return bool(_TIME.fullmatch(str(hours.value))) and (minutes.value == 0 or minutes.value >= 10) and minutes.value < 60  # type: ignore[operator]
-
-
-# ---------------------------------------------------------------------------------------------------- relations
 
 
 def _is_name(node: ExpressionNode) -> bool:
@@ -310,11 +299,12 @@ def _named(relation: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
 
 def _ends(relation: ExpressionNode) -> ExpressionNode:
     """Reduce an equation of several steps to its ends: x = 6/2 = 3 becomes x = 3."""
-    marks = set(str(relation.value).split())
-    if marks <= {"=", "\\approx"} and len(relation.args) > 1:
-        exact = [side for side, mark in zip(relation.args[1:], str(relation.value).split(), strict=True) if mark == "="]
-        return ExpressionNode("relation", (relation.args[0], exact[-1] if exact else relation.args[-1]), "=")
-    return relation
+    name, *sides = relation.args
+    marks = str(relation.value).split()
+    if not set(marks) <= {"=", "\\approx"}:
+        return relation
+    exact = [side for side, mark in zip(sides, marks, strict=True) if mark == "="]
+    return ExpressionNode("relation", (name, (exact or sides)[-1]), "=")
 
 
 def _holds_sets(node: ExpressionNode) -> bool:
@@ -368,9 +358,6 @@ def _real_set(node: ExpressionNode) -> ExpressionNode | None:
     return ExpressionNode("tuple", (ends[0], ends[2]), f"{'(' if marks[0] == '<' else '['}{')' if marks[1] == '<' else ']'}")
 
 
-# ---------------------------------------------------------------------------------------------------- several variables
-
-
 def _rows_by_name(node: ExpressionNode) -> list[dict[str, ExpressionNode]] | None:
     """Return the two solutions of `p=5, q=2; p=7, q=3`. Return None if the answer does not give several variables values."""
     pairs: list[tuple[str, ExpressionNode]] = []
@@ -386,10 +373,8 @@ def _rows_by_name(node: ExpressionNode) -> list[dict[str, ExpressionNode]] | Non
 
 def _solutions(rows: list[dict[str, ExpressionNode]] | None, order: list[str], otherwise: ExpressionNode) -> ExpressionNode:
     """Return the solutions as points, (5, 2), (7, 3)."""
-    if rows is None:
-        return otherwise
-    points = tuple(ExpressionNode("tuple", tuple(row[name] for name in order), "()") for row in rows)
-    return points[0] if len(points) == 1 else ExpressionNode("list", points)
+    points = tuple(ExpressionNode("tuple", tuple(row[name] for name in order), "()") for row in rows or ())
+    return ExpressionNode("list", points) if len(points) > 1 else points[0] if points else otherwise
 
 
 def _assigned(item: ExpressionNode) -> list[tuple[ExpressionNode, ExpressionNode]]:
@@ -422,10 +407,9 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     """Return whether two expressions are equal. Raises TooCostly."""
     if prediction == truth or key(prediction) == key(truth):
         return True
-    if _is_infinite(prediction) or _is_infinite(truth):
-        return False
     kinds = heads(prediction), heads(truth)
-    if ("word" in kinds[0]) != ("word" in kinds[1]):
+    infinities = INFINITY, negate(INFINITY)
+    if prediction in infinities or truth in infinities or ("word" in kinds[0]) != ("word" in kinds[1]):
         return False
     if not all(kind <= _SCALAR for kind in kinds):
         unknown = (node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
@@ -439,10 +423,6 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
 
 
 _SCALAR = words("number decimal symbol add multiply divide negate power percent call opaque")
-
-
-def _is_infinite(node: ExpressionNode) -> bool:
-    return node == INFINITY or (node.head == "negate" and node.args[0] == INFINITY)
 
 
 def _equal(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -460,9 +440,6 @@ def _equal(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
 
 def _bare_logarithm(node: ExpressionNode) -> bool:
     return any(part.head == "call" and part.value == "log" and len(part.args) == 1 for part in walk(node))
-
-
-# ---------------------------------------------------------------------------------------------------- decimals
 
 
 def bare_decimal(node: ExpressionNode) -> Fraction | None:
@@ -496,10 +473,8 @@ def _decimal_equal(decimal: Fraction, form: ExpressionNode) -> Verdict:
         evaluation = NumericEvaluation({}, DIGITS, base)
         try:
             value = evaluation.value(form)
-        except Undefined:
-            return False
-        except Irrational:
-            return None
+        except (Undefined, Irrational) as error:
+            return False if isinstance(error, Undefined) else None
         if evaluation.context.im(value) == 0 and agrees(decimal, _fraction(evaluation.context.re(value))):
             return True
     return False
@@ -560,9 +535,6 @@ def rounds(value: ExpressionNode, rounded: ExpressionNode) -> bool:
     return bool(difference * 10**places < 1)
 
 
-# ---------------------------------------------------------------------------------------------------- points
-
-
 def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base: int, rounded: bool) -> Verdict:
     names = sorted(symbols(prediction) | symbols(truth))
     both = prediction, truth
@@ -605,16 +577,13 @@ def _points(names: list[str], integral: bool, salt: int, pieces: bool) -> Iterat
         return
     for index in range(INTEGER_POINTS if integral else POINTS):
         yield {name: _integer(index, name) if integral else _positive(index, name, salt) for name in names}, False
-    if not integral:
-        for index in range(4):
-            yield {name: _sign(index, at) * _positive(index, name, salt) for at, name in enumerate(names)}, True
+    for index in range(0 if integral else 4):
+        yield {name: _sign(index, at) * _positive(index, name, salt) for at, name in enumerate(names)}, True
     for index, factor in enumerate(FAR if pieces else ()):
         points = {name: factor * _positive(index, name, salt) for name in names}
-        if integral:
-            yield {name: Fraction(int(1000 * value)) for name, value in points.items()}, True
-            continue
-        yield points, True
-        yield {name: _sign(index, at) * points[name] for at, name in enumerate(names)}, True
+        yield {name: Fraction(int(1000 * value)) for name, value in points.items()} if integral else points, True
+        if not integral:
+            yield {name: _sign(index, at) * points[name] for at, name in enumerate(names)}, True
 
 
 def _positive(index: int, name: str, salt: int) -> Fraction:
@@ -638,11 +607,8 @@ def _equal_at(
     """Return the verdict at one point; None if only real values count and one is not real. Raises Undefined, ZeroDivisionError.
 
     Values that are not rational are compared at two precisions: the difference of equal values shrinks."""
-    try:
+    with suppress(Irrational):
         left, right = exact(prediction, values), exact(truth, values)
-    except Irrational:
-        pass
-    else:
         return left == right or (rounded and abs(left - right) * 2 * 10**AGREEING <= max(abs(left), abs(right)))
     difference, scale, peak, real = _difference(prediction, truth, values, log_base, DIGITS)
     if not real and real_only:

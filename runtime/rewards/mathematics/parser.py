@@ -343,16 +343,13 @@ class Parser:
         literal = self._at == start + 1 and self._tokens[start].kind == "number"  # may start a mixed number
         while True:
             follows = self._next
-            if self._skip(*_TIMES, *_OVER):
-                if self._next in ("word", "text") and (follows in _OVER or factors[-1].head != "word"):
-                    self._unit(factors)
-                    continue
-                factor = self._signed(self._factor)
-                if follows in _OVER:
-                    factors, factor = [], ExpressionNode("divide", (product(factors), factor))
-                factors.append(factor)
-            elif follows in ("word", "text"):
+            sign = self._skip(*_TIMES, *_OVER)
+            if self._next in ("word", "text") and (sign not in _TIMES or factors[-1].head != "word"):
                 self._unit(factors)
+            elif sign in _OVER:
+                factors = [ExpressionNode("divide", (product(factors), self._signed(self._factor)))]
+            elif sign:
+                factors.append(self._signed(self._factor))
             elif literal and follows == "\\frac":
                 factors = _mixed(factors[0], self._factor())
             elif self._starts_factor(follows):
@@ -377,11 +374,12 @@ class Parser:
         while self._next in ("word", "text"):
             word = self._take().text
             folded = word.lower()
+            letter_unit = word in _LETTERS and factors[-1].head != "symbol"  # 5 m, but not 5 x or B C
             if folded in PERCENT:
                 factors[:] = [ExpressionNode("percent", (product(factors),))]
             elif folded in SCALES and factors[-1].head in ("number", "decimal"):
                 factors.append(number(SCALES[folded]))
-            elif not only_words and (folded in NOT_UNITS or folded in SCALES or not _is_unit(word, factors[-1])):
+            elif not only_words and (folded in NOT_UNITS or folded in SCALES or (len(word) == 1 and not letter_unit)):
                 raise Unreadable(f"{word} is not a unit")
             elif only_words:
                 factors[:] = [ExpressionNode("word", (), f"{factors[0].value} {folded}")]
@@ -424,27 +422,10 @@ class Parser:
 
     def _primary(self) -> ExpressionNode:
         token = self._take()
-        kind = token.kind
-        if kind in ("number", "decimal"):
-            return self._numeral(token)
-        if kind == "letter":
-            return self._symbol(token.text)
-        if kind in ("word", "text"):
-            return self._word(token)
-        if kind in _BARS:
-            return self._absolute(kind)
-        if kind in _OPENING:
-            return self._brackets(kind)
-        if kind == "{":
-            self._at -= 1
-            return self._braces()
-        if kind == "\\{":
-            return self._set()
-        if kind == "begin":
-            return self._matrix(token.text)
-        if kind.startswith("\\"):
-            return self._command(kind)
-        raise Unreadable(f"{kind!r} is not a value")
+        read = _PRIMARIES.get(token.kind) or (Parser._command if token.kind.startswith("\\") else None)
+        if read is None:
+            raise Unreadable(f"{token.kind!r} is not a value")
+        return read(self, token)
 
     def _numeral(self, token: Token) -> ExpressionNode:
         if not self._skip("_"):
@@ -465,8 +446,8 @@ class Parser:
             name = f"{name}_{self._subscript()}"
         while self._skip("'"):
             name += "'"
-        if self._next == "(" and (name[0] in _FUNCTION_LETTERS or self._calls_number()):
-            self._at += 1
+        of_number = [token.kind for token in self._tokens[self._at + 1 : self._at + 3]] == ["number", ")"]  # I(0) is a function
+        if (name[0] in _FUNCTION_LETTERS or of_number) and self._skip("("):
             return ExpressionNode("opaque", self._closed("("), name)
         return ExpressionNode("symbol", (), name)
 
@@ -498,21 +479,22 @@ class Parser:
             parts.append(self._take().text)
         return ExpressionNode("word", (), " ".join(parts).casefold())
 
-    def _absolute(self, opening: str) -> ExpressionNode:
+    def _absolute(self, opening: Token) -> ExpressionNode:
         with self._nested():
-            self._bars.append(_BARS[opening])
+            self._bars.append(_BARS[opening.kind])
             inside = self._sum()
             self._expect(self._bars.pop())
         return ExpressionNode("call", (inside,), "abs")
 
     def _closed(self, opening: str) -> tuple[ExpressionNode, ...]:
-        """Return the items up to the bracket that closes `opening`. `opening` has been read already."""
+        """Return the items up to the bracket that closes `opening`, which has been read already."""
         with self._nested(builder=False):
             items = self._items()
             self._close = self._expect(*_OPENING[opening])
         return tuple(items)
 
-    def _brackets(self, opening: str) -> ExpressionNode:
+    def _brackets(self, token: Token) -> ExpressionNode:
+        opening = token.kind
         items = self._closed(opening)
         if opening in ("\\lfloor", "\\lceil") and len(items) == 1:
             return ExpressionNode("call", items, "floor" if opening == "\\lfloor" else "ceil")
@@ -522,9 +504,8 @@ class Parser:
             return items[0]
         return self._list(list(items)) if self._joint else ExpressionNode("tuple", items, opening + self._close)
 
-    def _braces(self) -> ExpressionNode:
-        """Return a group in braces; a group of several items is a set."""
-        self._expect("{")
+    def _braces(self, opening: Token) -> ExpressionNode:
+        """Return a group in braces, whose first was read; a group of several items is a set."""
         with self._nested(builder=self._builder):
             items = self._items()
             self._expect("}")
@@ -532,7 +513,7 @@ class Parser:
             raise Unreadable("an empty group")
         return self._list(items) if len(items) == 1 or self._joint else ExpressionNode("set", tuple(items))
 
-    def _set(self) -> ExpressionNode:
+    def _set(self, opening: Token) -> ExpressionNode:
         with self._nested(builder=True):
             items = self._items()
             node = ExpressionNode("set", tuple(items))
@@ -545,7 +526,8 @@ class Parser:
             self._expect("\\}")
         return node
 
-    def _matrix(self, environment: str) -> ExpressionNode:
+    def _matrix(self, opening: Token) -> ExpressionNode:
+        environment = opening.text
         if environment not in MATRICES and environment != "cases":
             raise Unknown(f"environment {environment!r}")
         rows: list[list[ExpressionNode]] = [[]]
@@ -569,7 +551,7 @@ class Parser:
     def _argument(self, signed: bool = False, digit: bool = False) -> ExpressionNode:
         """Return the argument of a command or exponent: a braced group, else one token. `digit`: take only the first digit."""
         if self._next == "{":
-            return self._braces()
+            return self._braces(self._take())
         if signed and self._next in ("-", "+"):
             return with_sign(self._sign(), self._argument())
         token = self._tokens[self._at]
@@ -583,23 +565,21 @@ class Parser:
 
     # ------------------------------------------------------------------------------------------------ commands
 
-    def _command(self, command: str) -> ExpressionNode:
-        name = command[1:]
-        name = SAME_FUNCTION.get(name, name)
+    def _command(self, token: Token) -> ExpressionNode:
+        command = token.kind
+        name = SAME_FUNCTION.get(command[1:], command[1:])
         if command in ("\\frac", "\\binom"):
             with self._nested():
-                top, bottom = self._argument(digit=True), self._argument(digit=True)
-            return ExpressionNode(*(("divide", (top, bottom)) if name == "frac" else ("call", (top, bottom), "binomial")))
+                both = self._argument(digit=True), self._argument(digit=True)
+            return ExpressionNode("divide", both) if name == "frac" else ExpressionNode("call", both, "binomial")
         if command in ("\\sqrt", "\\cbrt"):
             return self._root(3 if command == "\\cbrt" else 2)
         if name in PREFIXED:
             return self._function(name)
         if name in LISTED and self._next in ("(", "{", "\\{"):
-            opening = self._take().text
-            if opening == "(":
+            if self._skip("("):
                 return ExpressionNode("call", self._closed("("), name)
-            self._at -= 1
-            group = self._braces() if opening == "{" else self._primary()
+            group = self._primary()
             return ExpressionNode("call", group.args if group.head == "set" else (group,), name)
         if command in ("\\sum", "\\prod"):
             return self._series(name)
@@ -637,8 +617,10 @@ class Parser:
 
     def _function_argument(self) -> ExpressionNode:
         """Return one group in brackets, or the product up to the next sign, function or bracket."""
-        if self._next in ("(", "[", "{", *_BARS):
-            return self._factor() if self._next not in ("(", "[") else self._primary()
+        if self._next in ("(", "["):
+            return self._primary()
+        if self._next in ("{", *_BARS):
+            return self._factor()
         sign = self._sign() if self._next in ("+", "-") else "+"
         factors = [self._factor()]
         while self._next in _ARGUMENT_STARTS:
@@ -661,9 +643,15 @@ class Parser:
         return ExpressionNode("call", (start.args[0], start.args[1], end, body), name)
 
 
-def _is_unit(word: str, value: ExpressionNode) -> bool:
-    """Return whether a word may be the unit of a value: 5 m, but not 5 x or B C."""
-    return len(word) > 1 or (word in _LETTERS and value.head != "symbol")
+_PRIMARIES: dict[str, Callable[[Parser, Token], ExpressionNode]] = {
+    **dict.fromkeys(("number", "decimal"), Parser._numeral),
+    **dict.fromkeys(("letter", "word", "text"), Parser._word),
+    **dict.fromkeys(_BARS, Parser._absolute),
+    **dict.fromkeys(_OPENING, Parser._brackets),
+    "{": Parser._braces,
+    "\\{": Parser._set,
+    "begin": Parser._matrix,
+}
 
 
 def _mixed(whole: ExpressionNode, part: ExpressionNode) -> list[ExpressionNode]:
