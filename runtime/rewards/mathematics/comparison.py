@@ -13,29 +13,9 @@ from fractions import Fraction
 from itertools import chain
 
 from runtime.rewards.extraction import words
+from runtime.rewards.mathematics import tree
 from runtime.rewards.mathematics.parser import ALL_REALS, NO_SOLUTION
-from runtime.rewards.mathematics.tree import (
-    CONSTANTS,
-    DIGITS,
-    INFINITY,
-    UNNAMED,
-    ExpressionNode,
-    Irrational,
-    NumericEvaluation,
-    TooCostly,
-    Undefined,
-    Value,
-    Values,
-    exact,
-    heads,
-    key,
-    negate,
-    number,
-    replace,
-    signs,
-    symbols,
-    walk,
-)
+from runtime.rewards.mathematics.tree import ExpressionNode, exact, heads, key, negate, number, replace, signs, symbols, walk
 
 Verdict = bool | None  # None: undecided
 
@@ -124,7 +104,7 @@ def _same_in_any_order(predicted: Sequence[ExpressionNode], expected: Sequence[E
         else:
             missing.append(item)
     if len(missing) > MAX_ITEMS:
-        raise TooCostly("a long list")
+        raise tree.TooCostly("a long list")
     verdict: Verdict = True
     for item in missing:
         verdicts = [_same_item(other, item) for other in rest]
@@ -226,7 +206,7 @@ def _is_clock(node: ExpressionNode) -> bool:
 def _is_name(node: ExpressionNode) -> bool:
     """Return whether the left side of an equation only names the right side: x, f(x), |AB|, (x, y), V_1 : V_2."""
     if node.head == "symbol":
-        return node.value not in CONSTANTS
+        return node.value not in tree.CONSTANTS
     if node.head in ("tuple", "ratio", "multiply", "list", "call", "divide"):
         return (node.head != "call" or node.value == "abs") and all(_is_name(argument) for argument in node.args)
     if node.head == "power":
@@ -292,7 +272,7 @@ def _upward(relation: ExpressionNode) -> ExpressionNode:
 def _named(relation: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
     """Rewrite `> 3` as `x > 3` if the other answer is about x."""
     names = symbols(other)
-    if relation.args[0] != UNNAMED or len(names) != 1 or UNNAMED.value in names:
+    if relation.args[0] != tree.UNNAMED or len(names) != 1 or tree.UNNAMED.value in names:
         return relation
     return ExpressionNode("relation", (ExpressionNode("symbol", (), names.pop()), *relation.args[1:]), relation.value)
 
@@ -350,9 +330,9 @@ def _real_set(node: ExpressionNode) -> ExpressionNode | None:
         return ExpressionNode("set", (right,)) if node.value == "=" else _real_set(ExpressionNode("list", sides, "or"))
     marks, ends = str(_upward(node).value).split(), _upward(node).args
     if len(ends) == 2 and symbols(ends[0]):
-        marks, ends = ["<", *marks], (negate(INFINITY), *ends)
+        marks, ends = ["<", *marks], (negate(tree.INFINITY), *ends)
     elif len(ends) == 2:
-        marks, ends = [*marks, "<"], (*ends, INFINITY)
+        marks, ends = [*marks, "<"], (*ends, tree.INFINITY)
     if len(ends) != 3 or ends[1].head != "symbol" or not set(marks) <= {"<", "\\le"} or symbols(ends[0]) | symbols(ends[2]):
         return None
     return ExpressionNode("tuple", (ends[0], ends[2]), f"{'(' if marks[0] == '<' else '['}{')' if marks[1] == '<' else ']'}")
@@ -408,7 +388,7 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if prediction == truth or key(prediction) == key(truth):
         return True
     kinds = heads(prediction), heads(truth)
-    infinities = INFINITY, negate(INFINITY)
+    infinities = tree.INFINITY, negate(tree.INFINITY)
     if prediction in infinities or truth in infinities or ("word" in kinds[0]) != ("word" in kinds[1]):
         return False
     if not all(kind <= _SCALAR for kind in kinds):
@@ -454,7 +434,7 @@ def bare_decimal(node: ExpressionNode) -> Fraction | None:
         if scale.head == "number" or (scale.head == "power" and scale.args[0] == number(10)):
             try:
                 return exact(node, {})
-            except (Irrational, ZeroDivisionError):
+            except (tree.Irrational, ZeroDivisionError):
                 return None
     return None
 
@@ -467,20 +447,20 @@ def _decimal_equal(decimal: Fraction, form: ExpressionNode) -> Verdict:
         return agrees(decimal, exact(form, {}))
     except ZeroDivisionError:
         return False
-    except Irrational:
+    except tree.Irrational:
         pass
     for base in (0, 10) if _bare_logarithm(form) else (0,):
-        evaluation = NumericEvaluation({}, DIGITS, base)
+        evaluation = tree.NumericEvaluation({}, tree.DIGITS, base)
         try:
             value = evaluation.value(form)
-        except (Undefined, Irrational) as error:
-            return False if isinstance(error, Undefined) else None
+        except (tree.Undefined, tree.Irrational) as error:
+            return False if isinstance(error, tree.Undefined) else None
         if evaluation.context.im(value) == 0 and agrees(decimal, _fraction(evaluation.context.re(value))):
             return True
     return False
 
 
-def _fraction(value: Value) -> Fraction:
+def _fraction(value: tree.Value) -> Fraction:
     """Return the exact value of an mpf."""
     sign, mantissa, exponent, _ = value._mpf_
     return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
@@ -520,10 +500,10 @@ def rounds(value: ExpressionNode, rounded: ExpressionNode) -> bool:
     """Return whether `rounded` may be a rounded `value`: a millionth away, or less than one in a numeral's last digit."""
     if (rounded.head == "percent") != (value.head == "percent"):
         value = ExpressionNode("multiply", (value, number(100)))
-    evaluation = NumericEvaluation({}, DIGITS)
+    evaluation = tree.NumericEvaluation({}, tree.DIGITS)
     try:
         found, about = evaluation.value(value), evaluation.value(rounded)
-    except (Undefined, Irrational, TooCostly):
+    except (tree.Undefined, tree.Irrational, tree.TooCostly):
         return False
     difference = abs(found - about)
     if difference * 10**AGREEING < abs(about):
@@ -531,7 +511,7 @@ def rounds(value: ExpressionNode, rounded: ExpressionNode) -> bool:
     decimal = rounded.value if rounded.head == "number" else bare_decimal(rounded)
     if not isinstance(decimal, Fraction):
         return False
-    places = next((places for places in range(DIGITS) if (decimal * 10**places).denominator == 1), DIGITS)
+    places = next((places for places in range(tree.DIGITS) if (decimal * 10**places).denominator == 1), tree.DIGITS)
     return bool(difference * 10**places < 1)
 
 
@@ -544,11 +524,11 @@ def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base
     for values, real_only in _points(names, any(map(_about_integers, both)), salt, pieces):
         try:
             found = _equal_at(prediction, truth, values, log_base, rounded, real_only)
-        except (Undefined, ZeroDivisionError):
+        except (tree.Undefined, ZeroDivisionError):
             continue
-        except Irrational:
+        except tree.Irrational:
             return None  # the expression cannot be evaluated
-        except TooCostly:
+        except tree.TooCostly:
             if max(map(abs, values.values()), default=0) < FAR[0]:
                 raise
             continue
@@ -570,7 +550,7 @@ def _about_integers(node: ExpressionNode) -> bool:
     return False
 
 
-def _points(names: list[str], integral: bool, salt: int, pieces: bool) -> Iterator[tuple[Values, bool]]:
+def _points(names: list[str], integral: bool, salt: int, pieces: bool) -> Iterator[tuple[tree.Values, bool]]:
     """Yield the points of comparison, and whether a point counts only if all its roots and logarithms are real."""
     if not names:
         yield {}, False
@@ -602,22 +582,22 @@ def _integer(index: int, name: str) -> Fraction:
 
 
 def _equal_at(
-    prediction: ExpressionNode, truth: ExpressionNode, values: Values, log_base: int, rounded: bool, real_only: bool
+    prediction: ExpressionNode, truth: ExpressionNode, values: tree.Values, log_base: int, rounded: bool, real_only: bool
 ) -> Verdict:
     """Return the verdict at one point; None if only real values count and one is not real. Raises Undefined, ZeroDivisionError.
 
     Values that are not rational are compared at two precisions: the difference of equal values shrinks."""
-    with suppress(Irrational):
+    with suppress(tree.Irrational):
         left, right = exact(prediction, values), exact(truth, values)
         return left == right or (rounded and abs(left - right) * 2 * 10**AGREEING <= max(abs(left), abs(right)))
-    difference, scale, peak, real = _difference(prediction, truth, values, log_base, DIGITS)
+    difference, scale, peak, real = _difference(prediction, truth, values, log_base, tree.DIGITS)
     if not real and real_only:
         return None
     if rounded:
         return bool(difference * 2 * 10**AGREEING <= scale)
     if difference * 10**10 > scale and peak < 60:
         return False
-    digits = DIGITS + 20 + int(2 * peak / 3.3)
+    digits = tree.DIGITS + 20 + int(2 * peak / 3.3)
     coarse, scale, _, _ = _difference(prediction, truth, values, log_base, digits)
     fine, _, _, _ = _difference(prediction, truth, values, log_base, digits + 40)
     noise = max(coarse, scale * type(scale)(10) ** -(digits - 20)) if scale else coarse
@@ -625,10 +605,10 @@ def _equal_at(
 
 
 def _difference(
-    a: ExpressionNode, b: ExpressionNode, values: Values, log_base: int, digits: int
-) -> tuple[Value, Value, int, bool]:
+    a: ExpressionNode, b: ExpressionNode, values: tree.Values, log_base: int, digits: int
+) -> tuple[tree.Value, tree.Value, int, bool]:
     """Return the absolute difference, the larger absolute value, the largest binary exponent, and whether all was real."""
-    evaluation = NumericEvaluation(values, digits, log_base)
+    evaluation = tree.NumericEvaluation(values, digits, log_base)
     left, right = evaluation.value(a), evaluation.value(b)
     return abs(left - right), max(abs(left), abs(right)), evaluation.peak, evaluation.real
 
@@ -647,11 +627,11 @@ def proportional(a: ExpressionNode, b: ExpressionNode) -> int | None:
         sign = 1 if top * bottom > 0 else -1
     except ZeroDivisionError:
         return 0
-    except Irrational:
-        evaluation = NumericEvaluation(first, DIGITS)
+    except tree.Irrational:
+        evaluation = tree.NumericEvaluation(first, tree.DIGITS)
         try:
             left, right = evaluation.value(a), evaluation.value(b)
-        except (Undefined, Irrational):
+        except (tree.Undefined, tree.Irrational):
             return 0
         if not left or not right or not evaluation.real:
             return None if evaluation.real else 0

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import chain
 
 import msgspec
 
@@ -39,9 +40,7 @@ ACCENTS = words(  # commands that make a new symbol of their argument
 UNREAD = words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \det \choose \atop")  # left to algebra
 MATRICES = words("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
 
-NO_SOLUTION = frozenset(
-    ("no solution", "no solutions", "none", "empty set", "the empty set", "no real solution", "no real solutions")
-)
+NO_SOLUTION = {"no solution", "no solutions", "none", "empty set", "the empty set", "no real solution", "no real solutions"}
 ALL_REALS = frozenset(("all real numbers", "all reals", "all real"))
 NOT_PROSE = SPELLED_FUNCTIONS | CONNECTIVES | words("pi mod infinity inf")  # words that do not make an answer prose
 
@@ -87,20 +86,12 @@ def tokens(text: str) -> list[Token]:
         if match is None or len(found) > MAX_TOKENS:
             raise Unreadable(f"{text[position]!r} at {position}")
         kind = str(match.lastgroup)
-        if kind in ("whole", "fixed", "period"):
-            kind = "repeating"
         content = match.group(kind)
         position = match.end()
-        if kind == "space":
-            continue
         if kind == "thousands" and depth:
-            content = content.partition(",")[0]
+            kind, content = "number", content.partition(",")[0]
             position = match.start() + len(content)
-            kind = "number"
-        if content in ("(", "[", "{", "\\{"):
-            depth += 1
-        elif content in (")", "]", "}", "\\}"):
-            depth -= 1
+        depth += (content in ("(", "[", "{", "\\{")) - (content in (")", "]", "}", "\\}"))
         found.extend(_read(kind, content, match))
     found.append(Token("", ""))
     return found
@@ -118,7 +109,7 @@ def _read(kind: str, content: str, match: re.Match[str]) -> list[Token]:
         return _text(content)
     if kind == "letters":
         return _letters(content)
-    return [Token(content if kind in ("mark", "command") else kind, content)]
+    return [Token(content if kind in ("mark", "command") else kind, content)] if kind != "space" else []
 
 
 def _letters(run: str) -> list[Token]:
@@ -175,12 +166,8 @@ _PI = ExpressionNode("symbol", (), "\\pi")
 
 
 def with_sign(sign: str, node: ExpressionNode) -> ExpressionNode:
-    if sign == "+":
-        return node
-    if sign == "-":
-        return negate(node)
-    product = ExpressionNode("multiply", (ExpressionNode("sign"), node))
-    return product if sign == "\\pm" else ExpressionNode("negate", (product,))
+    product = node if sign in ("+", "-") else ExpressionNode("multiply", (ExpressionNode("sign"), node))
+    return product if sign in ("+", "\\pm") else negate(product)
 
 
 def product(factors: list[ExpressionNode]) -> ExpressionNode:
@@ -188,10 +175,8 @@ def product(factors: list[ExpressionNode]) -> ExpressionNode:
         return factors[0]
     if len(factors) == 2 and factors[1].head == "tuple" and str(factors[0].value).isupper():
         return factors[1]  # the coordinates of a point: A(1, 2)
-    flat: list[ExpressionNode] = []
-    for factor in factors:
-        flat.extend(factor.args if factor.head == "multiply" else (factor,))
-    return ExpressionNode("multiply", tuple(flat))
+    parts = (factor.args if factor.head == "multiply" else (factor,) for factor in factors)
+    return ExpressionNode("multiply", tuple(chain.from_iterable(parts)))
 
 
 _FUNCTION_LETTERS = frozenset("fg")
@@ -233,17 +218,14 @@ class Parser:
 
     def _skip(self, *kinds: str) -> str:
         """Read a token of one of these kinds and return the kind; otherwise return ""."""
-        found = self._next
-        if found not in kinds:
-            return ""
-        self._at += 1
+        found = self._next if self._next in kinds else ""
+        self._at += bool(found)
         return found
 
     def _expect(self, *kinds: str) -> str:
-        found = self._skip(*kinds)
-        if not found:
-            raise Unreadable(f"{self._next!r} instead of {kinds[0]!r}")
-        return found
+        if found := self._skip(*kinds):
+            return found
+        raise Unreadable(f"{self._next!r} instead of {kinds[0]!r}")
 
     @contextmanager
     def _nested(self, builder: bool | None = None) -> Iterator[None]:
@@ -260,10 +242,8 @@ class Parser:
 
     def answer(self) -> ExpressionNode:
         items = self._items()
-        if self._next:
+        if self._next or not items:
             raise Unreadable(f"{self._next!r} is left over")
-        if not items:
-            raise Unreadable("nothing")
         return self._list(items)
 
     def _items(self) -> list[ExpressionNode]:
@@ -287,8 +267,8 @@ class Parser:
         self._skip("=", "\\approx", "\\in")
         parts = [UNNAMED if self._next in _COMPARISONS else self._sets()]
         marks = []
-        while self._next in _RELATIONS:
-            marks.append(_RELATIONS[self._take().text])
+        while mark := self._skip(*_RELATIONS):
+            marks.append(_RELATIONS[mark])
             parts.append(self._sets())
         if self._skip("\\pmod", *(_MODULO if marks else ())):
             parts.append(self._argument())
@@ -297,8 +277,8 @@ class Parser:
 
     def _sets(self) -> ExpressionNode:
         left = self._ratio()
-        while self._next in _SET_OPERATIONS:
-            operation = _SET_OPERATIONS[self._take().text]
+        while mark := self._skip(*_SET_OPERATIONS):
+            operation = _SET_OPERATIONS[mark]
             right = self._ratio()
             same = left.head == operation != "difference"
             left = ExpressionNode(operation, (*left.args, right) if same else (left, right))
@@ -329,8 +309,7 @@ class Parser:
     def _sign(self) -> str:
         """Read a run of signs, or none, as one sign."""
         sign = "+"
-        while self._next in _SIGNS:
-            mark = self._take().text
+        while mark := self._skip(*_SIGNS):
             if mark in ("\\pm", "\\mp"):
                 sign = mark
             elif mark == "-":
@@ -457,16 +436,13 @@ class Parser:
 
     def _subscript(self) -> str:
         """Return the text of a subscript without spaces."""
-        if not self._skip("{"):
-            return self._take().text
-        text: list[str] = []
-        depth = 1
-        while True:
+        depth = 1 if self._skip("{") else 0
+        text = "" if depth else self._take().text
+        while depth:
             token = self._take()
-            depth += {"{": 1, "}": -1}.get(token.kind, 0)
-            if depth == 0:
-                return "".join(text)
-            text.append(token.text)
+            depth += (token.kind == "{") - (token.kind == "}")
+            text += token.text if depth else ""
+        return text
 
     def _word(self, token: Token) -> ExpressionNode:
         """Return text that is the answer itself. Short words outside text commands are products of variables."""
@@ -474,10 +450,10 @@ class Parser:
             return self._symbol(token.text)
         if token.kind == "word" and len(token.text) < 4:
             return product([ExpressionNode("symbol", (), letter) for letter in token.text])
-        parts = [token.text]
+        text = token.text
         while self._next in ("word", "text", "letter"):
-            parts.append(self._take().text)
-        return ExpressionNode("word", (), " ".join(parts).casefold())
+            text += f" {self._take().text}"
+        return ExpressionNode("word", (), text.casefold())
 
     def _absolute(self, opening: Token) -> ExpressionNode:
         with self._nested():
@@ -604,7 +580,7 @@ class Parser:
         return ExpressionNode("call", (radicand, items[0]), "root")
 
     def _function(self, name: str) -> ExpressionNode:
-        base = self._argument() if self._skip("_") else None
+        bases = (self._argument(),) if self._skip("_") else ()
         exponent = self._argument(signed=True) if self._skip("^") else None
         if exponent == number(-1) and name in TRIGONOMETRIC:
             name, exponent = f"arc{name}", None
@@ -612,7 +588,7 @@ class Parser:
         with self._nested():
             argument = self._function_argument()
         self._angle = outer
-        call = ExpressionNode("call", (argument,) if base is None else (argument, base), name)
+        call = ExpressionNode("call", (argument, *bases), name)
         return call if exponent is None else ExpressionNode("power", (call, exponent))
 
     def _function_argument(self) -> ExpressionNode:
@@ -656,8 +632,6 @@ _PRIMARIES: dict[str, Callable[[Parser, Token], ExpressionNode]] = {
 
 def _mixed(whole: ExpressionNode, part: ExpressionNode) -> list[ExpressionNode]:
     r"""Read `2\frac{3}{4}` as 2 + 3/4. Anything except a proper fraction of two literals is a product."""
-    if part.head == "divide" and all(side.head == "number" for side in part.args):
-        top, bottom = (side.value for side in part.args)
-        if 0 < top < bottom:  # type: ignore[operator]
-            return [ExpressionNode("add", (whole, part))]
-    return [whole, part]
+    literals = part.head == "divide" and all(side.head == "number" for side in part.args)
+    proper = literals and 0 < part.args[0].value < part.args[1].value  # type: ignore[operator]
+    return [ExpressionNode("add", (whole, part))] if proper else [whole, part]
