@@ -146,14 +146,12 @@ class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):
         return self.value is None and self.values is None and not self.error
 
 
-def _rule_of(
-    name: str, function: Any, screen: Screen | None = None, answer: Answer | None = None, grouped: bool = False
-) -> RewardRule:
+def _rule_of(name: str, function: Any, **options: Any) -> RewardRule:
     """Make a rule of a function. Raises TypeError if its parameters would make it fail on every reply."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some C functions have no signature
-        return RewardRule(name, function, screen, answer, grouped)
+        return RewardRule(name, function, **options)
     parameters, evaluate, fault = signature.parameters, function, ""
     if "solution_str" in parameters:
         if others := [each for each in _required(parameters) if each not in VERL]:
@@ -162,16 +160,17 @@ def _rule_of(
     elif "completions" in parameters:
         if "completion_ids" in _required(parameters):
             fault = "completion_ids, but rules get no token ids; take completions"
-        evaluate, grouped = _called(function, lambda *given: _trl_arguments(parameters, *given), _trl_scores), True
+        evaluate = _called(function, lambda *given: _trl_arguments(parameters, *given), _trl_scores)
+        options["grouped"] = True
     else:
         try:
             signature.bind("", "", None)
         except TypeError:
-            called = f"({'texts' if grouped else 'text'}, label, context), or as verl or TRL calls it"
-            fault = f"{signature}; it is called with {called}"
+            text = "texts" if options.get("grouped") else "text"
+            fault = f"{signature}; it is called with ({text}, label, context), or as verl or TRL calls it"
     if fault:
         raise TypeError(f"rule {name!r} takes {fault}")
-    return RewardRule(name, evaluate, screen, answer, grouped)
+    return RewardRule(name, evaluate, **options)
 
 
 class RuleRegistry(Registry[RewardRule]):
@@ -197,7 +196,7 @@ def rule(name: Any, screen: Screen | None = None, answer: Answer | None = None) 
     The function returns a bool, which earns the configuration's `correct` or `wrong`, or a number, which is the value. If it
     raises, the sample is masked out. `screen`: tried first, in the service, with the same arguments; None leaves the case to a
     worker. `answer`: returns the final answer in a reply's text for maj@k, or None; equal answers should give equal text."""
-    return _registered(name, screen, answer)
+    return _registered(name, screen=screen, answer=answer)
 
 
 @overload
@@ -210,21 +209,18 @@ def group_rule(name: Any) -> Any:
     return _registered(name, grouped=True)
 
 
-def _registered(name: Any, *options: Any, **more: Any) -> Any:
+def _registered(name: Any, **options: Any) -> Any:
     """Register the function `name` under its own name, or return a decorator that registers a function as `name`."""
     if callable(name):
-        return _registered(name.__name__, *options, **more)(name)
-    return RULES.register_made(name, lambda function: _rule_of(name, function, *options, **more))
+        return _registered(name.__name__, **options)(name)
+    return RULES.register_made(name, lambda function: _rule_of(name, function, **options))
 
 
 def up_to(characters: int, function: Evaluate) -> Screen:
     """Return a screen for a function in linear time: `function` itself, on replies of at most `characters`."""
 
     def screen(text: str, label: str, context: RuleContext) -> Value | None:
-        if len(text) > characters:
-            return None
-        value: Value = function(text, label, context)  # type: ignore[assignment]  # a rule over single replies
-        return value
+        return function(text, label, context) if len(text) <= characters else None  # type: ignore[return-value]
 
     return screen
 
@@ -263,9 +259,7 @@ class _NoNumberError(Exception):
 
 def _number(value: object) -> Value:
     """Return the value as a bool or a float. It may be any real number, or a scalar of numpy or torch."""
-    scalar: Any = value
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        scalar = scalar.item()
+    scalar: Any = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
     if isinstance(scalar, bool):
         return scalar
     if not isinstance(scalar, (Real, Decimal)):
@@ -375,22 +369,14 @@ def vote(extract: Answer) -> Answer:
     """Return the vote of a rule. `extract` finds the rule's answer in a reply."""
 
     def answer(text: str) -> str | None:
-        found = extract(text)
-        if found is None:
-            return None
-        words = canonical(found)
+        words = canonical(extract(text) or "")
         return words if 0 < len(words) <= VOTE_CHARACTERS and not words.isspace() else None
 
     return answer
 
 
-# ---------------------------------------------------------------------------------------------------- GSM8K's numbers
-
-
 def numeric_equal(answer: str, label: str) -> bool:
     """Return whether `answer` is the number `label`, by exact value. Raises ValueError if the label is not a number."""
-    if answer == label and answer.isdecimal() and answer.isascii():
-        return True
     expected = label_number(label)
     if expected is None:
         raise ValueError(f"the label {label!r} is not a number")
