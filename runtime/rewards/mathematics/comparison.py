@@ -141,8 +141,9 @@ def _same_item(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return same(prediction, truth) if set(both) <= {"set", "list"} else False
     if "ratio" in both:
         return _same_ratio(prediction, truth)
-    if both == ("tuple", "tuple"):
-        return _same_tuple(prediction, truth)
+    if both == ("tuple", "tuple"):  # of two, also the open and closed ends have to be the same
+        alike = len(prediction.args) == len(truth.args) and (prediction.value == truth.value or len(truth.args) > 2)
+        return alike and _all(map(same, prediction.args, truth.args))
     if "matrix" in both:
         return _same_matrix(_rows(prediction), _rows(truth), "tuple" in both)
     return equal_values(prediction, truth)
@@ -174,9 +175,8 @@ def _same_matrix(prediction: _Rows | None, truth: _Rows | None, vectors: bool) -
         return None
     if vectors:
         prediction, truth = (rows if len(rows) > 1 else tuple(zip(*rows, strict=True)) for rows in (prediction, truth))
-    if (len(prediction), len(prediction[0])) != (len(truth), len(truth[0])):
-        return False
-    return _all(map(equal_values, chain.from_iterable(prediction), chain.from_iterable(truth)))
+    alike = (len(prediction), len(prediction[0])) == (len(truth), len(truth[0]))
+    return alike and _all(map(equal_values, chain.from_iterable(prediction), chain.from_iterable(truth)))
 
 
 def _same_ratio(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -205,13 +205,11 @@ def _is_clock(node: ExpressionNode) -> bool:
 
 def _is_name(node: ExpressionNode) -> bool:
     """Return whether the left side of an equation only names the right side: x, f(x), |AB|, (x, y), V_1 : V_2."""
-    if node.head == "symbol":
-        return node.value not in tree.CONSTANTS
     if node.head in ("tuple", "ratio", "multiply", "list", "call", "divide"):
         return (node.head != "call" or node.value == "abs") and all(_is_name(argument) for argument in node.args)
     if node.head == "power":
         return _is_name(node.args[0])  # f^{-1}(x)
-    return node.head in ("opaque", "word")
+    return node.head in ("opaque", "word") or (node.head == "symbol" and node.value not in tree.CONSTANTS)
 
 
 def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -340,12 +338,10 @@ def _real_set(node: ExpressionNode) -> ExpressionNode | None:
 
 def _rows_by_name(node: ExpressionNode) -> list[dict[str, ExpressionNode]] | None:
     """Return the two solutions of `p=5, q=2; p=7, q=3`. Return None if the answer does not give several variables values."""
-    pairs: list[tuple[str, ExpressionNode]] = []
-    for item in node.args if node.head in ("list", "set") else (node,):
-        assigned = _assigned(item)
-        if not all(_is_name(name) for name, _ in assigned):
-            return None
-        pairs += [(key(name), value) for name, value in assigned]
+    assigned = _assigned(node)
+    if not all(_is_name(name) for name, _ in assigned):
+        return None
+    pairs = [(key(name), value) for name, value in assigned]
     width = len(dict(pairs))
     rows = [dict(pairs[start : start + width]) for start in range(0, len(pairs), width or 1)]
     return rows if width > 1 and all(len(row) == width for row in rows) else None

@@ -430,10 +430,6 @@ class Parser:
             return ExpressionNode("opaque", self._closed("("), name)
         return ExpressionNode("symbol", (), name)
 
-    def _calls_number(self) -> bool:
-        """Return whether a number in parentheses follows, as in I(0): then the letter is a function."""
-        return self._tokens[self._at + 1].kind == "number" and self._tokens[self._at + 2].kind == ")"
-
     def _subscript(self) -> str:
         """Return the text of a subscript without spaces."""
         depth = 1 if self._skip("{") else 0
