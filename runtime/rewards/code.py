@@ -44,9 +44,8 @@ def use(sandbox: Sandbox) -> None:
 
 
 class CodeTests(Struct, frozen=True):
-    """The tests of a label. `function`: the function to call; "": the program reads its input. An input is text; for a
-    function, a JSON list of its arguments. An expected value is text; for a function, any JSON value. `wrapped`: an expected
-    value may be the first item of a list."""
+    """The tests of a label. `function`: to call; "": the program reads its input. Inputs are text, or a JSON list of arguments.
+    Expected values are text, or for a function any JSON value; `wrapped`: also as the first item of a list."""
 
     inputs: Sequence[str]
     expected: Sequence[Any]

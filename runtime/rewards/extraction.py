@@ -35,8 +35,7 @@ _STATEMENT_LENGTH = 200  # characters that are searched
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}`, with matched braces; None without one. A box inside a complete
-    box is part of the outer box, and becomes a group. A box inside an unclosed box stands alone."""
+    r"""Return the content of the last complete `\boxed{...}`, or None. A box in it is a group; one in an unclosed box counts."""
     text = _braced(text)
     first = text.find("\\boxed")
     if first < 0:

@@ -74,9 +74,7 @@ def encoded(task: Task) -> bytes:
 
 
 class WorkerProcess(asyncio.SubprocessProtocol):
-    """One process. `jobs`: the jobs of its batch without a verdict, in order.
-
-    The clock of a task starts when the verdict before it arrives, so no task is charged for earlier tasks of its batch."""
+    """One process, with the `jobs` of its batch that have no verdict. A task's clock starts at the verdict before it."""
 
     def __init__(self, employer: KillablePool):
         self._loop = asyncio.get_running_loop()
@@ -122,8 +120,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             ) from error
 
     async def work(self, jobs: Sequence[WorkerTask]) -> bool:
-        """Send `jobs`, and wait until each has its verdict. Return False if the worker is lost: its current task has failed
-        then, and `self.jobs` are the tasks that it did not begin."""
+        """Send `jobs` and wait for their verdicts. Return False if the worker is lost: `self.jobs` were not begun."""
         self.jobs.extend(jobs)
         if self._ended.is_set():
             return False
@@ -224,9 +221,8 @@ FIRST_PACE = 0.001  # expected seconds of a task before the first has run
 
 
 class KillablePool:
-    """`workers` processes for the rules named `rules`; they start at `start` or at the first task. The last `cache_entries`
-    values are kept, and equal tasks that wait at the same time are evaluated once. `variables`: as in `worker_environment`. All
-    methods belong to one event loop."""
+    """`workers` processes for `rules`; they start at `start` or at the first task. The last `cache_entries` values are kept.
+    Equal tasks that wait are evaluated once. `variables`: as in `worker_environment`. All methods belong to one event loop."""
 
     def __init__(
         self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0, variables: Container[str] = ()

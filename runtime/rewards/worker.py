@@ -29,8 +29,7 @@ TRACE_LINES, TRACE_CHARACTERS = 20, 1000  # last entries of a rule's traceback, 
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of one task: `seconds` by the clock, `cpu_seconds` of its worker. `memory_bytes`: that a worker may allocate in
-    all. `sandbox`: of the programs that the worker runs."""
+    """Limits of a task: seconds by the clock, and of the CPU; a worker's bytes; the sandbox of the programs that it runs."""
 
     seconds: float
     cpu_seconds: float

@@ -112,8 +112,7 @@ def _of_group(row: GroupRow, start: float, end: float) -> list[PathPart]:
 
 
 def conversation(part: PathPart, spans: Iterable[TracedSpan]) -> list[PathPart]:
-    """Divide `part`, the generation of a group by a gateway, by the activities of the group's last episode. Returns `part`
-    itself without spans of episodes. `spans`: of the group's episodes, in any order."""
+    """Divide `part`, a group's generation, by the activities of its last episode. `spans`: of its episodes, in any order."""
     phases = [span for span in spans if span.name not in (POLICY, TOOL)]
     if not phases:
         return [part]

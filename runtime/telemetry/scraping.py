@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -36,11 +36,6 @@ _SECONDS = re.compile(r"timing/|(gateway/)?loop_lag")  # figures in seconds with
 def labels(run: str, process: Status | Registration) -> dict[str, str]:
     """Return the labels of a process's own metrics, and of the process as a target."""
     return {"run": run, "role": process.role, "process": process.name}
-
-
-def targets(run: str, processes: Iterable[Status | Registration]) -> list[dict[str, Any]]:
-    """Return the processes that serve metrics, in the format of Prometheus' HTTP service discovery."""
-    return [{"targets": [each.metrics], "labels": labels(run, each)} for each in processes if each.metrics]
 
 
 def text(run: str, status: Status, dropped: int, figures: RunFigures | None) -> bytes:
@@ -127,8 +122,7 @@ CONNECTIONS = 64  # at once
 
 class ScrapeServer:
     def __init__(self, config: Config, status: Callable[[], Status], figures: Callable[[], RunFigures] | None = None):
-        """Prepare the server. `status` and, at the coordinator, `figures` give what a scrape shows, on the event loop. Raises
-        UserError if the token's variable is missing."""
+        """Prepare the server; `figures`: the coordinator's. Raises UserError if the token's variable is missing."""
         settings = config.metrics.prometheus
         assert settings is not None
         self._config, self._settings = config, settings
@@ -185,4 +179,6 @@ class ScrapeServer:
 
     async def _discovery(self, _: web.Request) -> web.Response:
         assert self._figures is not None
-        return web.json_response(targets(self._config.run.name, [self._status(), *self._figures().processes]))
+        serving = [each for each in (self._status(), *self._figures().processes) if each.metrics]
+        found = [{"targets": [each.metrics], "labels": labels(self._config.run.name, each)} for each in serving]
+        return web.json_response(found)  # in the format of Prometheus' HTTP service discovery

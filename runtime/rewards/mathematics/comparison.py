@@ -580,9 +580,7 @@ def _integer(index: int, name: str) -> Fraction:
 def _equal_at(
     prediction: ExpressionNode, truth: ExpressionNode, values: tree.Values, log_base: int, rounded: bool, real_only: bool
 ) -> Verdict:
-    """Return the verdict at one point; None if only real values count and one is not real. Raises Undefined, ZeroDivisionError.
-
-    Values that are not rational are compared at two precisions: the difference of equal values shrinks."""
+    """Return the verdict at a point; None if `real_only` and a value is not real. Raises Undefined, ZeroDivisionError."""
     with suppress(tree.Irrational):
         left, right = exact(prediction, values), exact(truth, values)
         return left == right or (rounded and abs(left - right) * 2 * 10**AGREEING <= max(abs(left), abs(right)))

@@ -76,8 +76,7 @@ _VOWEL = re.compile(r"[aeiouyAEIOUY]")
 
 
 def tokens(text: str) -> list[Token]:
-    """Return the tokens of `text` and a last token of kind "". Raises Unreadable for a character that answers do not have.
-    Outside all brackets, "1,440" is one number."""
+    """Return the tokens of `text` and one of kind "". Raises Unreadable. Outside all brackets, "1,440" is one number."""
     found: list[Token] = []
     depth = 0  # of brackets: inside them, a comma separates
     position = 0
