@@ -35,7 +35,7 @@ _STATEMENT_LENGTH = 200  # characters that are searched
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}`, or None. A box in it is a group; one in an unclosed box counts."""
+    r"""Return the content of the last complete `\boxed{...}`, or None. A box in it is a group, in an unclosed box it counts."""
     text = _braced(text)
     first = text.find("\\boxed")
     if first < 0:

@@ -76,11 +76,10 @@ def paths(rows: Iterable[GroupRow]) -> list[StepPath]:
     for row in rows:
         if row.step is not None and "retired" in row.times:
             batches.setdefault(row.step, []).append(row)
-    found: list[StepPath] = []
-    for step in sorted(batches):
-        before = found[-1].end if found and found[-1].step == step - 1 else None
-        found.append(path(step, batches[step], before))
-    return found
+    found: dict[int, StepPath] = {}
+    for step, batch in sorted(batches.items()):
+        found[step] = path(step, batch, found[step - 1].end if step - 1 in found else None)
+    return list(found.values())
 
 
 def path(step: int, batch: Sequence[GroupRow], before: float | None) -> StepPath:

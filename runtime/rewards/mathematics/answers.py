@@ -281,10 +281,9 @@ def canonical(answer: str) -> str:
     plain = folded(text)
     if plain.isalpha():
         return plain
-    try:
+    with suppress(Unreadable):
         return key(_plain(parse(text)))
-    except Unreadable:
-        return plain
+    return plain
 
 
 def _plain(node: ExpressionNode) -> ExpressionNode:

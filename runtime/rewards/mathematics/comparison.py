@@ -390,12 +390,13 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if not all(kind <= _SCALAR for kind in kinds):
         unknown = (node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
         return None if any(unknown) else False
-    if ("percent" in kinds[0]) != ("percent" in kinds[1]):
-        # The sign may be a unit (25 for 25%) or a hundredth (0.25).
-        with_sign, without = (prediction, truth) if "percent" in kinds[0] else (truth, prediction)
-        hundredth = ExpressionNode("multiply", (without, number(100)))
-        return _equal(prediction, truth) or _equal(with_sign, hundredth)
-    return _equal(prediction, truth)
+    verdict = _equal(prediction, truth)
+    if verdict or ("percent" in kinds[0]) == ("percent" in kinds[1]):
+        return verdict
+    with_sign, without = (prediction, truth) if "percent" in kinds[0] else (truth, prediction)
+    return _equal(
+        with_sign, ExpressionNode("multiply", (without, number(100)))
+    )  # the sign is a unit (25) or a hundredth (0.25)
 
 
 _SCALAR = words("number decimal symbol add multiply divide negate power percent call opaque")
@@ -428,10 +429,8 @@ def bare_decimal(node: ExpressionNode) -> Fraction | None:
     if node.head == "multiply" and node.args[0].head == "decimal" and len(node.args) == 2:
         scale = node.args[1]
         if scale.head == "number" or (scale.head == "power" and scale.args[0] == number(10)):
-            try:
+            with suppress(tree.Irrational, ZeroDivisionError):
                 return exact(node, {})
-            except (tree.Irrational, ZeroDivisionError):
-                return None
     return None
 
 
@@ -617,8 +616,7 @@ def proportional(a: ExpressionNode, b: ExpressionNode) -> int | None:
         top, bottom = exact(a, first), exact(b, first)
         if not top or not bottom:
             return None if top != bottom else 0
-        factor: ExpressionNode = number(top / bottom)
-        sign = 1 if top * bottom > 0 else -1
+        factor, sign = number(top / bottom), 1 if top * bottom > 0 else -1
     except ZeroDivisionError:
         return 0
     except tree.Irrational:
@@ -630,11 +628,7 @@ def proportional(a: ExpressionNode, b: ExpressionNode) -> int | None:
         if not left or not right or not evaluation.real:
             return None if evaluation.real else 0
         sign = 1 if evaluation.context.re(left / right) > 0 else -1
-        change = {name: number(value) for name, value in first.items()}
-        factor = ExpressionNode("divide", (_at(a, change), _at(b, change)))
+        change = {ExpressionNode("symbol", (), name): number(value) for name, value in first.items()}
+        factor = ExpressionNode("divide", (replace(a, change.get), replace(b, change.get)))
     verdict = equal_values(a, ExpressionNode("multiply", (factor, b)))
     return sign if verdict else (None if verdict is False else 0)
-
-
-def _at(node: ExpressionNode, change: dict[str, ExpressionNode]) -> ExpressionNode:
-    return replace(node, lambda part: change.get(str(part.value)) if part.head == "symbol" else None)

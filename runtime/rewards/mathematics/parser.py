@@ -113,11 +113,10 @@ def _read(kind: str, content: str, match: re.Match[str]) -> list[Token]:
 
 def _letters(run: str) -> list[Token]:
     """Return a function's name, a word, or a variable for each letter."""
-    if len(run) > 1:
-        if (token := _spelled(run)) is not None:
-            return [token]
-        if run in UNITS or (len(run) >= 4 and _VOWEL.search(run) and not run.isupper()):
-            return [Token("word", run)]
+    if len(run) > 1 and (token := _spelled(run)) is not None:
+        return [token]
+    if len(run) > 1 and (run in UNITS or (len(run) >= 4 and _VOWEL.search(run) and not run.isupper())):
+        return [Token("word", run)]
     return [Token("letter", letter) for letter in run]
 
 
@@ -382,8 +381,7 @@ class Parser:
             elif self._skip("%"):
                 base = ExpressionNode("percent", (base,))
             elif self._skip("\\degree"):
-                if self._next == "letter" and self._tokens[self._at].text in "CF":
-                    self._at += 1
+                self._at += self._next == "letter" and self._tokens[self._at].text in "CF"
                 base = ExpressionNode("multiply", (base, _DEGREE)) if self._angle else base
             elif base.head not in ("number", "decimal") or not self._skip("'"):  # minutes, feet or inches
                 return base
@@ -491,9 +489,8 @@ class Parser:
             if self._skip("|", "\\mid", ":", "\\colon"):
                 self._builder = False
                 domain = [item for item in items if item.head == "relation" and not is_domain(item)]
-                node = self._list(self._items())
-                if domain:  # e.g. a set of integers: compare the set as written
-                    node = ExpressionNode("set", (*domain, node))
+                node = self._list(self._items())  # with a domain, e.g. integers: compare the set as written
+                node = ExpressionNode("set", (*domain, node)) if domain else node
             self._expect("\\}")
         return node
 

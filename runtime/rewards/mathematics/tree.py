@@ -170,11 +170,8 @@ def power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         base = root(base, exponent.denominator)
     count = exponent.numerator
-    if base in (0, 1, -1):
-        if base == 0 and count < 0:
-            raise ZeroDivisionError
-        return Fraction(1) if count % 2 == 0 and (base or not count) else base
-    _check_bits(_bits(base) * abs(count), "a power")
+    if base not in (0, 1, -1):
+        _check_bits(_bits(base) * abs(count), "a power")
     return _bounded(base**count)
 
 
