@@ -211,3 +211,8 @@ def _screen(value: Value) -> Screen:
 
 code = RULES.register("code")(RewardRule("code", _code, _screen(False), sandboxed=True))
 code_share = RULES.register("code_share")(RewardRule("code_share", _code_share, _screen(0.0), sandboxed=True))
+
+
+def find_rule(name: str, key: str = "") -> RewardRule:
+    """Return a built-in rule, or a user's `FILE.py:NAME`. Raises UserError, with `key`, if there is none, or the file fails."""
+    return RULES.find(name, key)

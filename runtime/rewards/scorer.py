@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from runtime import config, types
 from runtime.errors import ServiceFault, UserError
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import NO_NUMBER, GroupContext, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task

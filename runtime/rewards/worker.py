@@ -76,8 +76,7 @@ def _printable(line: str) -> str:
 
 def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], limits: Limits) -> None:
     """Answer batches until the parent closes the pipe."""
-    from runtime.rewards.catalogue import find_rule  # imports code of users: only after the pipes are set up
-    from runtime.rewards.code import use
+    from runtime.rewards.code import find_rule, use  # imports code of users: only after the pipes are set up
 
     use(limits.sandbox)
     loop = asyncio.new_event_loop()

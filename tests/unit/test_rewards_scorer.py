@@ -27,8 +27,7 @@ from runtime import config
 from runtime import types as types_module
 from runtime.config.sandbox import Sandbox, sandbox_faults
 from runtime.errors import InvalidMessage, ServiceFault, UserError
-from runtime.rewards.catalogue import find_rule
-from runtime.rewards.code import CodeTests, _screen, last_program, passed, read_tests, same_text
+from runtime.rewards.code import CodeTests, _screen, find_rule, last_program, passed, read_tests, same_text
 from runtime.rewards.rules import RuleContext, RuleOutcome, attempt
 from runtime.rewards.scorer import RewardScorer, column, combine
 from runtime.sandbox import box
