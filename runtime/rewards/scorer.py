@@ -153,10 +153,9 @@ class RewardScorer:
         """Find the rules. `variables`: as in `KillablePool`. Raises UserError without rules, or for an unknown or equal one."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
-        self._rules = [
-            (entry, find_rule(entry.name, f"rewards.rules.{index}.name")) for index, entry in enumerate(settings.rules)
-        ]
-        for name, count in Counter(rule.name for _, rule in self._rules).items():
+        rules = [find_rule(entry.name, f"rewards.rules.{index}.name") for index, entry in enumerate(settings.rules)]
+        self._rules = list(zip(settings.rules, rules, strict=True))
+        for name, count in Counter(rule.name for rule in rules).items():
             if count > 1:
                 raise UserError(f"rewards.rules: {name!r} is named {count} times")
         self._tokenizer = tokenizer

@@ -206,17 +206,13 @@ class ProcessSpans:
     def _inside(self, part: PathPart) -> dict[str, float]:
         seconds: dict[str, float] = {}
         for span in self.within(part.process, part.start, part.end):
-            working = "" if span.line in (CALLS, EPISODES) else span.detail if span.name == "command" else span.name
-            if name := _publishing(span) if part.cause == PUBLISH else working:
+            name = "" if span.line in (CALLS, EPISODES) else span.detail if span.name == "command" else span.name
+            if part.cause == PUBLISH:  # the weight sync's phases, as their metrics are named; a swap waits for the decode step
+                name = span.name if span.line == WEIGHT_SYNC and span.name in WEIGHT_SYNC_PHASES else ""
+                name = "swap" if (span.line, span.name) == (CALLS, "CommitWeights") else name
+            if name:
                 seconds[name] = seconds.get(name, 0.0) + (min(span.end, part.end) - max(span.start, part.start))
         return seconds
-
-
-def _publishing(span: TracedSpan) -> str:
-    """Return the weight sync phase of `span`, as its metric is named; "" for none."""
-    if (span.line, span.name) == (CALLS, "CommitWeights"):
-        return "swap"  # includes the wait for the running decode step
-    return span.name if span.line == WEIGHT_SYNC and span.name in WEIGHT_SYNC_PHASES else ""
 
 
 class CauseTotal(Struct):

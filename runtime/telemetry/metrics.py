@@ -122,11 +122,8 @@ def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
         return {}
     responses = [length for group in groups for length in group.response_tokens]
     prompts = [group.prompt_tokens for group in groups for _ in group.response_tokens]
-    return {
-        **_distribution("prompt_length", prompts),
-        **_distribution("response_length", responses),
-        "response_length/clip_ratio": sum(group.truncated for group in groups) / len(responses),
-    }
+    clipped = {"response_length/clip_ratio": sum(group.truncated for group in groups) / len(responses)}
+    return _distribution("prompt_length", prompts) | _distribution("response_length", responses) | clipped
 
 
 def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
@@ -142,9 +139,8 @@ def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
     if valid.size:
         figures |= _distribution("score", valid)
     for rule in sorted({rule for group in scores for rule in group.rules}):
-        held = np.concatenate(
-            [group.rules[rule][mask] for group, mask in zip(scores, masks, strict=True) if rule in group.rules]
-        )
+        of = [group.rules[rule][mask] for group, mask in zip(scores, masks, strict=True) if rule in group.rules]
+        held = np.concatenate(of)
         if held.size:
             figures[f"{rule}_rewards/mean"] = float(held.mean(dtype=np.float64))
     return figures
@@ -158,11 +154,8 @@ def environment_metrics(groups: Sequence[GeneratedGroup], scores: Sequence[Score
     counts of repeated and left-out episodes, counts by end, and the means of figures that agents logged."""
     figures: dict[str, float] = {}
     for name in sorted({group.outcomes.environment for group in groups if group.outcomes is not None} - {""}):
-        own = [
-            (group.outcomes, score)
-            for group, score in zip(groups, scores, strict=True)
-            if group.outcomes is not None and group.outcomes.environment == name
-        ]
+        pairs = ((group.outcomes, score) for group, score in zip(groups, scores, strict=True))
+        own = [(outcomes, score) for outcomes, score in pairs if outcomes is not None and outcomes.environment == name]
         rewards = np.concatenate([score.rewards[score.valid.astype(bool)] for _, score in own])
         turns = [each for outcomes, _ in own for each in outcomes.turns]
         reasons = Counter(reason for outcomes, _ in own for reason in outcomes.reasons)
@@ -186,11 +179,9 @@ def environment_metrics(groups: Sequence[GeneratedGroup], scores: Sequence[Score
 def staleness_metrics(staleness: Sequence[int]) -> Metrics:
     if not staleness:
         return {}
-    return {
-        "staleness/mean": sum(staleness) / len(staleness),
-        "staleness/max": float(max(staleness)),
-        "staleness/histogram": dict(sorted(Counter(staleness).items())),
-    }
+    histogram = dict(sorted(Counter(staleness).items()))
+    mean, largest = sum(staleness) / len(staleness), float(max(staleness))
+    return {"staleness/mean": mean, "staleness/max": largest, "staleness/histogram": histogram}
 
 
 def idle_fraction(busy_seconds: float, wall_seconds: float) -> float:
