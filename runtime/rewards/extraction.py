@@ -19,16 +19,14 @@ _BARE_BOX = re.compile(  # \boxed 5
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\s#][^\n]*)")
 _CLOSING = re.compile(
-    r"(?:\banswer\b[*_` \t]{0,8}(?:(?:is|was|equals|(?:would|should|must|will) be)\b|[:=≈])"
+    r"(?i)(?:\banswer\b[*_` \t]{0,8}(?:(?:is|was|equals|(?:would|should|must|will) be)\b|[:=≈])"
     r"|答案[*_` 】]{0,8}(?:就|应该?|大?约|即)?(?:[是为选:：=]|等于)|【答案】|答[:：]|(?:[故应]|所以)选择?)[*_:：=\s]{0,16}"
-    r"(?:(?:therefore|thus|then|simply|just|only|indeed|clearly|probably|likely|equal to)\b[,:\s]{0,4})?",
-    re.IGNORECASE,
+    r"(?:(?:therefore|thus|then|simply|just|only|indeed|clearly|probably|likely|equal to)\b[,:\s]{0,4})?"
 )
 _STATEMENT_END = re.compile(r"\n|(?<!approx)[.!?](?=\s|$)|;(?=\s+[^-\s0-9$\\(]|\s*$)|[。！？；]")
 _DENIED = re.compile(  # "I do not think the answer is 5": no other clause stands between the denial and the statement
-    r"(?:\b(?:not|never|no|cannot|doubt|whether|wrong|false)\b|n['’]t\b|不)"
-    r"(?:(?!\b(?:and|so|but|then|hence|thus|therefore)\b)[^,;:.!?\n，；：。！？])*\Z",
-    re.IGNORECASE,
+    r"(?i)(?:\b(?:not|never|no|cannot|doubt|whether|wrong|false)\b|n['’]t\b|不)"
+    r"(?:(?!\b(?:and|so|but|then|hence|thus|therefore)\b)[^,;:.!?\n，；：。！？])*\Z"
 )
 _BEFORE_STATEMENT = 80  # characters
 _STATEMENT_LENGTH = 200  # characters that are searched

@@ -101,8 +101,6 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         await self._loop.subprocess_exec(
             lambda: self,
             *start.command("runtime.rewards.worker", str(os.getpid()), limits, *self._employer.rules),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
             stderr=None,
             env=worker_environment(self._employer.variables),
             start_new_session=True,  # a process group of its own, to kill as a whole; Ctrl-C does not reach it

@@ -225,12 +225,11 @@ def up_to(characters: int, function: Evaluate) -> Screen:
     return screen
 
 
+OnError = Callable[[Exception], None]
+
+
 def attempt(
-    function: Evaluate | Screen,
-    text: str | list[str],
-    label: str,
-    context: Context,
-    on_error: Callable[[Exception], None] = lambda error: None,
+    function: Evaluate | Screen, text: str | list[str], label: str, context: Context, on_error: OnError = lambda error: None
 ) -> RuleOutcome:
     """Call a rule or a screen with a text, or a rule over groups with the texts of a group. An exception becomes the outcome's
     error; `on_error` receives it first. A value that is not finite, and a wrong number of values, are a ValueError."""

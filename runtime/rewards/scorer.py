@@ -31,13 +31,9 @@ def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutco
             raise ServiceFault(blamed, f"score by {name}", f"{outcome.error} on sample {index} of group {group_id}")
     values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
     valid = np.array([not outcome.error for outcome in outcomes], np.uint8)
-    return Scores(
-        group_id=group_id,
-        rewards=np.where(valid == 1, weight * values, 0.0).astype(np.float32),
-        valid=valid,
-        rules={name: values.astype(np.float32)},
-        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
-    )
+    rewards = np.where(valid == 1, weight * values, 0.0).astype(np.float32)
+    errors = dict(Counter(outcome.error for outcome in outcomes if outcome.error))
+    return Scores(group_id=group_id, rewards=rewards, valid=valid, rules={name: values.astype(np.float32)}, errors=errors)
 
 
 NO_REWARD = f"{ENVIRONMENT_COLUMN}:no reward"
@@ -55,13 +51,10 @@ def combine(parts: Sequence[Scores]) -> Scores:
         return parts[0]
     valid = np.minimum.reduce([part.valid for part in parts])
     total = np.sum([part.rewards for part in parts], axis=0, dtype=np.float64)
-    return structs.replace(
-        parts[0],
-        rewards=np.where(valid == 1, total, 0.0).astype(np.float32),
-        valid=valid,
-        rules={name: values for part in parts for name, values in part.rules.items()},
-        errors=dict(sum((Counter(part.errors) for part in parts), Counter())),
-    )
+    rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
+    rules = {name: values for part in parts for name, values in part.rules.items()}
+    errors = dict(sum((Counter(part.errors) for part in parts), Counter()))
+    return structs.replace(parts[0], rewards=rewards, valid=valid, rules=rules, errors=errors)
 
 
 # ---- Replies

@@ -89,11 +89,8 @@ def _histogram(counts: Histogram) -> bytes:
     values = range(min(counts), max(counts) + 1)
     moments = (sum(value**power * count for value, count in counts.items()) for power in range(3))
     scalars = (min(counts), max(counts), *moments)
-    return (
-        b"".join(_double(field, scalar) for field, scalar in enumerate(scalars, start=1))
-        + _doubles(6, [value + 0.5 for value in values])
-        + _doubles(7, [counts.get(value, 0) for value in values])
-    )
+    fields = b"".join(_double(field, scalar) for field, scalar in enumerate(scalars, start=1))
+    return fields + _doubles(6, [value + 0.5 for value in values]) + _doubles(7, [counts.get(value, 0) for value in values])
 
 
 def _varint(value: int) -> bytes:

@@ -103,13 +103,11 @@ _SEGMENT = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\(((?:[^\\]|\\(?!\)))*)\\\
 _COMMAND = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
 _PROSE_WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
 _SAYS = re.compile(
-    r"\b(?:is|are|was|equals|be|answer|approximately|about|around|roughly|exactly|nearly|almost)\b:?|[A-Za-z]{2}:(?= )",
-    re.IGNORECASE,
+    r"(?i)\b(?:is|are|was|equals|be|answer|approximately|about|around|roughly|exactly|nearly|almost)\b:?|[A-Za-z]{2}:(?= )"
 )
 _DOUBT = re.compile(  # words that deny or qualify the value beside them
-    r"\b(?:not|never|neither|nor|cannot|could|might|may|perhaps|maybe|possibly|wrong|incorrect|false|either|than|between|unless"
-    r"|except|half|twice|double|triple|at (?:least|most)|up to)\b|n['’]t\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:not|never|neither|nor|cannot|could|might|may|perhaps|maybe|possibly|wrong|incorrect|false|either|than|between"
+    r"|unless|except|half|twice|double|triple|at (?:least|most)|up to)\b|n['’]t\b"
 )
 _HEADING = re.compile(r"\A[ *_#]{0,8}(?:(?:the )?final )?answer[*_ ]{0,4}[:=][*_ ]{0,4}", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?: ?/ ?[0-9]+)?")

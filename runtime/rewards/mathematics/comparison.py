@@ -286,12 +286,9 @@ def _ends(relation: ExpressionNode) -> ExpressionNode:
 
 
 def _holds_sets(node: ExpressionNode) -> bool:
-    return any(
-        part.head in ("union", "intersection", "difference")
-        or part == _REALS
-        or (part.head == "word" and part.value in ALL_REALS)
-        for part in (node, *(node.args if node.head == "relation" else ()))
-    )
+    parts = (node, *node.args) if node.head == "relation" else (node,)
+    reals = any(part == _REALS or (part.head == "word" and part.value in ALL_REALS) for part in parts)
+    return reals or any(part.head in ("union", "intersection", "difference") for part in parts)
 
 
 def _same_real_sets(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:

@@ -408,11 +408,8 @@ class Parser:
             return ExpressionNode(token.kind, (), token.value if token.value is not None else Fraction(0))
         base = self._subscript()
         whole, _, part = token.text.partition(".")
-        if (
-            base.isdigit()
-            and 2 <= int(base[:3]) <= 36
-            and all("0" <= digit <= "9" and int(digit) < int(base) for digit in whole + part)
-        ):
+        known = base.isdigit() and 2 <= int(base[:3]) <= 36
+        if known and all("0" <= digit <= "9" and int(digit) < int(base) for digit in whole + part):
             digits = int(whole + part, int(base)) if whole + part else 0
             return number(Fraction(digits, int(base) ** len(part)))
         return ExpressionNode("symbol", (), f"{token.text}_{base}")

@@ -63,9 +63,8 @@ def negate(node: ExpressionNode) -> ExpressionNode:
 
 def is_domain(node: ExpressionNode) -> bool:
     """Return whether a statement says that a variable is a real number."""
-    return (
-        node.head == "relation" and node.value == "\\in" and node.args[0].head == "symbol" and node.args[1].value == "mathbb R"
-    )
+    member = (node.head, node.value) == ("relation", "\\in")
+    return member and node.args[0].head == "symbol" and node.args[1].value == "mathbb R"
 
 
 def walk(node: ExpressionNode) -> Iterator[ExpressionNode]:
