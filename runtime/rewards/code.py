@@ -28,8 +28,6 @@ SCREENED = 32_768  # characters of a reply in which the service itself searches 
 UNPACKED = 256 << 20  # bytes that packed tests may have
 ROOM = 4096  # bytes of an output that are read beyond twice the expected output
 _FENCE = re.compile(r"^[ \t]{0,3}```[ \t]*([A-Za-z0-9_+.-]*)[^\n`]*$", re.MULTILINE)
-_PYTHON = ("python", "py", "python3")
-_NAMES = ("fn_name", "func_name")  # keys of the function's name in a label, in `extra` or in its `metadata`
 
 _DRIVER = Path(__file__).with_name("code_driver.py").read_text("utf-8")
 LENGTH, RESULT = struct.Struct("<I"), struct.Struct("<iI")  # as in the driver
@@ -61,7 +59,7 @@ def last_program(text: str) -> str | None:
         if opened is None or fence.group(1):
             opened = fence
         else:
-            last[opened.group(1).lower() in _PYTHON] = text[opened.end() + 1 : fence.start()]
+            last[opened.group(1).lower() in ("python", "py", "python3")] = text[opened.end() + 1 : fence.start()]
             opened = None
     return last.get(True, last.get(False))
 
@@ -112,8 +110,8 @@ def _function(values: dict[str, Any]) -> str:
     """Return the function's name from a row's columns. LiveCodeBench has its `metadata` as JSON text."""
     metadata = values.get("metadata")
     inner = json.loads(metadata) if isinstance(metadata, str) and metadata else metadata
-    sources = (values, inner if isinstance(inner, dict) else {})
-    return next((str(source[name]) for source in sources for name in _NAMES if source.get(name)), "")
+    sources, names = (values, inner if isinstance(inner, dict) else {}), ("fn_name", "func_name")
+    return next((str(source[name]) for source in sources for name in names if source.get(name)), "")
 
 
 def _lines(value: Any) -> str:

@@ -251,7 +251,8 @@ class KillablePool:
         """Return the future of the task's verdict; cancel it if it is no longer needed. Callers bound how many wait.
 
         This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed."""
-        self._check()
+        if self._ended is not None:
+            raise self._ended
         self.start()
         message = encoded(task)
         key = hashlib.blake2b(message, digest_size=16).digest()  # cryptographic, because a model writes the text
@@ -321,10 +322,6 @@ class KillablePool:
             job.fail(self._ended)
         self._jobs.clear()
 
-    def _check(self) -> None:
-        if self._ended is not None:
-            raise self._ended
-
     async def _slot(self) -> None:
         """Employ one worker after another, forever. If one does not start, report it to the next jobs, then try again."""
         while True:
@@ -371,7 +368,8 @@ class KillablePool:
         """Wait for jobs, and take one worker's share of them."""
         taken: list[WorkerTask] = []
         while not taken:
-            self._check()  # `asyncio.wait_for` may have swallowed the cancellation of this slot
+            if self._ended is not None:  # `asyncio.wait_for` may have swallowed the cancellation of this slot
+                raise self._ended
             while not self._waiting:
                 self._work.clear()
                 await self._work.wait()

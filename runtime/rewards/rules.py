@@ -26,13 +26,11 @@ from runtime.rewards.mathematics.answers import screen as screen_answer
 # TRL's arguments are lists over the group, and so is the result. Any other function is called with (text, label, context).
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")
-"""Names under which a function of TRL's form finds the label, unless the row has a column with the name."""
-
-Ours = Callable[..., Any]
+LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")  # of TRL's form, unless the row has such a column
+Call = Callable[..., Any]
 
 
-def _called(function: Callable[..., Any], arguments: Callable[..., dict[str, Any]], result: Callable[[Any], Any]) -> Ours:
+def _called(function: Call, arguments: Call, result: Call) -> Call:
     if inspect.iscoroutinefunction(function):
 
         async def later(text: Any, label: str, context: Any) -> Any:
@@ -128,8 +126,7 @@ class RewardRule(msgspec.Struct, frozen=True):
     sandboxed: bool = False
 
 
-NO_NUMBER = "no number: "
-"""Prefix of an outcome's error if the rule returned a value of another type; the type follows. It is a mistake of the user."""
+NO_NUMBER = "no number: "  # and a type: the error of an outcome if the rule returned a value of this type, the user's mistake
 
 
 class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):

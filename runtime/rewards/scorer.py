@@ -231,7 +231,9 @@ class RewardScorer:
                     raise UserError(f"rewards.rules: rule {rule.name} gave a value of type {given}; must be a bool or a number")
                 if outcome.error and self._fail:
                     raise ServiceFault("reward", f"rule {rule.name}", f"{outcome.error} on sample {index} of group {group_id}")
-            parts.append(column(group_id, rule.name, entry.weight, [_valued(outcome, entry) for outcome in found]))
+                if isinstance(outcome.value, bool):
+                    found[index] = RuleOutcome(entry.correct if outcome.value else entry.wrong)
+            parts.append(column(group_id, rule.name, entry.weight, found))
         return combine(parts)
 
 
@@ -244,8 +246,3 @@ def _group_context(contexts: Sequence[RuleContext]) -> GroupContext:
     first, conversations = contexts[0], [one.conversation for one in contexts]
     tokens, reasons = [one.tokens for one in contexts], [one.finish_reason for one in contexts]
     return GroupContext(first.source, tokens, reasons, first.prompt, first.extra, conversations if any(conversations) else [])
-
-
-def _valued(outcome: RuleOutcome, settings: config.Rule) -> RuleOutcome:
-    """Replace a bool by the value that it earns."""
-    return RuleOutcome(settings.correct if outcome.value else settings.wrong) if isinstance(outcome.value, bool) else outcome

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,14 +18,12 @@ import numpy as np
 from runtime.process import spans as spans_file
 from runtime.types import SCORERS, GeneratedGroup, Scores, StepResult
 
-Value = TypeVar("Value")
-
 SCORE_ERRORS = "score/errors/"  # prefix of a reason
 
 _RENAMED = {"publication": "weight_sync", "tune": "sft"}  # prefixes of 0.2, by which runs of 0.2 are read
 
 
-def ours(metrics: Mapping[str, Value]) -> dict[str, Value]:
+def ours(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics that 0.2 may have logged under the names of today."""
     parts = [(*name.partition("/"), value) for name, value in metrics.items()]
     return {_RENAMED.get(prefix, prefix) + slash + rest: value for prefix, slash, rest, value in parts}

@@ -165,8 +165,6 @@ def _settings(path: Path, text: str) -> RecordedSettings:
 LARGEST = 1 << 32  # of steps and of seconds since the epoch
 CLOCKS = 1.0  # seconds that a file's time may lag behind the clock
 
-_Logged = dict[str, int | float | dict[str, int] | None]
-
 
 class PointFile:
     """The points of a run in logged order. `torn`: the last line is not whole, and left out."""
@@ -191,7 +189,7 @@ class PointFile:
         for line in lines:
             number = len(self.points) + 1
             try:
-                point = msgspec.json.decode(line, type=_Logged)
+                point = msgspec.json.decode(line, type=dict[str, int | float | dict[str, int] | None])
             except run_files.NOT_DECODED as error:
                 raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
             if fault := _fault(point):

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -29,7 +29,6 @@ from runtime.process import network, spans
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in
 from runtime.status import Registration, RunFigures, RunPhase, State, Status
 
-CONTENT_TYPE = "text/plain; version=0.0.4"
 _SECONDS = re.compile(r"timing/|(gateway/)?loop_lag")  # figures in seconds without the unit in the name
 
 
@@ -55,7 +54,7 @@ class _Collected:
     def __init__(self, run: str, status: Status, dropped: int, figures: RunFigures | None):
         self._labels = labels(run, status)
         self._found: dict[str, Metric] = {}
-        states = _one_of(get_args(State), status.state)
+        states = {each: float(each == status.state) for each in get_args(State)}
         self._add("sluice_process_state", "1 for the state that the process is in.", states, "state")
         self._add("sluice_spans_dropped_total", "Spans that the process's file has no room for.", dropped)
         if figures is None:
@@ -90,7 +89,8 @@ class _Collected:
 
     def _of_run(self, run: RunFigures) -> None:
         progress, add = run.progress, self._add
-        add("sluice_run_phase", "1 for the phase that the run is in.", _one_of(get_args(RunPhase), progress.phase), "phase")
+        phases = {each: float(each == progress.phase) for each in get_args(RunPhase)}
+        add("sluice_run_phase", "1 for the phase that the run is in.", phases, "phase")
         add("sluice_run_step", "Optimizer steps so far.", progress.step)
         add("sluice_run_steps", "Optimizer steps of the whole run.", progress.steps)
         add("sluice_run_staleness_limit", "Versions that a sample may be old: training.staleness.", run.staleness)
@@ -108,10 +108,6 @@ class _Collected:
         for name, value in run.newest.items():
             by = "value" if isinstance(value, dict) else ""
             add(metric_name("sluice_step", name), f"{name} of the newest step, as in metrics.jsonl.", value, by)
-
-
-def _one_of(known: Sequence[str], now: str) -> dict[str, float]:
-    return {each: float(each == now) for each in known}
 
 
 log = logging.getLogger("sluice")
@@ -175,7 +171,7 @@ class ScrapeServer:
         if not done:
             writing.cancel()
             raise web.HTTPServiceUnavailable(text="a file system does not answer\n")
-        return web.Response(body=writing.result(), headers={"Content-Type": f"{CONTENT_TYPE}; charset=utf-8"})
+        return web.Response(body=writing.result(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _discovery(self, _: web.Request) -> web.Response:
         assert self._figures is not None

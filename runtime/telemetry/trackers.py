@@ -113,7 +113,6 @@ def _doubles(field: int, values: Sequence[float]) -> bytes:
     return _bytes(field, struct.pack(f"<{len(values)}d", *values))
 
 
-_EXTRAS = {name: f"sluice-rl[{name}]" for name in ("wandb", "swanlab", "mlflow")}
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 _MLFLOW_PARAMS = 100  # maximum in a request
 _MLFLOW_VALUE = 500  # maximum characters of a parameter's value
@@ -122,8 +121,8 @@ _QUEUE_POINTS = 256
 
 def missing_package(tracker: Tracker) -> str | None:
     """Return the package to install for `tracker`, or None if the tracker can run."""
-    extra = _EXTRAS.get(tracker.name)
-    return extra if extra and importlib.util.find_spec(tracker.name) is None else None
+    needed = tracker.name in ("wandb", "swanlab", "mlflow") and importlib.util.find_spec(tracker.name) is None
+    return f"sluice-rl[{tracker.name}]" if needed else None
 
 
 class Backend(Protocol):

@@ -11,7 +11,7 @@ from functools import lru_cache
 from runtime.rewards.extraction import SCALES, label_number, last_boxed, last_match, number, uniform
 from runtime.rewards.mathematics.comparison import same
 from runtime.rewards.mathematics.parser import NOT_PROSE, parse
-from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key, limited
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key, limit
 
 # ---- Notation
 # Unify the LaTeX of people and models: `\left( \dfrac12 , \, 3\right)` and `(\frac12,3)` become the same text. Also find the
@@ -237,8 +237,8 @@ def equal(prediction: str, truth: str) -> bool:
     except Unreadable:  # one of them is no answer
         return False
     if predicted is not None and expected is not None:
-        with limited():
-            verdict = same(predicted, expected)
+        limit()
+        verdict = same(predicted, expected)
     return algebraically_equal(answer, label) if verdict is None else verdict
 
 

@@ -31,7 +31,6 @@ UNITS = words(  # the short ones; longer words need no list
     "mm cm dm km ft yd mi nm kg mg lb lbs oz ml mL cL dL kL hr hrs min mins sec secs ms Hz kHz MHz GHz Pa kPa eV keV MeV GeV",
     "kJ kW kWh mph kmh kph rad deg pm am pct AU pc kpc Mpc mol cc sq in",
 )
-PERCENT = words("percent pct")
 
 ACCENTS = words(  # commands that make a new symbol of their argument
     r"\overline \bar \vec \hat \widehat \tilde \dot \ddot \overrightarrow \overleftrightarrow",
@@ -177,7 +176,6 @@ def product(factors: list[ExpressionNode]) -> ExpressionNode:
     return ExpressionNode("multiply", tuple(chain.from_iterable(parts)))
 
 
-_FUNCTION_LETTERS = frozenset("fg")
 _ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "\\alpha", "\\beta", "\\phi", "\\omega"))
 _TIMES = ("*", "\\cdot", "\\times", "\\ast")
 _OVER = ("/", "\\div")
@@ -231,11 +229,11 @@ class Parser:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable("nested too deeply")
-        outer = self._bars, self._builder
+        outer = self._bars, self._builder, self._angle
         if builder is not None:
             self._bars, self._builder = [], builder
         yield
-        self._bars, self._builder = outer
+        self._bars, self._builder, self._angle = outer
         self._depth -= 1
 
     def answer(self) -> ExpressionNode:
@@ -352,7 +350,7 @@ class Parser:
             word = self._take().text
             folded = word.lower()
             letter_unit = word in _LETTERS and factors[-1].head != "symbol"  # 5 m, but not 5 x or B C
-            if folded in PERCENT:
+            if folded in ("percent", "pct"):
                 factors[:] = [ExpressionNode("percent", (product(factors),))]
             elif folded in SCALES and factors[-1].head in ("number", "decimal"):
                 factors.append(number(SCALES[folded]))
@@ -420,7 +418,7 @@ class Parser:
         while self._skip("'"):
             name += "'"
         of_number = [token.kind for token in self._tokens[self._at + 1 : self._at + 3]] == ["number", ")"]  # I(0) is a function
-        if (name[0] in _FUNCTION_LETTERS or of_number) and self._skip("("):
+        if (name[0] in "fg" or of_number) and self._skip("("):
             return ExpressionNode("opaque", self._closed("("), name)
         return ExpressionNode("symbol", (), name)
 
@@ -573,10 +571,9 @@ class Parser:
         exponent = self._argument(signed=True) if self._skip("^") else None
         if exponent == number(-1) and name in TRIGONOMETRIC:
             name, exponent = f"arc{name}", None
-        outer, self._angle = self._angle, self._angle or name in TRIGONOMETRIC
         with self._nested():
+            self._angle = self._angle or name in TRIGONOMETRIC
             argument = self._function_argument()
-        self._angle = outer
         call = ExpressionNode("call", (argument, *bases), name)
         return call if exponent is None else ExpressionNode("power", (call, exponent))
 

@@ -20,7 +20,6 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
 from functools import lru_cache, reduce
@@ -117,14 +116,9 @@ LIMIT = 300_000.0
 _left: ContextVar[float] = ContextVar("left", default=math.inf)
 
 
-@contextmanager
-def limited() -> Iterator[None]:
-    """Make `spend` raise TooCostly within this context once more than LIMIT has been spent."""
-    token = _left.set(LIMIT)
-    try:
-        yield
-    finally:
-        _left.reset(token)
+def limit() -> None:
+    """Make `spend` raise TooCostly once more than LIMIT has been spent from now on."""
+    _left.set(LIMIT)
 
 
 def spend(cost: float) -> None:
