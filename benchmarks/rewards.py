@@ -20,7 +20,7 @@ from benchmarks.programs import ProgramsReport
 from benchmarks.rewards_trial import OURS, PLAIN, JudgedCases
 from runtime.config import Rewards
 from runtime.errors import ServiceFault, UserError
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import RuleContext, attempt
 from runtime.rewards.worker import Task

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.rules import RuleContext, attempt
 
 OURS, PLAIN = "Sluice", "plain math-verify"

@@ -16,7 +16,7 @@ def _registries() -> dict[str, Registry[Any]]:
     from runtime import algorithms  # noqa: F401 - importing it registers what it has
     from runtime.algorithms import interfaces
     from runtime.data import handlers
-    from runtime.rewards import catalogue, rules  # noqa: F401 - the catalogue registers the built-in rules
+    from runtime.rewards import code, rules  # noqa: F401 - importing code registers the rules that run programs
 
     return {
         "algorithm.advantage": interfaces.ADVANTAGES,

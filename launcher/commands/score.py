@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 
 from runtime.config import Rewards
 from runtime.errors import UserError
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.pool import KillablePool, Limits, withdraw
 from runtime.rewards.rules import RULES, RewardRule, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task, Verdict

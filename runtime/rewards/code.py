@@ -21,15 +21,13 @@ from typing import Any
 from msgspec import Struct
 
 from runtime.config.sandbox import Sandbox
-from runtime.rewards.rules import RULES, RewardRule, RuleContext
+from runtime.rewards.rules import RULES, RewardRule, RuleContext, Screen, Value
 from runtime.weights import plain_pickle
 
 SCREENED = 32_768  # characters of a reply in which the service itself searches for a program
 UNPACKED = 256 << 20  # bytes that packed tests may have
 ROOM = 4096  # bytes of an output that are read beyond twice the expected output
 _FENCE = re.compile(r"^[ \t]{0,3}```[ \t]*([A-Za-z0-9_+.-]*)[^\n`]*$", re.MULTILINE)
-_PYTHON = ("python", "py", "python3")
-_NAMES = ("fn_name", "func_name")  # keys of the function's name in a label, in `extra` or in its `metadata`
 
 _DRIVER = Path(__file__).with_name("code_driver.py").read_text("utf-8")
 LENGTH, RESULT = struct.Struct("<I"), struct.Struct("<iI")  # as in the driver
@@ -44,9 +42,8 @@ def use(sandbox: Sandbox) -> None:
 
 
 class CodeTests(Struct, frozen=True):
-    """The tests of a label. `function`: the function to call; "": the program reads its input. An input is text; for a
-    function, a JSON list of its arguments. An expected value is text; for a function, any JSON value. `wrapped`: an expected
-    value may be the first item of a list."""
+    """The tests of a label. `function`: to call; "": the program reads its input. Inputs are text, or a JSON list of arguments.
+    Expected values are text, or for a function any JSON value; `wrapped`: also as the first item of a list."""
 
     inputs: Sequence[str]
     expected: Sequence[Any]
@@ -56,20 +53,15 @@ class CodeTests(Struct, frozen=True):
 
 def last_program(text: str) -> str | None:
     """Return the last complete fenced block of Python, else the last fenced block of any kind; None without one."""
-    blocks: list[tuple[str, str]] = []
+    last: dict[bool, str] = {}  # by whether it is Python
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
         if opened is None or fence.group(1):
             opened = fence
         else:
-            blocks.append((opened.group(1).lower(), text[opened.end() + 1 : fence.start()]))
+            last[opened.group(1).lower() in ("python", "py", "python3")] = text[opened.end() + 1 : fence.start()]
             opened = None
-    python = [block for kind, block in blocks if kind in _PYTHON]
-    found = python or [block for _, block in blocks]
-    return found[-1] if found else None
-
-
-# ------------------------------------------------------------------------------------------------ labels
+    return last.get(True, last.get(False))
 
 
 class _NoNames:
@@ -118,11 +110,8 @@ def _function(values: dict[str, Any]) -> str:
     """Return the function's name from a row's columns. LiveCodeBench has its `metadata` as JSON text."""
     metadata = values.get("metadata")
     inner = json.loads(metadata) if isinstance(metadata, str) and metadata else metadata
-    for source in (values, inner if isinstance(inner, dict) else {}):
-        for name in _NAMES:
-            if source.get(name):
-                return str(source[name])
-    return ""
+    sources, names = (values, inner if isinstance(inner, dict) else {}), ("fn_name", "func_name")
+    return next((str(source[name]) for source in sources for name in names if source.get(name)), "")
 
 
 def _lines(value: Any) -> str:
@@ -137,9 +126,6 @@ def _arguments(value: Any) -> str:
 
 def _value(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
-
-
-# ------------------------------------------------------------------------------------------------ comparing
 
 
 def passed(tests: CodeTests, index: int, output: bytes) -> bool:
@@ -175,13 +161,8 @@ def _same_word(word: str, expected: str) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------ rules
-
-
 async def verdicts(text: str, label: str, context: RuleContext) -> list[bool]:
-    """Return whether each test passes. A test that did not run before a limit does not pass.
-
-    Raises ValueError for a label without tests, ServiceFault if the sandbox cannot be started."""
+    """Return which tests pass. Raises ValueError for a label without tests, ServiceFault if the sandbox cannot be started."""
     program, tests = last_program(text), read_tests(label, context.extra)
     if program is None:
         return [False] * len(tests.inputs)
@@ -193,9 +174,10 @@ async def verdicts(text: str, label: str, context: RuleContext) -> list[bool]:
     stdin = b"".join(LENGTH.pack(len(part)) + part for part in data)
     output = len(tests.inputs) * (most + RESULT.size)
     finished = await run(_sandbox, ["program.py"], source=_DRIVER, stdin=stdin, output=output)
-    found = list(_results(finished.stdout))[: len(tests.inputs)]
-    judged = [not code and passed(tests, index, said) for index, (code, said) in enumerate(found)]
-    return judged + [False] * (len(tests.inputs) - len(judged))
+    judged = [False] * len(tests.inputs)
+    for index, (code, said) in zip(range(len(judged)), _results(finished.stdout), strict=False):
+        judged[index] = not code and passed(tests, index, said)
+    return judged
 
 
 def _results(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -220,13 +202,15 @@ async def _code_share(text: str, label: str, context: RuleContext) -> float:
     return sum(found) / len(found)
 
 
-def _screen(text: str, label: str, context: RuleContext) -> bool | None:
-    return False if last_program(text[:SCREENED]) is None and len(text) <= SCREENED else None
+def _screen(value: Value) -> Screen:
+    """Return a screen that gives `value` to a reply without a program."""
+    return lambda text, label, context: value if len(text) <= SCREENED and last_program(text) is None else None
 
 
-def _share_screen(text: str, label: str, context: RuleContext) -> float | None:
-    return None if _screen(text, label, context) is None else 0.0
+code = RULES.register("code")(RewardRule("code", _code, _screen(False), sandboxed=True))
+code_share = RULES.register("code_share")(RewardRule("code_share", _code_share, _screen(0.0), sandboxed=True))
 
 
-code = RULES.register("code")(RewardRule("code", _code, _screen, sandboxed=True))
-code_share = RULES.register("code_share")(RewardRule("code_share", _code_share, _share_screen, sandboxed=True))
+def find_rule(name: str, key: str = "") -> RewardRule:
+    """Return a built-in rule, or a user's `FILE.py:NAME`. Raises UserError, with `key`, if there is none, or the file fails."""
+    return RULES.find(name, key)

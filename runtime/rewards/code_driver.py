@@ -36,8 +36,7 @@ def parts() -> Iterator[bytes]:
 
 
 def function_of(code: CodeType, name: str) -> Callable[[bytes, int], None]:
-    """Return a function that runs a test: it calls the function, or the method of `Solution`, and writes the result. The usual
-    imports are made first, since such programs omit them."""
+    """Return a function that runs a test and writes the result. The usual imports are made first: such programs omit them."""
     import json
 
     scope: dict[str, Any] = {"__name__": "program"}

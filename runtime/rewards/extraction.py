@@ -19,24 +19,21 @@ _BARE_BOX = re.compile(  # \boxed 5
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\s#][^\n]*)")
 _CLOSING = re.compile(
-    r"(?:\banswer\b[*_` \t]{0,8}(?:(?:is|was|equals|(?:would|should|must|will) be)\b|[:=≈])"
+    r"(?i)(?:\banswer\b[*_` \t]{0,8}(?:(?:is|was|equals|(?:would|should|must|will) be)\b|[:=≈])"
     r"|答案[*_` 】]{0,8}(?:就|应该?|大?约|即)?(?:[是为选:：=]|等于)|【答案】|答[:：]|(?:[故应]|所以)选择?)[*_:：=\s]{0,16}"
-    r"(?:(?:therefore|thus|then|simply|just|only|indeed|clearly|probably|likely|equal to)\b[,:\s]{0,4})?",
-    re.IGNORECASE,
+    r"(?:(?:therefore|thus|then|simply|just|only|indeed|clearly|probably|likely|equal to)\b[,:\s]{0,4})?"
 )
 _STATEMENT_END = re.compile(r"\n|(?<!approx)[.!?](?=\s|$)|;(?=\s+[^-\s0-9$\\(]|\s*$)|[。！？；]")
 _DENIED = re.compile(  # "I do not think the answer is 5": no other clause stands between the denial and the statement
-    r"(?:\b(?:not|never|no|cannot|doubt|whether|wrong|false)\b|n['’]t\b|不)"
-    r"(?:(?!\b(?:and|so|but|then|hence|thus|therefore)\b)[^,;:.!?\n，；：。！？])*\Z",
-    re.IGNORECASE,
+    r"(?i)(?:\b(?:not|never|no|cannot|doubt|whether|wrong|false)\b|n['’]t\b|不)"
+    r"(?:(?!\b(?:and|so|but|then|hence|thus|therefore)\b)[^,;:.!?\n，；：。！？])*\Z"
 )
 _BEFORE_STATEMENT = 80  # characters
 _STATEMENT_LENGTH = 200  # characters that are searched
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}`, with matched braces; None without one. A box inside a complete
-    box is part of the outer box, and becomes a group. A box inside an unclosed box stands alone."""
+    r"""Return the content of the last complete `\boxed{...}`, or None. A box in it is a group, in an unclosed box it counts."""
     text = _braced(text)
     first = text.find("\\boxed")
     if first < 0:
@@ -45,16 +42,12 @@ def last_boxed(text: str) -> str | None:
     start = end = -1
     for token in _BOX_OR_BRACE.finditer(text, first):
         mark = token.group()
-        if mark == "{":
-            opened.append((token.end(), False))
-        elif mark == "}":
-            if opened:
-                content, is_box = opened.pop()
-                # An outer box starts before the boxes inside it and closes after them: it replaces them.
-                if is_box:
-                    start, end = content, token.start()
-        elif mark.startswith("\\boxed"):
-            opened.append((token.end(), True))
+        if mark == "{" or mark.startswith("\\boxed"):
+            opened.append((token.end(), mark != "{"))
+        elif mark == "}" and opened:
+            content, is_box = opened.pop()
+            if is_box:  # an outer box starts before the boxes inside it and closes after them: it replaces them
+                start, end = content, token.start()
     return None if start < 0 else BOX.sub("{", text[start:end])
 
 
@@ -70,9 +63,7 @@ def last_box(text: str) -> str | None:
 
 def _braced(text: str) -> str:
     r"""Return `text` with `\boxed{}` in place of `\fbox{}` and of `\boxed 5` without braces."""
-    if "box" not in text:
-        return text
-    return _BARE_BOX.sub(r"\\boxed{\1}", _OTHER_BOX.sub(r"\\boxed", text))
+    return _BARE_BOX.sub(r"\\boxed{\1}", _OTHER_BOX.sub(r"\\boxed", text)) if "box" in text else text
 
 
 def last_hashes(text: str) -> str | None:
@@ -164,11 +155,8 @@ def uniform(text: str) -> str:
         text = _RAISED_DIGITS.sub(lambda run: f"^{{{run.group().translate(_RAISED)}}}", text.translate(_FULL_WIDTH))
         text = _INDEX.sub(lambda run: f"_{{{run.group().translate(_LOWERED)}}}", text)
         text = _AFTER_NUMBER.sub(_without_unit, text)
-    return _DEGREE.sub(r"^\\circ ", _ORDINAL.sub("", _MEASURED.sub(_in_words, text)))
-
-
-def _in_words(found: re.Match[str]) -> str:
-    return f"{found.group(2)}^\\circ " if found.group(1) else found.group(2)
+    text = _MEASURED.sub(lambda found: f"{found[2]}^\\circ " if found[1] else found[2], text)
+    return _DEGREE.sub(r"^\\circ ", _ORDINAL.sub("", text))
 
 
 def _without_unit(found: re.Match[str]) -> str:
@@ -224,7 +212,7 @@ def words(*lines: str) -> frozenset[str]:
 _LETTER_UNITS = frozenset("gmlLhsCFNJWVKΩÅ")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 SCALES |= {"mil": 10**6, "mn": 10**6, "bn": 10**9, "tn": 10**12, "dozens": 12}
-NOT_UNITS = words(
+NOT_UNITS = words(  # behind a number they change or remove its value
     "and or to plus minus negative half pi sqrt mu root not no never none nor neither either maybe perhaps possibly is",
     "isn't are was be wrong incorrect false but versus vs by over point squared cubed factorial divided multiplied twice",
     "thrice double doubled triple tripled halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths",
@@ -232,7 +220,6 @@ NOT_UNITS = words(
     "seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty",
     "fifty sixty seventy eighty ninety",
 )
-"""Words behind a number that change or remove its value."""
 
 
 def number(text: str) -> Fraction | None:
@@ -248,9 +235,8 @@ def number(text: str) -> Fraction | None:
         return None
     scale = _scale(plain[magnitude.end() :])
     value = _value(magnitude)
-    if scale is None or value is None:
-        return None
-    return value * scale * (-1 if "-" in sign.group(1, 2) else 1)  # type: ignore[union-attr]
+    sign_of = -1 if "-" in sign.group(1, 2) else 1  # type: ignore[union-attr]
+    return None if scale is None or value is None else value * scale * sign_of
 
 
 label_number = lru_cache(maxsize=4096)(number)  # a group's samples share one label
@@ -275,8 +261,7 @@ def _plain(text: str) -> str:
 def _value(match: re.Match[str]) -> Fraction | None:
     """Return the value of the digits; None for a division by zero."""
     if match["decimal"]:
-        exponent = int(match["exponent"] or match["power"] or 0)
-        return _exact(match["decimal"]) * Fraction(10) ** exponent
+        return _exact(match["decimal"]) * Fraction(10) ** int(match["exponent"] or match["power"] or 0)
     top = match["top"] or match["top1"] or match["top2"] or match["top3"]
     bottom = _exact(match["bottom"] or match["bottom1"] or match["bottom2"] or match["bottom3"])
     return _exact(match["whole"] or match["mixed"] or "0") + _exact(top) / bottom if bottom else None
@@ -288,13 +273,10 @@ def _exact(digits: str) -> Fraction:
 
 def _scale(rest: str) -> int | None:
     """Return the factor of the words behind a number, 1 for units; None if they are not words of a unit."""
-    symbol = _SYMBOL.match(rest)
-    tail = rest[symbol.end() :]  # type: ignore[union-attr]  # matches the empty text
+    tail = rest[_SYMBOL.match(rest).end() :]  # type: ignore[union-attr]  # matches the empty text
     words = [word for word in _WORD_BREAK.split(tail) if word]
     scale = 1
-    if not words:
-        return scale
-    if tail[0] not in " /(" and not _ATTACHED.fullmatch(words[0].rstrip(".")):
+    if words and tail[0] not in " /(" and not _ATTACHED.fullmatch(words[0].rstrip(".")):
         return None
     for index, word in enumerate(words):
         folded = word.lower().rstrip(".")

@@ -43,13 +43,6 @@ def worker_environment(named: Container[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in wanted} | {"PYTHONPATH": modules}
 
 
-def withdraw(futures: Iterable[asyncio.Future[Verdict]]) -> None:
-    """Cancel futures that have no waiter any more, and mark their errors as seen."""
-    for future in futures:
-        if not future.cancel() and not future.cancelled():
-            future.exception()
-
-
 class WorkerTask(msgspec.Struct, eq=False):
     """An encoded task of `rule`, and the futures that wait for its verdict. `seconds`: from the verdict."""
 
@@ -58,11 +51,6 @@ class WorkerTask(msgspec.Struct, eq=False):
     rule: str
     seconds: float = 0.0
     waiters: list[asyncio.Future[Verdict]] = []
-
-    @property
-    def unwanted(self) -> bool:
-        """True if no future waits any more."""
-        return all(waiter.done() for waiter in self.waiters)
 
     def settle(self, verdict: Verdict) -> None:
         self.seconds = verdict.seconds
@@ -86,9 +74,7 @@ def encoded(task: Task) -> bytes:
 
 
 class WorkerProcess(asyncio.SubprocessProtocol):
-    """One process. `jobs`: the jobs of its batch without a verdict, in order.
-
-    The clock of a task starts when the verdict before it arrives, so no task is charged for earlier tasks of its batch."""
+    """One process, with the `jobs` of its batch that have no verdict. A task's clock starts at the verdict before it."""
 
     def __init__(self, employer: KillablePool):
         self._loop = asyncio.get_running_loop()
@@ -115,8 +101,6 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         await self._loop.subprocess_exec(
             lambda: self,
             *start.command("runtime.rewards.worker", str(os.getpid()), limits, *self._employer.rules),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
             stderr=None,
             env=worker_environment(self._employer.variables),
             start_new_session=True,  # a process group of its own, to kill as a whole; Ctrl-C does not reach it
@@ -125,22 +109,22 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     async def ready(self) -> None:
         """Wait for the first message: the rules are imported. Raises ServiceFault after timeouts.REWARD_WORKER_START."""
-        seconds, what = timeouts.REWARD_WORKER_START, "start a worker"
         try:
-            if await asyncio.wait_for(self._message(), seconds) is None:
-                raise ServiceFault("reward", what, "the worker ended early; see the service's log")
+            if await asyncio.wait_for(self._message(), timeouts.REWARD_WORKER_START) is None:
+                raise ServiceFault("reward", "start a worker", "the worker ended early; see the service's log")
         except TimeoutError as error:
-            raise ServiceFault("reward", what, "the rules are not imported", seconds) from error
+            raise ServiceFault(
+                "reward", "start a worker", "the rules are not imported", timeouts.REWARD_WORKER_START
+            ) from error
 
     async def work(self, jobs: Sequence[WorkerTask]) -> bool:
-        """Send `jobs`, and wait until each has its verdict. Return False if the worker is lost: its current task has failed
-        then, and `self.jobs` are the tasks that it did not begin."""
+        """Send `jobs` and wait for their verdicts. Return False if the worker is lost: `self.jobs` were not begun."""
         self.jobs.extend(jobs)
         if self._ended.is_set():
             return False
         self._received.clear()
-        self._offered = self._shared = False
-        self._start_clock()
+        self._offered = self._shared = self._suspect = False
+        self._begun = self._loop.time()
         self._check_clock()
         requests = cast("asyncio.WriteTransport", self._transport.get_pipe_transport(0))
         requests.write(frame(msgspec.msgpack.encode([msgspec.Raw(job.task) for job in jobs])))
@@ -179,12 +163,11 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     async def _message(self) -> bytes | None:
         """Return the next message of the process; None once it has ended."""
         while True:
-            if len(self._received) >= LENGTH.size:
-                end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-                if len(self._received) >= end:
-                    message = bytes(self._received[LENGTH.size : end])
-                    del self._received[:end]
-                    return message
+            end = LENGTH.size + int.from_bytes(self._received[: LENGTH.size], "little")
+            if len(self._received) >= end:
+                message = bytes(self._received[LENGTH.size : end])
+                del self._received[:end]
+                return message
             if self._ended.is_set():
                 return None
             self._news.clear()
@@ -205,13 +188,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self._lost = True
         self._lost = self._lost or verdict.outcome.error == "memory"  # do not trust the process with another task
         self._employer.settle(self.jobs.popleft(), verdict)
-        self._start_clock()
+        self._begun, self._suspect = self._loop.time(), False  # of the next task
         return not self._lost
-
-    def _start_clock(self) -> None:
-        """Start the clock of a task."""
-        self._begun = self._loop.time()
-        self._suspect = False
 
     def _check_clock(self) -> None:
         """Watch a slow task: offer its batch to other workers; at the second look beyond the limit, kill this worker."""
@@ -241,9 +219,8 @@ FIRST_PACE = 0.001  # expected seconds of a task before the first has run
 
 
 class KillablePool:
-    """`workers` processes for the rules named `rules`; they start at `start` or at the first task. The last `cache_entries`
-    values are kept, and equal tasks that wait at the same time are evaluated once. `variables`: as in `worker_environment`. All
-    methods belong to one event loop."""
+    """`workers` processes for `rules`; they start at `start` or at the first task. The last `cache_entries` values are kept.
+    Equal tasks that wait are evaluated once. `variables`: as in `worker_environment`. All methods belong to one event loop."""
 
     def __init__(
         self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0, variables: Container[str] = ()
@@ -274,7 +251,8 @@ class KillablePool:
         """Return the future of the task's verdict; cancel it if it is no longer needed. Callers bound how many wait.
 
         This method and the future raise ServiceFault if no worker can be started, Cancelled if the pool is closed."""
-        self._check()
+        if self._ended is not None:
+            raise self._ended
         self.start()
         message = encoded(task)
         key = hashlib.blake2b(message, digest_size=16).digest()  # cryptographic, because a model writes the text
@@ -297,8 +275,10 @@ class KillablePool:
         futures = [self.submit(task) for task in tasks]
         try:
             return [verdict.outcome for verdict in await asyncio.gather(*futures)]
-        finally:
-            withdraw(futures)
+        finally:  # cancel those that have no waiter any more, and mark their errors as seen
+            for future in futures:
+                if not future.cancel() and not future.cancelled():
+                    future.exception()
 
     async def close(self) -> None:
         """Kill the workers. Running calls of `submit` and `run` raise Cancelled."""
@@ -342,10 +322,6 @@ class KillablePool:
             job.fail(self._ended)
         self._jobs.clear()
 
-    def _check(self) -> None:
-        if self._ended is not None:
-            raise self._ended
-
     async def _slot(self) -> None:
         """Employ one worker after another, forever. If one does not start, report it to the next jobs, then try again."""
         while True:
@@ -357,15 +333,21 @@ class KillablePool:
                     job.fail(fault)
 
     async def _run_worker(self) -> None:
-        """Run one worker until it is lost. Raises ServiceFault if it does not start."""
+        """Run one worker until it is lost, then queue what it did not begin. Raises ServiceFault if it does not start."""
         try:
             worker = await self._start_worker()
         except OSError as error:
             raise ServiceFault("reward", "start a worker", str(error)) from error
         try:
             await worker.ready()  # the rules are imported, or REWARD_WORKER_START has passed
-            while await self._run_batch(worker):  # waits for jobs, then for the verdicts of one batch
-                pass
+            done = True
+            while done:
+                jobs = await self._take()  # jobs wait
+                began = time.monotonic()
+                done = await worker.work(jobs)  # one batch has its verdicts
+                _trace(worker, jobs, began)
+            self.lost += 1
+            self._requeue(worker.jobs)
         finally:  # also if the slot is cancelled: no process may stay
             await worker.kill()
             self._alive.discard(worker)
@@ -378,17 +360,6 @@ class KillablePool:
         finally:
             self._alive.add(await starting)
 
-    async def _run_batch(self, worker: WorkerProcess) -> bool:
-        """Run one batch. Return False if the worker is lost; its current job is settled then, the others are queued again."""
-        jobs = await self._take()
-        began = time.monotonic()
-        done = await worker.work(jobs)
-        _trace(worker, jobs, began)
-        if not done:
-            self.lost += 1
-            self._requeue(worker.jobs)
-        return done
-
     def _requeue(self, jobs: Iterable[WorkerTask]) -> None:
         self._waiting.extendleft(reversed([*jobs]))
         self._work.set()
@@ -397,7 +368,8 @@ class KillablePool:
         """Wait for jobs, and take one worker's share of them."""
         taken: list[WorkerTask] = []
         while not taken:
-            self._check()  # `asyncio.wait_for` may have swallowed the cancellation of this slot
+            if self._ended is not None:  # `asyncio.wait_for` may have swallowed the cancellation of this slot
+                raise self._ended
             while not self._waiting:
                 self._work.clear()
                 await self._work.wait()
@@ -405,7 +377,7 @@ class KillablePool:
             room = BATCH_BYTES
             while self._waiting and len(taken) < max(share, 1) and (not taken or len(self._waiting[0].task) <= room):
                 job = self._waiting.popleft()
-                if job.unwanted:
+                if all(waiter.done() for waiter in job.waiters):  # none waits any more
                     self._forget(job)
                 else:
                     taken.append(job)

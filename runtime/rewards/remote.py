@@ -1,6 +1,4 @@
-"""Rewards from a process of the user: the requests to it, and the conversion of its answers to scores.
-
-The process implements the service RemoteReward of proto/remote_reward.proto. `services.reward` contains the client."""
+"""Rewards from a user's process, which serves RemoteReward of proto/remote_reward.proto. `services.reward` has the client."""
 
 from __future__ import annotations
 
@@ -69,8 +67,7 @@ class RemoteFailure(Exception):
         self.reason = reason
 
 
-Ask = Callable[[Sequence[RemoteItem], float], Awaitable[list[RemoteResult]]]
-"""Gives the results as received, of the items. Raises RemoteFailure within so many seconds."""
+Ask = Callable[[Sequence[RemoteItem], float], Awaitable[list[RemoteResult]]]  # raises RemoteFailure within so many seconds
 
 
 class RemoteScorer:

@@ -1,11 +1,4 @@
-"""Reward rules: how to add one, and the built-in ones on the text of a reply.
-
-    from sluice import RuleContext
-
-    def polite(text: str, label: str, context: RuleContext) -> bool:
-        return "please" in text
-
-`FILE.py:polite` names the rule in the configuration. The decorator `rule` adds a screen, an answer or another name.
+"""Reward rules: how to register one, and the built-in ones on the text of a reply.
 
 A rule is a pure function of the reply's text, the problem's label and the context; it may be `async`. It runs in a worker
 process that is killed at its limits, unless its `screen` decides the case in the service. See docs/guides/rewards.md."""
@@ -33,13 +26,11 @@ from runtime.rewards.mathematics.answers import screen as screen_answer
 # TRL's arguments are lists over the group, and so is the result. Any other function is called with (text, label, context).
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")
-"""Names under which a function of TRL's form finds the label, unless the row has a column with the name."""
-
-Ours = Callable[..., Any]
+LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")  # of TRL's form, unless the row has such a column
+Call = Callable[..., Any]
 
 
-def _called(function: Callable[..., Any], arguments: Callable[..., dict[str, Any]], result: Callable[[Any], Any]) -> Ours:
+def _called(function: Call, arguments: Call, result: Call) -> Call:
     if inspect.iscoroutinefunction(function):
 
         async def later(text: Any, label: str, context: Any) -> Any:
@@ -135,8 +126,7 @@ class RewardRule(msgspec.Struct, frozen=True):
     sandboxed: bool = False
 
 
-NO_NUMBER = "no number: "
-"""Prefix of an outcome's error if the rule returned a value of another type; the type follows. It is a mistake of the user."""
+NO_NUMBER = "no number: "  # and a type: the error of an outcome if the rule returned a value of this type, the user's mistake
 
 
 class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -153,14 +143,12 @@ class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):
         return self.value is None and self.values is None and not self.error
 
 
-def _rule_of(
-    name: str, function: Any, screen: Screen | None = None, answer: Answer | None = None, grouped: bool = False
-) -> RewardRule:
+def _rule_of(name: str, function: Any, **options: Any) -> RewardRule:
     """Make a rule of a function. Raises TypeError if its parameters would make it fail on every reply."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some C functions have no signature
-        return RewardRule(name, function, screen, answer, grouped)
+        return RewardRule(name, function, **options)
     parameters, evaluate, fault = signature.parameters, function, ""
     if "solution_str" in parameters:
         if others := [each for each in _required(parameters) if each not in VERL]:
@@ -169,16 +157,17 @@ def _rule_of(
     elif "completions" in parameters:
         if "completion_ids" in _required(parameters):
             fault = "completion_ids, but rules get no token ids; take completions"
-        evaluate, grouped = _called(function, lambda *given: _trl_arguments(parameters, *given), _trl_scores), True
+        evaluate = _called(function, lambda *given: _trl_arguments(parameters, *given), _trl_scores)
+        options["grouped"] = True
     else:
         try:
             signature.bind("", "", None)
         except TypeError:
-            called = f"({'texts' if grouped else 'text'}, label, context), or as verl or TRL calls it"
-            fault = f"{signature}; it is called with {called}"
+            text = "texts" if options.get("grouped") else "text"
+            fault = f"{signature}; it is called with ({text}, label, context), or as verl or TRL calls it"
     if fault:
         raise TypeError(f"rule {name!r} takes {fault}")
-    return RewardRule(name, evaluate, screen, answer, grouped)
+    return RewardRule(name, evaluate, **options)
 
 
 class RuleRegistry(Registry[RewardRule]):
@@ -204,7 +193,7 @@ def rule(name: Any, screen: Screen | None = None, answer: Answer | None = None) 
     The function returns a bool, which earns the configuration's `correct` or `wrong`, or a number, which is the value. If it
     raises, the sample is masked out. `screen`: tried first, in the service, with the same arguments; None leaves the case to a
     worker. `answer`: returns the final answer in a reply's text for maj@k, or None; equal answers should give equal text."""
-    return _registered(name, screen, answer)
+    return _registered(name, screen=screen, answer=answer)
 
 
 @overload
@@ -217,31 +206,27 @@ def group_rule(name: Any) -> Any:
     return _registered(name, grouped=True)
 
 
-def _registered(name: Any, *options: Any, **more: Any) -> Any:
+def _registered(name: Any, **options: Any) -> Any:
     """Register the function `name` under its own name, or return a decorator that registers a function as `name`."""
     if callable(name):
-        return _registered(name.__name__, *options, **more)(name)
-    return RULES.register_made(name, lambda function: _rule_of(name, function, *options, **more))
+        return _registered(name.__name__, **options)(name)
+    return RULES.register_made(name, lambda function: _rule_of(name, function, **options))
 
 
 def up_to(characters: int, function: Evaluate) -> Screen:
     """Return a screen for a function in linear time: `function` itself, on replies of at most `characters`."""
 
     def screen(text: str, label: str, context: RuleContext) -> Value | None:
-        if len(text) > characters:
-            return None
-        value: Value = function(text, label, context)  # type: ignore[assignment]  # a rule over single replies
-        return value
+        return function(text, label, context) if len(text) <= characters else None  # type: ignore[return-value]
 
     return screen
 
 
+OnError = Callable[[Exception], None]
+
+
 def attempt(
-    function: Evaluate | Screen,
-    text: str | list[str],
-    label: str,
-    context: Context,
-    on_error: Callable[[Exception], None] = lambda error: None,
+    function: Evaluate | Screen, text: str | list[str], label: str, context: Context, on_error: OnError = lambda error: None
 ) -> RuleOutcome:
     """Call a rule or a screen with a text, or a rule over groups with the texts of a group. An exception becomes the outcome's
     error; `on_error` receives it first. A value that is not finite, and a wrong number of values, are a ValueError."""
@@ -270,9 +255,7 @@ class _NoNumberError(Exception):
 
 def _number(value: object) -> Value:
     """Return the value as a bool or a float. It may be any real number, or a scalar of numpy or torch."""
-    scalar: Any = value
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        scalar = scalar.item()
+    scalar: Any = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
     if isinstance(scalar, bool):
         return scalar
     if not isinstance(scalar, (Real, Decimal)):
@@ -296,8 +279,7 @@ _MARKERS_WANTED = 3
 
 
 def answer_part(text: str) -> str | None:
-    """Return the text between the answer tags of a reply `<think>…</think> <answer>…</answer>`; None in another form. It
-    matches as `^<think>.*?</think>\\s*<answer>.*?</answer>$` with DOTALL, but takes linear time."""
+    """Return the text between the answer tags of a reply `<think>…</think> <answer>…</answer>`; None in another form."""
     end = len(text) - text.endswith("\n") - len(ANSWERED)
     if not text.startswith(THINK) or end < 0 or not text.startswith(ANSWERED, end):
         return None
@@ -318,8 +300,7 @@ def strictly_formatted(text: str) -> bool:
 
 
 def _rule(name: str, characters: int = FORMAT_CHARACTERS, answer: Answer | None = None) -> Callable[[Evaluate], Evaluate]:
-    """Return a decorator that registers a linear-time function as the rule `name`. For replies of at most `characters` the
-    service calls the function itself, instead of a worker."""
+    """Return a decorator that registers a linear-time function. The service calls it on replies of up to `characters`."""
     return lambda function: rule(name, screen=up_to(characters, function), answer=answer)(function)
 
 
@@ -384,22 +365,14 @@ def vote(extract: Answer) -> Answer:
     """Return the vote of a rule. `extract` finds the rule's answer in a reply."""
 
     def answer(text: str) -> str | None:
-        found = extract(text)
-        if found is None:
-            return None
-        words = canonical(found)
+        words = canonical(extract(text) or "")
         return words if 0 < len(words) <= VOTE_CHARACTERS and not words.isspace() else None
 
     return answer
 
 
-# ---------------------------------------------------------------------------------------------------- GSM8K's numbers
-
-
 def numeric_equal(answer: str, label: str) -> bool:
     """Return whether `answer` is the number `label`, by exact value. Raises ValueError if the label is not a number."""
-    if answer == label and answer.isdecimal() and answer.isascii():
-        return True
     expected = label_number(label)
     if expected is None:
         raise ValueError(f"the label {label!r} is not a number")

@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from runtime import config, types
 from runtime.errors import ServiceFault, UserError
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import NO_NUMBER, GroupContext, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task
@@ -31,13 +31,9 @@ def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutco
             raise ServiceFault(blamed, f"score by {name}", f"{outcome.error} on sample {index} of group {group_id}")
     values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
     valid = np.array([not outcome.error for outcome in outcomes], np.uint8)
-    return Scores(
-        group_id=group_id,
-        rewards=np.where(valid == 1, weight * values, 0.0).astype(np.float32),
-        valid=valid,
-        rules={name: values.astype(np.float32)},
-        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
-    )
+    rewards = np.where(valid == 1, weight * values, 0.0).astype(np.float32)
+    errors = dict(Counter(outcome.error for outcome in outcomes if outcome.error))
+    return Scores(group_id=group_id, rewards=rewards, valid=valid, rules={name: values.astype(np.float32)}, errors=errors)
 
 
 NO_REWARD = f"{ENVIRONMENT_COLUMN}:no reward"
@@ -55,13 +51,10 @@ def combine(parts: Sequence[Scores]) -> Scores:
         return parts[0]
     valid = np.minimum.reduce([part.valid for part in parts])
     total = np.sum([part.rewards for part in parts], axis=0, dtype=np.float64)
-    return structs.replace(
-        parts[0],
-        rewards=np.where(valid == 1, total, 0.0).astype(np.float32),
-        valid=valid,
-        rules={name: values for part in parts for name, values in part.rules.items()},
-        errors=dict(sum((Counter(part.errors) for part in parts), Counter())),
-    )
+    rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
+    rules = {name: values for part in parts for name, values in part.rules.items()}
+    errors = dict(sum((Counter(part.errors) for part in parts), Counter()))
+    return structs.replace(parts[0], rewards=rewards, valid=valid, rules=rules, errors=errors)
 
 
 # ---- Replies
@@ -105,12 +98,10 @@ def _thought(text: str, before: str) -> str:
 
 def last_turn(row: Sample) -> slice:
     """Return the place of the last run of trained tokens."""
-    given = np.flatnonzero(row.loss_mask == 0)
-    trained = np.flatnonzero(row.loss_mask)
-    if not len(given) or not len(trained):
-        return slice(0, len(trained))
-    before = given[given < trained[-1]]
-    return slice(before[-1] + 1 if len(before) else 0, trained[-1] + 1)
+    given, trained = np.flatnonzero(row.loss_mask == 0), np.flatnonzero(row.loss_mask)
+    end = trained[-1] + 1 if len(trained) else 0
+    before = given[given < end]
+    return slice(before[-1] + 1 if len(before) else 0, end)
 
 
 # ---- Unscored
@@ -152,14 +143,12 @@ class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
     def __init__(self, settings: config.Rewards, tokenizer: TextDecoder, variables: Container[str] = ()):
-        """Find the rules. `variables`: as in `KillablePool`. Raises UserError without rules, or for an unknown or
-        second one."""
+        """Find the rules. `variables`: as in `KillablePool`. Raises UserError without rules, or for an unknown or equal one."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
-        self._rules = [
-            (entry, find_rule(entry.name, f"rewards.rules.{index}.name")) for index, entry in enumerate(settings.rules)
-        ]
-        for name, count in Counter(rule.name for _, rule in self._rules).items():
+        rules = [find_rule(entry.name, f"rewards.rules.{index}.name") for index, entry in enumerate(settings.rules)]
+        self._rules = list(zip(settings.rules, rules, strict=True))
+        for name, count in Counter(rule.name for rule in rules).items():
             if count > 1:
                 raise UserError(f"rewards.rules: {name!r} is named {count} times")
         self._tokenizer = tokenizer
@@ -211,8 +200,7 @@ class RewardScorer:
                 scores.errors[reason] = scores.errors.get(reason, 0) + 1
 
     async def _evaluate(self, texts: list[str], label: str, contexts: list[RuleContext]) -> list[list[RuleOutcome]]:
-        """Return the outcome of every rule (outer list) on every reply (inner list). A screen's empty outcome is left to the
-        pool. If a rule over groups fails, every reply gets this outcome."""
+        """Return the outcome of every rule (outer list) on every reply. An undecided screen leaves a reply to the pool."""
         tasks: list[Task] = []
         targets: list[tuple[list[RuleOutcome], slice]] = []  # of each task: the rule's outcomes, and the replies
         outcomes: list[list[RuleOutcome]] = []
@@ -243,7 +231,9 @@ class RewardScorer:
                     raise UserError(f"rewards.rules: rule {rule.name} gave a value of type {given}; must be a bool or a number")
                 if outcome.error and self._fail:
                     raise ServiceFault("reward", f"rule {rule.name}", f"{outcome.error} on sample {index} of group {group_id}")
-            parts.append(column(group_id, rule.name, entry.weight, [_valued(outcome, entry) for outcome in found]))
+                if isinstance(outcome.value, bool):
+                    found[index] = RuleOutcome(entry.correct if outcome.value else entry.wrong)
+            parts.append(column(group_id, rule.name, entry.weight, found))
         return combine(parts)
 
 
@@ -256,8 +246,3 @@ def _group_context(contexts: Sequence[RuleContext]) -> GroupContext:
     first, conversations = contexts[0], [one.conversation for one in contexts]
     tokens, reasons = [one.tokens for one in contexts], [one.finish_reason for one in contexts]
     return GroupContext(first.source, tokens, reasons, first.prompt, first.extra, conversations if any(conversations) else [])
-
-
-def _valued(outcome: RuleOutcome, settings: config.Rule) -> RuleOutcome:
-    """Replace a bool by the value that it earns."""
-    return RuleOutcome(settings.correct if outcome.value else settings.wrong) if isinstance(outcome.value, bool) else outcome

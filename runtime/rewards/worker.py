@@ -29,8 +29,7 @@ TRACE_LINES, TRACE_CHARACTERS = 20, 1000  # last entries of a rule's traceback, 
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of one task: `seconds` by the clock, `cpu_seconds` of its worker. `memory_bytes`: that a worker may allocate in
-    all. `sandbox`: of the programs that the worker runs."""
+    """Limits of a task: seconds by the clock, and of the CPU; a worker's bytes; the sandbox of the programs that it runs."""
 
     seconds: float
     cpu_seconds: float
@@ -77,8 +76,7 @@ def _printable(line: str) -> str:
 
 def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], limits: Limits) -> None:
     """Answer batches until the parent closes the pipe."""
-    from runtime.rewards.catalogue import find_rule  # imports code of users: only after the pipes are set up
-    from runtime.rewards.code import use
+    from runtime.rewards.code import find_rule, use  # imports code of users: only after the pipes are set up
 
     use(limits.sandbox)
     loop = asyncio.new_event_loop()

@@ -7,16 +7,12 @@
               the group that came last: admitted   generated                     ready            applied
               given to a rollout or gateway
 
-The path is traced back from its end. A version is committed after the weight sync, and the weight sync follows the update. The
-update waits for the step's last group, and for the trainer. The last group waits for the process that works on it. So the parts
-sum to the step, and work beside the path is not on it, because that work made no step longer.
+The path is traced back from its end. The weight sync follows the update, the update waits for the trainer and the step's last
+group, and the group for the process that works on it. So the parts sum to the step. Work beside the path made no step longer.
 
-`probe` is the part of `train` in which the trainer was idle, because a rollout had not answered its probe. `restart` is the
-time until the trainer served again, after a new start of the run or the trainer.
-
-With agents, `generate` is divided further, by the activities of the group's last episode: place, setup, agent, policy, tool,
-agent's score, cleanup. The rest, after the episode's end, stays `generate`.
-"""
+`probe` is the part of `train` in which the trainer waited for a rollout's probe, `restart` the time until the trainer served
+again. With agents, `generate` is divided by the activities of the group's last episode: place, setup, agent, policy, tool,
+agent's score, cleanup. The rest, after the episode's end, stays `generate`."""
 
 from __future__ import annotations
 
@@ -80,11 +76,10 @@ def paths(rows: Iterable[GroupRow]) -> list[StepPath]:
     for row in rows:
         if row.step is not None and "retired" in row.times:
             batches.setdefault(row.step, []).append(row)
-    found: list[StepPath] = []
-    for step in sorted(batches):
-        before = found[-1].end if found and found[-1].step == step - 1 else None
-        found.append(path(step, batches[step], before))
-    return found
+    found: dict[int, StepPath] = {}
+    for step, batch in sorted(batches.items()):
+        found[step] = path(step, batch, found[step - 1].end if step - 1 in found else None)
+    return list(found.values())
 
 
 def path(step: int, batch: Sequence[GroupRow], before: float | None) -> StepPath:
@@ -116,8 +111,7 @@ def _of_group(row: GroupRow, start: float, end: float) -> list[PathPart]:
 
 
 def conversation(part: PathPart, spans: Iterable[TracedSpan]) -> list[PathPart]:
-    """Divide `part`, the generation of a group by a gateway, by the activities of the group's last episode. Returns `part`
-    itself without spans of episodes. `spans`: of the group's episodes, in any order."""
+    """Divide `part`, a group's generation, by the activities of its last episode. `spans`: of its episodes, in any order."""
     phases = [span for span in spans if span.name not in (POLICY, TOOL)]
     if not phases:
         return [part]
@@ -212,17 +206,13 @@ class ProcessSpans:
     def _inside(self, part: PathPart) -> dict[str, float]:
         seconds: dict[str, float] = {}
         for span in self.within(part.process, part.start, part.end):
-            working = "" if span.line in (CALLS, EPISODES) else span.detail if span.name == "command" else span.name
-            if name := _publishing(span) if part.cause == PUBLISH else working:
+            name = "" if span.line in (CALLS, EPISODES) else span.detail if span.name == "command" else span.name
+            if part.cause == PUBLISH:  # the weight sync's phases, as their metrics are named; a swap waits for the decode step
+                name = span.name if span.line == WEIGHT_SYNC and span.name in WEIGHT_SYNC_PHASES else ""
+                name = "swap" if (span.line, span.name) == (CALLS, "CommitWeights") else name
+            if name:
                 seconds[name] = seconds.get(name, 0.0) + (min(span.end, part.end) - max(span.start, part.start))
         return seconds
-
-
-def _publishing(span: TracedSpan) -> str:
-    """Return the weight sync phase of `span`, as its metric is named; "" for none."""
-    if (span.line, span.name) == (CALLS, "CommitWeights"):
-        return "swap"  # includes the wait for the running decode step
-    return span.name if span.line == WEIGHT_SYNC and span.name in WEIGHT_SYNC_PHASES else ""
 
 
 class CauseTotal(Struct):

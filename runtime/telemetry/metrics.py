@@ -1,8 +1,7 @@
 """The metrics of a training step. Pure, except for the clocks passed in.
 
 Phases of one step overlap: while the trainer updates, rollouts generate for later steps. So `timing/all`, the wall time between
-two updates, is less than the sum of the phases. `timing/non_overlap_X` is the part of phase X in which no update ran.
-"""
+two updates, is less than the sum of the phases. `timing/non_overlap_X` is the part of phase X in which no update ran."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,14 +18,12 @@ import numpy as np
 from runtime.process import spans as spans_file
 from runtime.types import SCORERS, GeneratedGroup, Scores, StepResult
 
-Value = TypeVar("Value")
-
 SCORE_ERRORS = "score/errors/"  # prefix of a reason
 
 _RENAMED = {"publication": "weight_sync", "tune": "sft"}  # prefixes of 0.2, by which runs of 0.2 are read
 
 
-def ours(metrics: Mapping[str, Value]) -> dict[str, Value]:
+def ours(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics that 0.2 may have logged under the names of today."""
     parts = [(*name.partition("/"), value) for name, value in metrics.items()]
     return {_RENAMED.get(prefix, prefix) + slash + rest: value for prefix, slash, rest, value in parts}
@@ -103,8 +100,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
 
 
 def _throughput(figures: StepFigures, lengths: Mapping[str, float]) -> dict[str, float]:
-    """Compute tokens per second and accelerator: of the whole step (e2e), the update, or generation (rollout). 0 for a phase
-    that took no time in the step."""
+    """Compute tokens per second and accelerator of the step (e2e), update and generation; 0 for a phase without time."""
     rows, timing = sum(len(group.response_tokens) for group in figures.generated), figures.timing
     mean = lengths.get("prompt_length/mean", 0.0) + lengths.get("response_length/mean", 0.0)
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "rollout_tps": "timing/rollout"}
@@ -124,11 +120,8 @@ def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
         return {}
     responses = [length for group in groups for length in group.response_tokens]
     prompts = [group.prompt_tokens for group in groups for _ in group.response_tokens]
-    return {
-        **_distribution("prompt_length", prompts),
-        **_distribution("response_length", responses),
-        "response_length/clip_ratio": sum(group.truncated for group in groups) / len(responses),
-    }
+    clipped = {"response_length/clip_ratio": sum(group.truncated for group in groups) / len(responses)}
+    return _distribution("prompt_length", prompts) | _distribution("response_length", responses) | clipped
 
 
 def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
@@ -144,9 +137,8 @@ def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
     if valid.size:
         figures |= _distribution("score", valid)
     for rule in sorted({rule for group in scores for rule in group.rules}):
-        held = np.concatenate(
-            [group.rules[rule][mask] for group, mask in zip(scores, masks, strict=True) if rule in group.rules]
-        )
+        of = [group.rules[rule][mask] for group, mask in zip(scores, masks, strict=True) if rule in group.rules]
+        held = np.concatenate(of)
         if held.size:
             figures[f"{rule}_rewards/mean"] = float(held.mean(dtype=np.float64))
     return figures
@@ -160,11 +152,8 @@ def environment_metrics(groups: Sequence[GeneratedGroup], scores: Sequence[Score
     counts of repeated and left-out episodes, counts by end, and the means of figures that agents logged."""
     figures: dict[str, float] = {}
     for name in sorted({group.outcomes.environment for group in groups if group.outcomes is not None} - {""}):
-        own = [
-            (group.outcomes, score)
-            for group, score in zip(groups, scores, strict=True)
-            if group.outcomes is not None and group.outcomes.environment == name
-        ]
+        pairs = ((group.outcomes, score) for group, score in zip(groups, scores, strict=True))
+        own = [(outcomes, score) for outcomes, score in pairs if outcomes is not None and outcomes.environment == name]
         rewards = np.concatenate([score.rewards[score.valid.astype(bool)] for _, score in own])
         turns = [each for outcomes, _ in own for each in outcomes.turns]
         reasons = Counter(reason for outcomes, _ in own for reason in outcomes.reasons)
@@ -188,11 +177,9 @@ def environment_metrics(groups: Sequence[GeneratedGroup], scores: Sequence[Score
 def staleness_metrics(staleness: Sequence[int]) -> Metrics:
     if not staleness:
         return {}
-    return {
-        "staleness/mean": sum(staleness) / len(staleness),
-        "staleness/max": float(max(staleness)),
-        "staleness/histogram": dict(sorted(Counter(staleness).items())),
-    }
+    histogram = dict(sorted(Counter(staleness).items()))
+    mean, largest = sum(staleness) / len(staleness), float(max(staleness))
+    return {"staleness/mean": mean, "staleness/max": largest, "staleness/histogram": histogram}
 
 
 def idle_fraction(busy_seconds: float, wall_seconds: float) -> float:

@@ -113,7 +113,7 @@ class Ended(Struct):
     stop_reason: str
 
 
-class RunRecord(Struct, kw_only=True):
+class RunRecord(Struct):
     """A run's folder. `ended`: None for a run without a summary, or that went on after its summary."""
 
     configuration: str  # as YAML, `without_secrets`; "" when there is none
@@ -136,15 +136,8 @@ def read(folder: Path, points: PointFile | None = None) -> RunRecord:
     points = points or PointFile(folder / run_files.METRICS)
     points.follow()
     started = startup.Startup.read(folder)
-    return RunRecord(
-        configuration=_shown(configuration),
-        settings=settings,
-        points=points.points,
-        torn=points.torn,
-        ended=_ended(folder / run_files.SUMMARY, points.points),
-        startup=startup.line(started) if started else "",
-        evaluations=evaluation.read(folder),
-    )
+    line, ended = startup.line(started) if started else "", _ended(folder / run_files.SUMMARY, points.points)
+    return RunRecord(_shown(configuration), settings, points.points, points.torn, ended, line, evaluation.read(folder))
 
 
 def _text(path: Path) -> str:
@@ -172,8 +165,6 @@ def _settings(path: Path, text: str) -> RecordedSettings:
 LARGEST = 1 << 32  # of steps and of seconds since the epoch
 CLOCKS = 1.0  # seconds that a file's time may lag behind the clock
 
-_Logged = dict[str, int | float | dict[str, int] | None]
-
 
 class PointFile:
     """The points of a run in logged order. `torn`: the last line is not whole, and left out."""
@@ -198,7 +189,7 @@ class PointFile:
         for line in lines:
             number = len(self.points) + 1
             try:
-                point = msgspec.json.decode(line, type=_Logged)
+                point = msgspec.json.decode(line, type=dict[str, int | float | dict[str, int] | None])
             except run_files.NOT_DECODED as error:
                 raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
             if fault := _fault(point):

@@ -1,8 +1,6 @@
-"""The HTTP server that serves a process's metrics to Prometheus.
+"""The HTTP server that serves a process's metrics to Prometheus. At the coordinator, /sd lists every process with its address.
 
-Metrics are computed only on request: plain values on the event loop, their text by one thread for all requests. At the
-coordinator, /sd lists every registered process with the address of its metrics.
-"""
+Metrics are computed only on request: plain values on the event loop, their text by one thread for all requests."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -31,18 +29,12 @@ from runtime.process import network, spans
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in
 from runtime.status import Registration, RunFigures, RunPhase, State, Status
 
-CONTENT_TYPE = "text/plain; version=0.0.4"
 _SECONDS = re.compile(r"timing/|(gateway/)?loop_lag")  # figures in seconds without the unit in the name
 
 
 def labels(run: str, process: Status | Registration) -> dict[str, str]:
     """Return the labels of a process's own metrics, and of the process as a target."""
     return {"run": run, "role": process.role, "process": process.name}
-
-
-def targets(run: str, processes: Iterable[Status | Registration]) -> list[dict[str, Any]]:
-    """Return the processes that serve metrics, in the format of Prometheus' HTTP service discovery."""
-    return [{"targets": [each.metrics], "labels": labels(run, each)} for each in processes if each.metrics]
 
 
 def text(run: str, status: Status, dropped: int, figures: RunFigures | None) -> bytes:
@@ -62,7 +54,7 @@ class _Collected:
     def __init__(self, run: str, status: Status, dropped: int, figures: RunFigures | None):
         self._labels = labels(run, status)
         self._found: dict[str, Metric] = {}
-        states = _one_of(get_args(State), status.state)
+        states = {each: float(each == status.state) for each in get_args(State)}
         self._add("sluice_process_state", "1 for the state that the process is in.", states, "state")
         self._add("sluice_spans_dropped_total", "Spans that the process's file has no room for.", dropped)
         if figures is None:
@@ -97,7 +89,8 @@ class _Collected:
 
     def _of_run(self, run: RunFigures) -> None:
         progress, add = run.progress, self._add
-        add("sluice_run_phase", "1 for the phase that the run is in.", _one_of(get_args(RunPhase), progress.phase), "phase")
+        phases = {each: float(each == progress.phase) for each in get_args(RunPhase)}
+        add("sluice_run_phase", "1 for the phase that the run is in.", phases, "phase")
         add("sluice_run_step", "Optimizer steps so far.", progress.step)
         add("sluice_run_steps", "Optimizer steps of the whole run.", progress.steps)
         add("sluice_run_staleness_limit", "Versions that a sample may be old: training.staleness.", run.staleness)
@@ -117,10 +110,6 @@ class _Collected:
             add(metric_name("sluice_step", name), f"{name} of the newest step, as in metrics.jsonl.", value, by)
 
 
-def _one_of(known: Sequence[str], now: str) -> dict[str, float]:
-    return {each: float(each == now) for each in known}
-
-
 log = logging.getLogger("sluice")
 
 BACKLOG = 16  # connections that wait for the event loop
@@ -129,8 +118,7 @@ CONNECTIONS = 64  # at once
 
 class ScrapeServer:
     def __init__(self, config: Config, status: Callable[[], Status], figures: Callable[[], RunFigures] | None = None):
-        """Prepare the server. `status` and, at the coordinator, `figures` give what a scrape shows, on the event loop. Raises
-        UserError if the token's variable is missing."""
+        """Prepare the server; `figures`: the coordinator's. Raises UserError if the token's variable is missing."""
         settings = config.metrics.prometheus
         assert settings is not None
         self._config, self._settings = config, settings
@@ -183,8 +171,10 @@ class ScrapeServer:
         if not done:
             writing.cancel()
             raise web.HTTPServiceUnavailable(text="a file system does not answer\n")
-        return web.Response(body=writing.result(), headers={"Content-Type": f"{CONTENT_TYPE}; charset=utf-8"})
+        return web.Response(body=writing.result(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _discovery(self, _: web.Request) -> web.Response:
         assert self._figures is not None
-        return web.json_response(targets(self._config.run.name, [self._status(), *self._figures().processes]))
+        serving = [each for each in (self._status(), *self._figures().processes) if each.metrics]
+        found = [{"targets": [each.metrics], "labels": labels(self._config.run.name, each)} for each in serving]
+        return web.json_response(found)  # in the format of Prometheus' HTTP service discovery

@@ -1,8 +1,7 @@
 """Prints untrusted text to a terminal: replies, labels, error messages. No part of a text is executed as a command.
 
 A terminal's escape sequences can set its title, clear it, or write to the clipboard. To rich, `[/path/of/a/file]` is the end of
-a style, and an error if no style is open. JSON lines keep every text as it is, because JSON escapes control characters itself.
-"""
+a style, and an error if no style is open. JSON lines keep every text: JSON escapes control characters itself."""
 
 from __future__ import annotations
 

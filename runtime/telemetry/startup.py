@@ -84,10 +84,9 @@ class Startup(Struct, kw_only=True):
     @classmethod
     def read(cls, folder: Path) -> Startup | None:
         """Read startup.json. None if it is missing or damaged: one line needs it. Raises UserError if it is no regular file."""
-        try:
+        with suppress(FileNotFoundError, *run_files.NOT_DECODED):
             return msgspec.json.decode(run_files.regular(folder / run_files.STARTUP).read_bytes(), type=cls)
-        except (FileNotFoundError, *run_files.NOT_DECODED):
-            return None
+        return None
 
 
 class Phases:
@@ -110,8 +109,7 @@ _YOUNG = 20_000
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection in a block whose objects stay: collections take a quarter of a trainer's start. Later
-    collections skip these objects too."""
+    """Disable garbage collection, a quarter of a trainer's start, in a block whose objects stay. Later ones skip them."""
     gc.disable()
     try:
         yield
@@ -121,20 +119,19 @@ def uncollected() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """Collect garbage in this process after `_YOUNG` new objects instead of 700. A thousand rollouts keep more tasks, futures
-    and messages, whose repeated scans took half of the coordinator's time for a sample."""
+    """Collect garbage after `_YOUNG` new objects, not 700: at a thousand rollouts, scans took half of a sample's time."""
     gc.set_threshold(_YOUNG, 20, 20)
 
 
 def line(startup: Startup) -> str:
     """Return the report: the phases in order, and the phases of the slowest process."""
     phases = startup.phases
-    entries = [f"{name} {phases[name]:.1f}" for name in PHASES if name in phases]
-    if startup.processes and (services := {k: v for k, v in startup.processes.items() if k != "coordinator"}):
+    entries = {name: f"{name} {phases[name]:.1f}" for name in PHASES if name in phases}
+    if services := {name: seconds for name, seconds in startup.processes.items() if name != "coordinator"}:
         slowest = max(services, key=lambda name: sum(services[name].values()))
         parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in services[slowest].items())
-        entries[entries.index(f"services {phases['services']:.1f}")] += f" ({slowest}: {parts})"
-    text = f"{phases.get(TOTAL, 0.0):.1f} s to the first step: {', '.join(entries)}"
+        entries["services"] += f" ({slowest}: {parts})"
+    text = f"{phases.get(TOTAL, 0.0):.1f} s to the first step: {', '.join(entries.values())}"
     return f"{text}; not counted: {NOT_COUNTED} {phases[NOT_COUNTED]:.1f}" if NOT_COUNTED in phases else text
 
 

@@ -10,7 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -104,13 +104,10 @@ def read(run: Path, step: int) -> Iterator[TrainedTokens]:
 
 
 LAUNCHER = "launcher"
-T = TypeVar("T")
 CONTROL = ("coordinator", LAUNCHER)  # the processes that do not compute
 MISMATCH = "mismatch/"
-MEANS, EXTREMES = (
-    ("abs_logprob", "k1", "k3", "over_0.1", "older_keys_abs_logprob"),
-    ("abs_logprob_p99", "max", "worst_rollout", "older_keys_max"),
-)  # the other mismatch figures are sums
+MEANS = ("abs_logprob", "k1", "k3", "over_0.1", "older_keys_abs_logprob")
+EXTREMES = ("abs_logprob_p99", "max", "worst_rollout", "older_keys_max")  # the other mismatch figures are sums
 OLDER_KEYS = "older_keys_"
 
 
@@ -153,7 +150,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
         return run_files.read_json(Path(run_dir) / run_files.SUMMARY, cls, "a summary")
 
 
-def _add(sums: dict[T, float], name: T, value: float) -> None:
+def _add(sums: dict[Any, float], name: Any, value: float) -> None:
     sums[name] = sums.get(name, 0.0) + value
 
 

@@ -3,8 +3,7 @@
 Each tracker has its own thread and bounded queue, so a slow tracker delays neither the event loop nor other trackers.
 `metrics.jsonl` has every point. On a full disk, points wait until the file can be written. While its queue stays full, `log`
 waits up to a deadline, and then raises an error with the tracker's name. Any other tracker may fail: a warning reports the
-failure, the tracker is tried again after a while, and the lost points are counted.
-"""
+failure, the tracker is tried again after a while, and the lost points are counted."""
 
 from __future__ import annotations
 
@@ -90,11 +89,8 @@ def _histogram(counts: Histogram) -> bytes:
     values = range(min(counts), max(counts) + 1)
     moments = (sum(value**power * count for value, count in counts.items()) for power in range(3))
     scalars = (min(counts), max(counts), *moments)
-    return (
-        b"".join(_double(field, scalar) for field, scalar in enumerate(scalars, start=1))
-        + _doubles(6, [value + 0.5 for value in values])
-        + _doubles(7, [counts.get(value, 0) for value in values])
-    )
+    fields = b"".join(_double(field, scalar) for field, scalar in enumerate(scalars, start=1))
+    return fields + _doubles(6, [value + 0.5 for value in values]) + _doubles(7, [counts.get(value, 0) for value in values])
 
 
 def _varint(value: int) -> bytes:
@@ -117,7 +113,6 @@ def _doubles(field: int, values: Sequence[float]) -> bytes:
     return _bytes(field, struct.pack(f"<{len(values)}d", *values))
 
 
-_EXTRAS = {name: f"sluice-rl[{name}]" for name in ("wandb", "swanlab", "mlflow")}
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 _MLFLOW_PARAMS = 100  # maximum in a request
 _MLFLOW_VALUE = 500  # maximum characters of a parameter's value
@@ -126,8 +121,8 @@ _QUEUE_POINTS = 256
 
 def missing_package(tracker: Tracker) -> str | None:
     """Return the package to install for `tracker`, or None if the tracker can run."""
-    extra = _EXTRAS.get(tracker.name)
-    return extra if extra and importlib.util.find_spec(tracker.name) is None else None
+    needed = tracker.name in ("wandb", "swanlab", "mlflow") and importlib.util.find_spec(tracker.name) is None
+    return f"sluice-rl[{tracker.name}]" if needed else None
 
 
 class Backend(Protocol):
@@ -164,18 +159,11 @@ def _open_after_last_line(path: Path) -> FileIO:
 
 
 class WandB(Backend):
-    def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
+    def __init__(self, run_dir: Path, run_name: str, **options: Any):
         import wandb
 
         self._wandb = wandb
-        self._run = wandb.init(
-            project=tracker.project,
-            name=run_name,
-            dir=run_dir,
-            mode=tracker.mode,
-            config=dict(config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        self._run = wandb.init(name=run_name, dir=run_dir, settings=wandb.Settings(silent=True, console="off"), **options)
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
         point = {name: self._histogram(value) if isinstance(value, dict) else value for name, value in metrics.items()}
@@ -193,14 +181,12 @@ class WandB(Backend):
 class SwanLab(Backend):
     """SwanLab has no histograms: each value becomes its own line, NAME/VALUE."""
 
-    def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
+    def __init__(self, run_dir: Path, run_name: str, **options: Any):
         import swanlab
 
         folder = run_dir / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = swanlab.init(
-            project=tracker.project, name=run_name, log_dir=str(folder), mode=tracker.mode, config=dict(config)
-        )
+        self._run = swanlab.init(name=run_name, log_dir=str(folder), **options)
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
         self._run.log(_without_histograms(metrics), step=step)
@@ -212,15 +198,15 @@ class SwanLab(Backend):
 class MLflow(Backend):
     """An MLflow run, offline in `mlflow/` of the run's folder. Parameters are the configuration. Histograms as with SwanLab."""
 
-    def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
+    def __init__(self, run_dir: Path, run_name: str, project: str, mode: str, config: Mapping[str, Any]):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # deprecated by MLflow
         from mlflow import MlflowClient, entities
 
         self._entities = entities
         folder = (run_dir / "mlflow").absolute()
-        self._client = MlflowClient(tracking_uri=folder.as_uri() if tracker.mode == "offline" else None)
-        experiment = self._client.get_experiment_by_name(tracker.project)
-        id_ = experiment.experiment_id if experiment else self._client.create_experiment(tracker.project)
+        self._client = MlflowClient(tracking_uri=folder.as_uri() if mode == "offline" else None)
+        experiment = self._client.get_experiment_by_name(project)
+        id_ = experiment.experiment_id if experiment else self._client.create_experiment(project)
         known = run_dir / run_files.MLFLOW  # continue the same run after a restart, or after a server was away
         if known.is_file():
             self._run = known.read_text()
@@ -302,12 +288,10 @@ class _Worker:
 
     def check(self) -> None:
         """Raise the failure of an essential backend, if any."""
-        if not self.essential:
-            return
-        if isinstance(self.failure, OSError):
+        if self.essential and isinstance(self.failure, OSError):
             where = self.failure.filename or self._folder
             raise UserError(f"tracker {self.name}: {where}: {self.failure.strerror or self.failure}") from self.failure
-        if self.failure is not None:
+        if self.essential and self.failure is not None:
             raise ServiceFault(f"tracker {self.name}", "log", f"{self.failure}") from self.failure
 
     def _run(self) -> None:
@@ -381,4 +365,5 @@ def _backend(tracker: Tracker, run_dir: Path, config: Config) -> Backend:
     if tracker.name == "tensorboard":
         return EventFile(run_dir / run_files.TENSORBOARD)
     made: dict[str, Callable[..., Backend]] = {"wandb": WandB, "swanlab": SwanLab, "mlflow": MLflow}
-    return made[tracker.name](tracker, run_dir, config.run.name, without_secrets(config))
+    shown = without_secrets(config)
+    return made[tracker.name](run_dir, config.run.name, project=tracker.project, mode=tracker.mode, config=shown)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.pool import KillablePool, Limits
 from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task, Verdict

@@ -21,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from runtime.config import loading
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.extraction import (
     closing_statement,
     final_answer,
@@ -595,7 +595,7 @@ def test_what_rewards_data_and_warm_ups_import() -> None:
     code = """
 import sys
 def heavy(*names): assert not {*names} & {*sys.modules}, {*names} & {*sys.modules}
-import runtime.rewards.worker, runtime.rewards.catalogue
+import runtime.rewards.worker, runtime.rewards.code
 heavy("torch", "transformers", "numpy", "tokenizers", "jinja2")
 from runtime.rewards.mathematics.answers import equal
 assert equal(r"\\frac{1}{\\sqrt2}", r"\\frac{\\sqrt2}{2}") and equal("(x+1)^2", "x^2+2x+1")
@@ -606,7 +606,7 @@ assert equal(r"\\int_0^1 x dx", "0.5") and "sympy" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
     bare = """
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.rules import RuleContext
 raise SystemExit(find_rule("math_17k_acc").evaluate(r"so \\boxed{10/2}", "5", RuleContext()) is not True)
 """

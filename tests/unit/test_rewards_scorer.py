@@ -27,8 +27,7 @@ from runtime import config
 from runtime import types as types_module
 from runtime.config.sandbox import Sandbox, sandbox_faults
 from runtime.errors import InvalidMessage, ServiceFault, UserError
-from runtime.rewards.catalogue import find_rule
-from runtime.rewards.code import CodeTests, _screen, last_program, passed, read_tests, same_text
+from runtime.rewards.code import CodeTests, _screen, find_rule, last_program, passed, read_tests, same_text
 from runtime.rewards.rules import RuleContext, RuleOutcome, attempt
 from runtime.rewards.scorer import RewardScorer, column, combine
 from runtime.sandbox import box
@@ -265,8 +264,8 @@ def test_the_program_of_a_reply(text: str, program: str | None) -> None:
 
 
 def test_a_reply_without_a_program_needs_no_worker() -> None:
-    assert _screen("no", "", RuleContext()) is False
-    assert _screen("```\na\n```", "", RuleContext()) is None
+    assert _screen(False)("no", "", RuleContext()) is False
+    assert _screen(False)("```\na\n```", "", RuleContext()) is None
 
 
 STDIN = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "3", "output": "4", "testtype": "stdin"}]

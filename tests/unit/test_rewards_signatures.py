@@ -14,7 +14,7 @@ import torch
 
 from runtime import config
 from runtime.errors import UserError
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.rules import GroupContext, RuleContext, attempt
 from tests.unit.test_rewards_scorer import request, score
 

@@ -233,7 +233,7 @@ def loaded(code: str, *more: str) -> list[str]:
 ROLES = """
 import services.coordinator, runtime.coordinator.run, runtime.telemetry.trackers
 import services.reward, runtime.rewards.worker, sluice
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.config import Rewards, Rule
 from runtime.rewards.rules import RULES, RuleContext
 for name in RULES: find_rule(name).evaluate('\\\\boxed{5}', '5', RuleContext())

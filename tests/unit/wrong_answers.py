@@ -6,7 +6,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator
 
-from runtime.rewards.catalogue import find_rule
+from runtime.rewards.code import find_rule
 from runtime.rewards.rules import RuleContext, attempt
 
 Case = tuple[str, str]  # a reply or an answer, and the label that it is wrong for

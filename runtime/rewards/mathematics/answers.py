@@ -1,18 +1,17 @@
-r"""Decide whether an answer is right: `equal(prediction, truth)`. Give obviously equal answers one text: `canonical(answer)`.
-
-docs/guides/rewards.md says which answers are equal."""
+"""Decide whether an answer is right: `equal`, as docs/guides/rewards.md says. Give equal answers one text: `canonical`."""
 
 from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 
 from runtime.rewards.extraction import SCALES, label_number, last_boxed, last_match, number, uniform
 from runtime.rewards.mathematics.comparison import same
 from runtime.rewards.mathematics.parser import NOT_PROSE, parse
-from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key, limited
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key, limit
 
 # ---- Notation
 # Unify the LaTeX of people and models: `\left( \dfrac12 , \, 3\right)` and `(\frac12,3)` become the same text. Also find the
@@ -32,6 +31,12 @@ _CHARACTERS = str.maketrans(
         **{chr(int(each[2:6], 16)): f"{each[7:]} " for line in _COMMANDS.strip().splitlines() for each in line.split("|")},
     }
 )
+
+
+def _compiled(*table: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(pattern), same) for pattern, same in table]
+
+
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|,? ?\\!(?: ?,)?|,\\,) ?(?=[0-9]{3}(?![0-9]))")
 _SPACED_THOUSANDS = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?=\Z| ?\\(?:text|mathrm|mbox)(?![a-z]))")
 _ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")
@@ -43,39 +48,33 @@ _INVISIBLE = re.compile(
 )
 _SPACING = re.compile(r"(?<!\\)\\[,;:! >]|\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|~")
 # `!=` behind a number or a bracket defines a factorial, as does `n!=n(n-1)!`.
-_UNEQUAL = re.compile(
+_UNEQUAL = (
     r"(?:(?<= )|\A|(?<=\|))!=|(?:(?<=(?<![A-Za-z\\])([A-Za-z]))|(?<=_[0-9A-Za-z])|(?<=_\{[0-9A-Za-z]\}))!=(?![^,;]{0,40}!(?!=))"
 )
-_SAME = (
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
-    (re.compile(r"\\operatorname ?\*? ?\{ ?([kcdm]?m|ft|yd) ?\}"), r"\\text{\1}"),
-    (re.compile(r"(\\(?:text|mathrm|mbox) ?\{[A-Za-z ~]{1,20})\^ ?\{ ?(-?[1-9]) ?\} ?\}"), r"\1}^{\2}"),
-    (re.compile(r"\\mu ?\\(?:text|mathrm|mbox) ?\{ ?(?=[A-Za-z])"), r"\\text{micro"),
-    (
-        re.compile(r"(?<=[0-9})])((?: |\\cdot)*)(?:[kM]|\\(?:text|mathrm) ?\{ ?[kMmG] ?\})? ?\\Omega(?![A-Za-z])"),
-        r"\1\\text{ohm}",
-    ),
-    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r"\\text{ or }"),
-    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r"\\text{ and }"),
-    (re.compile(r"\\(?:R|reals|Reals)(?![A-Za-z])"), r"\\mathbb{R}"),
-    (re.compile(r"\\(?:operatorname|mathop) ?\*? ?\{ ?([A-Za-z]{1,20}) ?\}"), r"\\\1 "),
-    (re.compile(r"\\(?:mathbf|mathit|mathsf) ?\{ ?([A-Za-z]) ?\}|\\mathrm ?\{ ?([ied]) ?\}"), r" \1\2 "),
-    (
-        re.compile(r"\^ ?\{ ?\\(?:circ|degree) ?\}|\^ ?\\(?:circ|degree)(?![A-Za-z])|\\(?:degrees?|textdegree)(?![A-Za-z])"),
-        r"\\degree ",
-    ),
-    (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
-    (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])|>="), r"\\ge "),
-    (re.compile(r"\\neq(?![A-Za-z])|\\not ?=|=/=|/=|<>"), r"\\ne "),
+_SAME = _compiled(
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+    (r"\\operatorname ?\*? ?\{ ?([kcdm]?m|ft|yd) ?\}", r"\\text{\1}"),
+    (r"(\\(?:text|mathrm|mbox) ?\{[A-Za-z ~]{1,20})\^ ?\{ ?(-?[1-9]) ?\} ?\}", r"\1}^{\2}"),
+    (r"\\mu ?\\(?:text|mathrm|mbox) ?\{ ?(?=[A-Za-z])", r"\\text{micro"),
+    (r"(?<=[0-9})])((?: |\\cdot)*)(?:[kM]|\\(?:text|mathrm) ?\{ ?[kMmG] ?\})? ?\\Omega(?![A-Za-z])", r"\1\\text{ohm}"),
+    (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
+    (r"\\(?:land|wedge)(?![A-Za-z])", r"\\text{ and }"),
+    (r"\\(?:R|reals|Reals)(?![A-Za-z])", r"\\mathbb{R}"),
+    (r"\\(?:operatorname|mathop) ?\*? ?\{ ?([A-Za-z]{1,20}) ?\}", r"\\\1 "),
+    (r"\\(?:mathbf|mathit|mathsf) ?\{ ?([A-Za-z]) ?\}|\\mathrm ?\{ ?([ied]) ?\}", r" \1\2 "),
+    (r"\^ ?\{ ?\\(?:circ|degree) ?\}|\^ ?\\(?:circ|degree)(?![A-Za-z])|\\(?:degrees?|textdegree)(?![A-Za-z])", r"\\degree "),
+    (r"\\(?:leqslant|leq)(?![A-Za-z])|<=|=<", r"\\le "),
+    (r"\\(?:geqslant|geq)(?![A-Za-z])|>=", r"\\ge "),
+    (r"\\neq(?![A-Za-z])|\\not ?=|=/=|/=|<>", r"\\ne "),
     (_UNEQUAL, r"\\ne "),
-    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
-    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
-    (re.compile(r"\*\*"), "^"),
-    (re.compile(r"(?<!\\)\{ ?\}(?= ?(?:\^|\\degree))"), ""),
-    (re.compile(r"\( ?(?:\\text ?\{ ?mod ?\}|\\?(?:mod|bmod|pmod)(?![A-Za-z])) ?([^(){}]{1,20})\)"), r"\\pmod{\1}"),
-    (re.compile(r"(\A|\\cup ?)\](?=[^\[\]]{1,80},[^\[\]]{1,80}[\[\]])"), r"\1("),  # an open end, as in ]0, 1]
-    (re.compile(r"(?<=[^ ,(\[\]])\[(?= ?(?:\\cup|\Z))"), ")"),
+    (r"\\lt(?![A-Za-z])", "<"),
+    (r"\\gt(?![A-Za-z])", ">"),
+    (r"\*\*", "^"),
+    (r"(?<!\\)\{ ?\}(?= ?(?:\^|\\degree))", ""),
+    (r"\( ?(?:\\text ?\{ ?mod ?\}|\\?(?:mod|bmod|pmod)(?![A-Za-z])) ?([^(){}]{1,20})\)", r"\\pmod{\1}"),
+    (r"(\A|\\cup ?)\](?=[^\[\]]{1,80},[^\[\]]{1,80}[\[\]])", r"\1("),  # an open end, as in ]0, 1]
+    (r"(?<=[^ ,(\[\]])\[(?= ?(?:\\cup|\Z))", ")"),
 )
 _FONT = re.compile(
     r"\\(?:boldsymbol|bold|bm|pmb|mathtt|mathnormal|bf|it|sf|tt|bfseries|itshape|underline|uline|emph|ensuremath|hbox|tiny|small"
@@ -92,25 +91,23 @@ _FACTORS = re.compile(
 _CURRENCY = re.compile(r"\\\$|[€£¥₹]")
 # A system of equations, in any environment.
 _SYSTEM = r"\{ ?(?:align(?:ed)?|gather(?:ed)?|split|eqnarray|equation|alignedat|[dr]cases) ?\*?\}(?: ?\[[tbc]\]| ?\{[0-9]\})?"
-_SYSTEMS = (
-    (re.compile(r"\\left ?\\(?:\{|lbrace) ?\\begin ?\{(?:array|matrix)\}(?: ?\{[|lcr ]*\})?"), r"\\begin{cases}"),
-    (re.compile(r"\\end ?\{(?:array|matrix)\} ?\\right ?\."), r"\\end{cases}"),
-    (re.compile(r"\\left ?\\(?:\{|lbrace) ?(?=\\begin)|(?<=\}) ?\\right ?\.\Z"), " "),
-    (re.compile(rf"\\(begin|end) ?{_SYSTEM}"), r"\\\1{cases}"),
-    (re.compile(r"& ?(?=[=<>]|\\(?:[lg]eq?|neq?|approx)(?![A-Za-z]))|(?<=[=<>,]) ?&|(?<=\\le|\\ge|\\ne) ?&"), " "),
-    (re.compile(r"\\\\ *(?==)"), " "),  # a line that continues the line before
+_SYSTEMS = _compiled(
+    (r"\\left ?\\(?:\{|lbrace) ?\\begin ?\{(?:array|matrix)\}(?: ?\{[|lcr ]*\})?", r"\\begin{cases}"),
+    (r"\\end ?\{(?:array|matrix)\} ?\\right ?\.", r"\\end{cases}"),
+    (r"\\left ?\\(?:\{|lbrace) ?(?=\\begin)|(?<=\}) ?\\right ?\.\Z", " "),
+    (rf"\\(begin|end) ?{_SYSTEM}", r"\\\1{cases}"),
+    (r"& ?(?=[=<>]|\\(?:[lg]eq?|neq?|approx)(?![A-Za-z]))|(?<=[=<>,]) ?&|(?<=\\le|\\ge|\\ne) ?&", " "),
+    (r"\\\\ *(?==)", " "),  # a line that continues the line before
 )
 _SEGMENT = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\(((?:[^\\]|\\(?!\)))*)\\\)|\\\[((?:[^\\]|\\(?!\]))*)\\\]")
 _COMMAND = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
 _PROSE_WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
 _SAYS = re.compile(
-    r"\b(?:is|are|was|equals|be|answer|approximately|about|around|roughly|exactly|nearly|almost)\b:?|[A-Za-z]{2}:(?= )",
-    re.IGNORECASE,
+    r"(?i)\b(?:is|are|was|equals|be|answer|approximately|about|around|roughly|exactly|nearly|almost)\b:?|[A-Za-z]{2}:(?= )"
 )
 _DOUBT = re.compile(  # words that deny or qualify the value beside them
-    r"\b(?:not|never|neither|nor|cannot|could|might|may|perhaps|maybe|possibly|wrong|incorrect|false|either|than|between|unless"
-    r"|except|half|twice|double|triple|at (?:least|most)|up to)\b|n['’]t\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:not|never|neither|nor|cannot|could|might|may|perhaps|maybe|possibly|wrong|incorrect|false|either|than|between"
+    r"|unless|except|half|twice|double|triple|at (?:least|most)|up to)\b|n['’]t\b"
 )
 _HEADING = re.compile(r"\A[ *_#]{0,8}(?:(?:the )?final )?answer[*_ ]{0,4}[:=][*_ ]{0,4}", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?: ?/ ?[0-9]+)?")
@@ -130,8 +127,7 @@ def tidy(text: str) -> str:
             for pattern, same in _SYSTEMS:
                 text = pattern.sub(same, text)
         text = _CURRENCY.sub("", text)
-        if "\\boxed" in text or "\\fbox" in text:
-            text = text.replace("\\boxed", "").replace("\\fbox", "")
+        text = text.replace("\\boxed", "").replace("\\fbox", "")
         text = _SPACING.sub(" ", _INVISIBLE.sub(" ", text))
         text = text.replace("$", " ").replace("\\%", "%").replace("\\&", "&").replace("\\#", "#").replace("\\_", "_")
     else:
@@ -152,8 +148,7 @@ def _plain_factors(found: re.Match[str]) -> str:
 
 
 def last_mathematics(text: str) -> str:
-    """Return the mathematics in a text: the text itself without prose, else the answer that its prose names. Return "" if the
-    prose doubts it: "at most 5", "5 is wrong"."""
+    """Return the mathematics of a text without prose, or the answer that its prose names; "" if it doubts it: "at most 5"."""
     text = _HEADING.sub("", _CURRENCY.sub("", text))
     for _ in range(4):
         text = text.lstrip(_START).rstrip(_END)
@@ -183,9 +178,8 @@ def _is_prose(text: str) -> bool:
 
 def _said(text: str) -> str | None:
     """Return the part of a sentence that holds the answer: the text behind "is", else the only formula or number, or None."""
-    ends = [found.end() for found in _SAYS.finditer(text)]
-    for end in reversed(ends):
-        tail = text[end:].lstrip(_START).rstrip(_END)
+    for found in reversed([*_SAYS.finditer(text)]):
+        tail = text[found.end() :].lstrip(_START).rstrip(_END)
         if any(map(str.isdigit, tail)) or "$" in tail or "\\" in tail:
             return tail
     values = len(_SEGMENT.findall(text)) + len(_LAST_NUMBER.findall(_SEGMENT.sub(" ", text)))
@@ -195,19 +189,17 @@ def _said(text: str) -> str | None:
 def last_value(text: str) -> str | None:
     """Return the last formula or number of a text; None without one. A formula is in `$...$`, `\\(...\\)` or `\\[...\\]`. Time
     may grow with the square of the length: pass at most a few thousand characters."""
-    formula, number = last_match(_SEGMENT, text), last_match(_LAST_NUMBER, text)
-    if formula is not None and (number is None or formula.end() >= number.end()):
-        value, end = next(group for group in formula.groups() if group is not None), formula.end()
-    elif number is not None:
-        value, end = number.group(), number.end()
-    else:
+    found = [match for match in (last_match(_SEGMENT, text), last_match(_LAST_NUMBER, text)) if match is not None]
+    if not found:
         return None
-    return value + _SCALE.match(text, end).group()  # type: ignore[union-attr]  # matches the empty text
+    last = max(found, key=lambda match: match.end())
+    value = next((group for group in last.groups() if group is not None), last.group())
+    return value + _SCALE.match(text, last.end()).group()  # type: ignore[union-attr]  # matches the empty text
 
 
 def unboxed(text: str) -> str:
     """Return the content of a text's last box, or the text without a box."""
-    boxed = last_boxed(text) if "box" in text else None
+    boxed = last_boxed(text)
     return text if boxed is None else boxed
 
 
@@ -245,8 +237,8 @@ def equal(prediction: str, truth: str) -> bool:
     except Unreadable:  # one of them is no answer
         return False
     if predicted is not None and expected is not None:
-        with limited():
-            verdict = same(predicted, expected)
+        limit()
+        verdict = same(predicted, expected)
     return algebraically_equal(answer, label) if verdict is None else verdict
 
 
@@ -256,7 +248,8 @@ def screen(prediction: str, truth: str) -> bool | None:
         return bool(truth.strip())
     if not prediction or prediction.isspace():
         return False
-    value, expected = number(prediction), None if _names_variable(truth) else label_number(truth)
+    variable = _VARIABLE.search(truth) and not _SEPARATED.search(truth)  # the x of 7x, the m of 6m, but not the m of 1,200m
+    value, expected = number(prediction), None if variable else label_number(truth)
     if value is not None and expected is not None and not ("=" in prediction and "=" in truth):
         if value == expected:
             return True
@@ -274,11 +267,6 @@ def screen(prediction: str, truth: str) -> bool | None:
     return None if _NO_CHOICE.search(rest.upper() if answer.islower() else rest) else True
 
 
-def _names_variable(truth: str) -> bool:
-    """Return whether a variable follows the label's number: the x of 7x, the m of 6m, but not the m of 1,200m."""
-    return _VARIABLE.search(truth) is not None and _SEPARATED.search(truth) is None
-
-
 def canonical(answer: str) -> str:
     """Return a text that obviously equal answers share, for votes. Takes linear time."""
     text = _readable(answer)
@@ -291,10 +279,9 @@ def canonical(answer: str) -> str:
     plain = folded(text)
     if plain.isalpha():
         return plain
-    try:
+    with suppress(Unreadable):
         return key(_plain(parse(text)))
-    except Unreadable:
-        return plain
+    return plain
 
 
 def _plain(node: ExpressionNode) -> ExpressionNode:
@@ -327,26 +314,20 @@ _folded_label = lru_cache(maxsize=4096)(_folded)
 def folded(text: str) -> str:
     """Return a tidied answer as plain text: no text commands or spaces, words in lower case, a choice without parentheses."""
     text = _WRAPPED.sub(r"\1", text).lstrip(" ,").rstrip(" .,")
-    choice = _LETTER_CHOICE.fullmatch(text)
-    if choice:
+    if choice := _LETTER_CHOICE.fullmatch(text):
         return choice.group(1)
     text = _SPACE.sub("", text)
-    return text.casefold() if _is_word(text) else text
-
-
-def _is_word(text: str) -> bool:
-    """Return whether case is meaningless: "No solution", "Odd" and "EVEN" are words, AB and ab are products."""
-    letters = text.replace(" ", "")
-    return letters.isalpha() and (len(letters) > 3 or (letters[1:].islower() and len(letters) == 3) or letters.lower() == "no")
+    letters = text.replace(" ", "")  # "No solution", "Odd" and "EVEN" are words, AB and ab are products
+    word = len(letters) > 3 or (letters[1:].islower() and len(letters) == 3) or letters.lower() == "no"
+    return text.casefold() if letters.isalpha() and word else text
 
 
 def _tree(text: str) -> ExpressionNode | None:
     """Return the tree of a tidied answer, or None to leave it to algebra. Raises Unreadable for text that is not an answer:
     algebra would read a part of it, such as the feet of 5 ft 3 in."""
-    try:
+    with suppress(Unknown):
         return parse(text)
-    except Unknown:
-        return None
+    return None
 
 
 _label_tree = lru_cache(maxsize=1024)(_tree)

@@ -1,5 +1,4 @@
-"""Decide whether two answers are the same: lists, sets, tuples, intervals, equations, inequalities, matrices, ratios, words,
-and at last two expressions: constants exactly, functions at several points.
+"""Decide whether two answers are the same, part by part, and at last two expressions: constants exactly, functions at points.
 
 A verdict is None if it is undecided here: sets of real numbers in other notation, arithmetic of matrices."""
 
@@ -8,34 +7,15 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from decimal import ROUND_DOWN, Context, Decimal
 from fractions import Fraction
 from itertools import chain
 
 from runtime.rewards.extraction import words
+from runtime.rewards.mathematics import tree
 from runtime.rewards.mathematics.parser import ALL_REALS, NO_SOLUTION
-from runtime.rewards.mathematics.tree import (
-    CONSTANTS,
-    DIGITS,
-    INFINITY,
-    UNNAMED,
-    ExpressionNode,
-    Irrational,
-    NumericEvaluation,
-    TooCostly,
-    Undefined,
-    Value,
-    Values,
-    exact,
-    heads,
-    key,
-    negate,
-    number,
-    replace,
-    signs,
-    symbols,
-    walk,
-)
+from runtime.rewards.mathematics.tree import ExpressionNode, exact, heads, key, negate, number, replace, signs, symbols, walk
 
 Verdict = bool | None  # None: undecided
 
@@ -69,11 +49,7 @@ def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return _same_real_sets(_members(prediction), _members(truth))
     if {prediction.head, truth.head} == {"set", "word"}:
         return _same_words(prediction, truth)
-    if prediction.head == "list" and truth.head == "tuple":
-        prediction = _bracketed(prediction, truth)
-    elif truth.head == "list" and prediction.head == "tuple":
-        truth = _bracketed(truth, prediction)
-    predicted, expected = _items(prediction), _items(truth)
+    predicted, expected = _items(_bracketed(prediction, truth)), _items(_bracketed(truth, prediction))
     if len(predicted) == len(expected) == 1:
         return _same_item(predicted[0], expected[0])
     return _same_in_any_order(predicted, expected)
@@ -98,7 +74,8 @@ def _alternatives(node: ExpressionNode, other: ExpressionNode) -> bool:
 
 def _bracketed(items: ExpressionNode, like: ExpressionNode) -> ExpressionNode:
     """Return a list as the tuple `like` without brackets, if it is as long and its members are not tuples."""
-    if len(items.args) != len(like.args) or any(item.head == "tuple" for item in items.args):
+    both, short = (items.head, like.head), len(items.args) != len(like.args)
+    if both != ("list", "tuple") or short or any(item.head == "tuple" for item in items.args):
         return items
     return ExpressionNode("tuple", items.args, like.value)
 
@@ -127,7 +104,7 @@ def _same_in_any_order(predicted: Sequence[ExpressionNode], expected: Sequence[E
         else:
             missing.append(item)
     if len(missing) > MAX_ITEMS:
-        raise TooCostly("a long list")
+        raise tree.TooCostly("a long list")
     verdict: Verdict = True
     for item in missing:
         verdicts = [_same_item(other, item) for other in rest]
@@ -164,8 +141,9 @@ def _same_item(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return same(prediction, truth) if set(both) <= {"set", "list"} else False
     if "ratio" in both:
         return _same_ratio(prediction, truth)
-    if both == ("tuple", "tuple"):
-        return _same_tuple(prediction, truth)
+    if both == ("tuple", "tuple"):  # of two, also the open and closed ends have to be the same
+        alike = len(prediction.args) == len(truth.args) and (prediction.value == truth.value or len(truth.args) > 2)
+        return alike and _all(map(same, prediction.args, truth.args))
     if "matrix" in both:
         return _same_matrix(_rows(prediction), _rows(truth), "tuple" in both)
     return equal_values(prediction, truth)
@@ -179,10 +157,8 @@ def _same_words(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
 
 
 def _same_tuple(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    if len(prediction.args) != len(truth.args):
-        return False
-    if prediction.value != truth.value and len(truth.args) <= 2:
-        return False  # open and closed ends
+    if len(prediction.args) != len(truth.args) or (prediction.value != truth.value and len(truth.args) <= 2):
+        return False  # the latter: open and closed ends
     return _all(map(same, prediction.args, truth.args))
 
 
@@ -199,12 +175,8 @@ def _same_matrix(prediction: _Rows | None, truth: _Rows | None, vectors: bool) -
         return None
     if vectors:
         prediction, truth = (rows if len(rows) > 1 else tuple(zip(*rows, strict=True)) for rows in (prediction, truth))
-    if (len(prediction), len(prediction[0])) != (len(truth), len(truth[0])):
-        return False
-    return _all(map(equal_values, chain.from_iterable(prediction), chain.from_iterable(truth)))
-
-
-# ---------------------------------------------------------------------------------------------------- ratios
+    alike = (len(prediction), len(prediction[0])) == (len(truth), len(truth[0]))
+    return alike and _all(map(equal_values, chain.from_iterable(prediction), chain.from_iterable(truth)))
 
 
 def _same_ratio(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -231,18 +203,13 @@ def _is_clock(node: ExpressionNode) -> bool:
     return bool(_TIME.fullmatch(str(hours.value))) and (minutes.value == 0 or minutes.value >= 10) and minutes.value < 60  # type: ignore[operator]
 
 
-# ---------------------------------------------------------------------------------------------------- relations
-
-
 def _is_name(node: ExpressionNode) -> bool:
     """Return whether the left side of an equation only names the right side: x, f(x), |AB|, (x, y), V_1 : V_2."""
-    if node.head == "symbol":
-        return node.value not in CONSTANTS
     if node.head in ("tuple", "ratio", "multiply", "list", "call", "divide"):
         return (node.head != "call" or node.value == "abs") and all(_is_name(argument) for argument in node.args)
     if node.head == "power":
         return _is_name(node.args[0])  # f^{-1}(x)
-    return node.head in ("opaque", "word")
+    return node.head in ("opaque", "word") or (node.head == "symbol" and node.value not in tree.CONSTANTS)
 
 
 def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -303,27 +270,25 @@ def _upward(relation: ExpressionNode) -> ExpressionNode:
 def _named(relation: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
     """Rewrite `> 3` as `x > 3` if the other answer is about x."""
     names = symbols(other)
-    if relation.args[0] != UNNAMED or len(names) != 1 or UNNAMED.value in names:
+    if relation.args[0] != tree.UNNAMED or len(names) != 1 or tree.UNNAMED.value in names:
         return relation
     return ExpressionNode("relation", (ExpressionNode("symbol", (), names.pop()), *relation.args[1:]), relation.value)
 
 
 def _ends(relation: ExpressionNode) -> ExpressionNode:
     """Reduce an equation of several steps to its ends: x = 6/2 = 3 becomes x = 3."""
-    marks = set(str(relation.value).split())
-    if marks <= {"=", "\\approx"} and len(relation.args) > 1:
-        exact = [side for side, mark in zip(relation.args[1:], str(relation.value).split(), strict=True) if mark == "="]
-        return ExpressionNode("relation", (relation.args[0], exact[-1] if exact else relation.args[-1]), "=")
-    return relation
+    name, *sides = relation.args
+    marks = str(relation.value).split()
+    if not set(marks) <= {"=", "\\approx"}:
+        return relation
+    exact = [side for side, mark in zip(sides, marks, strict=True) if mark == "="]
+    return ExpressionNode("relation", (name, (exact or sides)[-1]), "=")
 
 
 def _holds_sets(node: ExpressionNode) -> bool:
-    return any(
-        part.head in ("union", "intersection", "difference")
-        or part == _REALS
-        or (part.head == "word" and part.value in ALL_REALS)
-        for part in (node, *(node.args if node.head == "relation" else ()))
-    )
+    parts = (node, *node.args) if node.head == "relation" else (node,)
+    reals = any(part == _REALS or (part.head == "word" and part.value in ALL_REALS) for part in parts)
+    return reals or any(part.head in ("union", "intersection", "difference") for part in parts)
 
 
 def _same_real_sets(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -360,25 +325,20 @@ def _real_set(node: ExpressionNode) -> ExpressionNode | None:
         return ExpressionNode("set", (right,)) if node.value == "=" else _real_set(ExpressionNode("list", sides, "or"))
     marks, ends = str(_upward(node).value).split(), _upward(node).args
     if len(ends) == 2 and symbols(ends[0]):
-        marks, ends = ["<", *marks], (negate(INFINITY), *ends)
+        marks, ends = ["<", *marks], (negate(tree.INFINITY), *ends)
     elif len(ends) == 2:
-        marks, ends = [*marks, "<"], (*ends, INFINITY)
+        marks, ends = [*marks, "<"], (*ends, tree.INFINITY)
     if len(ends) != 3 or ends[1].head != "symbol" or not set(marks) <= {"<", "\\le"} or symbols(ends[0]) | symbols(ends[2]):
         return None
     return ExpressionNode("tuple", (ends[0], ends[2]), f"{'(' if marks[0] == '<' else '['}{')' if marks[1] == '<' else ']'}")
 
 
-# ---------------------------------------------------------------------------------------------------- several variables
-
-
 def _rows_by_name(node: ExpressionNode) -> list[dict[str, ExpressionNode]] | None:
     """Return the two solutions of `p=5, q=2; p=7, q=3`. Return None if the answer does not give several variables values."""
-    pairs: list[tuple[str, ExpressionNode]] = []
-    for item in node.args if node.head in ("list", "set") else (node,):
-        assigned = _assigned(item)
-        if not all(_is_name(name) for name, _ in assigned):
-            return None
-        pairs += [(key(name), value) for name, value in assigned]
+    assigned = _assigned(node)
+    if not all(_is_name(name) for name, _ in assigned):
+        return None
+    pairs = [(key(name), value) for name, value in assigned]
     width = len(dict(pairs))
     rows = [dict(pairs[start : start + width]) for start in range(0, len(pairs), width or 1)]
     return rows if width > 1 and all(len(row) == width for row in rows) else None
@@ -386,10 +346,8 @@ def _rows_by_name(node: ExpressionNode) -> list[dict[str, ExpressionNode]] | Non
 
 def _solutions(rows: list[dict[str, ExpressionNode]] | None, order: list[str], otherwise: ExpressionNode) -> ExpressionNode:
     """Return the solutions as points, (5, 2), (7, 3)."""
-    if rows is None:
-        return otherwise
-    points = tuple(ExpressionNode("tuple", tuple(row[name] for name in order), "()") for row in rows)
-    return points[0] if len(points) == 1 else ExpressionNode("list", points)
+    points = tuple(ExpressionNode("tuple", tuple(row[name] for name in order), "()") for row in rows or ())
+    return ExpressionNode("list", points) if len(points) > 1 else points[0] if points else otherwise
 
 
 def _assigned(item: ExpressionNode) -> list[tuple[ExpressionNode, ExpressionNode]]:
@@ -422,27 +380,23 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     """Return whether two expressions are equal. Raises TooCostly."""
     if prediction == truth or key(prediction) == key(truth):
         return True
-    if _is_infinite(prediction) or _is_infinite(truth):
-        return False
     kinds = heads(prediction), heads(truth)
-    if ("word" in kinds[0]) != ("word" in kinds[1]):
+    infinities = tree.INFINITY, negate(tree.INFINITY)
+    if prediction in infinities or truth in infinities or ("word" in kinds[0]) != ("word" in kinds[1]):
         return False
     if not all(kind <= _SCALAR for kind in kinds):
         unknown = (node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
         return None if any(unknown) else False
-    if ("percent" in kinds[0]) != ("percent" in kinds[1]):
-        # The sign may be a unit (25 for 25%) or a hundredth (0.25).
-        with_sign, without = (prediction, truth) if "percent" in kinds[0] else (truth, prediction)
-        hundredth = ExpressionNode("multiply", (without, number(100)))
-        return _equal(prediction, truth) or _equal(with_sign, hundredth)
-    return _equal(prediction, truth)
+    verdict = _equal(prediction, truth)
+    if verdict or ("percent" in kinds[0]) == ("percent" in kinds[1]):
+        return verdict
+    with_sign, without = (prediction, truth) if "percent" in kinds[0] else (truth, prediction)
+    return _equal(
+        with_sign, ExpressionNode("multiply", (without, number(100)))
+    )  # the sign is a unit (25) or a hundredth (0.25)
 
 
 _SCALAR = words("number decimal symbol add multiply divide negate power percent call opaque")
-
-
-def _is_infinite(node: ExpressionNode) -> bool:
-    return node == INFINITY or (node.head == "negate" and node.args[0] == INFINITY)
 
 
 def _equal(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -462,9 +416,6 @@ def _bare_logarithm(node: ExpressionNode) -> bool:
     return any(part.head == "call" and part.value == "log" and len(part.args) == 1 for part in walk(node))
 
 
-# ---------------------------------------------------------------------------------------------------- decimals
-
-
 def bare_decimal(node: ExpressionNode) -> Fraction | None:
     r"""Return the value of a decimal numeral, with a sign or a power of ten; None for anything else."""
     if node.head == "decimal":
@@ -475,10 +426,8 @@ def bare_decimal(node: ExpressionNode) -> Fraction | None:
     if node.head == "multiply" and node.args[0].head == "decimal" and len(node.args) == 2:
         scale = node.args[1]
         if scale.head == "number" or (scale.head == "power" and scale.args[0] == number(10)):
-            try:
+            with suppress(tree.Irrational, ZeroDivisionError):
                 return exact(node, {})
-            except (Irrational, ZeroDivisionError):
-                return None
     return None
 
 
@@ -490,22 +439,20 @@ def _decimal_equal(decimal: Fraction, form: ExpressionNode) -> Verdict:
         return agrees(decimal, exact(form, {}))
     except ZeroDivisionError:
         return False
-    except Irrational:
+    except tree.Irrational:
         pass
     for base in (0, 10) if _bare_logarithm(form) else (0,):
-        evaluation = NumericEvaluation({}, DIGITS, base)
+        evaluation = tree.NumericEvaluation({}, tree.DIGITS, base)
         try:
             value = evaluation.value(form)
-        except Undefined:
-            return False
-        except Irrational:
-            return None
+        except (tree.Undefined, tree.Irrational) as error:
+            return False if isinstance(error, tree.Undefined) else None
         if evaluation.context.im(value) == 0 and agrees(decimal, _fraction(evaluation.context.re(value))):
             return True
     return False
 
 
-def _fraction(value: Value) -> Fraction:
+def _fraction(value: tree.Value) -> Fraction:
     """Return the exact value of an mpf."""
     sign, mantissa, exponent, _ = value._mpf_
     return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
@@ -545,10 +492,10 @@ def rounds(value: ExpressionNode, rounded: ExpressionNode) -> bool:
     """Return whether `rounded` may be a rounded `value`: a millionth away, or less than one in a numeral's last digit."""
     if (rounded.head == "percent") != (value.head == "percent"):
         value = ExpressionNode("multiply", (value, number(100)))
-    evaluation = NumericEvaluation({}, DIGITS)
+    evaluation = tree.NumericEvaluation({}, tree.DIGITS)
     try:
         found, about = evaluation.value(value), evaluation.value(rounded)
-    except (Undefined, Irrational, TooCostly):
+    except (tree.Undefined, tree.Irrational, tree.TooCostly):
         return False
     difference = abs(found - about)
     if difference * 10**AGREEING < abs(about):
@@ -556,11 +503,8 @@ def rounds(value: ExpressionNode, rounded: ExpressionNode) -> bool:
     decimal = rounded.value if rounded.head == "number" else bare_decimal(rounded)
     if not isinstance(decimal, Fraction):
         return False
-    places = next((places for places in range(DIGITS) if (decimal * 10**places).denominator == 1), DIGITS)
+    places = next((places for places in range(tree.DIGITS) if (decimal * 10**places).denominator == 1), tree.DIGITS)
     return bool(difference * 10**places < 1)
-
-
-# ---------------------------------------------------------------------------------------------------- points
 
 
 def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base: int, rounded: bool) -> Verdict:
@@ -572,11 +516,11 @@ def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base
     for values, real_only in _points(names, any(map(_about_integers, both)), salt, pieces):
         try:
             found = _equal_at(prediction, truth, values, log_base, rounded, real_only)
-        except (Undefined, ZeroDivisionError):
+        except (tree.Undefined, ZeroDivisionError):
             continue
-        except Irrational:
+        except tree.Irrational:
             return None  # the expression cannot be evaluated
-        except TooCostly:
+        except tree.TooCostly:
             if max(map(abs, values.values()), default=0) < FAR[0]:
                 raise
             continue
@@ -598,23 +542,20 @@ def _about_integers(node: ExpressionNode) -> bool:
     return False
 
 
-def _points(names: list[str], integral: bool, salt: int, pieces: bool) -> Iterator[tuple[Values, bool]]:
+def _points(names: list[str], integral: bool, salt: int, pieces: bool) -> Iterator[tuple[tree.Values, bool]]:
     """Yield the points of comparison, and whether a point counts only if all its roots and logarithms are real."""
     if not names:
         yield {}, False
         return
     for index in range(INTEGER_POINTS if integral else POINTS):
         yield {name: _integer(index, name) if integral else _positive(index, name, salt) for name in names}, False
-    if not integral:
-        for index in range(4):
-            yield {name: _sign(index, at) * _positive(index, name, salt) for at, name in enumerate(names)}, True
+    for index in range(0 if integral else 4):
+        yield {name: _sign(index, at) * _positive(index, name, salt) for at, name in enumerate(names)}, True
     for index, factor in enumerate(FAR if pieces else ()):
         points = {name: factor * _positive(index, name, salt) for name in names}
-        if integral:
-            yield {name: Fraction(int(1000 * value)) for name, value in points.items()}, True
-            continue
-        yield points, True
-        yield {name: _sign(index, at) * points[name] for at, name in enumerate(names)}, True
+        yield {name: Fraction(int(1000 * value)) for name, value in points.items()} if integral else points, True
+        if not integral:
+            yield {name: _sign(index, at) * points[name] for at, name in enumerate(names)}, True
 
 
 def _positive(index: int, name: str, salt: int) -> Fraction:
@@ -633,25 +574,20 @@ def _integer(index: int, name: str) -> Fraction:
 
 
 def _equal_at(
-    prediction: ExpressionNode, truth: ExpressionNode, values: Values, log_base: int, rounded: bool, real_only: bool
+    prediction: ExpressionNode, truth: ExpressionNode, values: tree.Values, log_base: int, rounded: bool, real_only: bool
 ) -> Verdict:
-    """Return the verdict at one point; None if only real values count and one is not real. Raises Undefined, ZeroDivisionError.
-
-    Values that are not rational are compared at two precisions: the difference of equal values shrinks."""
-    try:
+    """Return the verdict at a point; None if `real_only` and a value is not real. Raises Undefined, ZeroDivisionError."""
+    with suppress(tree.Irrational):
         left, right = exact(prediction, values), exact(truth, values)
-    except Irrational:
-        pass
-    else:
         return left == right or (rounded and abs(left - right) * 2 * 10**AGREEING <= max(abs(left), abs(right)))
-    difference, scale, peak, real = _difference(prediction, truth, values, log_base, DIGITS)
+    difference, scale, peak, real = _difference(prediction, truth, values, log_base, tree.DIGITS)
     if not real and real_only:
         return None
     if rounded:
         return bool(difference * 2 * 10**AGREEING <= scale)
     if difference * 10**10 > scale and peak < 60:
         return False
-    digits = DIGITS + 20 + int(2 * peak / 3.3)
+    digits = tree.DIGITS + 20 + int(2 * peak / 3.3)
     coarse, scale, _, _ = _difference(prediction, truth, values, log_base, digits)
     fine, _, _, _ = _difference(prediction, truth, values, log_base, digits + 40)
     noise = max(coarse, scale * type(scale)(10) ** -(digits - 20)) if scale else coarse
@@ -659,10 +595,10 @@ def _equal_at(
 
 
 def _difference(
-    a: ExpressionNode, b: ExpressionNode, values: Values, log_base: int, digits: int
-) -> tuple[Value, Value, int, bool]:
+    a: ExpressionNode, b: ExpressionNode, values: tree.Values, log_base: int, digits: int
+) -> tuple[tree.Value, tree.Value, int, bool]:
     """Return the absolute difference, the larger absolute value, the largest binary exponent, and whether all was real."""
-    evaluation = NumericEvaluation(values, digits, log_base)
+    evaluation = tree.NumericEvaluation(values, digits, log_base)
     left, right = evaluation.value(a), evaluation.value(b)
     return abs(left - right), max(abs(left), abs(right)), evaluation.peak, evaluation.real
 
@@ -677,24 +613,19 @@ def proportional(a: ExpressionNode, b: ExpressionNode) -> int | None:
         top, bottom = exact(a, first), exact(b, first)
         if not top or not bottom:
             return None if top != bottom else 0
-        factor: ExpressionNode = number(top / bottom)
-        sign = 1 if top * bottom > 0 else -1
+        factor, sign = number(top / bottom), 1 if top * bottom > 0 else -1
     except ZeroDivisionError:
         return 0
-    except Irrational:
-        evaluation = NumericEvaluation(first, DIGITS)
+    except tree.Irrational:
+        evaluation = tree.NumericEvaluation(first, tree.DIGITS)
         try:
             left, right = evaluation.value(a), evaluation.value(b)
-        except (Undefined, Irrational):
+        except (tree.Undefined, tree.Irrational):
             return 0
         if not left or not right or not evaluation.real:
             return None if evaluation.real else 0
         sign = 1 if evaluation.context.re(left / right) > 0 else -1
-        change = {name: number(value) for name, value in first.items()}
-        factor = ExpressionNode("divide", (_at(a, change), _at(b, change)))
+        change = {ExpressionNode("symbol", (), name): number(value) for name, value in first.items()}
+        factor = ExpressionNode("divide", (replace(a, change.get), replace(b, change.get)))
     verdict = equal_values(a, ExpressionNode("multiply", (factor, b)))
     return sign if verdict else (None if verdict is False else 0)
-
-
-def _at(node: ExpressionNode, change: dict[str, ExpressionNode]) -> ExpressionNode:
-    return replace(node, lambda part: change.get(str(part.value)) if part.head == "symbol" else None)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import chain
 
 import msgspec
 
@@ -30,7 +31,6 @@ UNITS = words(  # the short ones; longer words need no list
     "mm cm dm km ft yd mi nm kg mg lb lbs oz ml mL cL dL kL hr hrs min mins sec secs ms Hz kHz MHz GHz Pa kPa eV keV MeV GeV",
     "kJ kW kWh mph kmh kph rad deg pm am pct AU pc kpc Mpc mol cc sq in",
 )
-PERCENT = words("percent pct")
 
 ACCENTS = words(  # commands that make a new symbol of their argument
     r"\overline \bar \vec \hat \widehat \tilde \dot \ddot \overrightarrow \overleftrightarrow",
@@ -39,9 +39,7 @@ ACCENTS = words(  # commands that make a new symbol of their argument
 UNREAD = words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \det \choose \atop")  # left to algebra
 MATRICES = words("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
 
-NO_SOLUTION = frozenset(
-    ("no solution", "no solutions", "none", "empty set", "the empty set", "no real solution", "no real solutions")
-)
+NO_SOLUTION = {"no solution", "no solutions", "none", "empty set", "the empty set", "no real solution", "no real solutions"}
 ALL_REALS = frozenset(("all real numbers", "all reals", "all real"))
 NOT_PROSE = SPELLED_FUNCTIONS | CONNECTIVES | words("pi mod infinity inf")  # words that do not make an answer prose
 
@@ -77,8 +75,7 @@ _VOWEL = re.compile(r"[aeiouyAEIOUY]")
 
 
 def tokens(text: str) -> list[Token]:
-    """Return the tokens of `text` and a last token of kind "". Raises Unreadable for a character that answers do not have.
-    Outside all brackets, "1,440" is one number."""
+    """Return the tokens of `text` and one of kind "". Raises Unreadable. Outside all brackets, "1,440" is one number."""
     found: list[Token] = []
     depth = 0  # of brackets: inside them, a comma separates
     position = 0
@@ -87,20 +84,12 @@ def tokens(text: str) -> list[Token]:
         if match is None or len(found) > MAX_TOKENS:
             raise Unreadable(f"{text[position]!r} at {position}")
         kind = str(match.lastgroup)
-        if kind in ("whole", "fixed", "period"):
-            kind = "repeating"
         content = match.group(kind)
         position = match.end()
-        if kind == "space":
-            continue
         if kind == "thousands" and depth:
-            content = content.partition(",")[0]
+            kind, content = "number", content.partition(",")[0]
             position = match.start() + len(content)
-            kind = "number"
-        if content in ("(", "[", "{", "\\{"):
-            depth += 1
-        elif content in (")", "]", "}", "\\}"):
-            depth -= 1
+        depth += (content in ("(", "[", "{", "\\{")) - (content in (")", "]", "}", "\\}"))
         found.extend(_read(kind, content, match))
     found.append(Token("", ""))
     return found
@@ -118,16 +107,15 @@ def _read(kind: str, content: str, match: re.Match[str]) -> list[Token]:
         return _text(content)
     if kind == "letters":
         return _letters(content)
-    return [Token(content if kind in ("mark", "command") else kind, content)]
+    return [Token(content if kind in ("mark", "command") else kind, content)] if kind != "space" else []
 
 
 def _letters(run: str) -> list[Token]:
     """Return a function's name, a word, or a variable for each letter."""
-    if len(run) > 1:
-        if (token := _spelled(run)) is not None:
-            return [token]
-        if run in UNITS or (len(run) >= 4 and _VOWEL.search(run) and not run.isupper()):
-            return [Token("word", run)]
+    if len(run) > 1 and (token := _spelled(run)) is not None:
+        return [token]
+    if len(run) > 1 and (run in UNITS or (len(run) >= 4 and _VOWEL.search(run) and not run.isupper())):
+        return [Token("word", run)]
     return [Token("letter", letter) for letter in run]
 
 
@@ -175,12 +163,8 @@ _PI = ExpressionNode("symbol", (), "\\pi")
 
 
 def with_sign(sign: str, node: ExpressionNode) -> ExpressionNode:
-    if sign == "+":
-        return node
-    if sign == "-":
-        return negate(node)
-    product = ExpressionNode("multiply", (ExpressionNode("sign"), node))
-    return product if sign == "\\pm" else ExpressionNode("negate", (product,))
+    product = node if sign in ("+", "-") else ExpressionNode("multiply", (ExpressionNode("sign"), node))
+    return product if sign in ("+", "\\pm") else negate(product)
 
 
 def product(factors: list[ExpressionNode]) -> ExpressionNode:
@@ -188,13 +172,10 @@ def product(factors: list[ExpressionNode]) -> ExpressionNode:
         return factors[0]
     if len(factors) == 2 and factors[1].head == "tuple" and str(factors[0].value).isupper():
         return factors[1]  # the coordinates of a point: A(1, 2)
-    flat: list[ExpressionNode] = []
-    for factor in factors:
-        flat.extend(factor.args if factor.head == "multiply" else (factor,))
-    return ExpressionNode("multiply", tuple(flat))
+    parts = (factor.args if factor.head == "multiply" else (factor,) for factor in factors)
+    return ExpressionNode("multiply", tuple(chain.from_iterable(parts)))
 
 
-_FUNCTION_LETTERS = frozenset("fg")
 _ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "\\alpha", "\\beta", "\\phi", "\\omega"))
 _TIMES = ("*", "\\cdot", "\\times", "\\ast")
 _OVER = ("/", "\\div")
@@ -233,17 +214,14 @@ class Parser:
 
     def _skip(self, *kinds: str) -> str:
         """Read a token of one of these kinds and return the kind; otherwise return ""."""
-        found = self._next
-        if found not in kinds:
-            return ""
-        self._at += 1
+        found = self._next if self._next in kinds else ""
+        self._at += bool(found)
         return found
 
     def _expect(self, *kinds: str) -> str:
-        found = self._skip(*kinds)
-        if not found:
-            raise Unreadable(f"{self._next!r} instead of {kinds[0]!r}")
-        return found
+        if found := self._skip(*kinds):
+            return found
+        raise Unreadable(f"{self._next!r} instead of {kinds[0]!r}")
 
     @contextmanager
     def _nested(self, builder: bool | None = None) -> Iterator[None]:
@@ -251,19 +229,17 @@ class Parser:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable("nested too deeply")
-        outer = self._bars, self._builder
+        outer = self._bars, self._builder, self._angle
         if builder is not None:
             self._bars, self._builder = [], builder
         yield
-        self._bars, self._builder = outer
+        self._bars, self._builder, self._angle = outer
         self._depth -= 1
 
     def answer(self) -> ExpressionNode:
         items = self._items()
-        if self._next:
+        if self._next or not items:
             raise Unreadable(f"{self._next!r} is left over")
-        if not items:
-            raise Unreadable("nothing")
         return self._list(items)
 
     def _items(self) -> list[ExpressionNode]:
@@ -287,8 +263,8 @@ class Parser:
         self._skip("=", "\\approx", "\\in")
         parts = [UNNAMED if self._next in _COMPARISONS else self._sets()]
         marks = []
-        while self._next in _RELATIONS:
-            marks.append(_RELATIONS[self._take().text])
+        while mark := self._skip(*_RELATIONS):
+            marks.append(_RELATIONS[mark])
             parts.append(self._sets())
         if self._skip("\\pmod", *(_MODULO if marks else ())):
             parts.append(self._argument())
@@ -297,8 +273,8 @@ class Parser:
 
     def _sets(self) -> ExpressionNode:
         left = self._ratio()
-        while self._next in _SET_OPERATIONS:
-            operation = _SET_OPERATIONS[self._take().text]
+        while mark := self._skip(*_SET_OPERATIONS):
+            operation = _SET_OPERATIONS[mark]
             right = self._ratio()
             same = left.head == operation != "difference"
             left = ExpressionNode(operation, (*left.args, right) if same else (left, right))
@@ -329,8 +305,7 @@ class Parser:
     def _sign(self) -> str:
         """Read a run of signs, or none, as one sign."""
         sign = "+"
-        while self._next in _SIGNS:
-            mark = self._take().text
+        while mark := self._skip(*_SIGNS):
             if mark in ("\\pm", "\\mp"):
                 sign = mark
             elif mark == "-":
@@ -343,16 +318,13 @@ class Parser:
         literal = self._at == start + 1 and self._tokens[start].kind == "number"  # may start a mixed number
         while True:
             follows = self._next
-            if self._skip(*_TIMES, *_OVER):
-                if self._next in ("word", "text") and (follows in _OVER or factors[-1].head != "word"):
-                    self._unit(factors)
-                    continue
-                factor = self._signed(self._factor)
-                if follows in _OVER:
-                    factors, factor = [], ExpressionNode("divide", (product(factors), factor))
-                factors.append(factor)
-            elif follows in ("word", "text"):
+            sign = self._skip(*_TIMES, *_OVER)
+            if self._next in ("word", "text") and (sign not in _TIMES or factors[-1].head != "word"):
                 self._unit(factors)
+            elif sign in _OVER:
+                factors = [ExpressionNode("divide", (product(factors), self._signed(self._factor)))]
+            elif sign:
+                factors.append(self._signed(self._factor))
             elif literal and follows == "\\frac":
                 factors = _mixed(factors[0], self._factor())
             elif self._starts_factor(follows):
@@ -377,11 +349,12 @@ class Parser:
         while self._next in ("word", "text"):
             word = self._take().text
             folded = word.lower()
-            if folded in PERCENT:
+            letter_unit = word in _LETTERS and factors[-1].head != "symbol"  # 5 m, but not 5 x or B C
+            if folded in ("percent", "pct"):
                 factors[:] = [ExpressionNode("percent", (product(factors),))]
             elif folded in SCALES and factors[-1].head in ("number", "decimal"):
                 factors.append(number(SCALES[folded]))
-            elif not only_words and (folded in NOT_UNITS or folded in SCALES or not _is_unit(word, factors[-1])):
+            elif not only_words and (folded in NOT_UNITS or folded in SCALES or (len(word) == 1 and not letter_unit)):
                 raise Unreadable(f"{word} is not a unit")
             elif only_words:
                 factors[:] = [ExpressionNode("word", (), f"{factors[0].value} {folded}")]
@@ -406,8 +379,7 @@ class Parser:
             elif self._skip("%"):
                 base = ExpressionNode("percent", (base,))
             elif self._skip("\\degree"):
-                if self._next == "letter" and self._tokens[self._at].text in "CF":
-                    self._at += 1
+                self._at += self._next == "letter" and self._tokens[self._at].text in "CF"
                 base = ExpressionNode("multiply", (base, _DEGREE)) if self._angle else base
             elif base.head not in ("number", "decimal") or not self._skip("'"):  # minutes, feet or inches
                 return base
@@ -424,38 +396,18 @@ class Parser:
 
     def _primary(self) -> ExpressionNode:
         token = self._take()
-        kind = token.kind
-        if kind in ("number", "decimal"):
-            return self._numeral(token)
-        if kind == "letter":
-            return self._symbol(token.text)
-        if kind in ("word", "text"):
-            return self._word(token)
-        if kind in _BARS:
-            return self._absolute(kind)
-        if kind in _OPENING:
-            return self._brackets(kind)
-        if kind == "{":
-            self._at -= 1
-            return self._braces()
-        if kind == "\\{":
-            return self._set()
-        if kind == "begin":
-            return self._matrix(token.text)
-        if kind.startswith("\\"):
-            return self._command(kind)
-        raise Unreadable(f"{kind!r} is not a value")
+        read = _PRIMARIES.get(token.kind) or (Parser._command if token.kind.startswith("\\") else None)
+        if read is None:
+            raise Unreadable(f"{token.kind!r} is not a value")
+        return read(self, token)
 
     def _numeral(self, token: Token) -> ExpressionNode:
         if not self._skip("_"):
             return ExpressionNode(token.kind, (), token.value if token.value is not None else Fraction(0))
         base = self._subscript()
         whole, _, part = token.text.partition(".")
-        if (
-            base.isdigit()
-            and 2 <= int(base[:3]) <= 36
-            and all("0" <= digit <= "9" and int(digit) < int(base) for digit in whole + part)
-        ):
+        known = base.isdigit() and 2 <= int(base[:3]) <= 36
+        if known and all("0" <= digit <= "9" and int(digit) < int(base) for digit in whole + part):
             digits = int(whole + part, int(base)) if whole + part else 0
             return number(Fraction(digits, int(base) ** len(part)))
         return ExpressionNode("symbol", (), f"{token.text}_{base}")
@@ -465,27 +417,20 @@ class Parser:
             name = f"{name}_{self._subscript()}"
         while self._skip("'"):
             name += "'"
-        if self._next == "(" and (name[0] in _FUNCTION_LETTERS or self._calls_number()):
-            self._at += 1
+        of_number = [token.kind for token in self._tokens[self._at + 1 : self._at + 3]] == ["number", ")"]  # I(0) is a function
+        if (name[0] in "fg" or of_number) and self._skip("("):
             return ExpressionNode("opaque", self._closed("("), name)
         return ExpressionNode("symbol", (), name)
 
-    def _calls_number(self) -> bool:
-        """Return whether a number in parentheses follows, as in I(0): then the letter is a function."""
-        return self._tokens[self._at + 1].kind == "number" and self._tokens[self._at + 2].kind == ")"
-
     def _subscript(self) -> str:
         """Return the text of a subscript without spaces."""
-        if not self._skip("{"):
-            return self._take().text
-        text: list[str] = []
-        depth = 1
-        while True:
+        depth = 1 if self._skip("{") else 0
+        text = "" if depth else self._take().text
+        while depth:
             token = self._take()
-            depth += {"{": 1, "}": -1}.get(token.kind, 0)
-            if depth == 0:
-                return "".join(text)
-            text.append(token.text)
+            depth += (token.kind == "{") - (token.kind == "}")
+            text += token.text if depth else ""
+        return text
 
     def _word(self, token: Token) -> ExpressionNode:
         """Return text that is the answer itself. Short words outside text commands are products of variables."""
@@ -493,26 +438,27 @@ class Parser:
             return self._symbol(token.text)
         if token.kind == "word" and len(token.text) < 4:
             return product([ExpressionNode("symbol", (), letter) for letter in token.text])
-        parts = [token.text]
+        text = token.text
         while self._next in ("word", "text", "letter"):
-            parts.append(self._take().text)
-        return ExpressionNode("word", (), " ".join(parts).casefold())
+            text += f" {self._take().text}"
+        return ExpressionNode("word", (), text.casefold())
 
-    def _absolute(self, opening: str) -> ExpressionNode:
+    def _absolute(self, opening: Token) -> ExpressionNode:
         with self._nested():
-            self._bars.append(_BARS[opening])
+            self._bars.append(_BARS[opening.kind])
             inside = self._sum()
             self._expect(self._bars.pop())
         return ExpressionNode("call", (inside,), "abs")
 
     def _closed(self, opening: str) -> tuple[ExpressionNode, ...]:
-        """Return the items up to the bracket that closes `opening`. `opening` has been read already."""
+        """Return the items up to the bracket that closes `opening`, which has been read already."""
         with self._nested(builder=False):
             items = self._items()
             self._close = self._expect(*_OPENING[opening])
         return tuple(items)
 
-    def _brackets(self, opening: str) -> ExpressionNode:
+    def _brackets(self, token: Token) -> ExpressionNode:
+        opening = token.kind
         items = self._closed(opening)
         if opening in ("\\lfloor", "\\lceil") and len(items) == 1:
             return ExpressionNode("call", items, "floor" if opening == "\\lfloor" else "ceil")
@@ -522,9 +468,8 @@ class Parser:
             return items[0]
         return self._list(list(items)) if self._joint else ExpressionNode("tuple", items, opening + self._close)
 
-    def _braces(self) -> ExpressionNode:
-        """Return a group in braces; a group of several items is a set."""
-        self._expect("{")
+    def _braces(self, opening: Token) -> ExpressionNode:
+        """Return a group in braces, whose first was read; a group of several items is a set."""
         with self._nested(builder=self._builder):
             items = self._items()
             self._expect("}")
@@ -532,20 +477,20 @@ class Parser:
             raise Unreadable("an empty group")
         return self._list(items) if len(items) == 1 or self._joint else ExpressionNode("set", tuple(items))
 
-    def _set(self) -> ExpressionNode:
+    def _set(self, opening: Token) -> ExpressionNode:
         with self._nested(builder=True):
             items = self._items()
             node = ExpressionNode("set", tuple(items))
             if self._skip("|", "\\mid", ":", "\\colon"):
                 self._builder = False
                 domain = [item for item in items if item.head == "relation" and not is_domain(item)]
-                node = self._list(self._items())
-                if domain:  # e.g. a set of integers: compare the set as written
-                    node = ExpressionNode("set", (*domain, node))
+                node = self._list(self._items())  # with a domain, e.g. integers: compare the set as written
+                node = ExpressionNode("set", (*domain, node)) if domain else node
             self._expect("\\}")
         return node
 
-    def _matrix(self, environment: str) -> ExpressionNode:
+    def _matrix(self, opening: Token) -> ExpressionNode:
+        environment = opening.text
         if environment not in MATRICES and environment != "cases":
             raise Unknown(f"environment {environment!r}")
         rows: list[list[ExpressionNode]] = [[]]
@@ -569,7 +514,7 @@ class Parser:
     def _argument(self, signed: bool = False, digit: bool = False) -> ExpressionNode:
         """Return the argument of a command or exponent: a braced group, else one token. `digit`: take only the first digit."""
         if self._next == "{":
-            return self._braces()
+            return self._braces(self._take())
         if signed and self._next in ("-", "+"):
             return with_sign(self._sign(), self._argument())
         token = self._tokens[self._at]
@@ -583,23 +528,21 @@ class Parser:
 
     # ------------------------------------------------------------------------------------------------ commands
 
-    def _command(self, command: str) -> ExpressionNode:
-        name = command[1:]
-        name = SAME_FUNCTION.get(name, name)
+    def _command(self, token: Token) -> ExpressionNode:
+        command = token.kind
+        name = SAME_FUNCTION.get(command[1:], command[1:])
         if command in ("\\frac", "\\binom"):
             with self._nested():
-                top, bottom = self._argument(digit=True), self._argument(digit=True)
-            return ExpressionNode(*(("divide", (top, bottom)) if name == "frac" else ("call", (top, bottom), "binomial")))
+                both = self._argument(digit=True), self._argument(digit=True)
+            return ExpressionNode("divide", both) if name == "frac" else ExpressionNode("call", both, "binomial")
         if command in ("\\sqrt", "\\cbrt"):
             return self._root(3 if command == "\\cbrt" else 2)
         if name in PREFIXED:
             return self._function(name)
         if name in LISTED and self._next in ("(", "{", "\\{"):
-            opening = self._take().text
-            if opening == "(":
+            if self._skip("("):
                 return ExpressionNode("call", self._closed("("), name)
-            self._at -= 1
-            group = self._braces() if opening == "{" else self._primary()
+            group = self._primary()
             return ExpressionNode("call", group.args if group.head == "set" else (group,), name)
         if command in ("\\sum", "\\prod"):
             return self._series(name)
@@ -624,21 +567,22 @@ class Parser:
         return ExpressionNode("call", (radicand, items[0]), "root")
 
     def _function(self, name: str) -> ExpressionNode:
-        base = self._argument() if self._skip("_") else None
+        bases = (self._argument(),) if self._skip("_") else ()
         exponent = self._argument(signed=True) if self._skip("^") else None
         if exponent == number(-1) and name in TRIGONOMETRIC:
             name, exponent = f"arc{name}", None
-        outer, self._angle = self._angle, self._angle or name in TRIGONOMETRIC
         with self._nested():
+            self._angle = self._angle or name in TRIGONOMETRIC
             argument = self._function_argument()
-        self._angle = outer
-        call = ExpressionNode("call", (argument,) if base is None else (argument, base), name)
+        call = ExpressionNode("call", (argument, *bases), name)
         return call if exponent is None else ExpressionNode("power", (call, exponent))
 
     def _function_argument(self) -> ExpressionNode:
         """Return one group in brackets, or the product up to the next sign, function or bracket."""
-        if self._next in ("(", "[", "{", *_BARS):
-            return self._factor() if self._next not in ("(", "[") else self._primary()
+        if self._next in ("(", "["):
+            return self._primary()
+        if self._next in ("{", *_BARS):
+            return self._factor()
         sign = self._sign() if self._next in ("+", "-") else "+"
         factors = [self._factor()]
         while self._next in _ARGUMENT_STARTS:
@@ -661,15 +605,19 @@ class Parser:
         return ExpressionNode("call", (start.args[0], start.args[1], end, body), name)
 
 
-def _is_unit(word: str, value: ExpressionNode) -> bool:
-    """Return whether a word may be the unit of a value: 5 m, but not 5 x or B C."""
-    return len(word) > 1 or (word in _LETTERS and value.head != "symbol")
+_PRIMARIES: dict[str, Callable[[Parser, Token], ExpressionNode]] = {
+    **dict.fromkeys(("number", "decimal"), Parser._numeral),
+    **dict.fromkeys(("letter", "word", "text"), Parser._word),
+    **dict.fromkeys(_BARS, Parser._absolute),
+    **dict.fromkeys(_OPENING, Parser._brackets),
+    "{": Parser._braces,
+    "\\{": Parser._set,
+    "begin": Parser._matrix,
+}
 
 
 def _mixed(whole: ExpressionNode, part: ExpressionNode) -> list[ExpressionNode]:
     r"""Read `2\frac{3}{4}` as 2 + 3/4. Anything except a proper fraction of two literals is a product."""
-    if part.head == "divide" and all(side.head == "number" for side in part.args):
-        top, bottom = (side.value for side in part.args)
-        if 0 < top < bottom:  # type: ignore[operator]
-            return [ExpressionNode("add", (whole, part))]
-    return [whole, part]
+    literals = part.head == "divide" and all(side.head == "number" for side in part.args)
+    proper = literals and 0 < part.args[0].value < part.args[1].value  # type: ignore[operator]
+    return [ExpressionNode("add", (whole, part))] if proper else [whole, part]

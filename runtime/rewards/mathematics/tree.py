@@ -20,7 +20,6 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
 from functools import lru_cache, reduce
@@ -63,9 +62,8 @@ def negate(node: ExpressionNode) -> ExpressionNode:
 
 def is_domain(node: ExpressionNode) -> bool:
     """Return whether a statement says that a variable is a real number."""
-    return (
-        node.head == "relation" and node.value == "\\in" and node.args[0].head == "symbol" and node.args[1].value == "mathbb R"
-    )
+    member = (node.head, node.value) == ("relation", "\\in")
+    return member and node.args[0].head == "symbol" and node.args[1].value == "mathbb R"
 
 
 def walk(node: ExpressionNode) -> Iterator[ExpressionNode]:
@@ -89,18 +87,13 @@ def symbols(node: ExpressionNode) -> set[str]:
 def replace(node: ExpressionNode, change: Callable[[ExpressionNode], ExpressionNode | None]) -> ExpressionNode:
     """Return `node` with outermost parts replaced. `change` returns the replacement of a part, or None to keep it."""
     changed = change(node)
-    if changed is not None:
-        return changed
-    if not node.args:
-        return node
-    return ExpressionNode(node.head, tuple(replace(argument, change) for argument in node.args), node.value)
+    return changed or ExpressionNode(node.head, tuple(replace(argument, change) for argument in node.args), node.value)
 
 
 def signs(node: ExpressionNode) -> list[ExpressionNode]:
     """Return both values of an answer with plus-minus signs, or the answer itself without such signs."""
-    if "sign" not in heads(node):
-        return [node]
-    return [replace(node, lambda part: number(sign) if part.head == "sign" else None) for sign in (1, -1)]  # noqa: B023
+    both = (replace(node, lambda part: number(sign) if part.head == "sign" else None) for sign in (1, -1))  # noqa: B023
+    return list(both) if "sign" in heads(node) else [node]
 
 
 @lru_cache(maxsize=4096)
@@ -120,25 +113,18 @@ def key(node: ExpressionNode) -> str:
 
 LIMIT = 300_000.0
 
-_left: ContextVar[list[float] | None] = ContextVar("left", default=None)
+_left: ContextVar[float] = ContextVar("left", default=math.inf)
 
 
-@contextmanager
-def limited(limit: float = LIMIT) -> Iterator[None]:
-    """Make `spend` raise TooCostly within this context once more than `limit` has been spent."""
-    token = _left.set([limit])
-    try:
-        yield
-    finally:
-        _left.reset(token)
+def limit() -> None:
+    """Make `spend` raise TooCostly once more than LIMIT has been spent from now on."""
+    _left.set(LIMIT)
 
 
 def spend(cost: float) -> None:
-    left = _left.get()
-    if left is not None:
-        left[0] -= cost
-        if left[0] < 0:
-            raise TooCostly("too much arithmetic")
+    _left.set(_left.get() - cost)
+    if _left.get() < 0:
+        raise TooCostly("too much arithmetic")
 
 
 # ---- Exact values
@@ -177,11 +163,8 @@ def power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         base = root(base, exponent.denominator)
     count = exponent.numerator
-    if base in (0, 1, -1):
-        if base == 0 and count < 0:
-            raise ZeroDivisionError
-        return Fraction(1) if count % 2 == 0 and (base or not count) else base
-    _check_bits(_bits(base) * abs(count), "a power")
+    if base not in (0, 1, -1):
+        _check_bits(_bits(base) * abs(count), "a power")
     return _bounded(base**count)
 
 
@@ -270,8 +253,7 @@ _EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "mod": _integers(operator.mod),
 }
 _EXACT_HEADS: dict[str, Callable[[ExpressionNode, Values], Fraction]] = {
-    "number": lambda node, values: node.value,  # type: ignore[return-value,dict-item]
-    "decimal": lambda node, values: node.value,  # type: ignore[return-value,dict-item]
+    **dict.fromkeys(("number", "decimal"), lambda node, values: node.value),  # type: ignore[arg-type]
     "symbol": lambda node, values: _known(values, node.value),
     "add": lambda node, values: reduce(lambda total, term: _bounded(total + exact(term, values)), node.args, Fraction(0)),
     "multiply": lambda node, values: reduce(lambda total, term: _bounded(total * exact(term, values)), node.args, Fraction(1)),
@@ -305,9 +287,7 @@ def _context() -> Any:
 
 
 class NumericEvaluation:
-    """Evaluates trees at one point to `digits` digits. `peak`: binary exponent of the largest value so far.
-
-    `real`: no root, power or logarithm has left the real numbers."""
+    """Evaluates trees at a point. `peak`: largest binary exponent so far. `real`: no step has left the real numbers."""
 
     def __init__(self, values: Mapping[str, Fraction], digits: int, log_base: int = 0):
         self.context = _context()
@@ -320,14 +300,11 @@ class NumericEvaluation:
     def value(self, node: ExpressionNode) -> Value:
         """Return the value of `node`. Raises Undefined, TooCostly, or Irrational if it is not a number."""
         try:
-            return self._value(node)
+            return self._noted(_known(_HEADS, node.head)(self, node))
         except TooCostly:
             raise
         except (ZeroDivisionError, ValueError, OverflowError, TypeError) as error:  # complex numbers have no order
             raise Undefined(str(error)) from error
-
-    def _value(self, node: ExpressionNode) -> Value:
-        return self._noted(_known(_HEADS, node.head)(self, node))
 
     def _noted(self, value: Value) -> Value:
         spend(4 + self.context.dps**2 / 250_000)
@@ -337,9 +314,6 @@ class NumericEvaluation:
             self.peak = max(self.peak, abs(int(self.context.mag(value))))
             _check_bits(self.peak, "a value", MAX_DIGITS * _BITS_PER_DIGIT)
         return value
-
-    def _spend_on_function(self) -> None:
-        spend(40 + self.context.dps**2 / 2500)
 
     def _fraction(self, value: Fraction) -> Value:
         return self.context.mpf(value.numerator) / value.denominator
@@ -351,12 +325,12 @@ class NumericEvaluation:
         return +_known({"\\pi": context.pi, "e": context.e, "i": context.j}, name)
 
     def _power(self, node: ExpressionNode) -> Value:
-        base = self._value(node.args[0])
-        self._spend_on_function()
+        base = self.value(node.args[0])
+        spend(40 + self.context.dps**2 / 2500)
         try:
             exponent = exact(node.args[1], self._values)
         except Irrational:
-            return self._general_power(base, self._value(node.args[1]))
+            return self._general_power(base, self.value(node.args[1]))
         if exponent.denominator == 1:
             self._check_growth(base, exponent.numerator)
             return base**exponent.numerator
@@ -367,8 +341,7 @@ class NumericEvaluation:
         self._check_growth(base, int(abs(exponent)) + 1)
         if not base:
             return context.mpf(0) if context.re(exponent) > 0 else 1 / base
-        if context.im(base) == 0 and context.re(base) < 0:
-            self.real = False
+        self.real = self.real and (context.im(base) != 0 or context.re(base) >= 0)
         return context.power(base, exponent)
 
     def _check_growth(self, base: Value, count: int) -> None:
@@ -389,10 +362,9 @@ class NumericEvaluation:
         return context.power(base, context.mpf(count) / degree)
 
     def _call(self, node: ExpressionNode) -> Value:
-        name = str(node.value)
-        context = self.context
-        self._spend_on_function()
-        arguments = [self._value(argument) for argument in node.args]
+        name, context = str(node.value), self.context
+        spend(40 + context.dps**2 / 2500)
+        arguments = [self.value(argument) for argument in node.args]
         if name == "root":
             degree = exact(node.args[1], self._values)
             if degree.denominator != 1 or not 0 < degree <= 1000:
@@ -410,8 +382,7 @@ class NumericEvaluation:
 
     def _logarithm(self, name: str, argument: Value, base: Value = None) -> Value:
         context = self.context
-        if context.im(argument) or context.re(argument) < 0:
-            self.real = False
+        self.real = self.real and not context.im(argument) and context.re(argument) >= 0
         natural = context.ln(argument)
         if base is None:
             base = {"ln": 0, "log10": 10, "log": self._log_base}[name]
@@ -438,15 +409,14 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
 }
 _GROWING = frozenset(("sinh", "cosh", "exp", "factorial", "binomial"))
 _HEADS: dict[str, Callable[[NumericEvaluation, ExpressionNode], Value]] = {
-    "number": lambda here, node: here._fraction(node.value),  # type: ignore[arg-type]
-    "decimal": lambda here, node: here._fraction(node.value),  # type: ignore[arg-type]
+    **dict.fromkeys(("number", "decimal"), lambda here, node: here._fraction(node.value)),  # type: ignore[arg-type]
     "symbol": lambda here, node: here._symbol(str(node.value)),
     "opaque": lambda here, node: here._fraction(opaque_value(node, here._values)),
-    "add": lambda here, node: sum(map(here._value, node.args), here.context.mpf(0)),
-    "multiply": lambda here, node: math.prod(map(here._value, node.args), start=here.context.mpf(1)),
-    "divide": lambda here, node: here._value(node.args[0]) / here._value(node.args[1]),
-    "negate": lambda here, node: -here._value(node.args[0]),
-    "percent": lambda here, node: here._value(node.args[0]),
+    "add": lambda here, node: sum(map(here.value, node.args), here.context.mpf(0)),
+    "multiply": lambda here, node: math.prod(map(here.value, node.args), start=here.context.mpf(1)),
+    "divide": lambda here, node: here.value(node.args[0]) / here.value(node.args[1]),
+    "negate": lambda here, node: -here.value(node.args[0]),
+    "percent": lambda here, node: here.value(node.args[0]),
     "power": NumericEvaluation._power,
     "call": NumericEvaluation._call,
 }
