@@ -1,7 +1,6 @@
 """The coordinator's process: it takes registrations, reports the run's progress, and runs the pipeline over the roles.
 
-`python -m services.coordinator --config FILE --ready-fd N`. It writes its address to the descriptor N once it serves.
-"""
+`python -m services.coordinator --config FILE --ready-fd N`. It writes its address to the descriptor N once it serves."""
 
 from __future__ import annotations
 

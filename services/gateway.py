@@ -3,8 +3,7 @@
 agents ── HTTP ──► application (runtime/gateway/http.py) ──► Episodes ──► PolicyCalls ──► RolloutSessions ──► rollouts
    ▲                                                          ▲    │
    │            coordinator ── RunEpisodes, FinishGroup, UpdateEndpoints ─────────┘    ▼
-environments ◄── Run, Cancel ── EnvironmentChannels ◄────────── Players
-"""
+environments ◄── Run, Cancel ── EnvironmentChannels ◄────────── Players"""
 
 from __future__ import annotations
 

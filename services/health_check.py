@@ -1,8 +1,7 @@
 """`python -m sluice.health_check HOST:PORT`: check whether a process serves, for tools that run commands but not gRPC.
 
 Asks `grpc.health.v1`, which every process of a run answers, and prints one line. Exit codes: 0 it serves, 1 it does not serve
-or does not answer, 2 a mistake of the user.
-"""
+or does not answer, 2 a mistake of the user."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """How model services carry out commands: ranks of a group, processes around a frozen model, and actors such as rollouts.
 
-the coordinator's session to this rank ──► event loop ──► the engine's thread, one command after the other
-"""
+the coordinator's session to this rank ──► event loop ──► the engine's thread, one command after the other"""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class SpmdService(process.Service):
     carries it out on its share of the data.
 
     The rank carries out a command even if the caller withdraws it, as the other ranks do. If a communicator or the device
-    becomes unusable, the process ends at once without an answer, and comes back like a killed process.
-    """
+    becomes unusable, the process ends at once without an answer, and comes back like a killed process."""
 
     def __init__(self, role: str, make_rank: MakeRank, config: Config, name: str, rank: int):
         """Create the service. `make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
@@ -213,8 +211,7 @@ class Behaviour(Protocol):
 class Actor:
     """Runs `behaviour` behind its requests. `batch`: how many data requests are handed over at once, at most.
 
-    An exception out of `advance` ends the actor: every request fails with it, and `run` raises it.
-    """
+    An exception out of `advance` ends the actor: every request fails with it, and `run` raises it."""
 
     def __init__(self, name: str, behaviour: Behaviour, *, batch: int = 1):
         self.name = name
@@ -227,8 +224,7 @@ class Actor:
 
     def send(self, message: Any, priority: Priority = Priority.DATA) -> asyncio.Future[Any]:
         """Queue a message; the future is its answer. Cancelling the future withdraws the request. Raises ServiceFault if the
-        actor was stopped or has failed.
-        """
+        actor was stopped or has failed."""
         if self._end is not None:
             raise ServiceFault(self.name, "receive", f"has ended: {self._end}")
         request = Request(message)
@@ -325,8 +321,7 @@ class ActorService(process.Service):
 class FrozenModelService(ActorService):
     """A process around a frozen model, forward only: a replica of the reference, or the reward model.
 
-    Requests that arrive while the model computes are computed next, as one batch, in a thread of their own.
-    """
+    Requests that arrive while the model computes are computed next, as one batch, in a thread of their own."""
 
     batch = 256
 

@@ -117,8 +117,7 @@ class Nodes:
         """Wait for the nodes, place the processes, and have the nodes start them.
 
         In a run of several nodes `waits_for` gets the missing nodes, at each change. Raises ConfigError, or DeadlineExceeded
-        with the nodes that did not come within `deadlines.start` of `began`.
-        """
+        with the nodes that did not come within `deadlines.start` of `began`."""
         timeout, several = self.config.deadlines.start, has_several_nodes(self.config.cluster)
 
         def missing() -> list[str]:

@@ -1,7 +1,6 @@
 """What every service process does around its role: arguments, signals, serving, registration, an orderly end.
 
-Exit codes: 0 stopped as asked, 2 a mistake that the user can correct (the last line of the log names it), 1 a fault.
-"""
+Exit codes: 0 stopped as asked, 2 a mistake that the user can correct (the last line of the log names it), 1 a fault."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_util
 
 class Service(ABC):
     """A role, as its process sees it. For each method of `service` in proto/ it has a method of that name in snake case. The
-    method takes the command and returns an awaitable of the answer. `load` may block: it runs in a thread.
-    """
+    method takes the command and returns an awaitable of the answer. `load` may block: it runs in a thread."""
 
     role: str
     libraries: Sequence[str] = ()  # slow imports that `load` needs; a start-up phase of their own

@@ -2,8 +2,7 @@
 
 A process with the run's secret derives the private key of the run's CA from the secret. So it can issue certificates that all
 other processes trust, without a file or a distribution. A certificate names the process and its incarnation. Its private key
-never leaves that process, and ends with the process. So a certificate is valid at any time of a machine's clock.
-"""
+never leaves that process, and ends with the process. So a certificate is valid at any time of a machine's clock."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 
 A call carries the caller's name and an HMAC (SHA-256, RFC 2104) over the names of caller and callee. The HMAC's key is the key
 of the process among the two, or the secret if neither is a process. So only holders of the secret can call a process, and a
-process can call only holders of the secret. A token is useless with any other party, and the next incarnation has a new key.
-"""
+process can call only holders of the secret. A token is useless with any other party, and the next incarnation has a new key."""
 
 from __future__ import annotations
 
@@ -173,8 +172,7 @@ def of_user(run: str) -> Keys | None:
 
     Returns None if the run needs no keys, or the user has none. Another user's folder may name any address. So the
     environment's secret is used only for the user's own folder, or for an address with the run's own certificates. Raises
-    UserError.
-    """
+    UserError."""
     config, secret = Path(run) / run_files.CONFIG, None
     if config.exists():
         network = loading.load(config).network

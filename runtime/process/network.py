@@ -28,8 +28,7 @@ def own_address(interface: str, towards: str = "", key: str = "network.interface
 
     `interface`: one of the machine's addresses, its network (`10.1.0.0/16`), the name of a device (`eth0`), or `auto`. `auto`
     gives the address from which the machine reaches `towards`, a name or an address; without `towards`, loopback. Raises
-    UserError with `key` if there is no such address.
-    """
+    UserError with `key` if there is no such address."""
     if interface == AUTO:
         return _route_to(towards) if towards else loopback()
     with suppress(ValueError):
@@ -72,8 +71,7 @@ def interface_of(address: str) -> str:
 def transport_variables(address: str) -> dict[str, str]:
     """Return the environment variables that bind torch's own connections to the device with `address`.
 
-    On loopback only gloo's: NCCL and HCCL find the devices of one machine themselves. Raises UserError.
-    """
+    On loopback only gloo's: NCCL and HCCL find the devices of one machine themselves. Raises UserError."""
     device = interface_of(address)
     gloo = {"GLOO_SOCKET_IFNAME": device}
     if is_loopback(address):
@@ -110,8 +108,7 @@ def is_host_port(text: str) -> bool:
 def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
     """Yield the ports to try to listen on: 0 for any, or the unused ports of the range, then raise UserError.
 
-    Begins at a random port, so that callers of an ended process hardly ever reach a new process on the same port.
-    """
+    Begins at a random port, so that callers of an ended process hardly ever reach a new process on the same port."""
     if ports is None:
         yield 0
         return

@@ -1,7 +1,6 @@
 """A process: calls to the operating system about it, its arguments and signals.
 
-The parent-death signal exists on Linux only, and is left out elsewhere.
-"""
+The parent-death signal exists on Linux only, and is left out elsewhere."""
 
 from __future__ import annotations
 

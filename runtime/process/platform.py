@@ -1,7 +1,6 @@
 """Devices: the only module that knows which accelerators exist and their names.
 
-The order of preference is npu, cuda, cpu. Only this module imports torch_npu, and only if it is installed or requested.
-"""
+The order of preference is npu, cuda, cpu. Only this module imports torch_npu, and only if it is installed or requested."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ def collective_backend(
     """Return the backend of a process group for tensors on `where`. "auto": the device's own. `key`: of `name`, for errors.
 
     `gloo`: whether gloo is allowed for an accelerator too: it stages through the host. Raises UserError if backend and device
-    do not match.
-    """
+    do not match."""
     own = _BACKENDS[where.type]
     if name in ("auto", own):
         return own

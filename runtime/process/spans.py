@@ -7,8 +7,7 @@
     a phase of the coordinator ends ─────┘
 
 A process never waits for the file, and a run never reads it. A span that would exceed `logs.span_bytes`, or that the disk
-refuses, is dropped and counted.
-"""
+refuses, is dropped and counted."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Heartbeat(Struct, frozen=True):
     """The most overdue phase of a process: `phase` for `seconds` of at most `limit`; "" if no phase is open.
 
     `rank`: of the process that the agent started. `loop`: the limit of the event loop's own silence. `collectives`: the count
-    that this rank has entered, by torch.distributed's group.
-    """
+    that this rank has entered, by torch.distributed's group."""
 
     rank: int
     loop: float

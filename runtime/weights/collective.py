@@ -1,8 +1,7 @@
 """Transport `collective`: each bucket is one broadcast, over gloo, NCCL or HCCL.
 
 Buffers are always in host memory: on NCCL and HCCL the group copies them through the device. So the sender, the receiver
-and the checksums are the same on every backend.
-"""
+and the checksums are the same on every backend."""
 
 from __future__ import annotations
 
@@ -137,8 +136,7 @@ def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
     """Return a new gloo device bound to `host`, and the address at which the device listens.
 
     gloo does not report its port. So this looks for the listener on `host` that appears with the device. It tries again if
-    another thread opened a listener in the same instant.
-    """
+    another thread opened a listener in the same instant."""
     with _device_lock:
         for _ in range(16):
             before = listeners()
@@ -192,16 +190,14 @@ class GlooLink(Link):
     """A ProcessGroupGloo beside torch's default group, with a deadline and a real abort.
 
     torch's own `ProcessGroupGloo.abort` leaves a blocked collective to its timeout. The group's sockets are known here: their
-    shutdown ends the collective at once, here and at the peers.
-    """
+    shutdown ends the collective at once, here and at the peers."""
 
     def __init__(
         self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str, connections: int = 1
     ):
         """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds.
         `connections`: between each two ranks, each with its own thread. gloo gives each collective to the next connection in
-        turn, so that several collectives move at once.
-        """
+        turn, so that several collectives move at once."""
         give_up = time.monotonic() + timeout
         self._leaving = threading.Lock()
         devices, own = zip(*(_gloo_device(host) for _ in range(connections)), strict=True)
@@ -237,8 +233,7 @@ class GlooLink(Link):
     def _wait(self, work: Any, give_up: float) -> None:
         """Wait in slices: gloo may forget a collective whose connection failed, and torch may give up a moment early.
 
-        A member's last data may still be on its way when its connection is seen closed. So two looks must find the loss.
-        """
+        A member's last data may still be on its way when its connection is seen closed. So two looks must find the loss."""
         look, lost = time.monotonic() + timeouts.COLLECTIVE_LOSS, False
         while True:
             aborted, now = self.gloo is None, time.monotonic()
@@ -257,8 +252,7 @@ class GlooLink(Link):
         """Close every connection and free the threads. Idempotent, from any thread, and does not block.
 
         gloo forgets a send whose connection fails while gloo's own thread writes: only `set_timeout` ends a wait for that send.
-        A group's destructor waits for its threads, so a separate thread destroys the group.
-        """
+        A group's destructor waits for its threads, so a separate thread destroys the group."""
         with self._leaving:
             gloo, self.gloo = self.gloo, None
         if gloo is not None:
@@ -324,8 +318,7 @@ class DeviceLink(Link):
         """Wait for a broadcast, and copy `staged` to `target`, a receiver's host buffer.
 
         The `wait` of NCCL and HCCL does not block the thread: it makes the current stream wait. So an event marks the end on
-        that stream, and this thread polls the event. The poll ends by `give_up` even if the broadcast never does.
-        """
+        that stream, and this thread polls the event. The poll ends by `give_up` even if the broadcast never does."""
         timeout = max(give_up - time.monotonic(), timeouts.TORCH_LEAST)
         with self.module.stream(self.stream):
             work.wait(timedelta(seconds=timeout))

@@ -6,8 +6,7 @@ A delta's header has two versions with their checksums, as the buckets' trailers
 form a chain, and a delta is never applied to other weights than its start.
 
 Sender and receivers keep a copy of the last version: the model's size once more in host memory on both sides. A sender that
-gets changes from `ShardDelta` keeps no copy.
-"""
+gets changes from `ShardDelta` keeps no copy."""
 
 from __future__ import annotations
 
@@ -246,8 +245,7 @@ class ShardDelta:
         """Return the changes of each tensor that this rank sends, in the manifest's order. Returns None on all ranks if whole
         tensors must be gathered: some rank's buckets or copy are not `current`, or more than half of its shards would travel.
 
-        `shards`: all ranks together hold each tensor once. `current`: whether this rank's buckets hold the last gathering.
-        """
+        `shards`: all ranks together hold each tensor once. `current`: whether this rank's buckets hold the last gathering."""
         current, self._complete = current and self._complete, False
         found: list[ShardChange] = []
         total = moved = 0
@@ -347,8 +345,7 @@ def encode(old: Words, new: Words) -> npt.NDArray[np.uint8] | None:
     """Encode the change from `old` to `new`, both [words]: uint8 [3 · entries], the entries' new words, then their gaps.
 
     An entry's gap counts the words since the entry before. Entries with an unchanged word divide gaps of more than `WIDEST`
-    words. Returns None if the result would not be smaller than `new`.
-    """
+    words. Returns None if the result would not be smaller than `new`."""
     changed = old != new
     return None if ENTRY_BYTES * np.count_nonzero(changed) >= new.nbytes else entries(np.flatnonzero(changed), new)
 

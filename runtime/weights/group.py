@@ -60,8 +60,7 @@ class AuthenticatedStore(dist.Store):
     A stranger can list names, delete values and overwrite values. A stranger cannot predict a name, write a value that passes
     the check, or move a value to another name. Counters (`add`) have hashed names, but no tags.
 
-    torch's C++ code calls these methods without a reference to the Python object: the caller of torch keeps the reference.
-    """
+    torch's C++ code calls these methods without a reference to the Python object: the caller of torch keeps the reference."""
 
     def __init__(self, inner: Any, key: bytes, prefix: str = ""):
         """Put `prefix` before all names."""
@@ -130,8 +129,7 @@ class BucketTags:
     The digest is xxh3-128 of the data, with a seed derived from the key. The tag is BLAKE2b under the key, of digest, version
     and bucket index. So a universal hash feeds a pseudorandom function, as in UMAC (RFC 4418). xxh3 is as fast as memory; no
     cryptographic hash is. No proof shows that xxh3 is universal: tests found only that a change of the data keeps the digest
-    under few seeds.
-    """
+    under few seeds."""
 
     def __init__(self, key: bytes):
         self._key = key

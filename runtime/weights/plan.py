@@ -1,8 +1,7 @@
 """The weight sync plan: the bucket, offset and sender of each tensor. Pure; all members derive the same plan.
 
 A bucket is one flat uint8 buffer: tensor after tensor, then a trailer, each aligned to 64 bytes. The trailer has 16 bytes: a
-tag by the group's key (`group.BucketTags`), and the packed policy version, both little-endian.
-"""
+tag by the group's key (`group.BucketTags`), and the packed policy version, both little-endian."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     gate and up, and for the biases of query, key and value.
 
     Raises InvalidMessage for an unknown dtype, a repeated name, a holder that is no sender, or a bucket size or number of
-    senders below 1.
-    """
+    senders below 1."""
     _check(manifest)
     all_senders = tuple(range(manifest.senders))
     shared: dict[tuple[int, ...], list[int]] = {}
@@ -167,8 +165,7 @@ def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> 
 
     Each bucket goes to the holder with the fewest bytes so far. So senders that hold the same buckets differ by at most one
     bucket. Buckets with few holders are assigned first. The result's order lets all senders progress evenly, by bytes:
-    receivers take a few buckets at a time, and these should come from all senders.
-    """
+    receivers take a few buckets at a time, and these should come from all senders."""
     loads = [0] * senders
     paced: list[tuple[float, int, Bucket]] = []
     for number, (holders, buckets) in enumerate(sorted(filled.items(), key=lambda item: (len(item[0]), item[0]))):
@@ -191,8 +188,7 @@ def resolve_transport(transport: str, backend: str, machines: Mapping[str, str])
 
     `machines`: the machines of the trainer and the epoch's rollouts by name, "" = unknown. `auto` selects shared memory if all
     run on one machine, unless `weight_sync.backend` names a backend. Raises UserError if `transport` is shared memory and a
-    member is not on that machine.
-    """
+    member is not on that machine."""
     name, machine = next(iter(machines.items()))
     apart = [other for other, where in machines.items() if not where or where != machine]
     if transport == "shared_memory" and apart:

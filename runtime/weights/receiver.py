@@ -7,8 +7,7 @@ within `deadline` seconds. The coordinator therefore posts early. It keeps its o
 trainer has made the version, and enforces that deadline with AbortWeights.
 
 A reception raises ServiceFault of phase "announce" (no announcement) or "transfer" (DeadlineExceeded if late), both after
-aborting the group. It raises phase "verify", with the buckets' names, and keeps the group; and Cancelled after an abort.
-"""
+aborting the group. It raises phase "verify", with the buckets' names, and keeps the group; and Cancelled after an abort."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class StagedWeights:
         """Receive and verify `version`, in a thread. Returns how the time since the sender's announcement was spent.
 
         The first reception allocates the memory. A second set allocates after the engine has freed its initial weights, so that
-        there are never more than two copies.
-        """
+        there are never more than two copies."""
         if self.taken:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
         self._buffers = self._buffers or allocate(self.buckets, pin=False, shared=self._shared)
@@ -164,8 +162,7 @@ class WeightReceiver:
     engine. As the host of an epoch, it sends the engine's version to rollouts that lack this version.
 
     The event loop calls every method; generation goes on meanwhile. At most one join, one reception and one swap are under way
-    at once.
-    """
+    at once."""
 
     def __init__(self, engine: RolloutEngine, config: Config, name: str, *, shared: bool = False):
         """Make the receiver. `shared`: the engine's workers are other processes, and read the staged buckets."""
@@ -224,8 +221,7 @@ class WeightReceiver:
         """Receive and verify a version during generation. Stage it in the engine, unless the engine has the version already: a
         version is sent again for a newcomer. Returns how the time was spent.
 
-        Raises the errors of `StagedWeights.receive`, and Cancelled once the group is left.
-        """
+        Raises the errors of `StagedWeights.receive`, and Cancelled once the group is left."""
         if self.group is None or command.epoch != self.epoch:
             message = f"is not a member of the sync group of epoch {command.epoch}"
             raise ServiceFault(self._name, "receive", message)

@@ -5,8 +5,7 @@
     engine's thread ── gather ──────────────┘
 
 The event loop calls `open`, `join`, `send` and `close`, because these must not wait for the engine. The engine's thread
-gathers, after the commands that make the weights.
-"""
+gathers, after the commands that make the weights."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class WeightGroup:
     makes the same calls in the same order, from one thread.
 
     No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole training step ahead.
-    The wait occupies no device stream, and deadlines count from the announcement.
-    """
+    The wait occupies no device stream, and deadlines count from the announcement."""
 
     def __init__(self, address: GroupAddress, name: str, store: AuthenticatedStore, interface: str):
         """Make a group that is not connected. `address`: rank 0's, with the own rank in it. `interface`: own IP address."""
@@ -155,8 +153,7 @@ class WeightGroup:
         """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
 
         Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`. It returns
-        the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason.
-        """
+        the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason."""
         if self.rank:
             self._running_store().set(self._part(self.rank), str(nbytes))
             return nbytes
@@ -194,8 +191,7 @@ class WeightGroup:
         every member that has come. Idempotent, from any thread.
 
         `abort` is also the normal end of a group. Call it only after every receiver has verified the last transfer: an arrived
-        bucket may still fail when its connection closes. A process should leave its groups before it exits.
-        """
+        bucket may still fail when its connection closes. A process should leave its groups before it exits."""
         self.aborted = True
         here, connected = frozenset({(self.address.host, self.address.port)}), bool(self._links)
         for link in self._links:
@@ -221,8 +217,7 @@ def open_rendezvous(
     """Open the rendezvous of `address` as rank 0, on a free port of `interface` within `port_range`. Does not block.
 
     `address` lacks its host, its port and its key. With `full_every` = n > 0 versions are deltas, except one of every n, which
-    is whole. Raises UserError for an unknown interface, or a range without a free port.
-    """
+    is whole. Raises UserError for an unknown interface, or a range without a free port."""
     address = replace(address, key=new_key())
     ip, patience = own_address(interface), timedelta(seconds=address.timeout)
     with listen(ip, port_range, BACKLOG) as listener:
@@ -261,8 +256,7 @@ class SendBuffers:
     """The buckets of one sender, and the version in them. They outlive epochs: the group is an argument of `send`.
 
     The order is `begin`, `fill` (gather), `send`. `send` may come before `fill`: a bucket leaves as soon as it is whole.
-    Every bucket has its own buffer. So a version can be sent again, in another epoch, until the next `begin`.
-    """
+    Every bucket has its own buffer. So a version can be sent again, in another epoch, until the next `begin`."""
 
     def __init__(
         self,
@@ -327,8 +321,7 @@ class SendBuffers:
         """Copy this sender's tensors, in the manifest's order and from any device, cast to the manifest's dtypes. A
         `TensorChanges` instead changes the tensor of the version before.
 
-        Takes all of `tensors` even after the transfer has failed, because the other ranks may take part in each tensor.
-        """
+        Takes all of `tensors` even after the transfer has failed, because the other ranks may take part in each tensor."""
         began = time.monotonic()
         try:
             for position, tensor in enumerate(tensors):
@@ -360,8 +353,7 @@ class SendBuffers:
 
         Blocks while another transfer ends; raises DeadlineExceeded after `deadline` seconds. On any failure the group is
         aborted, which fails the receivers too. The future raises ServiceFault: of phase "transfer", or of phase "snapshot" if a
-        bucket that is sent again has changed. The future raises UserError if the user can mend the failure.
-        """
+        bucket that is sent again has changed. The future raises UserError if the user can mend the failure."""
         with self._changed:
             self._await_idle("transfer", deadline)
             self._group, self._taken = group, 0
@@ -470,8 +462,7 @@ class _Joining(NamedTuple):
 class WeightSender:
     """A sender of weights: a rank of the trainer, or a rollout that sends its version to other rollouts.
 
-    The event loop calls every method except `gather`. Only the event loop changes the epoch of this sender.
-    """
+    The event loop calls every method except `gather`. Only the event loop changes the epoch of this sender."""
 
     def __init__(
         self, buffers: SendBuffers, config: Config, name: str, *, backend: str, names: tuple[str, ...] = (), full_every: int = 0
@@ -489,8 +480,7 @@ class WeightSender:
     async def open(self, command: InitWeightGroup) -> WeightGroupReady:
         """Host the rendezvous of an epoch as rank 0, and begin to connect. Raises Cancelled once the epoch is left.
 
-        Known limit: a server of names that never answers holds up every later epoch of this process.
-        """
+        Known limit: a server of names that never answers holds up every later epoch of this process."""
         settings, left = self._settings, self._enter(command.epoch)
         address = GroupAddress(
             epoch=command.epoch,
@@ -541,8 +531,7 @@ class WeightSender:
         future. Every rank takes part in the gathering, so it runs to its end even if no bucket can be sent.
 
         Blocks while a transfer of the version before ends, and while the group connects. The future raises ServiceFault if no
-        bucket could be sent; of phase "transfer" if the version is kept for another epoch.
-        """
+        bucket could be sent; of phase "transfer" if the version is kept for another epoch."""
         # Wait until the transfer before no longer reads the buckets: its end or an abort unblocks this.
         try:
             self.buffers.begin(version, self._settings.transfer_timeout)

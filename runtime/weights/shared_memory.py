@@ -5,8 +5,7 @@ descriptor, and receivers answer "bucket taken". Socket and memory file have no 
 end of the connection at once, and no file stays behind.
 
 Receivers connect to the sender's socket by its descriptor in /proc, which processes of other users cannot open. In addition,
-the sender accepts only connections of its own user, as the kernel reports the user of each connection.
-"""
+the sender accepts only connections of its own user, as the kernel reports the user of each connection."""
 
 from __future__ import annotations
 
@@ -241,8 +240,7 @@ def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], Non
     """Copy a bucket, uint8 both. Returns a receipt with the digest, by `hasher`, of `target` before the trailer.
 
     Each piece is hashed while it is in the processor's cache, which saves a pass over the memory. `check` is called before each
-    piece; its exception ends the copy.
-    """
+    piece; its exception ends the copy."""
     end = len(target) - TRAILER.size
     began, hashing = time.monotonic(), 0.0
     for start in range(0, end, _PIECE):

@@ -5,8 +5,7 @@
                                                     └── session ──► rank 2   lost, or silent: then so is the group
 
 Every rank gets every command over its own session, in the order of posting. A command's row in `services.rpc.contract` gives
-its deadline, its ranks, and the way its groups are shared out.
-"""
+its deadline, its ranks, and the way its groups are shared out."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ def _peer_error(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception
 
 class Session:
     """Calls to one peer over one stream, many under way at once, several to a frame. When the stream breaks, pending and later
-    calls raise ServiceFault. `machine`: where the peer runs.
-    """
+    calls raise ServiceFault. `machine`: where the peer runs."""
 
     def __init__(self, channel: Channel, name: str, service: str, machine: str = "", term: int = 0):
         """Create the session over `channel`, and own it. `term`: of the coordinator."""
@@ -177,8 +175,7 @@ class Session:
     def post(self, method: contract.Method, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
         """Send a call now, and return the coroutine that waits for its answer. Calls reach the peer in the order of posting.
 
-        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken; cancelling withdraws it.
-        """
+        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken; cancelling withdraws it."""
         id_, urgent = next(self._ids), method.priority is contract.Priority.CONTROL
         body = method.request.pack(request)
         milliseconds = min(max(1, int(timeout * 1000)), LONGEST)
@@ -376,8 +373,7 @@ class RoleClient:
 
 class GroupClient(RoleClient):
     """A group of ranks that live and die together, named after rank 0. The group is lost with its first lost rank: then all
-    pending and later commands raise Unreachable.
-    """
+    pending and later commands raise Unreachable."""
 
     def __init__(self, service: str, sessions: Sequence[Session], config: Config, leaders: Sequence[int], incarnation: int = 0):
         """Create the client. `sessions`: of all ranks, in order. `leaders`: the ranks that get data, and pass it on."""
@@ -458,8 +454,7 @@ class GroupClient(RoleClient):
 
     async def _answered(self, method: Method, asking: Coroutine[Any, Any, R]) -> R:
         """Wait for the answer. Raises Unreachable if a rank does not answer in time, since the group is lost with it. If only
-        the ranks take part in the command, another fault may come from the end of a rank. That end is waited for.
-        """
+        the ranks take part in the command, another fault may come from the end of a rank. That end is waited for."""
         try:
             return await asking
         except Unreachable as error:

@@ -3,8 +3,7 @@
 A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds msgpack
 (`runtime.types`). Each method has one row: the Struct of its request, which gives the type of the answer; the key of its
 deadline; its priority; the ranks of a group that get it; its callers. The messages come from proto/, by the method's name. A
-role's servicer has a method of the same name in snake case.
-"""
+role's servicer has a method of the same name in snake case."""
 
 from __future__ import annotations
 
@@ -252,8 +251,7 @@ class MethodSide:
     """One direction of a method: its message, the type of the message's value, and the translation both ways.
 
     Message and type have the same fields. Otherwise the message has one field, `whole`: the value's msgpack, or the value
-    itself (`plain`: bytes, or a list of bytes).
-    """
+    itself (`plain`: bytes, or a list of bytes)."""
 
     message: type[Message]
     kind: Any
@@ -315,8 +313,7 @@ class Method:
     that identify a call. A call with a key outlives its stream, is not done twice, and has its answer kept until the caller
     acknowledges it. Groups of evaluations and probes, whose ids are negative, have no key: they are generated again. `callers`:
     who may call it, by kind or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may send it.
-    `streamed`: the answer is any number of replies.
-    """
+    `streamed`: the answer is any number of replies."""
 
     service: str
     name: str

@@ -1,8 +1,7 @@
 """Who may call what: the two ends of every connection of a run.
 
 A caller's `connection` shows a certificate if the run has TLS, and each call shows a key. A server's `Guard` checks the key
-before it reads a call's body. The callers of each method are a column of `contract.METHODS`.
-"""
+before it reads a call's body. The callers of each method are a column of `contract.METHODS`."""
 
 from __future__ import annotations
 

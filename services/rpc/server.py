@@ -1,8 +1,7 @@
 """The gRPC server of every process: typed methods, the session stream, health, reflection.
 
 A handler takes the decoded request and returns an awaitable of the reply. A handler that has a future returns it and is no
-coroutine: a coroutine's task costs as much as the rest of a small call. The same handlers serve unary calls and `Session`.
-"""
+coroutine: a coroutine's task costs as much as the rest of a small call. The same handlers serve unary calls and `Session`."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
 class Server:
     """One process's gRPC server. Bind first, then `start`; `services` maps a service to its handlers by method.
 
-    `silence`: see `options`. `fence`: accepts coordinators. `keys`: of the server's party; None: any process may call it.
-    """
+    `silence`: see `options`. `fence`: accepts coordinators. `keys`: of the server's party; None: any process may call it."""
 
     def __init__(
         self, services: Mapping[str, Handlers], *, silence: float = 0.0, fence: Fence | None = None, keys: Keys | None = None
@@ -104,8 +102,7 @@ class Server:
     def bind(self, host: str, port: int, port_range: network.PortRange | None = None) -> str:
         """Listen on `host` and `port`; port 0 is one of `port_range`, or any. Returns the address, HOST:PORT.
 
-        Raises UserError if the port, or every port of the range, is taken.
-        """
+        Raises UserError if the port, or every port of the range, is taken."""
         for candidate in (port,) if port else network.candidates(host, port_range):
             with suppress(RuntimeError):  # taken since it was checked
                 return network.host_port(host, self._listen(network.host_port(host, candidate)))
@@ -211,8 +208,7 @@ class _SessionHandler:
     """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion.
 
     A call with a key outlives its stream: the next coordinator sends it with the same key, and gets its answer. A call without
-    a key is cancelled when its stream ends. Only the coordinator has terms, keys and kept answers.
-    """
+    a key is cancelled when its stream ends. Only the coordinator has terms, keys and kept answers."""
 
     def __init__(self, service: str, handlers: Handlers, fence: Fence):
         self._service = service
