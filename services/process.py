@@ -36,10 +36,11 @@ from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
 from services.rpc import client, contract
-from services.rpc.server import Calls, Fence, Handler, Handlers, ProcessStatus, Server
+from services.rpc.server import Calls, Fence, Handler, Handlers, Server
 
 log = logging.getLogger("sluice")
 
+RATE_WINDOW = 0.5  # seconds
 TORCH = ("torch",)
 TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_utils")
 
@@ -173,8 +174,10 @@ class ServiceProcess:
         self._phases = phases
         self._stop = asyncio.Event()
         self._drain_seconds = service.config.deadlines.stop
-        self._shown = ProcessStatus(service, service.calls.stats, phases.born)
-        self.status = self._shown.status
+        self._state: State = "starting"
+        self._loaded = False  # whether the service has figures
+        self._address = self._metrics = ""
+        self._previous: tuple[float, dict[str, float]] = (phases.born, {})  # a time, and the service's figures then
         self._fence = Fence()
         self._profiles = profiles.Profiles(service.name, self._profile, service.profiled_for)
 
@@ -186,7 +189,7 @@ class ServiceProcess:
             service.service: {row.name: service.calls.counted(row, service.handler(row)) for row in rows},
         }
         server = Server(handlers, silence=service.config.deadlines.keepalive, fence=self._fence, keys=service.keys)
-        self._shown.address = server.bind(settings.interface, 0, settings.port_range)
+        self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()  # status calls are answered while `load` runs
         await server.set_serving(False)
         loop, grace = asyncio.get_running_loop(), max(timeouts.INTERRUPTED_GRACE, service.config.deadlines.stop)
@@ -196,21 +199,21 @@ class ServiceProcess:
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
         os_process.heed_signals()
         try:
-            async with exposed(service.config, self.status) as self._shown.metrics:
+            async with exposed(service.config, self.status) as self._metrics:
                 await self._load()
                 await self._register()  # until the coordinator has answered: from here on it may call
-                self._shown.state = "ready"
+                self._state = "ready"
                 await server.set_serving(True)
-                log.info("%s serves on %s", service.name, self._shown.address)
+                log.info("%s serves on %s", service.name, self._address)
                 background = () if service.background is None else (service.background,)
                 await unless_failed(background, self._stop.wait())  # until Stop or SIGINT, or the background work fails
-                self._shown.state = "draining"
+                self._state = "draining"
                 await service.calls.drain(self._drain_seconds)
         finally:
-            self._shown.state = "draining"
+            self._state = "draining"
             await server.set_serving(False)
             await self._profiles.close()  # torch cannot bear an end in the middle of a profile
-            if self._shown.loaded:
+            if self._loaded:
                 await service.close()
             await server.stop(timeouts.SERVER_GRACE)  # last: status calls are answered up to here
 
@@ -224,7 +227,7 @@ class ServiceProcess:
             await asyncio.to_thread(self._service.load)
         await self._service.start()
         spans.work.end("load")
-        self._shown.loaded = True
+        self._loaded = True
         self._phases.mark("load")
 
     async def _register(self) -> None:
@@ -232,13 +235,13 @@ class ServiceProcess:
             role=self._service.role,
             name=self._service.name,
             rank=self._service.rank,
-            address=self._shown.address,
+            address=self._address,
             pid=os.getpid(),
             host=socket.gethostname(),
             seconds=self._phases.seconds,
             incarnation=int(os.environ.get(os_process.INCARNATION, "0")),
             machine=os_process.machine(),
-            metrics=self._shown.metrics,
+            metrics=self._metrics,
         )
         deadlines = self._service.config.deadlines
         until = time.monotonic() + max(deadlines.start, deadlines.coordinator)
@@ -262,6 +265,32 @@ class ServiceProcess:
                 await channel.ready("coordinator", timeouts.CONTROL_CALL)
             await client.call(channel, "coordinator", contract.METHODS["Coordinator", "Register"], registration, seconds)
 
+    def status(self, _: None = None) -> Status:
+        """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
+        service, now = self._service, time.monotonic()
+        gauges, (then, earlier) = service.gauges() if self._loaded else {}, self._previous
+        if now - then >= RATE_WINDOW:
+            self._previous = (now, gauges)
+        rates = {
+            name.removesuffix("_total"): (value - earlier.get(name, 0.0)) / max(now - then, 1e-3)
+            for name, value in gauges.items()
+            if name.endswith("_total")
+        }
+        return Status(
+            role=service.role,
+            name=service.name,
+            state=service.state if self._state == "ready" else self._state,
+            detail=spans.work.shown(),
+            version=service.version if self._loaded else PolicyVersion(),
+            calls=service.calls.stats,
+            rates=rates,
+            gauges=gauges,
+            pid=os.getpid(),
+            address=self._address,
+            uptime_seconds=now - self._phases.born,
+            metrics=self._metrics,
+        )
+
     def _end(self, request: Stop) -> None:
         if request.term:
             self._fence.check(request.term)
@@ -269,6 +298,6 @@ class ServiceProcess:
         self._stop.set()
 
     async def _profile(self, asked: Profile) -> list[Path]:
-        if not self._shown.loaded:
+        if not self._loaded:
             raise UserError("is still starting")
         return await self._service.profile(asked)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from inspect import isawaitable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,8 +21,8 @@ from grpc_reflection.v1alpha import reflection
 from runtime import errors, timeouts
 from runtime.process import network, spans
 from runtime.process.keys import Keys
-from runtime.status import CallStats, State, Status
-from runtime.types import SCHEMA_VERSION, Body, PolicyVersion
+from runtime.status import CallStats
+from runtime.types import SCHEMA_VERSION, Body
 from services.rpc import contract, security
 from services.rpc.generated import common_pb2
 
@@ -345,10 +344,9 @@ class ReplyCache:
         self._bytes -= contract.size_of(self._answers.pop(key, []))
 
 
-# ---- A process's calls and status
+# ---- A process's calls
 
 
-RATE_WINDOW = 0.5  # seconds
 SMOOTHING = 0.1  # weight of the newest call in the moving mean
 
 
@@ -417,56 +415,3 @@ def _of(command: Any) -> tuple[int, int]:
     """Return the group and the step of a command, or the step of the version that it moves; -1 if it has none."""
     step: int = getattr(command if hasattr(command, "step") else getattr(command, "version", None), "step", -1)
     return getattr(command, "group_id", -1), step
-
-
-class Reported(Protocol):
-    """What a role reports for the status of its process."""
-
-    role: str
-    name: str
-
-    @property
-    def version(self) -> PolicyVersion: ...
-
-    @property
-    def state(self) -> State: ...
-
-    def gauges(self) -> dict[str, float]: ...
-
-
-class ProcessStatus:
-    """The status of a process."""
-
-    def __init__(self, service: Reported, calls: CallStats, began: float):
-        """Create it. `began`: the time of the process's start."""
-        self.state: State = "starting"
-        self.loaded = False  # whether `service` has figures
-        self.address = self.metrics = ""
-        self._service, self._calls, self._began = service, calls, began
-        self._previous: tuple[float, dict[str, float]] = (began, {})
-
-    def status(self, _: None = None) -> Status:
-        """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
-        now, gauges = time.monotonic(), self._service.gauges() if self.loaded else {}
-        then, earlier = self._previous
-        if now - then >= RATE_WINDOW:
-            self._previous = (now, gauges)
-        rates = {
-            name.removesuffix("_total"): (value - earlier.get(name, 0.0)) / max(now - then, 1e-3)
-            for name, value in gauges.items()
-            if name.endswith("_total")
-        }
-        return Status(
-            role=self._service.role,
-            name=self._service.name,
-            state=self._service.state if self.state == "ready" else self.state,
-            detail=spans.work.shown(),
-            version=self._service.version if self.loaded else PolicyVersion(),
-            calls=self._calls,
-            rates=rates,
-            gauges=gauges,
-            pid=os.getpid(),
-            address=self.address,
-            uptime_seconds=now - self._began,
-            metrics=self.metrics,
-        )
