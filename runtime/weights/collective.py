@@ -151,17 +151,13 @@ def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
 def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, timeout: float) -> list[str]:
     """Publish `card` for the other members, and return all members' cards, by rank. `labels`: the ranks' names for messages;
     `name`: this member's. Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout` s."""
-    return _cards(store, range(len(labels)), labels, name, timeout, (rank, card))
+    return cards_of(store, range(len(labels)), labels, name, timeout, (rank, card))
 
 
-def card_of(store: Any, rank: int, labels: Sequence[str], name: str, timeout: float) -> str:
-    """Return the card of member `rank` alone, without a card from this member. Raises as `meet` does."""
-    return _cards(store, [rank], labels, name, timeout)[0]
-
-
-def _cards(
+def cards_of(
     store: Any, ranks: Sequence[int], labels: Sequence[str], name: str, timeout: float, own: tuple[int, str] | None = None
 ) -> list[str]:
+    """Return the cards of `ranks`, after publishing the `own` rank and card, if any. Raises as `meet` does."""
     keys = [f"member/{rank}" for rank in ranks]
     try:
         if own is not None:

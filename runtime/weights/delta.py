@@ -290,12 +290,15 @@ class ShardDelta:
         messages: list[list[ShardChange]] = [[] for _ in range(dist.get_world_size())]
         for change in found:
             messages[self._targets[change.place]].append(change)
-        packed = [msgpack.encode(message) for message in messages]
-        sizes = list(map(len, packed))
+        encoder, packed, ends = msgpack.Encoder(), bytearray(), [0]
+        for message in messages:
+            encoder.encode_into(message, packed, -1)  # the payloads' only copy on the host
+            ends.append(len(packed))
+        sizes = np.diff(ends).tolist()
         sent_sizes = torch.tensor(sizes, device=self._device)
         received_sizes = torch.empty_like(sent_sizes)
         dist.all_to_all_single(received_sizes, sent_sizes)
-        sent = torch.frombuffer(bytearray().join(packed), dtype=torch.uint8).to(self._device)
+        sent = torch.frombuffer(packed, dtype=torch.uint8).to(self._device)
         received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8, device=self._device)
         dist.all_to_all_single(received, sent, received_sizes.tolist(), sizes)
         for message in received.cpu().split(received_sizes.tolist()):
@@ -391,29 +394,26 @@ def _name(trailer: bytes) -> str:
 FULL_EVERY = 50  # of so many versions of an epoch one is sent whole
 
 
-class DeltaEncoder:
-    """The sender's state: each bucket's last words, or the changes that `set_changed` was given."""
+def _keep(last: dict[int, Words], index: int, words: Words) -> None:
+    if index in last:
+        last[index][:] = words
+    else:
+        last[index] = words.copy()
 
-    def __init__(self, full_every: int):
-        """Send one of every `full_every` versions whole, beginning with the epoch's first."""
-        self._full_every = full_every
-        self._last: dict[int, Words] = {}
+
+class DeltaLink(Link):
+    """A link that sends deltas over `inner`, in one order: a bucket's header, its payload, then the next bucket's."""
+
+    def __init__(self, inner: Link, full_every: int):
+        """Wrap `inner`. Of an epoch's versions one of every `full_every` is sent whole, beginning with the first."""
+        self._inner, self._full_every = inner, full_every
+        self._last: dict[int, Words] = {}  # each bucket's last words; of a sender only where it was given no changes
         self._given: dict[int, Positions | None] = {}  # of `set_changed`
         self._sent: dict[int, tuple[int, bytes]] = {}  # by bucket: versions in this epoch, and the last version's trailer
 
     def set_changed(self, index: int, changed: Positions | None) -> None:
         """Set the words of bucket `index` that may have changed since its last send; None: any. Then no copy is kept."""
         self._given[index] = changed
-
-    def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, npt.NDArray[np.uint8] | None]:
-        """Return header and payload of bucket `index`, which `buffer` holds with its trailer. Payload None: send it whole."""
-        new = words_of(buffer)
-        count, before = self._sent.get(index, (0, b""))
-        self._sent[index] = count + 1, _trailer(new)
-        changes = self._changes(index, new, may=count % self._full_every > 0)
-        if changes is None:
-            return HEADER.pack(FULL, buffer.nbytes, bytes(TRAILER.size), _trailer(new)), None
-        return HEADER.pack(DELTA, changes.nbytes, before, _trailer(new)), changes
 
     def _changes(self, index: int, new: Words, may: bool) -> npt.NDArray[np.uint8] | None:
         """Return a bucket's payload, or None to send it whole. `may`: whether a delta is allowed."""
@@ -427,29 +427,18 @@ class DeltaEncoder:
         _keep(self._last, index, new)
         return changes
 
-
-def _keep(last: dict[int, Words], index: int, words: Words) -> None:
-    if index in last:
-        last[index][:] = words
-    else:
-        last[index] = words.copy()
-
-
-class DeltaLink(Link):
-    """A link that sends deltas over `inner`, in one order: a bucket's header, its payload, then the next bucket's."""
-
-    def __init__(self, inner: Link, full_every: int):
-        """Wrap `inner`. `full_every`: as in `DeltaEncoder`."""
-        self._inner = inner
-        self._encoder = DeltaEncoder(full_every)
-        self._last: dict[int, Words] = {}  # at a receiver: each bucket's last words
-
-    def set_changed(self, index: int, changed: Positions | None) -> None:
-        self._encoder.set_changed(index, changed)
+    def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        """Return header and payload of bucket `index`, which `buffer` holds with its trailer: `buffer` itself to send it whole."""
+        new = words_of(buffer)
+        count, before = self._sent.get(index, (0, b""))
+        self._sent[index] = count + 1, _trailer(new)
+        changes = self._changes(index, new, may=count % self._full_every > 0)
+        if changes is None:
+            return HEADER.pack(FULL, buffer.nbytes, bytes(TRAILER.size), _trailer(new)), buffer
+        return HEADER.pack(DELTA, changes.nbytes, before, _trailer(new)), torch.from_numpy(changes)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        header, changes = self._encoder.encode(index, buffer)
-        payload = buffer if changes is None else torch.from_numpy(changes)
+        header, payload = self.encode(index, buffer)
         parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *([payload] if len(payload) else [])]
         pending = [(self._inner.send(index, part), part) for part in parts]  # keeps the parts alive
         self.sent_bytes = self._inner.sent_bytes

@@ -279,7 +279,7 @@ class Link(ABC):
     """Rank 0: the bytes sent to each receiver so far."""
 
     def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
-        """Set at rank 0 the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
+        """Set at rank 0 the changed words of the next bucket, as `DeltaLink.set_changed` does."""
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Start at rank 0 to send bucket `index`, `buffer` (uint8, host memory), to all receivers. Raises RuntimeError."""

@@ -23,14 +23,14 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
-from runtime.weights.collective import card_of, meet
+from runtime.weights.collective import cards_of, meet
 from runtime.weights.group import AVAILABLE, BucketReceipt, BucketTags, Link, Transfer, file_of, in_memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
@@ -122,14 +122,6 @@ class SendingLink(_SocketLink):
         self._taken[label] += 1
 
 
-class _Copy(NamedTuple):
-    """A bucket to copy."""
-
-    number: int
-    buffer: torch.Tensor
-    copied: Future[BucketReceipt]
-
-
 class ReceivingLink(_SocketLink):
     """The receiver's end. Copies up to `LANES` buckets at once, in threads that end when no bucket is posted."""
 
@@ -142,19 +134,19 @@ class ReceivingLink(_SocketLink):
         self._inode = 0
         self._memory: Any = None  # the sender's memory file, uint8, read-only
         self._changed = threading.Lock()  # guards the fields below, and sends to the sender; taken inside `_using`
-        self._posted: deque[_Copy] = deque()
+        self._posted: deque[tuple[int, torch.Tensor, Future[BucketReceipt]]] = deque()  # to copy: bucket, into, its end
         self._lanes: set[threading.Thread] = set()
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        copy = _Copy(index, buffer, Future())
+        copied: Future[BucketReceipt] = Future()
         with self._changed:
             self._check()
-            self._posted.append(copy)
+            self._posted.append((index, buffer, copied))
             if len(self._lanes) < LANES:
                 lane = threading.Thread(target=self._run_lane, name="copy-weights", daemon=True)
                 self._lanes.add(lane)
                 lane.start()
-        return partial(self._take, copy.copied)
+        return partial(self._take, copied)
 
     def _take(self, copied: Future[BucketReceipt], give_up: float) -> BucketReceipt:
         """Wait until the next bucket, in order, was copied, and notify the sender. Raises RuntimeError."""
@@ -184,16 +176,16 @@ class ReceivingLink(_SocketLink):
                     if not self._posted:
                         self._lanes.remove(threading.current_thread())
                         return
-                    copy = self._posted.popleft()
+                    number, buffer, copied = self._posted.popleft()
                 try:
-                    source = self._await(copy.number, copy.buffer.numel())
+                    source = self._await(number, buffer.numel())
                 except (RuntimeError, OSError) as error:
-                    _fail(copy.copied, self._gone(error) if isinstance(error, OSError) else error)
+                    _fail(copied, self._gone(error) if isinstance(error, OSError) else error)
                     continue
             try:
-                copy.copied.set_result(copy_and_hash(source, copy.buffer.numpy(), self._tags.hasher(), self._check))
+                copied.set_result(copy_and_hash(source, buffer.numpy(), self._tags.hasher(), self._check))
             except RuntimeError as error:
-                _fail(copy.copied, error)
+                _fail(copied, error)
 
     def _gone(self, error: OSError) -> RuntimeError:
         if self._aborted:
@@ -317,7 +309,7 @@ def _rank_of(peer: socket.socket) -> int:
 
 def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) -> Link:
     give_up = time.monotonic() + address.timeout
-    card = card_of(store, 0, labels, name, address.timeout)
+    (card,) = cards_of(store, [0], labels, name, address.timeout)
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sender.settimeout(address.timeout)
