@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from runtime.commands import Apply, Export, Priority, Restore, Save
 from runtime.config import Config, Spread
@@ -154,8 +154,7 @@ def _end_if_beyond_use(name: str, error: Exception) -> None:
         os_process.end_at_once(str(ServiceFault(name, "run", f"{type(error).__name__}: {error}")))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# An actor: one task that alone touches what it owns, and the requests that wait for it.
+# ---- An actor: one task that alone touches what it owns, and the requests that wait for it.
 #
 # Senders get a future per request. The task hands requests to the behaviour: control before data, otherwise in order of
 # arrival. Between requests the behaviour advances its own work, such as a decode step, and returns early once a request waits.
@@ -194,26 +193,12 @@ class Request:
         return self.future.done()
 
 
-class Behaviour(Protocol):
-    """What an actor does with its requests."""
-
-    @property
-    def busy(self) -> bool:
-        """True while `advance` has something to do."""
-
-    async def receive(self, requests: Sequence[Request]) -> None:
-        """Take requests of one priority; answer each now or later. An exception fails the requests not yet answered."""
-
-    async def advance(self, interrupted: Callable[[], bool]) -> None:
-        """Do a piece of the actor's own work. Return soon once `interrupted()`, which any thread may call."""
-
-
 class Actor:
     """Runs `behaviour` behind its requests. `batch`: how many data requests are handed over at once, at most.
 
     An exception out of `advance` ends the actor: every request fails with it, and `run` raises it."""
 
-    def __init__(self, name: str, behaviour: Behaviour, *, batch: int = 1):
+    def __init__(self, name: str, behaviour: ActorService, *, batch: int = 1):
         self.name = name
         self._behaviour = behaviour
         self._batch = batch
@@ -307,15 +292,15 @@ class ActorService(process.Service):
 
     @property
     def busy(self) -> bool:
+        """True while `advance` has something to do."""
         return False
 
     @abstractmethod
-    async def receive(self, requests: Sequence[Request]) -> None: ...
+    async def receive(self, requests: Sequence[Request]) -> None:
+        """Take requests of one priority; answer each now or later. An exception fails the requests not yet answered."""
 
-    async def advance(self, interrupted: Callable[[], bool]) -> None: ...
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+    async def advance(self, interrupted: Callable[[], bool]) -> None:
+        """Do a piece of the actor's own work. Return soon once `interrupted()`, which any thread may call."""
 
 
 class FrozenModelService(ActorService):

@@ -20,8 +20,7 @@ from services import process
 from services.rpc import contract, security
 from services.rpc.server import OPTIONS, Handler
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The client of a remote reward, which is a process of the user's that serves RemoteReward.
+# ---- The client of a remote reward, which is a process of the user's that serves RemoteReward.
 
 
 SCORE = contract.METHODS["RemoteReward", "Score"]
@@ -72,9 +71,6 @@ class RemoteRewardClient:
 
     async def close(self) -> None:
         await self._channel.close()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class RewardService(process.Service):

@@ -394,13 +394,6 @@ def _name(trailer: bytes) -> str:
 FULL_EVERY = 50  # of so many versions of an epoch one is sent whole
 
 
-def _keep(last: dict[int, Words], index: int, words: Words) -> None:
-    if index in last:
-        last[index][:] = words
-    else:
-        last[index] = words.copy()
-
-
 class DeltaLink(Link):
     """A link that sends deltas over `inner`, in one order: a bucket's header, its payload, then the next bucket's."""
 
@@ -415,6 +408,16 @@ class DeltaLink(Link):
         """Set the words of bucket `index` that may have changed since its last send; None: any. Then no copy is kept."""
         self._given[index] = changed
 
+    def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        """Return header and payload of the bucket `index` in `buffer`. The payload is `buffer` itself to send it whole."""
+        new = words_of(buffer)
+        count, before = self._sent.get(index, (0, b""))
+        self._sent[index] = count + 1, _trailer(new)
+        changes = self._changes(index, new, may=count % self._full_every > 0)
+        if changes is None:
+            return HEADER.pack(FULL, buffer.nbytes, bytes(TRAILER.size), _trailer(new)), buffer
+        return HEADER.pack(DELTA, changes.nbytes, before, _trailer(new)), torch.from_numpy(changes)
+
     def _changes(self, index: int, new: Words, may: bool) -> npt.NDArray[np.uint8] | None:
         """Return a bucket's payload, or None to send it whole. `may`: whether a delta is allowed."""
         if index in self._given:
@@ -424,18 +427,14 @@ class DeltaLink(Link):
             return entries(np.concatenate([changed, trailer]), new) if may and changed is not None else None
         old = self._last.get(index)
         changes = encode(old, new) if may and old is not None else None
-        _keep(self._last, index, new)
+        self._keep(index, new)
         return changes
 
-    def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-        """Return header and payload of bucket `index`, which `buffer` holds with its trailer: `buffer` itself to send it whole."""
-        new = words_of(buffer)
-        count, before = self._sent.get(index, (0, b""))
-        self._sent[index] = count + 1, _trailer(new)
-        changes = self._changes(index, new, may=count % self._full_every > 0)
-        if changes is None:
-            return HEADER.pack(FULL, buffer.nbytes, bytes(TRAILER.size), _trailer(new)), buffer
-        return HEADER.pack(DELTA, changes.nbytes, before, _trailer(new)), torch.from_numpy(changes)
+    def _keep(self, index: int, words: Words) -> None:
+        if index in self._last:
+            self._last[index][:] = words
+        else:
+            self._last[index] = words.copy()
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         header, payload = self.encode(index, buffer)
@@ -460,7 +459,7 @@ class DeltaLink(Link):
         kind, nbytes, base, trailer = HEADER.unpack(header.numpy().tobytes())
         if kind == FULL:
             self._inner.receive(index, buffer)(give_up)
-            _keep(self._last, index, words_of(buffer))
+            self._keep(index, words_of(buffer))
             return
         old = self._last.get(index)
         if old is None or _trailer(old) != base:

@@ -25,6 +25,7 @@ from runtime.commands import Accumulate, BeginStep
 from runtime.config import Config
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.process.keys import COORDINATOR, Keys
+from runtime.process.waiting import done_within
 from runtime.status import Progress, Status
 from runtime.types import SCHEMA_VERSION, Command
 from services.rpc import contract, security
@@ -285,8 +286,7 @@ class Session:
             notify(self._broken)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Requests to a group whose ranks answer them together: requests of about the same time become one command.
+# ---- Requests to a group whose ranks answer them together: requests of about the same time become one command.
 
 
 UNDER_WAY = 2  # commands: one that the ranks compute, and the next, which waits there
@@ -328,9 +328,6 @@ class RequestBatcher:
         for (_, future), answer in zip(asked, answers, strict=True):
             if not future.done():
                 future.set_result(answer)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 R = TypeVar("R")
@@ -468,11 +465,7 @@ class GroupClient(RoleClient):
 
     async def _dies(self) -> bool:
         """Return whether a rank is lost, now or within a moment: the failure of another rank may be known first."""
-        try:
-            await asyncio.wait_for(self._gone.wait(), timeouts.RANK_LOSS)
-        except TimeoutError:
-            return False
-        return True
+        return await done_within(self._gone.wait(), timeouts.RANK_LOSS)
 
     def _lose(self, rank: str, why: str) -> None:
         if self._reason:

@@ -60,8 +60,6 @@ def wire_field(number: int, parts: Parts) -> Parts:
 
 
 def _varint(value: int) -> bytes:
-    if value <= 0x7F:
-        return bytes((value,))
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -300,20 +298,17 @@ class Ranks(enum.Enum):
     SHARES = "all, the data-parallel leaders with a share of its groups"
 
 
-Share = Callable[[Any, int], list[list[int]]]
-"""Maps a command and the number of leaders to the indices into `groups` that each leader gets."""
-
-
 @dataclass(frozen=True)
 class Method:
     """One method, and what its callers must know.
 
     `deadline`: the configuration's key of the seconds until its answer, or their name in `timeouts`; "" if the callers say.
-    `command`: the Struct that asks for it. `gathered`: the Struct of a single request; a command takes many. `key`: the fields
-    that identify a call. A call with a key outlives its stream, is not done twice, and has its answer kept until the caller
-    acknowledges it. Groups of evaluations and probes, whose ids are negative, have no key: they are generated again. `callers`:
-    who may call it, by kind or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may send it.
-    `streamed`: the answer is any number of replies."""
+    `command`: the Struct that asks for it. `share`: maps a command and the number of leaders to each leader's indices into
+    `groups`. `gathered`: the Struct of a single request; a command takes many. `key`: the fields that identify a call. A call
+    with a key outlives its stream, is not done twice, and has its answer kept until the caller acknowledges it. Groups of
+    evaluations and probes, whose ids are negative, have no key: they are generated again. `callers`: who may call it, by kind
+    or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may send it. `streamed`: the answer is any
+    number of replies."""
 
     service: str
     name: str
@@ -323,7 +318,7 @@ class Method:
     deadline: str = ""
     priority: Priority = Priority.DATA
     ranks: Ranks = Ranks.FIRST
-    share: Share | None = None
+    share: Callable[[Any, int], list[list[int]]] | None = None
     gathered: type | None = None
     key: tuple[str, ...] = ()
     callers: tuple[str, ...] = (keys.COORDINATOR,)
