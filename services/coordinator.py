@@ -169,8 +169,7 @@ class CoordinatorProcess(RunSupervisor):
     """One coordinator process, from binding its port to its end."""
 
     def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
-        """Create the coordinator. `phases`: the start-up phases so far. `trains`: False for an evaluation alone. `address`: of
-        the earlier coordinator that this one replaces."""
+        """Create it. `trains`: False for an evaluation alone. `address`: of the earlier coordinator that this one replaces."""
         super().__init__(Register(), Progress(steps=config.training.steps))
         self._config = config
         self._phases = phases

@@ -224,8 +224,7 @@ class RolloutSessions:
             return [replace(own(sample), experts=experts) for sample, experts in pairs], to.name
 
     async def _choose(self, kept: str, until: float) -> tuple[PeerAddress, Session]:
-        """Return the conversation's rollout if it serves, else the least loaded. Raises Unreachable without any for
-        `deadlines.keepalive`."""
+        """Return the rollout `kept`, else the least loaded. Raises Unreachable without any for `deadlines.keepalive`."""
         until = min(until, now() + self._config.deadlines.keepalive)
         while not self._sessions:
             if not await done_within(self._changed.wait(), until - now()):

@@ -42,10 +42,8 @@ MakeRank = Callable[[Config, int, int], "GroupRank"]
 
 class SpmdService(process.Service):
     """One rank of a group, or the only one, with its engine in a thread. Every rank gets every command, in the same order, and
-    carries it out on its share of the data.
-
-    The rank carries out a command even if the caller withdraws it, as the other ranks do. If a communicator or the device
-    becomes unusable, the process ends at once without an answer, and comes back like a killed process."""
+    carries it out on its share of the data, even if the caller withdraws it. If a communicator or the device becomes unusable,
+    the process ends at once without an answer, and comes back like a killed process."""
 
     def __init__(self, role: str, make_rank: MakeRank, config: Config, name: str, rank: int):
         """Create the service. `make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
@@ -208,8 +206,7 @@ class Actor:
         self._end: Exception | None = None  # why no more requests are accepted
 
     def send(self, message: Any, priority: Priority = Priority.DATA) -> asyncio.Future[Any]:
-        """Queue a message; the future is its answer. Cancelling the future withdraws the request. Raises ServiceFault if the
-        actor was stopped or has failed."""
+        """Queue a message. Cancelling the future, its answer, withdraws it. Raises ServiceFault once the actor has ended."""
         if self._end is not None:
             raise ServiceFault(self.name, "receive", f"has ended: {self._end}")
         request = Request(message)

@@ -114,10 +114,8 @@ class Nodes:
         return next((checkpoint.missing_part(part) for part in position.parts if f"{part}/{identity}" not in there), "")
 
     async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> None:
-        """Wait for the nodes, place the processes, and have the nodes start them.
-
-        In a run of several nodes `waits_for` gets the missing nodes, at each change. Raises ConfigError, or DeadlineExceeded
-        with the nodes that did not come within `deadlines.start` of `began`."""
+        """Wait for the nodes, place the processes, and have the nodes start them. `waits_for` gets the missing ones of several
+        nodes, at each change. Raises ConfigError, or DeadlineExceeded with those missing `deadlines.start` after `began`."""
         timeout, several = self.config.deadlines.start, has_several_nodes(self.config.cluster)
 
         def missing() -> list[str]:
@@ -140,8 +138,7 @@ class Nodes:
         await still_missing(lambda: self.roster.missing, self._came, now() + seconds)
 
     def take_up(self, members: Members) -> None:
-        """Go on with the processes that an earlier coordinator placed. Their nodes come again by themselves; `_take_in` then
-        starts what no longer runs there."""
+        """Go on with an earlier coordinator's processes. Their nodes come again; `_take_in` starts what no longer runs."""
         if members.rollouts:
             self.config = with_rollouts(self.config, members.rollouts)
             self._yaml = loading.to_yaml(self.config)
@@ -190,9 +187,8 @@ class Nodes:
         )
 
     def start_again(self, role: str, death: Death) -> bool:
-        """Restart a whole group as its next incarnation, after the delay that its `restarts` give. Its node does not do this,
-        since the group spans nodes or shares devices with rollouts. Returns False if `restarts` allow no further start, or if
-        the group has a single node, which has tried already."""
+        """Restart a group that spans nodes, or shares devices with rollouts, as its next incarnation, after the delay that its
+        `restarts` give. Returns False if these allow no further start, and for other groups, whose node has tried already."""
         assert self._placement is not None
         nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
         if len(nodes) < 2 and not shares_devices(self.config, role):

@@ -22,10 +22,8 @@ def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
 
 
 class TrainerService(SpmdService):
-    """One rank. A sender of weights is also a member of the weight sync's group, whatever the engine does meanwhile.
-
-    The methods here answer beside the engine. Other commands, such as SendWeights, wait for its thread: `TrainRank` has them.
-    """
+    """One rank. A sender of weights is also a member of the weight sync's group, whatever the engine does meanwhile. The
+    methods here answer beside the engine. Other commands, such as SendWeights, wait for its thread: `TrainRank` has them."""
 
     _worker: TrainRank
 

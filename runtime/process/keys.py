@@ -169,10 +169,8 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
 
 def of_user(run: str) -> Keys | None:
     """Return the keys of the user's commands, for a run's folder or address. For an address, the secret is the environment's.
-
-    Returns None if the run needs no keys, or the user has none. Another user's folder may name any address. So the
-    environment's secret is used only for the user's own folder, or for an address with the run's own certificates. Raises
-    UserError."""
+    None if the run needs no keys, or the user has none. Another user's folder may name any address. So the environment's secret
+    is used only for the user's own folder, or an address with the run's own certificates. Raises UserError."""
     config, secret = Path(run) / run_files.CONFIG, None
     if config.exists():
         network = loading.load(config).network

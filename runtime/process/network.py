@@ -24,11 +24,9 @@ _NOWHERE = 9  # any port, to look up a route: `connect` of a datagram socket sen
 
 
 def own_address(interface: str, towards: str = "", key: str = "network.interface") -> str:
-    """Return this machine's address for `network.interface`.
-
-    `interface`: one of the machine's addresses, its network (`10.1.0.0/16`), the name of a device (`eth0`), or `auto`. `auto`
-    gives the address from which the machine reaches `towards`, a name or an address; without `towards`, loopback. Raises
-    UserError with `key` if there is no such address."""
+    """Return this machine's address for `network.interface`: one of the machine's addresses, its network (`10.1.0.0/16`), the
+    name of a device (`eth0`), or `auto`. `auto` gives the address from which the machine reaches `towards`, a name or an
+    address; without `towards`, loopback. Raises UserError with `key` if there is no such address."""
     if interface == AUTO:
         return _route_to(towards) if towards else loopback()
     with suppress(ValueError):

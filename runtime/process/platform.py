@@ -87,9 +87,7 @@ def collective_backend(
     name: str, where: torch.device, key: str = "weight_sync.backend", *, gloo: bool = True
 ) -> CollectiveBackend:
     """Return the backend of a process group for tensors on `where`. "auto": the device's own. `key`: of `name`, for errors.
-
-    `gloo`: whether gloo is allowed for an accelerator too: it stages through the host. Raises UserError if backend and device
-    do not match."""
+    `gloo`: whether an accelerator may use gloo, which stages through the host. Raises UserError if they do not match."""
     own = _BACKENDS[where.type]
     if name in ("auto", own):
         return own
@@ -185,9 +183,8 @@ _ALLOCATIONS = 1_000_000  # newest allocations in a memory profile, which uses h
 
 
 class TorchProfile:
-    """A profile of one thread. Call `start` and `stop` in that thread, `write` in any. It writes `STEM.json.gz`, a trace in
-    Chrome's format; on an NPU the folder `STEM` with CANN's records. Convert these in another process, because torch_npu
-    forks for that."""
+    """A profile of one thread. Call `start` and `stop` there, `write` in any. It writes `STEM.json.gz`, a trace in Chrome's
+    format; on an NPU the folder `STEM` with CANN's records, to be converted in another process: torch_npu forks for that."""
 
     def __init__(self, stem: Path, memory: bool):
         """Prepare the profile. `memory`: record CUDA's allocator too. Raises UserError without CUDA."""

@@ -51,10 +51,8 @@ LEARNT = 10  # durations before they set a phase's limit: earlier ones may inclu
 
 
 class Heartbeat(Struct, frozen=True):
-    """The most overdue phase of a process: `phase` for `seconds` of at most `limit`; "" if no phase is open.
-
-    `rank`: of the process that the agent started. `loop`: the limit of the event loop's own silence. `collectives`: the count
-    that this rank has entered, by torch.distributed's group."""
+    """The most overdue phase of a process: `phase`, "" for none, for `seconds` of at most `limit`. `loop`: the limit of the
+    event loop's own silence. `collectives`: the count that this rank has entered, by torch.distributed's group."""
 
     rank: int
     loop: float

@@ -62,8 +62,7 @@ async def unless_failed(beside: Collection[asyncio.Future[None]], work: Coroutin
 
 
 async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Event, deadline: float) -> Sequence[T]:
-    """Wait until `missing()` is empty, or until `deadline` on the loop's clock. Returns the last `missing()`. The caller sets
-    `changed` whenever `missing()` may have changed."""
+    """Wait until `missing()` is empty, or `deadline` on the loop's clock; return it. `changed`: set when it may change."""
     while found := missing():
         changed.clear()
         if not await done_within(changed.wait(), deadline - now()):

@@ -133,10 +133,8 @@ def _await_leaving() -> None:
 
 
 def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
-    """Return a new gloo device bound to `host`, and the address at which the device listens.
-
-    gloo does not report its port. So this looks for the listener on `host` that appears with the device. It tries again if
-    another thread opened a listener in the same instant."""
+    """Return a new gloo device bound to `host`, and its address: of the listener that appears with it, since gloo does not
+    report the port. Tries again if another thread opened a listener in the same instant."""
     with _device_lock:
         for _ in range(16):
             before = listeners()
@@ -183,17 +181,14 @@ def _missing(store: Any, keys: list[str], labels: Sequence[str], host: str, erro
 
 
 class GlooLink(Link):
-    """A ProcessGroupGloo beside torch's default group, with a deadline and a real abort.
-
-    torch's own `ProcessGroupGloo.abort` leaves a blocked collective to its timeout. The group's sockets are known here: their
-    shutdown ends the collective at once, here and at the peers."""
+    """A ProcessGroupGloo beside torch's default group, with a deadline and a real abort: torch's own leaves a blocked
+    collective to its timeout. The sockets are known here. Their shutdown ends the collective at once, also at the peers."""
 
     def __init__(
         self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str, connections: int = 1
     ):
-        """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds.
-        `connections`: between each two ranks, each with its own thread. gloo gives each collective to the next connection in
-        turn, so that several collectives move at once."""
+        """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds. `connections`:
+        between each two ranks, a thread each; gloo uses them in turn, so several collectives move at once."""
         give_up = time.monotonic() + timeout
         self._leaving = threading.Lock()
         devices, own = zip(*(_gloo_device(host) for _ in range(connections)), strict=True)
@@ -278,8 +273,7 @@ class DeviceLink(Link):
     """A ProcessGroupNCCL or ProcessGroupHCCL beside torch's default group."""
 
     def __init__(self, store: Any, rank: int, size: int, backend: str, timeout: float):
-        """Connect, and block up to `timeout` seconds until the communicator is up: both backends make it with the first
-        collective. Raises RuntimeError."""
+        """Connect within `timeout` seconds: the first collective makes the communicator. Raises RuntimeError."""
         kind = KINDS[backend]
         self.module = torch.get_device_module(kind)
         self._device = torch.device(kind, self.module.current_device())

@@ -124,12 +124,10 @@ class AuthenticatedStore(dist.Store):
 
 
 class BucketTags:
-    """The tags in the trailers of a group's buckets, 8 bytes each.
-
-    The digest is xxh3-128 of the data, with a seed derived from the key. The tag is BLAKE2b under the key, of digest, version
-    and bucket index. So a universal hash feeds a pseudorandom function, as in UMAC (RFC 4418). xxh3 is as fast as memory; no
-    cryptographic hash is. No proof shows that xxh3 is universal: tests found only that a change of the data keeps the digest
-    under few seeds."""
+    """The tags in the trailers of a group's buckets, 8 bytes each. The digest is xxh3-128 of the data, with a seed derived from
+    the key. The tag is BLAKE2b under the key, of digest, version and bucket index. So a universal hash feeds a pseudorandom
+    function, as in UMAC (RFC 4418). xxh3 is as fast as memory; no cryptographic hash is. No proof shows that xxh3 is universal:
+    tests found only that a change of the data keeps the digest under few seeds."""
 
     def __init__(self, key: bytes):
         self._key = key
@@ -237,8 +235,7 @@ def file_of(buffer: torch.Tensor) -> tuple[int, int]:
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """Return one uint8 buffer per bucket, trailer included, zeroed, because the checksum covers the padding. `shared`: put all
-    into one memory file, which other processes can map."""
+    """Return a uint8 buffer per bucket, zeroed, as the checksum covers padding. `shared`: in one file, for other processes."""
     if shared:
         return arena([bucket.total_bytes for bucket in buckets], pin)
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]

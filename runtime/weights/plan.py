@@ -104,18 +104,14 @@ class Bucket(Struct, frozen=True):
 
 
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
-    """Return the buckets with their roots, in the order in which receivers take them.
+    """Return the buckets with their roots, in the order in which receivers take them. Tensors with the same senders share
+    buckets of at most `bucket_bytes` of data. Matrices come first, then vectors and scalars, both in the manifest's order. A
+    bucket is closed once the next tensor does not fit. A larger tensor has its own bucket.
 
-    Tensors with the same senders share buckets of at most `bucket_bytes` of data. Matrices come first, then vectors and
-    scalars, both in the manifest's order. A bucket is closed once the next tensor does not fit. A tensor larger than
-    `bucket_bytes` has its own bucket.
-
-    A receiver may use the buckets' memory as its weights. No bias or norm lies between the matrices of query, key and
-    value. So these adjoin if their sizes are multiples of `ALIGNMENT`, and form one matrix. The same holds for the matrices of
-    gate and up, and for the biases of query, key and value.
-
-    Raises InvalidMessage for an unknown dtype, a repeated name, a holder that is no sender, or a bucket size or number of
-    senders below 1."""
+    A receiver may use the buckets' memory as its weights. No bias or norm lies between the matrices of query, key and value. So
+    these adjoin if their sizes are multiples of `ALIGNMENT`, and form one matrix. The same holds for the matrices of gate and
+    up, and for the biases of query, key and value. Raises InvalidMessage for an unknown dtype, a repeated name, a holder that
+    is no sender, or a bucket size or number of senders below 1."""
     _check(manifest)
     all_senders = tuple(range(manifest.senders))
     shared: dict[tuple[int, ...], list[int]] = {}
@@ -160,11 +156,9 @@ def _fill(manifest: Manifest, tensors: Sequence[int]) -> list[Bucket]:
 
 
 def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> tuple[Bucket, ...]:
-    """Assign a root to every bucket, and return the buckets in the order in which receivers take them. `filled`: the buckets
-    by holders, in order.
-
-    Each bucket goes to the holder with the fewest bytes so far. So senders that hold the same buckets differ by at most one
-    bucket. Buckets with few holders are assigned first. The result's order lets all senders progress evenly, by bytes:
+    """Assign a root to every bucket of `filled` (by holders, in order); return the buckets in the order in which receivers take
+    them. Each bucket goes to the holder with the fewest bytes so far. So senders that hold the same buckets differ by at most
+    one bucket. Buckets with few holders are assigned first. The result's order lets all senders progress evenly, by bytes:
     receivers take a few buckets at a time, and these should come from all senders."""
     loads = [0] * senders
     paced: list[tuple[float, int, Bucket]] = []
@@ -184,11 +178,9 @@ def aligned(offset: int) -> int:
 
 
 def resolve_transport(transport: str, backend: str, machines: Mapping[str, str]) -> str:
-    """Return the transport that `weight_sync.transport` selects.
-
-    `machines`: the machines of the trainer and the epoch's rollouts by name, "" = unknown. `auto` selects shared memory if all
-    run on one machine, unless `weight_sync.backend` names a backend. Raises UserError if `transport` is shared memory and a
-    member is not on that machine."""
+    """Return the transport that `weight_sync.transport` selects. `machines`: of the trainer and the epoch's rollouts by name,
+    "" = unknown. `auto` selects shared memory if all run on one machine, unless `weight_sync.backend` names a backend. Raises
+    UserError if `transport` is shared memory and a member is not on that machine."""
     name, machine = next(iter(machines.items()))
     apart = [other for other, where in machines.items() if not where or where != machine]
     if transport == "shared_memory" and apart:

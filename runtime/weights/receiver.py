@@ -61,10 +61,8 @@ class StagedWeights:
         return {self.manifest.tensors[index].name: tensor for index, tensor in found.items()}
 
     def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
-        """Receive and verify `version`, in a thread. Returns how the time since the sender's announcement was spent.
-
-        The first reception allocates the memory. A second set allocates after the engine has freed its initial weights, so that
-        there are never more than two copies."""
+        """Receive and verify `version`, in a thread. Returns how the time since the announcement was spent. The first reception
+        allocates: a second set does so after the engine has freed its initial weights, so there are at most two copies."""
         if self.taken:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
         self._buffers = self._buffers or allocate(self.buckets, pin=False, shared=self._shared)
@@ -86,8 +84,7 @@ class StagedWeights:
         return took
 
     def verify(self) -> SendBuffers:
-        """Verify the buckets, and return buffers that send the version to any number of groups. Raises RuntimeError with the
-        first bucket that has changed since its reception."""
+        """Verify the buckets, and return buffers that send the version. Raises RuntimeError with the first changed bucket."""
         if self._sends is None:
             for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
                 if not self._tags.verify(index, bucket, buffer):
@@ -159,10 +156,8 @@ class StagedWeights:
 
 class WeightReceiver:
     """A rollout's part in weight syncs. It joins an epoch's group, receives versions, and swaps committed versions into the
-    engine. As the host of an epoch, it sends the engine's version to rollouts that lack this version.
-
-    The event loop calls every method; generation goes on meanwhile. At most one join, one reception and one swap are under way
-    at once."""
+    engine. As the host of an epoch, it sends the engine's version to rollouts that lack it. The event loop calls every method;
+    generation goes on meanwhile. At most one join, one reception and one swap are under way at once."""
 
     def __init__(self, engine: RolloutEngine, config: Config, name: str, *, shared: bool = False):
         """Make the receiver. `shared`: the engine's workers are other processes, and read the staged buckets."""
@@ -218,10 +213,8 @@ class WeightReceiver:
             self._adopted = None
 
     async def receive(self, command: commands.ReceiveWeights) -> commands.WeightsReceived:
-        """Receive and verify a version during generation. Stage it in the engine, unless the engine has the version already: a
-        version is sent again for a newcomer. Returns how the time was spent.
-
-        Raises the errors of `StagedWeights.receive`, and Cancelled once the group is left."""
+        """Receive and verify a version, and stage it in the engine unless that has it: a version is sent again for a newcomer.
+        Returns how the time was spent. Raises the errors of `StagedWeights.receive`, and Cancelled once the group is left."""
         if self.group is None or command.epoch != self.epoch:
             message = f"is not a member of the sync group of epoch {command.epoch}"
             raise ServiceFault(self._name, "receive", message)

@@ -67,13 +67,10 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
 
 
 class WeightGroup:
-    """The members of one epoch: a rendezvous that is open, and after `connect` the group.
-
-    The first ranks are senders, each with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member
-    makes the same calls in the same order, from one thread.
-
-    No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole training step ahead.
-    The wait occupies no device stream, and deadlines count from the announcement."""
+    """The members of one epoch: a rendezvous that is open, and after `connect` the group. The first ranks are senders, each
+    with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member makes the same calls in the same
+    order, from one thread. No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole
+    training step ahead. The wait occupies no device stream, and deadlines count from the announcement."""
 
     def __init__(self, address: GroupAddress, name: str, store: AuthenticatedStore, interface: str):
         """Make a group that is not connected. `address`: rank 0's, with the own rank in it. `interface`: own IP address."""
@@ -188,10 +185,9 @@ class WeightGroup:
 
     def abort(self) -> None:
         """Leave for good. Blocked threads fail here at once, at the peers once these see it. At rank 0 a rendezvous ends for
-        every member that has come. Idempotent, from any thread.
-
-        `abort` is also the normal end of a group. Call it only after every receiver has verified the last transfer: an arrived
-        bucket may still fail when its connection closes. A process should leave its groups before it exits."""
+        all that have come. Idempotent, from any thread. Also the normal end of a group, once every receiver has verified the
+        last transfer: an arrived bucket may still fail when its connection closes. A process should leave its groups before its
+        exit."""
         self.aborted = True
         here, connected = frozenset({(self.address.host, self.address.port)}), bool(self._links)
         for link in self._links:
@@ -229,8 +225,7 @@ def open_rendezvous(
 
 
 def join_rendezvous(address: GroupAddress, name: str) -> WeightGroup:
-    """Enter the rendezvous as `address.rank`, and block until every member is connected. Raises ServiceFault, phase
-    "rendezvous"."""
+    """Enter the rendezvous as `address.rank`; block until all members are there. Raises ServiceFault, phase "rendezvous"."""
     give_up, patience = time.monotonic() + address.timeout, timedelta(seconds=address.timeout)
     try:
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience, wait_for_workers=False)
@@ -270,8 +265,7 @@ class SendBuffers:
     ):
         """Make the buckets of the manifest's sender `number`. `pin` page-locks the buffers, for copies from an accelerator.
         `takes_changes`: `fill` gets whole tensors or changes, so that no transport has to compare versions. `whole`: buffers
-        that hold the version `held` already, to be sent by this sender alone. Raises InvalidMessage for a manifest without a
-        plan."""
+        that hold the version `held`, for this sender alone to send. Raises InvalidMessage for a manifest without a plan."""
         self.manifest = manifest
         self.number = number
         self.buckets = plan_buckets(manifest)
@@ -298,8 +292,7 @@ class SendBuffers:
         self._gather_seconds = 0.0  # of this version, so far
 
     def begin(self, version: PolicyVersion, timeout: float) -> None:
-        """Forget the version in the buckets, and expect `version`. Blocks while a transfer reads the buckets. Raises
-        DeadlineExceeded after `timeout` seconds."""
+        """Expect `version` in the buckets. Blocks while a transfer reads them. Raises DeadlineExceeded after `timeout` s."""
         self.filled = False
         with self._changed:
             self._await_idle("snapshot", timeout)
@@ -310,18 +303,15 @@ class SendBuffers:
             self._changed.notify_all()
 
     def await_held(self, version: PolicyVersion, timeout: float) -> PolicyVersion | None:
-        """Block until the gathering of `version` has begun, at most for `timeout` seconds. Returns the version in the buckets,
-        or None if a bucket has changed since it was gathered."""
+        """Wait up to `timeout` s until `version` is being gathered. Returns the buckets' version; None if one has changed."""
         with self._changed:
             self._changed.wait_for(lambda: self._held is not None and self._held >= version, timeout)
             return self._held if self._intact else None
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor | TensorChanges]) -> None:
-        """Copy this sender's tensors, in the manifest's order and from any device, cast to the manifest's dtypes. A
-        `TensorChanges` instead changes the tensor of the version before.
-
-        Takes all of `tensors` even after the transfer has failed, because the other ranks may take part in each tensor."""
+        """Copy this sender's tensors, in the manifest's order and from any device, cast to its dtypes; a `TensorChanges`
+        changes the tensor before. Takes all even after the transfer has failed: other ranks may take part in each."""
         began = time.monotonic()
         try:
             for position, tensor in enumerate(tensors):
@@ -467,8 +457,7 @@ class WeightSender:
     def __init__(
         self, buffers: SendBuffers, config: Config, name: str, *, backend: str, names: tuple[str, ...] = (), full_every: int = 0
     ):
-        """Make a sender of `buffers`. `names`: the manifest's senders, `name` among them. Rank 0 sends `backend` and
-        `full_every` to the other members in `GroupAddress`."""
+        """Make a sender. `names`: the manifest's senders. `backend`, `full_every`: of the `GroupAddress` that rank 0 sends."""
         self.buffers = buffers
         self._name, self._names = name, names or (name,)
         self._settings, self._network = config.weight_sync, config.network

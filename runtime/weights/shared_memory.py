@@ -45,8 +45,7 @@ LANES = min(2, len(os.sched_getaffinity(0))) if AVAILABLE else 1
 
 
 class _SocketLink(Link):
-    """A link over sockets. A thread holds `_using` while it uses the sockets. `abort` shuts the sockets down, which frees the
-    thread, and only then closes them."""
+    """A link over sockets. A thread that uses them holds `_using`: `abort` shuts them down, which frees it, then closes."""
 
     def __init__(self, sockets: Iterable[socket.socket]):
         self._sockets = tuple(sockets)
@@ -229,10 +228,8 @@ def _fail(copied: Future[BucketReceipt], error: RuntimeError) -> None:
 
 
 def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> BucketReceipt:
-    """Copy a bucket, uint8 both. Returns a receipt with the digest, by `hasher`, of `target` before the trailer.
-
-    Each piece is hashed while it is in the processor's cache, which saves a pass over the memory. `check` is called before each
-    piece; its exception ends the copy."""
+    """Copy a bucket, uint8 both. Returns a receipt with the digest, by `hasher`, of all but the trailer. Each piece is hashed
+    while in the processor's cache, which saves a pass over memory. `check` comes before each piece, and may raise."""
     end = len(target) - TRAILER.size
     began, hashing = time.monotonic(), 0.0
     for start in range(0, end, _PIECE):

@@ -313,8 +313,7 @@ class RequestBatcher:
         return await future
 
     async def _compute(self) -> None:
-        """Answer the requests that are there once there is room. It goes on even if its callers withdraw: the ranks compute it
-        together."""
+        """Answer the requests that are there once there is room, even if callers withdraw: the ranks compute together."""
         async with self._room:  # until one of the commands under way is answered
             asked, self._asked = self._asked, []
             assert self._method.command is not None
@@ -369,8 +368,7 @@ class RoleClient:
 
 
 class GroupClient(RoleClient):
-    """A group of ranks that live and die together, named after rank 0. The group is lost with its first lost rank: then all
-    pending and later commands raise Unreachable."""
+    """A group of ranks, named after rank 0. It is lost with its first lost rank: then all commands raise Unreachable."""
 
     def __init__(self, service: str, sessions: Sequence[Session], config: Config, leaders: Sequence[int], incarnation: int = 0):
         """Create the client. `sessions`: of all ranks, in order. `leaders`: the ranks that get data, and pass it on."""

@@ -246,10 +246,8 @@ _PLAIN = (bytes, list[bytes])  # types that a message holds unchanged
 
 @dataclass(frozen=True)
 class MethodSide:
-    """One direction of a method: its message, the type of the message's value, and the translation both ways.
-
-    Message and type have the same fields. Otherwise the message has one field, `whole`: the value's msgpack, or the value
-    itself (`plain`: bytes, or a list of bytes)."""
+    """One direction of a method: its message, and the `kind` of its value, with the same fields. Otherwise the message has one
+    field, `whole`: the value's msgpack, or the value itself (`plain`: bytes, or a list of bytes)."""
 
     message: type[Message]
     kind: Any
@@ -430,8 +428,7 @@ _SERVICES = {
 
 
 def service_of(role: str, config: Config) -> str:
-    """Return the service of a process of `role`. Its name is the role's, except for roles that score, which serve Reward, and
-    for a reference whose ranks are a group."""
+    """Return the service of `role`: called like it; Reward for roles that score; ReferenceGroup for a reference's group."""
     if role == "reference" and config.services.reference.engine == "megatron":
         return "ReferenceGroup"
     return "Reward" if role in types.SCORERS else "".join(map(str.capitalize, role.split("_")))

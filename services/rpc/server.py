@@ -99,9 +99,7 @@ class Server:
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     def bind(self, host: str, port: int, port_range: network.PortRange | None = None) -> str:
-        """Listen on `host` and `port`; port 0 is one of `port_range`, or any. Returns the address, HOST:PORT.
-
-        Raises UserError if the port, or every port of the range, is taken."""
+        """Listen on `port`, or on one of `port_range` or any if 0. Returns HOST:PORT. Raises UserError if all are taken."""
         for candidate in (port,) if port else network.candidates(host, port_range):
             with suppress(RuntimeError):  # taken since it was checked
                 return network.host_port(host, self._listen(network.host_port(host, candidate)))
