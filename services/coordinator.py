@@ -49,7 +49,6 @@ from services.rpc.contract import service_of
 from services.rpc.server import Handlers, Server
 
 # ---- Peers
-#
 # The sessions of a run. A unit's sessions open once it has registered, and close once a newer incarnation replaces it.
 
 log = logging.getLogger("sluice")
@@ -166,8 +165,6 @@ def _absent(unit: Unit) -> list[str]:
 
 
 class CoordinatorProcess(RunSupervisor):
-    """One coordinator process, from binding its port to its end."""
-
     def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
         """Create it. `trains`: False for an evaluation alone. `address`: of the earlier coordinator that this one replaces."""
         super().__init__(Register(), Progress(steps=config.training.steps))

@@ -10,7 +10,7 @@ import os
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -37,15 +37,13 @@ MAKE_STEPS = ("trainer", "critic")
 
 log = logging.getLogger("sluice")
 
-MakeRank = Callable[[Config, int, int], "GroupRank"]
-
 
 class SpmdService(process.Service):
     """One rank of a group, or the only one, with its engine in a thread. Every rank gets every command, in the same order, and
     carries it out on its share of the data, even if the caller withdraws it. If a communicator or the device becomes unusable,
     the process ends at once without an answer, and comes back like a killed process."""
 
-    def __init__(self, role: str, make_rank: MakeRank, config: Config, name: str, rank: int):
+    def __init__(self, role: str, make_rank: Callable[[Config, int, int], GroupRank], config: Config, name: str, rank: int):
         """Create the service. `make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
         super().__init__(config, f"{name.rpartition('-')[0]}-{rank}" if rank else name, rank)
         self.role = role
@@ -86,7 +84,6 @@ class SpmdService(process.Service):
         return await profiles.of_thread(self._thread, path, asked.memory, end)
 
     async def _until_ordered(self, step: int) -> None:
-        """Wait until the update of `step` is queued."""
         while self._ordered <= step:
             await self._ordering.wait()
 
@@ -153,11 +150,9 @@ def _end_if_beyond_use(name: str, error: Exception) -> None:
 
 
 # ---- An actor: one task that alone touches what it owns, and the requests that wait for it.
-#
 # Senders get a future per request. The task hands requests to the behaviour: control before data, otherwise in order of
 # arrival. Between requests the behaviour advances its own work, such as a decode step, and returns early once a request waits.
 # A request that is withdrawn while it waits is never handed over. A behaviour may keep a request and reply later.
-#
 # Invariant: every accepted request is answered exactly once, with a value or an exception; a late answer is dropped.
 
 
@@ -236,18 +231,16 @@ class Actor:
             raise
         finally:
             self._end = end
-            self._fail(list(self._open), end)
+            for request in list(self._open):
+                request.fail(end)
 
     async def _serve_mail(self) -> None:
         while requests := self._take():
             try:
                 await self._behaviour.receive(requests)
             except Exception as error:  # noqa: BLE001 - the error goes to the senders of the requests
-                self._fail(requests, error)
-
-    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        for request in requests:
-            request.fail(error)
+                for request in requests:
+                    request.fail(error)
 
     def _take(self) -> list[Request]:
         """Take the next requests: one of control, or up to a batch of data."""

@@ -77,7 +77,6 @@ class Service(ABC):
         return contract.service_of(self.role, self.config)
 
     def handler(self, method: contract.Method) -> Handler:
-        """Return the handler of the calls of `method`."""
         handler: Handler = getattr(self, method.handler)
         return handler
 
@@ -168,7 +167,6 @@ class ServiceProcess:
     """One service process, from binding its port to its end."""
 
     def __init__(self, service: Service, coordinator: str, phases: Phases):
-        """Create the process. `phases`: the start-up phases so far."""
         self._service = service
         self._coordinator = coordinator
         self._phases = phases

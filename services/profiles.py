@@ -33,7 +33,6 @@ class Profiles:
     """The profiles of one process, one at a time."""
 
     def __init__(self, name: str, take: Take, unit: Unit = "seconds"):
-        """Create it. `take`: records one profile. `unit`: measures its length."""
         self._name, self._take, self._unit = name, take, unit
         self._taken: asyncio.Future[list[Path]] | None = None
 

@@ -111,7 +111,6 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """Count of open connections."""
         return len(self._open)
 
     def take(self, connection: Connection) -> bool:

@@ -58,7 +58,6 @@ def kinds_of(party: str) -> tuple[str, ...]:
 
 @cache
 def is_one_of(party: str, kinds: tuple[str, ...]) -> bool:
-    """Return whether `party` is of one of these kinds or roles."""
     return any(kind in kinds for kind in kinds_of(party))
 
 
@@ -87,7 +86,6 @@ class Keys(Struct, frozen=True, kw_only=True):
         return Certificates(*(Path(path).read_bytes() for path in (self.files.ca, self.files.certificate, self.files.key)))
 
     def token(self, called: str) -> str:
-        """Return the token for a call to `called`."""
         return self.token_of(self.name, called)
 
     def token_of(self, caller: str, called: str) -> str:

@@ -49,7 +49,6 @@ def own_address(interface: str, towards: str = "", key: str = "network.interface
 
 
 def loopback() -> str:
-    """Return the loopback address: IPv4's, unless the machine has only IPv6."""
     return "::1" if is_own("::1") and not is_own("127.0.0.1") else "127.0.0.1"
 
 

@@ -56,7 +56,6 @@ def _load_npu() -> bool:
 
 
 def device_kind() -> DeviceKind:
-    """Return the preferred kind of device of this machine."""
     if importlib.util.find_spec("torch_npu") is not None and _load_npu():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,7 +108,6 @@ def process_group_class(backend: str) -> Any:
 
 
 def memory(where: torch.device) -> DeviceMemory:
-    """Return total and available bytes of a device."""
     if where.type == "cpu":
         figures = psutil.virtual_memory()
         return DeviceMemory(figures.total, figures.available)
@@ -202,7 +200,6 @@ class TorchProfile:
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
 
     def stop(self) -> None:
-        """Stop the profile, if it was started."""
         if self._profiler is None:
             return
         if self._kind != "cpu":
@@ -216,7 +213,6 @@ class TorchProfile:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self) -> list[Path]:
-        """Write the files, and return their paths."""
         if self._kind == "npu":
             return [self._stem]
         self._profiler.export_chrome_trace(str(trace := self._file(".json.gz")))

@@ -37,9 +37,7 @@ from runtime.process.waiting import unless_failed
 # ---- Progress
 # The process sends a heartbeat with its current phase to its node's agent once a second. It shows that the process makes
 # progress:
-#
 #     a thread or a task ── at("backward") ──►  open phases  ──►  event loop ── Heartbeat ──►  launcher/node/watchdog.py
-#
 # A phase has a limit: `deadlines.watchdog`, or ten times its longest duration so far in the process, at least 10 s. The agent
 # ends a process whose phase exceeds the limit, or whose event loop is silent for the limit of "loop". Writes have no limit.
 
@@ -125,7 +123,6 @@ class Work:
         return f"{described(phase, detail)}, {seconds:.1f} s" if phase else ""
 
     async def send_heartbeats(self, agent: socket.socket, rank: int) -> None:
-        """Send heartbeats to the agent until cancelled."""
         with agent:
             agent.setblocking(False)
             while True:
@@ -251,7 +248,6 @@ class SpanLog:
 
     @property
     def dropped(self) -> int:
-        """Count of spans dropped so far."""
         return self._header.dropped
 
     def open(self, config: Config, process: str) -> None:
@@ -374,6 +370,5 @@ class LineStates:
         self._now[line] = state, now, detail
 
     def close(self) -> None:
-        """End the states of all lines."""
         for line in self._now:
             self.enter(line, "")

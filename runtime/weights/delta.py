@@ -31,9 +31,7 @@ from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import DTYPES, TRAILER, TensorSpec
 
 # ---- Tensor files
-#
 # safetensors files, read and written a part of a tensor at a time.
-#
 # The `safetensors` package needs all tensors of a new file in memory. To read, it maps the file, and the mapped pages count as
 # the process's memory. This module holds only the requested part. The format: 8 bytes of length, a JSON header with dtype,
 # shape and range of each tensor, then the tensors, without gaps.
@@ -174,11 +172,9 @@ def _row_bytes(spec: TensorSpec) -> int:
 
 
 # ---- Shard delta
-#
 # Finds the policy's changes by shard, without a gather of whole tensors: each rank compares its shards with the last sent
 # version, and only changes travel. The resulting buckets equal gathered buckets bit for bit. Each rank keeps a copy of its last
 # sent shards, in the dtype on the wire and in host memory: together one model's size over all ranks that hold the model once.
-#
 # All ranks make the same calls in the same order. Each call is a collective over torch's default group.
 
 EXCHANGE_BYTES = 64 << 20  # that one rank sends in one exchange, except for a single larger change

@@ -25,9 +25,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.plan import TRAILER, Bucket, Manifest, aligned
 
 # ---- Authentication
-#
 # Tags prove that a value of a store, or a bucket, comes from a process with the group's key.
-#
 # Each group has its own key of 32 random bytes. Members receive the key over gRPC, or in their environment. The connections
 # are neither authenticated nor encrypted: gloo, NCCL and HCCL offer no such option. A stranger that reaches a connection can
 # read the traffic, and can end a group: by a deleted or overwritten value, or by a connection of its own. Two things carry no
@@ -63,7 +61,6 @@ class AuthenticatedStore(dist.Store):
     torch's C++ code calls these methods without a reference to the Python object: the caller of torch keeps the reference."""
 
     def __init__(self, inner: Any, key: bytes, prefix: str = ""):
-        """Put `prefix` before all names."""
         super().__init__()
         self._inner = inner
         self._key = key
@@ -159,7 +156,6 @@ class BucketTags:
 
 
 # ---- The buffers of buckets: of the version that a trainer sends, and of a staged version, which an engine's workers may read
-#
 # Buffers that other processes of this machine can map are memory files without a name (memfd). The limit of /dev/shm, 64 MiB in
 # a container by default, does not apply to these files. The kernel frees a file when the last process that holds it ends.
 

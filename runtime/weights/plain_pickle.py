@@ -129,7 +129,6 @@ class _Machine:
         self.stack = []
 
     def since_mark(self, _: None = None) -> list[Any]:
-        """Pop and return everything since the last mark."""
         found, self.stack = self.stack, self._below.pop()
         return found
 

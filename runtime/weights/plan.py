@@ -173,7 +173,6 @@ def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> 
 
 
 def aligned(offset: int) -> int:
-    """Round `offset` up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 

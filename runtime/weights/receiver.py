@@ -78,7 +78,9 @@ class StagedWeights:
         for phase in ("wait", "copy", "hash"):
             seconds = getattr(took, f"{phase}_seconds")
             spans.log.add(phase, at, at := at + seconds, WEIGHT_SYNC, step=version.step)  # shown one after the other
-        now, found = time.monotonic(), f"epoch {group.epoch}: {self._checksum()}"
+        trailers = [buffer[bucket.data_bytes :] for bucket, buffer in zip(self.buckets, self._buffers, strict=True)]
+        checksum = xxhash.xxh3_64_hexdigest(b"".join(trailer.numpy().tobytes() for trailer in trailers))  # equal at all members
+        now, found = time.monotonic(), f"epoch {group.epoch}: {checksum}"
         spans.log.add("verified", now, now, WEIGHT_SYNC, step=version.step, detail=found)
         self.version, self.taken = version, True
         return took
@@ -97,7 +99,6 @@ class StagedWeights:
         self.taken = False
 
     def _await_sender(self, group: WeightGroup, version: PolicyVersion) -> None:
-        """Block until the sender's announcement. Raises ServiceFault, phase "announce", or Cancelled."""
         try:
             group.await_announcement(version)
         except RuntimeError as error:
@@ -147,11 +148,6 @@ class StagedWeights:
             return [f"{where}: the checksum does not match"]
         _, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
         return [] if packed == version.pack() else [f"{where} is of version {PolicyVersion.unpack(packed)}"]
-
-    def _checksum(self) -> str:
-        """Return the version's checksum: equal at all members of the group with equal bytes."""
-        pairs = zip(self.buckets, self._buffers, strict=True)
-        return xxhash.xxh3_64_hexdigest(b"".join(buffer[bucket.data_bytes :].numpy().tobytes() for bucket, buffer in pairs))
 
 
 class WeightReceiver:
@@ -305,7 +301,6 @@ class WeightReceiver:
         return await self._peer.open(command)
 
     async def resend(self, command: commands.ResendWeights) -> commands.WeightsSent:
-        """Send the engine's version in the epoch that this rollout hosts."""
         if self._peer is None:
             raise ServiceFault(self._name, "transfer", f"there is no sync group of epoch {command.epoch}")
         # A separate task, as in `receive`: it goes on if the caller is cancelled, and `join` waits for its end.

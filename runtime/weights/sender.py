@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from runtime.weights.delta import Positions, TensorChanges
 
 # ---- Groups
-#
 # Members meet in a TCPStore that rank 0 hosts; buckets move over links, one from each sender to all receivers.
 
 
@@ -122,7 +121,6 @@ class WeightGroup:
 
     @property
     def sent_bytes(self) -> int:
-        """At a sender: the bytes sent to each receiver so far."""
         return self._links[0].sent_bytes
 
     def announce(self, version: PolicyVersion) -> None:

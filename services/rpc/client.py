@@ -34,7 +34,6 @@ from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
 # ---- Session
-#
 # The caller's end: one channel and one session stream per peer.
 
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -220,7 +219,6 @@ class Session:
             future.set_exception(errors.Unanswered(self.name, method_name, "did not answer", timeout))
 
     async def call(self, method_name: str, request: Any, timeout: float) -> Any:
-        """Post a call by its method's name, and wait for the answer."""
         return await self.post(contract.METHODS[self._service, method_name], request, timeout)
 
     async def unary(self, service: str, method_name: str, request: Any = None) -> Any:
@@ -487,7 +485,6 @@ async def _first_of(posted: Sequence[Coroutine[Any, Any, Any]]) -> Any:
 
 
 async def _joined(posted: Sequence[Coroutine[Any, Any, list[Any]]]) -> list[Any]:
-    """Return the answers of all ranks, joined. Raises the first error."""
     return [one for answer in await asyncio.gather(*posted) for one in answer]
 
 

@@ -37,7 +37,6 @@ from services.rpc import generated
 from services.rpc.generated import common_pb2
 
 # ---- Streams
-#
 # Both ends of a `Session` stream: small messages are joined into frames, large bodies are split.
 
 
@@ -199,7 +198,6 @@ class SendQueue:
 
 
 # ---- Wire errors
-#
 # Errors as messages: the caller gets the error that the process raised.
 
 # Errors that arrive unchanged. Unreachable and Unanswered are not among them: they describe a caller's own peer. The caller's
@@ -392,7 +390,6 @@ def _write(message: Any, value: msgspec.Struct, large: Parts | None = None) -> N
 
 @cache
 def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any, bool], ...]:
-    """Return each field's name and type, and whether it may be absent."""
     found = msgspec.structs.fields(type_)
     return tuple((field.name, field.type, type(None) in typing.get_args(field.type)) for field in found)
 

@@ -27,7 +27,6 @@ from runtime.process.os_process import counted
 from services.rpc import contract
 
 # ---- Refusals
-#
 # Log lines on refused messages. They stay few, however many messages a stranger sends.
 
 log = logging.getLogger("sluice")

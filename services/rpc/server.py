@@ -257,7 +257,6 @@ class _SessionHandler:
             stream.outbox.close()
 
     def _withdraw(self, call: common_pb2.Call, stream: _CallStream) -> None:
-        """Cancel a call whose answer is not wanted any more, and drop its kept answer."""
         self._kept.forget(call.key)
         if call.id in stream.answering:
             key, answer = stream.answering[call.id]
