@@ -81,8 +81,7 @@ class Peers:
             log.info("%s registered: pid %d at %s, %s", one.name, one.pid, one.address, took)
 
     async def connect(self, began: float) -> None:
-        """Wait until all units placed so far have registered, and open their sessions. Raises DeadlineExceeded if a unit is
-        late: `deadlines.start` after `began` to register, as long again to connect."""
+        """Open the sessions of all units placed so far. Raises DeadlineExceeded `deadlines.start` after `began`."""
         timeout = self._config.deadlines.start
         first = [unit.name for unit in self._register.units()]  # later units are not waited for
 

@@ -382,8 +382,7 @@ class GatewayService(process.Service):
 
 
 def be_responsive() -> None:
-    """Keep the event loop's pauses short. A thousand agents' calls are about `YOUNG` objects. A collection of these takes 50 ms
-    and frees nothing, since reference counts free a finished call at once."""
+    """Keep the event loop's pauses short: to collect the objects of a thousand calls takes 50 ms, and frees nothing."""
     gc.set_threshold(YOUNG, 20, 20)
     sys.setswitchinterval(timeouts.LOOP_TURN)
 

@@ -258,8 +258,7 @@ class Nodes:
             raise UserError(f"node {node.name}: the coordinator's own node has not joined") from None
 
     async def _namesake(self, node: NodeRegistration) -> None:
-        """Wait for the end of the node's former stream, which may arrive after the next stream has begun. The same agent ends
-        it at once; another agent waits up to `deadlines.keepalive`."""
+        """Wait for the end of the node's former stream: its agent ends it at once, another has `deadlines.keepalive`."""
         give_up = time.monotonic() + self.config.deadlines.keepalive
         while (former := self.roster.there.get(node.name)) is not None:
             if (former.pid, former.machine) == (node.pid, node.machine):

@@ -149,8 +149,7 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
 async def exposed(
     config: Config, status: Callable[[], Status], figures: Callable[[], RunFigures] | None = None
 ) -> AsyncIterator[str]:
-    """Serve the metrics of a process to Prometheus inside the block, if configured. Yields HOST:PORT, or "". `figures`: of the
-    coordinator. Raises UserError if the port cannot be opened."""
+    """Serve metrics to Prometheus in the block, if configured. Yields HOST:PORT or "". Raises UserError without a port."""
     if config.metrics.prometheus is None:
         yield ""
         return

@@ -1,5 +1,4 @@
-"""The trainer role: an SPMD group of one or more ranks. Rank 0 opens each weight sync's rendezvous, and sends the weights,
-alone or with other ranks. `python -m services.trainer`, alone or as a rank."""
+"""The trainer role: an SPMD group, which also sends the weights. `python -m services.trainer`, alone or as a rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """TLS certificates (X.509): made by the run itself, or given by the user.
 
-A process with the run's secret derives the private key of the run's CA from the secret. So it can issue certificates that all
-other processes trust, without a file or a distribution. A certificate names the process and its incarnation. Its private key
-never leaves that process, and ends with the process. So a certificate is valid at any time of a machine's clock."""
+A process with the run's secret derives the private key of the run's CA from it. So it can issue certificates that all other
+processes trust, without a file. A certificate names process and incarnation. Its private key never leaves that process, and
+ends with it: so it is valid at any time of a machine's clock."""
 
 from __future__ import annotations
 

@@ -145,8 +145,7 @@ def https(network: Network) -> bool:
 
 
 def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
-    """Return the keys of a holder of the secret; None if the run needs no keys. `network`: with the node's own address. Raises
-    Forbidden without a secret, and ConfigError for unusable certificates."""
+    """Return the keys of a holder of the secret, None if the run needs none. Raises Forbidden or ConfigError."""
     mode = security(network)
     if mode == "none":
         return None

@@ -157,8 +157,7 @@ def collectives() -> dict[str, int]:
 
 
 def keep_flight_record(path: Path) -> None:
-    """Write the newest collectives of this rank, from torch.distributed's flight recorder: a JSON list of NCCL's, then other
-    backends' records. Writes no file for a process without a group."""
+    """Write this rank's newest collectives, NCCL's first, as a JSON list, if it has a group: its flight record."""
     if not collectives():
         return
     from torch._C import _distributed_c10d as recorder

@@ -90,9 +90,7 @@ def _complete(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Empty the frames that `error` and its causes passed through.
-
-    Their locals hold stores and process groups. Without this, the sockets of these stay open as long as the error lives."""
+    """Empty the frames of `error` and its causes, whose locals would keep stores, groups and their sockets open as long."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

@@ -1,7 +1,6 @@
 """Transport `collective`: each bucket is one broadcast, over gloo, NCCL or HCCL.
 
-Buffers are always in host memory: on NCCL and HCCL the group copies them through the device. So the sender, the receiver
-and the checksums are the same on every backend."""
+Buffers lie in host memory: NCCL and HCCL copy them through the device. So all else is the same on every backend."""
 
 from __future__ import annotations
 
@@ -240,10 +239,8 @@ class GlooLink(Link):
                 look = now + timeouts.COLLECTIVE_LOSS
 
     def abort(self) -> None:
-        """Close every connection and free the threads. Idempotent, from any thread, and does not block.
-
-        gloo forgets a send whose connection fails while gloo's own thread writes: only `set_timeout` ends a wait for that send.
-        A group's destructor waits for its threads, so a separate thread destroys the group."""
+        """Close every connection and free the threads. Idempotent, from any thread; does not block. gloo forgets a send whose
+        connection fails while gloo's thread writes: `set_timeout` ends a wait for that. A thread destroys the group."""
         with self._leaving:
             gloo, self.gloo = self.gloo, None
         if gloo is not None:
@@ -305,10 +302,8 @@ class DeviceLink(Link):
         return partial(self._wait, work, staged, None if sends else buffer)
 
     def _wait(self, work: Any, staged: torch.Tensor, target: torch.Tensor | None, give_up: float) -> None:
-        """Wait for a broadcast, and copy `staged` to `target`, a receiver's host buffer.
-
-        The `wait` of NCCL and HCCL does not block the thread: it makes the current stream wait. So an event marks the end on
-        that stream, and this thread polls the event. The poll ends by `give_up` even if the broadcast never does."""
+        """Wait for a broadcast, and copy `staged` to `target`, a receiver's host buffer. The `wait` of NCCL and HCCL only makes
+        the current stream wait. So an event marks the end on that stream, and this thread polls the event, until `give_up`."""
         timeout = max(give_up - time.monotonic(), timeouts.TORCH_LEAST)
         with self.module.stream(self.stream):
             work.wait(timedelta(seconds=timeout))

@@ -1,12 +1,10 @@
 """Encoding `delta`: sends only the changes of each bucket since the version before, without loss, over any transport.
 
 A bucket is compared, as words of 16 bits (bfloat16's elements), with the bucket sent before in this epoch. It travels as a
-header and a payload: either the whole bucket, or the changed words and then one byte each for the unchanged words between them.
-A delta's header has two versions with their checksums, as the buckets' trailers do: the delta's start and its result. So deltas
-form a chain, and a delta is never applied to other weights than its start.
-
-Sender and receivers keep a copy of the last version: the model's size once more in host memory on both sides. A sender that
-gets changes from `ShardDelta` keeps no copy."""
+header and a payload: the whole bucket, or the changed words and then one byte each for the unchanged words between them. A
+delta's header has two versions with their checksums, as the buckets' trailers do: its start and its result. So deltas form a
+chain, and are never applied to other weights. Sender and receivers keep a copy of the last version: the model's size once more
+in host memory on both sides. A sender that gets changes from `ShardDelta` keeps no copy."""
 
 from __future__ import annotations
 
@@ -207,8 +205,7 @@ class TensorChanges:
         self.parts: list[ShardChange] = []
 
     def apply(self, tensor: torch.Tensor) -> Positions:
-        """Apply the changes to `tensor`, whole and as last sent. Returns positions of words that may have changed, unordered.
-        Raises RuntimeError for a payload that does not fit the tensor."""
+        """Apply the changes to `tensor`. Returns the words that may have changed, unordered. Raises RuntimeError."""
         changed = [np.empty(0, np.int64)]
         for change in self.parts:
             span, payload = change.span, np.frombuffer(change.payload, np.uint8)

@@ -123,8 +123,7 @@ class AuthenticatedStore(dist.Store):
 class BucketTags:
     """The tags in the trailers of a group's buckets, 8 bytes each. The digest is xxh3-128 of the data, with a seed derived from
     the key. The tag is BLAKE2b under the key, of digest, version and bucket index. So a universal hash feeds a pseudorandom
-    function, as in UMAC (RFC 4418). xxh3 is as fast as memory; no cryptographic hash is. No proof shows that xxh3 is universal:
-    tests found only that a change of the data keeps the digest under few seeds."""
+    function, as in UMAC (RFC 4418). xxh3 is as fast as memory, but not proven universal: few seeds kept a digest in tests."""
 
     def __init__(self, key: bytes):
         self._key = key
@@ -186,8 +185,7 @@ def memory_file(nbytes: int) -> torch.Tensor:
 
 
 def populate(buffer: torch.Tensor) -> None:
-    """Allocate all pages of the arena in which `buffer` lies: the first write to a page takes ten times as long as a later one.
-    Keeps the bytes. Does nothing if the kernel lacks MADV_POPULATE_WRITE."""
+    """Allocate the pages of the arena of `buffer`, if the kernel can: the first write to a page takes ten times as long."""
     whole = buffer.untyped_storage()
     # By ctypes, because Python's mmap.madvise would hold the GIL.
     ctypes.CDLL(None).madvise(ctypes.c_void_p(whole.data_ptr()), ctypes.c_size_t(whole.nbytes()), _POPULATE_WRITE)

@@ -109,9 +109,8 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     bucket is closed once the next tensor does not fit. A larger tensor has its own bucket.
 
     A receiver may use the buckets' memory as its weights. No bias or norm lies between the matrices of query, key and value. So
-    these adjoin if their sizes are multiples of `ALIGNMENT`, and form one matrix. The same holds for the matrices of gate and
-    up, and for the biases of query, key and value. Raises InvalidMessage for an unknown dtype, a repeated name, a holder that
-    is no sender, or a bucket size or number of senders below 1."""
+    these adjoin if their sizes are multiples of `ALIGNMENT`, and form one matrix. The same holds for gate and up, and for
+    biases. Raises InvalidMessage for an unknown dtype, a repeated name, a holder that is no sender, or a count below 1."""
     _check(manifest)
     all_senders = tuple(range(manifest.senders))
     shared: dict[tuple[int, ...], list[int]] = {}
@@ -157,9 +156,8 @@ def _fill(manifest: Manifest, tensors: Sequence[int]) -> list[Bucket]:
 
 def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> tuple[Bucket, ...]:
     """Assign a root to every bucket of `filled` (by holders, in order); return the buckets in the order in which receivers take
-    them. Each bucket goes to the holder with the fewest bytes so far. So senders that hold the same buckets differ by at most
-    one bucket. Buckets with few holders are assigned first. The result's order lets all senders progress evenly, by bytes:
-    receivers take a few buckets at a time, and these should come from all senders."""
+    them. Each bucket goes to the holder with the fewest bytes so far, buckets with few holders first. So senders with the same
+    buckets differ by at most one. All senders progress evenly, by bytes, as receivers take a few buckets at a time."""
     loads = [0] * senders
     paced: list[tuple[float, int, Bucket]] = []
     for number, (holders, buckets) in enumerate(sorted(filled.items(), key=lambda item: (len(item[0]), item[0]))):

@@ -1,10 +1,9 @@
 """The receiving side of a weight sync: a rollout joins an epoch's group, and stages whole versions beside the weights in use.
 
-The buckets outlive epochs: the group is an argument of `StagedWeights.receive`. A reception may be posted long before the
-sender starts, so two clocks apply. Until the sender's announcement a whole training step may pass: only the end of the group,
-the loss of the sender, or the group's backstop of hours ends the wait. From the announcement on, all buckets must arrive
-within `deadline` seconds. The coordinator therefore posts early. It keeps its own deadline, from the moment at which the
-trainer has made the version, and enforces that deadline with AbortWeights.
+A reception may be posted long before the sender starts, so two clocks apply. Until the sender's announcement a whole training
+step may pass: only the end of the group, the loss of the sender, or the group's backstop of hours ends the wait. From the
+announcement on, all buckets must arrive within `deadline` seconds. The coordinator keeps its own deadline, from the moment at
+which the trainer has made the version, and enforces that deadline with AbortWeights.
 
 A reception raises ServiceFault of phase "announce" (no announcement) or "transfer" (DeadlineExceeded if late), both after
 aborting the group. It raises phase "verify", with the buckets' names, and keeps the group; and Cancelled after an abort."""
@@ -282,8 +281,7 @@ class WeightReceiver:
             self._staged = None
 
     async def host(self, command: commands.InitWeightGroup) -> commands.WeightGroupReady:
-        """Host an epoch with the rollouts that lack the engine's version, and send from the buckets of its reception. Raises
-        ServiceFault, phase "snapshot", if no buckets hold the version unchanged."""
+        """Host an epoch, and send from the buckets. Raises ServiceFault, phase "snapshot", if none hold the version."""
         held, backend = self.held, "gloo" if takes_turns(self._config) else self._settings.backend
         if held is None:
             raise ServiceFault(self._name, "snapshot", "no version that was received is kept")

@@ -85,8 +85,7 @@ class WeightGroup:
         self._transfers = 0
 
     def connect(self) -> WeightGroup:
-        """Block until every member is connected, and return the group. Call this once only. Raises ServiceFault, phase
-        "rendezvous", with the ranks that did not come within the address's timeout."""
+        """Block until all are connected; return the group. Raises ServiceFault, phase "rendezvous", with the missing ranks."""
         address, store = self.address, self._running_store()
         give_up = time.monotonic() + address.timeout
         labels = list(map(address.label, range(address.world_size)))
@@ -145,10 +144,8 @@ class WeightGroup:
         return self._links[root if self.address.senders > 1 else 0].receive(index, buffer)
 
     def wait_for_senders(self, nbytes: int, give_up: float) -> int:
-        """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
-
-        Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`. It returns
-        the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason."""
+        """Report to rank 0 that the receivers have this sender's part, `nbytes` bytes. Rank 0 waits for all parts, until the
+        monotonic time `give_up`, and returns their bytes. Raises RuntimeError with the failed sender and the reason."""
         if self.rank:
             self._running_store().set(self._part(self.rank), str(nbytes))
             return nbytes
@@ -184,8 +181,7 @@ class WeightGroup:
     def abort(self) -> None:
         """Leave for good. Blocked threads fail here at once, at the peers once these see it. At rank 0 a rendezvous ends for
         all that have come. Idempotent, from any thread. Also the normal end of a group, once every receiver has verified the
-        last transfer: an arrived bucket may still fail when its connection closes. A process should leave its groups before its
-        exit."""
+        last transfer: an arrived bucket may still fail when its connection closes. A process should do this before its exit."""
         self.aborted = True
         here, connected = frozenset({(self.address.host, self.address.port)}), bool(self._links)
         for link in self._links:
@@ -208,10 +204,8 @@ def _left(give_up: float) -> float:
 def open_rendezvous(
     address: GroupAddress, interface: str, port_range: PortRange | None = None, name: str = "sender"
 ) -> WeightGroup:
-    """Open the rendezvous of `address` as rank 0, on a free port of `interface` within `port_range`. Does not block.
-
-    `address` lacks its host, its port and its key. With `full_every` = n > 0 versions are deltas, except one of every n, which
-    is whole. Raises UserError for an unknown interface, or a range without a free port."""
+    """Open the rendezvous of `address`, which lacks host, port and key, as rank 0 on a free port of `interface` within
+    `port_range`. Does not block. Raises UserError for an unknown interface, or a range without a free port."""
     address = replace(address, key=new_key())
     ip, patience = own_address(interface), timedelta(seconds=address.timeout)
     with listen(ip, port_range, BACKLOG) as listener:
@@ -514,11 +508,9 @@ class WeightSender:
     def gather(
         self, tensors: Iterable[torch.Tensor | TensorChanges], version: PolicyVersion, epoch: int
     ) -> Future[WeightsSent]:
-        """Fill the buckets with `version` in the engine's thread, and send each bucket once it is whole. Returns the transfer's
-        future. Every rank takes part in the gathering, so it runs to its end even if no bucket can be sent.
-
-        Blocks while a transfer of the version before ends, and while the group connects. The future raises ServiceFault if no
-        bucket could be sent; of phase "transfer" if the version is kept for another epoch."""
+        """Fill the buckets with `version` in the engine's thread, and send each once it is whole. Returns the transfer's
+        future. Every rank takes part, so it runs to its end even if no bucket can be sent. Blocks while the transfer before
+        ends, and while the group connects. The future raises ServiceFault: of phase "transfer" if the version is kept."""
         # Wait until the transfer before no longer reads the buckets: its end or an abort unblocks this.
         try:
             self.buffers.begin(version, self._settings.transfer_timeout)
@@ -536,8 +528,7 @@ class WeightSender:
         return sending
 
     async def send(self, version: PolicyVersion, epoch: int) -> WeightsSent:
-        """Send `version` once more from the buckets, independently of the engine. Raises ServiceFault: of phase "snapshot" if
-        the buckets hold another version, or have changed since the gathering."""
+        """Send `version` again, beside the engine. Raises ServiceFault, phase "snapshot", if it is not whole in the buckets."""
 
         def send() -> WeightsSent:
             held = self.buffers.await_held(version, self._settings.transfer_timeout)

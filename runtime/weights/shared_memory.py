@@ -2,10 +2,8 @@
 
 The sender's buckets lie in a memory file (`group.py`). Over a unix socket, the sender sends "bucket i is whole" with the file's
 descriptor, and receivers answer "bucket taken". Socket and memory file have no name. So when a process ends, its peers read the
-end of the connection at once, and no file stays behind.
-
-Receivers connect to the sender's socket by its descriptor in /proc, which processes of other users cannot open. In addition,
-the sender accepts only connections of its own user, as the kernel reports the user of each connection."""
+end of the connection at once, and no file stays behind. Receivers connect to the socket by its descriptor in /proc, which other
+users cannot open. The sender also accepts only connections of its own user, as the kernel reports it."""
 
 from __future__ import annotations
 

@@ -126,8 +126,7 @@ def _peer_error(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception
 
 
 class Session:
-    """Calls to one peer over one stream, many under way at once, several to a frame. When the stream breaks, pending and later
-    calls raise ServiceFault. `machine`: where the peer runs."""
+    """Calls to one peer over one stream, many at once. Once it breaks, calls raise ServiceFault. `machine`: the peer's."""
 
     def __init__(self, channel: Channel, name: str, service: str, machine: str = "", term: int = 0):
         """Create the session over `channel`, and own it. `term`: of the coordinator."""

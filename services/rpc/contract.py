@@ -1,9 +1,8 @@
 """Translation between protobuf messages and Sluice's types, errors included. No other module does this.
 
 A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds msgpack
-(`runtime.types`). Each method has one row: the Struct of its request, which gives the type of the answer; the key of its
-deadline; its priority; the ranks of a group that get it; its callers. The messages come from proto/, by the method's name. A
-role's servicer has a method of the same name in snake case."""
+(`runtime.types`). Each method has one row, see `Method`. Its messages come from proto/, by its name. A role's servicer has a
+method of the same name in snake case."""
 
 from __future__ import annotations
 
@@ -296,15 +295,13 @@ class Ranks(enum.Enum):
 
 @dataclass(frozen=True)
 class Method:
-    """One method, and what its callers must know.
-
-    `deadline`: the configuration's key of the seconds until its answer, or their name in `timeouts`; "" if the callers say.
-    `command`: the Struct that asks for it. `share`: maps a command and the number of leaders to each leader's indices into
-    `groups`. `gathered`: the Struct of a single request; a command takes many. `key`: the fields that identify a call. A call
-    with a key outlives its stream, is not done twice, and has its answer kept until the caller acknowledges it. Groups of
-    evaluations and probes, whose ids are negative, have no key: they are generated again. `callers`: who may call it, by kind
-    or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may send it. `streamed`: the answer is any
-    number of replies."""
+    """One method, and what its callers must know. `deadline`: the configuration's key of the seconds until its answer, or their
+    name in `timeouts`; "" if the callers say. `command`: the Struct that asks for it. `share`: maps a command and the number of
+    leaders to each leader's indices into `groups`. `gathered`: the Struct of a single request; a command takes many. `key`: the
+    fields that identify a call. A call with a key outlives its stream, is not done twice, and has its answer kept until the
+    caller acknowledges it. Groups of evaluations and probes, whose ids are negative, have no key: they are generated again.
+    `callers`: who may call it, by kind or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may
+    send it. `streamed`: the answer is any number of replies."""
 
     service: str
     name: str

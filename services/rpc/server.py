@@ -107,8 +107,7 @@ class Server:
         raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
 
     async def rebind(self, address: str) -> str:
-        """Listen on the address of the process that this one replaces, since others know it. A connection of another program
-        may hold the port for a while. Raises UserError after `PORT_AGAIN`."""
+        """Listen on the address of the process before, once it is free. Raises UserError after `PORT_AGAIN`."""
         host, _, port = address.rpartition(":")
         deadline = time.monotonic() + timeouts.PORT_AGAIN
         while True:
@@ -360,8 +359,7 @@ class Calls:
         self._logged: BaseException | None = None  # the newest; several calls may get one error
 
     def counted(self, method: contract.Method, handler: Handler) -> Handler:
-        """Wrap `handler` to count its calls, unless they are streamed. A data call that arrives while the process drains gets
-        no answer: its caller sees a lost connection, as from a killed process."""
+        """Wrap `handler` to count its calls. Data calls while the process drains get no answer, as from a killed one."""
         if method.streamed:
             return handler
 
