@@ -52,15 +52,12 @@ def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHEC
     """Return whether `service` of the process at `address` serves ("" = the process as a whole), and a word for its state."""
     with security.connection(grpc, address, own, "", _OPTIONS) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout, wait_for_ready=True
-            )
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout, wait_for_ready=True)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                plain = (
-                    "" if own is not None and own.tls else "; a process with TLS answers only with --run DIR or SLUICE_SECRET"
-                )
-                return False, f"no answer within {timeout:g} s{plain}"
+                hint = "; a process with TLS answers only with --run DIR or SLUICE_SECRET"
+                return False, f"no answer within {timeout:g} s{'' if own is not None and own.tls else hint}"
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False, f"has no service {service!r}"
             return False, f"{error.code().name}: {error.details()}"

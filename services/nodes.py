@@ -56,7 +56,7 @@ class Nodes:
     async def join(self, node: NodeRegistration) -> AsyncGenerator[Assignment, None]:
         """Admit `node` and yield its assignment, again at each change. It leaves as its stream ends. Raises UserError."""
         try:
-            if self._is_own(node):
+            if node.pid == os.getppid() and node.machine == os_process.machine():  # its agent started this process
                 self._own_name = node.name
             else:
                 await self._own_first(node)
@@ -245,10 +245,6 @@ class Nodes:
         log.warning("node %s is lost: its agent has ended, or does not answer", name)
 
     # ------------------------------------------------------------------------------------------ internals
-
-    def _is_own(self, node: NodeRegistration) -> bool:
-        """Return whether this node's agent started this process."""
-        return node.pid == os.getppid() and node.machine == os_process.machine()
 
     async def _own_first(self, node: NodeRegistration) -> None:
         """Wait for the coordinator's own node, with which others are compared. Raises UserError if its agent does not come."""

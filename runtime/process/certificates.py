@@ -32,23 +32,18 @@ _NAME = 64  # characters of a common name, RFC 5280 appendix A
 def issued(authority: bytes, party: str, address: str = "") -> Certificates:
     """Issue a new certificate for `party` by the CA of the key `authority`; also for `address`, to callers from elsewhere."""
     ca, ca_certificate, key = _key(authority), _authority(authority), ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        _builder(party, key, ca_certificate.subject)
-        .add_extension(x509.SubjectAlternativeName(_names(party, address)), critical=False)
-        .add_extension(
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
-        )
-        .sign(ca, hashes.SHA256())
-    )
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    named = _builder(party, key, ca_certificate.subject).add_extension(_names(party, address), critical=False)
+    certificate = named.add_extension(usage, critical=False).sign(ca, hashes.SHA256())
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return Certificates(_pem(ca_certificate), _pem(certificate), private)
 
 
-def _names(party: str, address: str) -> list[x509.GeneralName]:
+def _names(party: str, address: str) -> x509.SubjectAlternativeName:
     names: list[x509.GeneralName] = [x509.DNSName(server_name(name)) for name in (party, "")]
     with suppress(ValueError):
         names.append(x509.IPAddress(ipaddress.ip_address(address)))
-    return names
+    return x509.SubjectAlternativeName(names)
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

@@ -4,13 +4,12 @@ The order of preference is npu, cuda, cpu. Only this module imports torch_npu, a
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,9 +98,7 @@ def collective_backend(
 def process_group_class(backend: str) -> Any:
     """Return the class of a process group over "nccl" or "hccl", for a group beside torch's default group."""
     if backend == "nccl":
-        import torch.distributed as dist
-
-        return dist.ProcessGroupNCCL
+        return torch.distributed.ProcessGroupNCCL
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     return ProcessGroupHCCL
@@ -149,7 +146,7 @@ def release(where: torch.device) -> None:
 
 def trim() -> None:
     """Return the C allocator's unused memory to the system. glibc keeps free memory between used pieces."""
-    with contextlib.suppress(AttributeError):  # another C library
+    with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 

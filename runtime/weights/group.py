@@ -114,9 +114,8 @@ class AuthenticatedStore(dist.Store):
     def _verified(self, key: str, name: str, value: bytes) -> bytes:
         tag, content = value[:_TAG_BYTES], value[_TAG_BYTES:]
         if not secrets.compare_digest(tag, self._tag(name, content)):
-            raise ForgedValue(
-                f"{self._prefix}{key} in the group's store was written by a process that does not have the group's key"
-            )
+            where = f"{self._prefix}{key} in the group's store"
+            raise ForgedValue(f"{where} was written by a process that does not have the group's key")
         return content
 
 

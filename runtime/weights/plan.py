@@ -181,10 +181,8 @@ def resolve_transport(transport: str, backend: str, machines: Mapping[str, str])
     name, machine = next(iter(machines.items()))
     apart = [other for other, where in machines.items() if not where or where != machine]
     if transport == "shared_memory" and apart:
-        raise UserError(
-            f"weight_sync.transport: shared_memory needs all on one machine, but {', '.join(apart)} may run on another machine "
-            f"than {name}; must be auto or collective"
-        )
+        why = f"shared_memory needs all on one machine, but {', '.join(apart)} may run on another machine than {name}"
+        raise UserError(f"weight_sync.transport: {why}; must be auto or collective")
     if transport == "auto":
         return "shared_memory" if backend == "auto" and not apart else "collective"
     return transport

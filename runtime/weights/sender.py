@@ -71,7 +71,7 @@ class WeightGroup:
     order, from one thread. No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole
     training step ahead. The wait occupies no device stream, and deadlines count from the announcement."""
 
-    def __init__(self, address: GroupAddress, name: str, store: AuthenticatedStore, interface: str):
+    def __init__(self, address: GroupAddress, name: str, store: Any, interface: str):
         """Make a group that is not connected. `address`: rank 0's, with the own rank in it. `interface`: own IP address."""
         self.address = address
         self.name = name
@@ -79,7 +79,7 @@ class WeightGroup:
         self.rank = address.rank
         self.tags = BucketTags(address.key)
         self.aborted = False
-        self._store: AuthenticatedStore | None = store
+        self._store: AuthenticatedStore | None = AuthenticatedStore(store, address.key).within(f"epoch/{address.epoch}")
         self._interface = interface
         self._links: list[Link] = []  # at a receiver one from each sender, by the sender's rank; at a sender its own
         self._transfers = 0
@@ -213,7 +213,7 @@ def open_rendezvous(
         descriptor = listener.detach()
         store = dist.TCPStore(ip, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor)
     address = replace(address, host=ip, port=port)
-    return WeightGroup(address, name, _members_store(store, address), ip)
+    return WeightGroup(address, name, store, ip)
 
 
 def join_rendezvous(address: GroupAddress, name: str) -> WeightGroup:
@@ -225,11 +225,7 @@ def join_rendezvous(address: GroupAddress, name: str) -> WeightGroup:
         message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
     left = replace(address, timeout=_left(give_up))
-    return WeightGroup(left, name, _members_store(store, address), own_address(AUTO, address.host)).connect()
-
-
-def _members_store(store: Any, address: GroupAddress) -> AuthenticatedStore:
-    return AuthenticatedStore(store, address.key).within(f"epoch/{address.epoch}")
+    return WeightGroup(left, name, store, own_address(AUTO, address.host)).connect()
 
 
 # ---- Sender
@@ -428,9 +424,7 @@ class SendBuffers:
         """Wait until at most `most` transfers are under way."""
         while len(pending) > most:
             pending.pop(0)(give_up)
-            with self._changed:
-                self._taken += 1
-                self._changed.notify_all()
+            self._taken += 1
 
 
 class _Joining(NamedTuple):

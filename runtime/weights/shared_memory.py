@@ -89,8 +89,7 @@ class SendingLink(_SocketLink):
                     raise RuntimeError(f"{label} is gone: {error}") from error
             self._sent += 1
             self.sent_bytes += buffer.numel()
-            number = self._sent
-        return partial(self._await_taken, number)
+            return partial(self._await_taken, self._sent)
 
     def _await_taken(self, number: int, give_up: float) -> None:
         """Wait until all receivers have taken the `number`th sent bucket. Raises RuntimeError if any receiver ends, or late."""
@@ -200,9 +199,8 @@ class ReceivingLink(_SocketLink):
             raise RuntimeError(f"{self._label} is gone")
         number, offset, size = _WHOLE.unpack(message)
         if (number, size) != (index, nbytes) or self._memory is None or offset + size > len(self._memory):
-            raise RuntimeError(
-                f"{self._label} sent bucket {number}, {size} bytes at {offset}, for bucket {index}, {nbytes} bytes"
-            )
+            sent = f"bucket {number}, {size} bytes at {offset}"
+            raise RuntimeError(f"{self._label} sent {sent}, for bucket {index}, {nbytes} bytes")
         return self._memory[offset : offset + size]
 
     def _map(self, descriptor: int) -> None:
@@ -295,11 +293,9 @@ def _accept(listener: socket.socket, world_size: int) -> dict[int, socket.socket
 
 def _rank_of(peer: socket.socket) -> int:
     """Return the rank in the peer's first message; 0 if there is none."""
-    try:
-        message = peer.recv(_RANK.size)
-    except OSError:
-        return 0
-    return int(_RANK.unpack(message)[0]) if len(message) == _RANK.size else 0
+    with suppress(OSError, struct.error):
+        return int(_RANK.unpack(peer.recv(_RANK.size))[0])
+    return 0
 
 
 def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) -> Link:
@@ -328,5 +324,4 @@ def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) 
 def user_of(peer: socket.socket) -> int:
     """Return the user id of the process at the other end of a unix socket, as the kernel reports it."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(credentials)[1]
-    return user
+    return int(_CREDENTIALS.unpack(credentials)[1])

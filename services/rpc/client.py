@@ -102,9 +102,8 @@ async def items(channel: Channel, name: str, method: contract.Method, request: A
         async for item in stub(request, metadata=channel.metadata):
             yield item
     except grpc.aio.AioRpcError as error:
-        raise _peer_error(error, name, method.name) or errors.Unreachable(
-            name, method.name, f"{error.code().name}: {error.details()}"
-        ) from None
+        lost = errors.Unreachable(name, method.name, f"{error.code().name}: {error.details()}")
+        raise _peer_error(error, name, method.name) or lost from None
 
 
 async def watch(address: str, silence: float = 0.0, keys: Keys | None = None) -> AsyncGenerator[Progress, None]:
