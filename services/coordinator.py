@@ -223,8 +223,7 @@ class CoordinatorProcess(RunSupervisor):
             os.close(ready_fd)
         end = "failed"
         try:
-            # A node's report of a fatal death fails `_failed`: the work is cancelled, everything is closed, then the error is
-            # raised.
+            # A node's report of a fatal death fails `_failed`: the work is cancelled, all is closed, then the error is raised.
             await unless_failed({self._failed}, self._train() if self._trains else self._evaluate())
             end = "finished"
         finally:

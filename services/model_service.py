@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ class SpmdService(process.Service):
         spread: Spread = getattr(config.services, role)
         self.libraries = process.TRANSFORMERS if spread.engine == "torch" else process.TORCH
         self._make_rank = make_rank
-        self._thread = ThreadPoolExecutor(1, "engine")
+        self._thread = self.torch_thread = ThreadPoolExecutor(1, "engine")
         self._worker: GroupRank
         self._busy_seconds = 0.0
         self._commands = 0  # commands queued so far
@@ -69,9 +69,6 @@ class SpmdService(process.Service):
     @property
     def version(self) -> PolicyVersion:
         return self._worker.version
-
-    def torch_thread(self) -> Executor:
-        return self._thread
 
     async def profile(self, asked: Profile) -> list[Path]:
         if self.profiled_for == "seconds":
@@ -305,10 +302,7 @@ class FrozenModelService(ActorService):
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
-        self._thread = ThreadPoolExecutor(1, "model")
-
-    def torch_thread(self) -> Executor:
-        return self._thread
+        self._thread = self.torch_thread = ThreadPoolExecutor(1, "model")
 
     async def close(self) -> None:
         await super().close()

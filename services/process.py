@@ -54,6 +54,7 @@ class Service(ABC):
     background: asyncio.Future[None] | None = None  # the process ends when this work fails
     keys: Keys | None = None  # of this process
     profiled_for: profiles.Unit = "seconds"
+    torch_thread: Executor | None = None  # of its torch computations, one at a time
 
     def __init__(self, config: Config, name: str, rank: int):
         self.config = config
@@ -89,13 +90,9 @@ class Service(ABC):
         """The state in a status report once the process serves."""
         return "ready"
 
-    def torch_thread(self) -> Executor | None:
-        """Return the executor of its torch computations, one at a time. None if it does not compute with torch itself."""
-        return None
-
     async def profile(self, asked: Profile) -> list[Path]:
         """Record a profile, and return its files. Raises UserError if such a profile is impossible here, and OSError."""
-        path, thread = profiles.stem(self.config, self.name, self.rank, asked.step), self.torch_thread()
+        path, thread = profiles.stem(self.config, self.name, self.rank, asked.step), self.torch_thread
         if thread is None:
             return await profiles.by_spy(path, asked)
         return await profiles.of_thread(thread, path, asked.memory, asyncio.sleep(asked.seconds))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,7 @@ class RolloutService(ActorService):
         from runtime.weights.receiver import WeightReceiver
 
         shared = replicas(self.config)[self.name].engine == "vllm"
-        self._engine = engine
+        self._engine, self.torch_thread = engine, engine.thread
         self.weights = WeightReceiver(engine, self.config, self.name, shared=shared)
 
     async def start(self) -> None:
@@ -106,9 +105,6 @@ class RolloutService(ActorService):
         if self._engine.torn:
             return "torn"
         return "ready" if self._level == Level.AWAKE else "asleep"
-
-    def torch_thread(self) -> Executor | None:
-        return self._engine.thread
 
     def gauges(self) -> dict[str, float]:
         return {**self._engine.stats().gauges(), "swaps_total": self.weights.swaps, "torn": float(self._engine.torn)}

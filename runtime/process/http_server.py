@@ -109,10 +109,6 @@ class HttpServer:
             self._listening.close()
         await self.runner.cleanup()
 
-    @property
-    def connections(self) -> int:
-        return len(self._open)
-
     def take(self, connection: Connection) -> bool:
         """Add a connection, and end an older stranger for it if necessary. Returns whether there was room."""
         if self._of_host[connection.host] >= self.most // 2:

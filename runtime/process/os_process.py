@@ -172,8 +172,7 @@ def ended(child: int) -> bool:
 
 
 # ---- Command line
-# Arguments, signals and the terminal of every command. A mistake in an argument gives one line. Ctrl-C, SIGTERM, SIGHUP and
-# a lost terminal end a command in the same way.
+# Arguments and signals of every command. Ctrl-C, SIGTERM, SIGHUP and a lost terminal end a command in the same way.
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -35,8 +35,7 @@ from runtime.process import os_process
 from runtime.process.waiting import unless_failed
 
 # ---- Progress
-# The process sends a heartbeat with its current phase to its node's agent once a second. It shows that the process makes
-# progress:
+# The process shows that it makes progress. Once a second it sends a heartbeat with its phase to its node's agent:
 #     a thread or a task ── at("backward") ──►  open phases  ──►  event loop ── Heartbeat ──►  launcher/node/watchdog.py
 # A phase has a limit: `deadlines.watchdog`, or ten times its longest duration so far in the process, at least 10 s. The agent
 # ends a process whose phase exceeds the limit, or whose event loop is silent for the limit of "loop". Writes have no limit.

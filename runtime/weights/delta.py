@@ -198,16 +198,13 @@ class ShardChange(Struct, frozen=True, array_like=True):
     payload: memoryview  # uint8: of `encode`; or of the shard's own size: then its words
 
 
-class TensorChanges:
+class TensorChanges(list[ShardChange]):
     """One tensor's changes since the last sent version."""
-
-    def __init__(self) -> None:
-        self.parts: list[ShardChange] = []
 
     def apply(self, tensor: torch.Tensor) -> Positions:
         """Apply the changes to `tensor`. Returns the words that may have changed, unordered. Raises RuntimeError."""
         changed = [np.empty(0, np.int64)]
-        for change in self.parts:
+        for change in self:
             span, payload = change.span, np.frombuffer(change.payload, np.uint8)
             part = tensor[tuple(slice(*bounds) for bounds in span)]
             block = part.contiguous()
@@ -258,7 +255,7 @@ class ShardDelta:
         changes = {place: TensorChanges() for place in self._own}
         for number in range(count):
             for change in self._exchange(exchanges[number] if number < len(exchanges) else []):
-                changes[change.place].parts.append(change)
+                changes[change.place].append(change)
         self._complete = True
         return iter(changes.values())
 

@@ -191,8 +191,7 @@ class WeightReceiver:
         for before in (self._reception, self._sending):
             if before is not None and not (await asyncio.wait({before}, timeout=timeout))[0]:
                 raise DeadlineExceeded(self._name, "join", "the transfer before has not ended", timeout)
-        # Wait until all members are connected, or the rendezvous fails. Known limit: an abort does not end this wait. The
-        # timeout does, or the end of rank 0.
+        # Wait until all members are connected, or the timeout or the end of rank 0. Known limit: an abort does not end this.
         group = await asyncio.wrap_future(in_thread("join-weights", lambda: join_rendezvous(command.address, self._name)))
         if epoch != self.epoch:  # an abort came meanwhile
             group.abort()
@@ -224,8 +223,7 @@ class WeightReceiver:
             raise InvariantViolated(f"{self._name}: cannot receive {version}: {self._staged.version} is still staged")
         free = next(each for each in self._sets if not each.taken)
         needed, timeout = not self._has(version), self._settings.transfer_timeout
-        # Wait in a thread for all buckets. A whole training step may pass before the sender's announcement. An abort ends this
-        # wait: `leave` aborts the group.
+        # Wait in a thread for all buckets. A whole training step may pass before the announcement. `leave` ends this wait.
         took = await asyncio.wrap_future(in_thread(f"receive-{version}", lambda: free.receive(group, version, timeout)))
         before = time.monotonic()
         try:

@@ -477,8 +477,7 @@ class WeightSender:
 
         # Wait until the epoch before is left: both epochs may use the same port, and the transfer before must free the buckets.
         await asyncio.wrap_future(left)
-        # In a thread: torch looks up names while it opens the store, for seconds where no name server answers. An abort is
-        # answered meanwhile.
+        # In a thread, as an abort is answered meanwhile: torch looks up names, for seconds where no name server answers.
         hosting = in_thread("host-weights", host)
         try:
             pending = await asyncio.wrap_future(hosting)
@@ -530,8 +529,7 @@ class WeightSender:
                 raise ServiceFault(self._name, "snapshot", f"version {version} was not kept: {held or 'no whole'} is there")
             return self._begin_transfer(version, epoch).result()
 
-        # In a thread, which waits three times: for the engine to begin to gather the version, for all members to connect, and
-        # for the transfer. `close` ends the last two waits.
+        # In a thread, which waits for the engine to begin to gather, then for the members and the transfer, until `close`.
         return await asyncio.wrap_future(in_thread("resend", send))
 
     def close(self, epoch: int | None = None) -> Future[None]:

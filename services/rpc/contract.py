@@ -199,8 +199,7 @@ class SendQueue:
 # ---- Wire errors
 # Errors as messages: the caller gets the error that the process raised.
 
-# Errors that arrive unchanged. Unreachable and Unanswered are not among them: they describe a caller's own peer. The caller's
-# caller must not take them for a fault of its own peer.
+# Errors that arrive unchanged, but not Unreachable and Unanswered: a caller's caller would take them for its own peer's.
 UNCHANGED = (
     *(errors.UserError, errors.StorageFull, errors.ConfigError, errors.InvalidMessage, errors.Cancelled),
     *(errors.Forbidden, errors.ServiceFault, errors.DeadlineExceeded, errors.InvariantViolated),

@@ -279,7 +279,7 @@ def changed(before: torch.Tensor, now: torch.Tensor) -> TensorChanges:
         old, new = (words_of(tensor[index].contiguous().view(-1).view(torch.uint8)) for tensor in (before, now))
         payload = encode(old, new)
         payload = new.view(np.uint8) if payload is None else payload
-        changes.parts.append(ShardChange(0, span, payload.data))
+        changes.append(ShardChange(0, span, payload.data))
     return changes
 
 
