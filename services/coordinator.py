@@ -36,9 +36,7 @@ from runtime.evaluation.results import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process import keys, os_process, waiting
 from runtime.process.keys import Keys
-from runtime.process.os_process import ending_signals
 from runtime.process.spans import STATE, LineStates
-from runtime.process.waiting import first_error, unless_failed
 from runtime.status import Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
@@ -47,9 +45,6 @@ from services.nodes import Nodes
 from services.rpc.client import Channel, Session, client
 from services.rpc.contract import service_of
 from services.rpc.server import Handlers, Server
-
-# ---- Peers
-# The sessions of a run. A unit's sessions open once it has registered, and close once a newer incarnation replaces it.
 
 log = logging.getLogger("sluice")
 
@@ -194,7 +189,7 @@ class CoordinatorProcess(RunSupervisor):
         """Run the coordinator to its end. `ready_fd`: the descriptor that gets the address. Raises UserError, ServiceFault."""
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
-        for number in ending_signals():
+        for number in os_process.ending_signals():
             loop.add_signal_handler(number, self._interrupt)
         os_process.heed_signals()
         server = Server(self._handlers(), silence=self._config.deadlines.keepalive, keys=self._keys)
@@ -224,7 +219,7 @@ class CoordinatorProcess(RunSupervisor):
         end = "failed"
         try:
             # A node's report of a fatal death fails `_failed`: the work is cancelled, all is closed, then the error is raised.
-            await unless_failed({self._failed}, self._train() if self._trains else self._evaluate())
+            await waiting.unless_failed({self._failed}, self._train() if self._trains else self._evaluate())
             end = "finished"
         finally:
             (self._folder / run_files.ADDRESS).unlink(missing_ok=True)
@@ -446,7 +441,7 @@ async def _closed(*opened: Trackers | LedgerWriter) -> AsyncIterator[None]:
                 await each.close()
             except SluiceError as second:
                 log.warning("%s", second)
-        raise first_error(error) from None
+        raise waiting.first_error(error) from None
     for each in opened:
         await each.close()
 

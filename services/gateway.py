@@ -38,7 +38,6 @@ from runtime.gateway.rendering import renderer_of
 from runtime.models.limits import longest_text
 from runtime.process import keys, network
 from runtime.process.http_server import HttpServer
-from runtime.process.keys import Keys, https
 from runtime.process.waiting import done_within, now
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RunEpisodesRequest, Sample, SamplingParams
 from services import process
@@ -108,7 +107,7 @@ class EnvironmentChannel:
 class EnvironmentChannels:
     """One channel to each process, by the name of its environment."""
 
-    def __init__(self, config: Config, own_keys: Keys | None):
+    def __init__(self, config: Config, own_keys: keys.Keys | None):
         """Open the channels to the user's servers. Raises UserError if a token is not in this process's environment."""
         self._config, self._keys = config, own_keys
         self._own: dict[PeerAddress, EnvironmentChannel] = {}
@@ -160,7 +159,7 @@ YOUNG = 200_000  # new objects before the garbage collector runs
 class RolloutSessions:
     """Sessions to the rollouts that the coordinator names. A conversation keeps its rollout; a new one gets the least busy."""
 
-    def __init__(self, config: Config, own_keys: Keys | None):
+    def __init__(self, config: Config, own_keys: keys.Keys | None):
         self._config, self._keys = config, own_keys
         self._sessions: dict[PeerAddress, Session] = {}
         self._calls: Counter[str] = Counter()  # samples under way by rollout
@@ -323,7 +322,7 @@ class GatewayService(process.Service):
 
     def _tls(self) -> ssl.SSLContext | None:
         """Return the run's certificates, None without TLS. Clients trust them by the file `GATEWAYS_CA` in the run's folder."""
-        if self.keys is None or not https(self.config.network):
+        if self.keys is None or not keys.https(self.config.network):
             return None
         context, pem = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), self.keys.pem()
         with os.fdopen(os.memfd_create("certificate"), "wb", buffering=0) as file:  # load_cert_chain reads only files

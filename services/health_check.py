@@ -14,10 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from runtime import timeouts
 from runtime.errors import UserError
-from runtime.process import keys, os_process
-from runtime.process.keys import Keys
-from runtime.process.network import is_host_port
-from runtime.process.os_process import CommandParser
+from runtime.process import keys, network, os_process
 from runtime.telemetry.shown import shown
 from services.rpc import security
 
@@ -26,7 +23,7 @@ _STATES = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
+    parser = os_process.CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("address", type=_address, help="host:port, or [IPv6]:port")
     parser.add_argument("--run", default="", metavar="DIR", help="the run's folder, needed if the run has TLS")
     parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
@@ -48,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if serves else 1
 
 
-def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK, own: Keys | None = None) -> tuple[bool, str]:
+def check(
+    address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK, own: keys.Keys | None = None
+) -> tuple[bool, str]:
     """Return whether `service` of the process at `address` serves ("" = the process as a whole), and a word for its state."""
     with security.connection(grpc, address, own, "", _OPTIONS) as channel:
         try:
@@ -65,7 +64,7 @@ def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHEC
 
 
 def _address(text: str) -> str:
-    if not is_host_port(text):
+    if not network.is_host_port(text):
         raise argparse.ArgumentTypeError(f"'{text}' is not host:port or [IPv6]:port")
     return text
 

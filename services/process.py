@@ -26,10 +26,8 @@ import services
 from runtime import run_files, timeouts
 from runtime.config import Config, loading
 from runtime.errors import DeadlineExceeded, SluiceError, Unanswered, Unreachable, UserError
-from runtime.process import keys, os_process, spans
+from runtime.process import keys, network, os_process, spans
 from runtime.process.keys import Keys
-from runtime.process.network import transport_variables
-from runtime.process.os_process import ending_signals
 from runtime.process.waiting import unless_failed
 from runtime.status import Profile, Registration, RunFigures, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
@@ -111,7 +109,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
     arguments = parser.parse_args()
 
     def work(config: Config, phases: Phases) -> Coroutine[Any, Any, None]:
-        for name, value in transport_variables(config.network.interface).items():
+        for name, value in network.transport_variables(config.network.interface).items():
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
         service.keys = keys.given(config.network, service.name)
@@ -188,7 +186,7 @@ class ServiceProcess:
         await server.set_serving(False)
         loop, grace = asyncio.get_running_loop(), max(timeouts.INTERRUPTED_GRACE, service.config.deadlines.stop)
         # A scheduler that ends a job signals every process. The coordinator sends Stop once all is saved; `grace` bounds that.
-        for number in ending_signals():
+        for number in os_process.ending_signals():
             loop.add_signal_handler(number, loop.call_later, grace, self._stop.set)
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
         os_process.heed_signals()

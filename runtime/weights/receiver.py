@@ -24,7 +24,6 @@ from runtime.cluster.topology import takes_turns
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process import platform, spans
-from runtime.process.spans import WEIGHT_SYNC
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.collective import reason
@@ -66,21 +65,21 @@ class StagedWeights:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
         self._buffers = self._buffers or allocate(self.buckets, pin=False, shared=self._shared)
         # The sender's `announce` unblocks this, once its first bucket is whole. An abort, or the sender's loss, ends it.
-        with spans.log.span("await sender", WEIGHT_SYNC, step=version.step):
+        with spans.log.span("await sender", spans.WEIGHT_SYNC, step=version.step):
             self._await_sender(group, version)
         at = time.monotonic()
         group.set_timeout(deadline)
         self.version, self._sends, self._tags = None, None, group.tags
         # Take bucket by bucket while the sender gathers; the deadline counts from here.
-        with spans.log.span("receive", WEIGHT_SYNC, step=version.step):
+        with spans.log.span("receive", spans.WEIGHT_SYNC, step=version.step):
             took = self._take(group, version, deadline)
         for phase in ("wait", "copy", "hash"):
             seconds = getattr(took, f"{phase}_seconds")
-            spans.log.add(phase, at, at := at + seconds, WEIGHT_SYNC, step=version.step)  # shown one after the other
+            spans.log.add(phase, at, at := at + seconds, spans.WEIGHT_SYNC, step=version.step)  # shown one after the other
         trailers = [buffer[bucket.data_bytes :] for bucket, buffer in zip(self.buckets, self._buffers, strict=True)]
         checksum = xxhash.xxh3_64_hexdigest(b"".join(trailer.numpy().tobytes() for trailer in trailers))  # equal at all members
         now, found = time.monotonic(), f"epoch {group.epoch}: {checksum}"
-        spans.log.add("verified", now, now, WEIGHT_SYNC, step=version.step, detail=found)
+        spans.log.add("verified", now, now, spans.WEIGHT_SYNC, step=version.step, detail=found)
         self.version, self.taken = version, True
         return took
 
@@ -228,7 +227,7 @@ class WeightReceiver:
         before = time.monotonic()
         try:
             if needed and group is self.group:
-                with spans.log.span("stage", WEIGHT_SYNC, step=version.step):
+                with spans.log.span("stage", spans.WEIGHT_SYNC, step=version.step):
                     # The engine copies in its own thread, or its workers read the buckets. No reception overwrites them.
                     await self._engine.stage(free.tensors())
             if group is not self.group:  # left meanwhile
@@ -254,7 +253,7 @@ class WeightReceiver:
     async def swap(self) -> None:
         """Swap the received version into the engine. Must be awaited between two decode steps."""
         assert self._received is not None
-        with spans.log.span("swap", WEIGHT_SYNC, step=self._received.step):
+        with spans.log.span("swap", spans.WEIGHT_SYNC, step=self._received.step):
             await self._engine.swap(self._received, self._settings.in_flight == "recompute")
         self._committed, self._received = self._received, None
         # An engine that adopts buckets has stopped using the old ones; any other engine has copied the new ones.

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,27 +29,16 @@ from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.network import AUTO, PortRange, listen, own_address
-from runtime.process.spans import WEIGHT_SYNC
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights import collective, shared_memory
 from runtime.weights.collective import meet, reason, shut_down
-from runtime.weights.delta import DeltaLink
-from runtime.weights.group import (
-    AVAILABLE,
-    AuthenticatedStore,
-    BucketTags,
-    Link,
-    Transfer,
-    allocate,
-    new_key,
-    populate,
-    tensors_of,
-)
+from runtime.weights.delta import DeltaLink, Positions, TensorChanges
+from runtime.weights.group import AVAILABLE, AuthenticatedStore, BucketTags, allocate, new_key, populate, tensors_of
 from runtime.weights.plan import GroupAddress, Manifest, plan_buckets
 
 if TYPE_CHECKING:
-    from runtime.weights.delta import Positions, TensorChanges
+    from runtime.weights.group import Link, Transfer
 
 # ---- Groups
 # Members meet in a TCPStore that rank 0 hosts; buckets move over links, one from each sender to all receivers.
@@ -360,7 +348,7 @@ class SendBuffers:
                 began = time.monotonic()
             group.set_timeout(deadline)
             group.announce(version)
-            with spans.log.span("send", WEIGHT_SYNC, step=version.step):
+            with spans.log.span("send", spans.WEIGHT_SYNC, step=version.step):
                 self._send_all(group, version, give_up)
             # Rank 0 blocks here until the other senders' parts are taken, so that one future covers the whole version.
             sent = group.wait_for_senders(group.sent_bytes - before, give_up)
@@ -516,7 +504,7 @@ class WeightSender:
             sending = self._begin_transfer(version, epoch)
         except SluiceError as error:
             sending = _done(error)
-        with spans.log.span("gather", WEIGHT_SYNC, step=version.step):
+        with spans.log.span("gather", spans.WEIGHT_SYNC, step=version.step):
             self.buffers.fill(tensors)
         return sending
 
@@ -576,7 +564,7 @@ class WeightSender:
             raise ServiceFault(self._name, "transfer", f"there is no sync group of epoch {epoch}")
         try:
             group = joining.group.result(patience)
-        except FutureTimeout:
+        except TimeoutError:
             raise DeadlineExceeded(self._name, "transfer", "the group is not connected", patience) from None
         return self.buffers.send(group, version, self._settings.transfer_timeout)
 

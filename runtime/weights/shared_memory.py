@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -148,7 +147,7 @@ class ReceivingLink(_SocketLink):
         """Wait until the next bucket, in order, was copied, and notify the sender. Raises RuntimeError."""
         try:
             receipt = copied.result(give_up - time.monotonic())
-        except futures.TimeoutError as error:
+        except TimeoutError as error:
             raise RuntimeError(f"timed out waiting for {self._label}") from error
         try:
             with self._changed:
