@@ -20,7 +20,6 @@ from runtime.coordinator.failover import Members, known_units
 from runtime.coordinator.register import Register, UnitState
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint
-from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
 from runtime.process.waiting import now, still_missing
 
@@ -108,7 +107,7 @@ class Nodes:
         run = self.config.run
         return checkpoint.resolve(run.resume, Path(run.dir), log.warning, self._lacks, sums=False)  # sums: by the launcher
 
-    def _lacks(self, position: Position) -> str:
+    def _lacks(self, position: checkpoint.Position) -> str:
         there = {part for found in self._paths.values() for part in found.parts}
         identity = checkpoint.identity(position)
         return next((checkpoint.missing_part(part) for part in position.parts if f"{part}/{identity}" not in there), "")

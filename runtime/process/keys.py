@@ -19,8 +19,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
-from msgspec import Struct
-from msgspec.structs import replace
 
 from runtime import run_files
 from runtime.config import Network, Tls, loading
@@ -61,7 +59,7 @@ def is_one_of(party: str, kinds: tuple[str, ...]) -> bool:
     return any(kind in kinds for kind in kinds_of(party))
 
 
-class Keys(Struct, frozen=True, kw_only=True):
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of the party `name`. `secret`: the run's secret, or a process's own key. `certificates`: made by the run;
     `files`: the user's certificates; without TLS both are None. `address`: of the party's node."""
 
@@ -107,7 +105,7 @@ class Keys(Struct, frozen=True, kw_only=True):
         """Return the keys for a process that this party starts."""
         party = process(name, incarnation)
         made = None if self.certificates is None else _issued(self.secret, party, self.address)
-        return replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
+        return msgspec.structs.replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
 
 
 def _derived(secret: bytes, party: str) -> bytes:
@@ -156,10 +154,10 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
     if mode == "token":
         return keys
     if network.tls is None:
-        return replace(keys, certificates=_issued(secret, party, network.interface))
+        return msgspec.structs.replace(keys, certificates=_issued(secret, party, network.interface))
     from runtime.process import certificates
 
-    mine = replace(keys, files=network.tls)
+    mine = msgspec.structs.replace(keys, files=network.tls)
     certificates.check(network.tls, mine.pem)
     return mine
 

@@ -5,7 +5,6 @@ The order of preference is npu, cuda, cpu. Only this module imports torch_npu, a
 from __future__ import annotations
 
 import ctypes
-import importlib
 import importlib.util
 import re
 from collections.abc import Iterator

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from runtime import run_files, timeouts, types
 from runtime.config import Config, Deadlines
@@ -47,7 +46,7 @@ DISK = "disk"  # the phase of a write: to wait for a file system that does not a
 LEARNT = 10  # durations before they set a phase's limit: earlier ones may include the compilation of kernels
 
 
-class Heartbeat(Struct, frozen=True):
+class Heartbeat(msgspec.Struct, frozen=True):
     """The most overdue phase of a process: `phase`, "" for none, for `seconds` of at most `limit`. `loop`: the limit of the
     event loop's own silence. `collectives`: the count that this rank has entered, by torch.distributed's group."""
 
@@ -220,7 +219,7 @@ POLICY = "policy"  # a call of the policy; `detail`: the episode's index in its 
 TOOL = "tool"  # from a reply with tool calls to the episode's next policy call; `detail`: index, player and tools
 
 
-class SpanHeader(Struct):
+class SpanHeader(msgspec.Struct):
     """The first line of a file, `HEADER` bytes. Written anew when spans were dropped."""
 
     process: str

@@ -23,13 +23,11 @@ from runtime import errors, timeouts
 from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, BeginStep
 from runtime.config import Config
-from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.process.keys import COORDINATOR, Keys
 from runtime.process.waiting import done_within
 from runtime.status import Progress, Status
 from runtime.types import SCHEMA_VERSION, Command
 from services.rpc import contract, security
-from services.rpc.contract import METHODS, Method, Ranks, method_of, service_of
 from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
@@ -291,7 +289,7 @@ UNDER_WAY = 2  # commands: one that the ranks compute, and the next, which waits
 class RequestBatcher:
     """Requests of one turn of the event loop, or of the time while `UNDER_WAY` commands run, become one command."""
 
-    def __init__(self, client: GroupClient, method: Method):
+    def __init__(self, client: GroupClient, method: contract.Method):
         """Create the batcher. `client` posts the command of `method`, which is made of the requests."""
         self._client, self._method = client, method
         self._asked: list[tuple[Any, asyncio.Future[bytes]]] = []
@@ -327,7 +325,7 @@ class RequestBatcher:
 
 R = TypeVar("R")
 
-GROUP_SERVICES = {row.service for row in METHODS.values() if row.ranks is not Ranks.FIRST}
+GROUP_SERVICES = {row.service for row in contract.METHODS.values() if row.ranks is not contract.Ranks.FIRST}
 """Services whose ranks form one unit."""
 
 
@@ -343,7 +341,7 @@ class RoleClient:
         self._config = config
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
-        method = method_of(self._service, command)
+        method = contract.method_of(self._service, command)
         return self._session.post(method, command, method.seconds(self._config))
 
     async def call(self, command: Command[R]) -> R:
@@ -351,7 +349,7 @@ class RoleClient:
 
     def acknowledge(self, command: Command[Any]) -> None:
         """Let the peer drop its answer to `command`, which is safe here."""
-        self._session.acknowledge(method_of(self._service, command).key_of(command))
+        self._session.acknowledge(contract.method_of(self._service, command).key_of(command))
 
     async def status(self) -> Status:
         return await self._session.unary("Process", "Status")
@@ -385,7 +383,7 @@ class GroupClient(RoleClient):
         return {session.name: session.machine for session in senders}
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
-        method = method_of(self._service, command)
+        method = contract.method_of(self._service, command)
         if method.gathered is type(command):
             return self._gatherings[method].ask(command)
         if isinstance(command, BeginStep | Accumulate) and command.step < self._ordered:
@@ -393,7 +391,7 @@ class GroupClient(RoleClient):
         return self._answered(method, self._posted(method, command))
 
     def acknowledge(self, command: Command[Any]) -> None:
-        key = method_of(self._service, command).key_of(command)
+        key = contract.method_of(self._service, command).key_of(command)
         for session in self._sessions:
             session.acknowledge(key)
 
@@ -403,7 +401,7 @@ class GroupClient(RoleClient):
         statuses = await asyncio.gather(*(session.unary("Process", "Status") for session in self._sessions))
         counts = {status.name: int(status.gauges["commands"]) for status in statuses}
         if len(set(counts.values())) > 1:
-            raise ServiceFault(self.name, "take up", f"the coordinator was lost while it sent a command: {counts}")
+            raise errors.ServiceFault(self.name, "take up", f"the coordinator was lost while it sent a command: {counts}")
         self._ordered = int(statuses[0].gauges["ordered"])
         return self._ordered
 
@@ -423,17 +421,17 @@ class GroupClient(RoleClient):
         self._gone.set()
 
     @cached_property
-    def _gatherings(self) -> dict[Method, RequestBatcher]:
-        rows = (row for (service, _), row in METHODS.items() if service == self._service and row.gathered)
+    def _gatherings(self) -> dict[contract.Method, RequestBatcher]:
+        rows = (row for (service, _), row in contract.METHODS.items() if service == self._service and row.gathered)
         return {row: RequestBatcher(self, row) for row in rows}
 
-    def _posted(self, method: Method, command: Any) -> Coroutine[Any, Any, Any]:
+    def _posted(self, method: contract.Method, command: Any) -> Coroutine[Any, Any, Any]:
         """Post the command to its ranks. The returned coroutine waits for all of them."""
         seconds = method.seconds(self._config)
-        if method.ranks is not Ranks.SHARES:
-            first, last = {Ranks.FIRST: (0, 1), Ranks.OTHERS: (1, None)}.get(method.ranks, (0, None))
+        if method.ranks is not contract.Ranks.SHARES:
+            first, last = {contract.Ranks.FIRST: (0, 1), contract.Ranks.OTHERS: (1, None)}.get(method.ranks, (0, None))
             posted = [session.post(method, command, seconds) for session in self._sessions[first:last]]
-            return _joined(posted) if method.ranks is Ranks.EACH else _first_of(posted)
+            return _joined(posted) if method.ranks is contract.Ranks.EACH else _first_of(posted)
         assert method.share is not None
         of_leader = dict(zip(self._leaders, method.share(command, len(self._leaders)), strict=True))
         shares = [of_leader.get(rank, []) for rank in range(len(self._sessions))]
@@ -443,19 +441,19 @@ class GroupClient(RoleClient):
         ]
         return _in_order(posted, shares)
 
-    async def _answered(self, method: Method, asking: Coroutine[Any, Any, R]) -> R:
+    async def _answered(self, method: contract.Method, asking: Coroutine[Any, Any, R]) -> R:
         """Wait for the answer. Raises Unreachable if a rank does not answer in time, since the group is lost with it. If only
         the ranks take part in the command, another fault may come from the end of a rank. That end is waited for."""
         try:
             return await asking
-        except Unreachable as error:
-            raise Unreachable(self.name, error.phase, self._reason or error.reason) from error
-        except ServiceFault as error:
-            if isinstance(error, Unanswered):
+        except errors.Unreachable as error:
+            raise errors.Unreachable(self.name, error.phase, self._reason or error.reason) from error
+        except errors.ServiceFault as error:
+            if isinstance(error, errors.Unanswered):
                 self._lose(error.service, error.reason)
             elif not method.deadline.startswith("deadlines.") or not await self._dies():
                 raise
-            raise Unreachable(self.name, error.phase, self._reason) from error
+            raise errors.Unreachable(self.name, error.phase, self._reason) from error
 
     async def _dies(self) -> bool:
         """Return whether a rank is lost, now or within a moment: the failure of another rank may be known first."""
@@ -497,7 +495,7 @@ async def _in_order(posted: Sequence[Coroutine[Any, Any, Any]], shares: Sequence
 
 def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> RoleClient | GroupClient:
     """Return the client of a process of `role`, or of the group whose ranks `sessions` lead to."""
-    service = service_of(role, config)
+    service = contract.service_of(role, config)
     if service not in GROUP_SERVICES:
         return RoleClient(service, sessions[0], config, incarnation)
     return GroupClient(service, sessions, config, data_leaders(getattr(config.services, role)), incarnation)
@@ -510,4 +508,4 @@ class ContractDeadlines:
         self._config = config
 
     def seconds(self, role: str, command: Any) -> float:
-        return method_of(service_of(role, self._config), command).seconds(self._config)
+        return contract.method_of(contract.service_of(role, self._config), command).seconds(self._config)

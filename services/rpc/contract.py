@@ -27,7 +27,6 @@ from runtime.cluster import nodes
 from runtime.commands import Priority
 from runtime.config import Config
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
-from runtime.errors import InvalidMessage
 from runtime.process import keys
 from runtime.rewards.remote import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
@@ -122,14 +121,14 @@ class Reassembler:
         if not more and id_ != self._id:
             return chunk
         if self._body and id_ != self._id:
-            raise InvalidMessage("more than one unfinished message")
+            raise errors.InvalidMessage("more than one unfinished message")
         self._id = id_
         self._body += chunk
         self._held.size += len(chunk)
         if len(self._body) > LARGEST:
-            raise InvalidMessage(f"a message of more than {LARGEST} bytes")
+            raise errors.InvalidMessage(f"a message of more than {LARGEST} bytes")
         if self._held.size > HELD_IN_ALL:
-            raise InvalidMessage(f"unfinished messages of more than {HELD_IN_ALL} bytes, over all streams")
+            raise errors.InvalidMessage(f"unfinished messages of more than {HELD_IN_ALL} bytes, over all streams")
         if more:
             return None
         whole = bytes(self._body)
