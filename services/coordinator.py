@@ -1,7 +1,6 @@
 """The coordinator's process: it takes registrations, reports the run's progress, and runs the pipeline over the roles.
 
-`python -m services.coordinator --config FILE --ready-fd N`. It writes its address to the descriptor N once it serves.
-"""
+`python -m services.coordinator --config FILE --ready-fd N`. It writes its address to the descriptor N once it serves."""
 
 from __future__ import annotations
 
@@ -37,9 +36,7 @@ from runtime.evaluation.results import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process import keys, os_process, waiting
 from runtime.process.keys import Keys
-from runtime.process.os_process import ending_signals
 from runtime.process.spans import STATE, LineStates
-from runtime.process.waiting import first_error, unless_failed
 from runtime.status import Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
@@ -48,10 +45,6 @@ from services.nodes import Nodes
 from services.rpc.client import Channel, Session, client
 from services.rpc.contract import service_of
 from services.rpc.server import Handlers, Server
-
-# ---- Peers
-#
-# The sessions of a run. A unit's sessions open once it has registered, and close once a newer incarnation replaces it.
 
 log = logging.getLogger("sluice")
 
@@ -83,8 +76,7 @@ class Peers:
             log.info("%s registered: pid %d at %s, %s", one.name, one.pid, one.address, took)
 
     async def connect(self, began: float) -> None:
-        """Wait until all units placed so far have registered, and open their sessions. Raises DeadlineExceeded if a unit is
-        late: `deadlines.start` after `began` to register, as long again to connect."""
+        """Open the sessions of all units placed so far. Raises DeadlineExceeded `deadlines.start` after `began`."""
         timeout = self._config.deadlines.start
         first = [unit.name for unit in self._register.units()]  # later units are not waited for
 
@@ -167,11 +159,8 @@ def _absent(unit: Unit) -> list[str]:
 
 
 class CoordinatorProcess(RunSupervisor):
-    """One coordinator process, from binding its port to its end."""
-
     def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
-        """Create the coordinator. `phases`: the start-up phases so far. `trains`: False for an evaluation alone. `address`: of
-        the earlier coordinator that this one replaces."""
+        """Create it. `trains`: False for an evaluation alone. `address`: of the earlier coordinator that this one replaces."""
         super().__init__(Register(), Progress(steps=config.training.steps))
         self._config = config
         self._phases = phases
@@ -200,7 +189,7 @@ class CoordinatorProcess(RunSupervisor):
         """Run the coordinator to its end. `ready_fd`: the descriptor that gets the address. Raises UserError, ServiceFault."""
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
-        for number in ending_signals():
+        for number in os_process.ending_signals():
             loop.add_signal_handler(number, self._interrupt)
         os_process.heed_signals()
         server = Server(self._handlers(), silence=self._config.deadlines.keepalive, keys=self._keys)
@@ -229,9 +218,8 @@ class CoordinatorProcess(RunSupervisor):
             os.close(ready_fd)
         end = "failed"
         try:
-            # A node's report of a fatal death fails `_failed`: the work is cancelled, everything is closed, then the error is
-            # raised.
-            await unless_failed({self._failed}, self._train() if self._trains else self._evaluate())
+            # A node's report of a fatal death fails `_failed`: the work is cancelled, all is closed, then the error is raised.
+            await waiting.unless_failed({self._failed}, self._train() if self._trains else self._evaluate())
             end = "finished"
         finally:
             (self._folder / run_files.ADDRESS).unlink(missing_ok=True)
@@ -453,7 +441,7 @@ async def _closed(*opened: Trackers | LedgerWriter) -> AsyncIterator[None]:
                 await each.close()
             except SluiceError as second:
                 log.warning("%s", second)
-        raise first_error(error) from None
+        raise waiting.first_error(error) from None
     for each in opened:
         await each.close()
 

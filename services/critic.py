@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from runtime.config import Config
@@ -18,9 +19,5 @@ def make_rank(config: Config, rank: int, world_size: int) -> CriticRank:
     return ranks.make_rank(ranks.CriticRank, config, rank, world_size)
 
 
-def make(config: Config, name: str, rank: int) -> process.Service:
-    return SpmdService("critic", make_rank, config, name, rank)
-
-
 if __name__ == "__main__":
-    process.main(make)
+    process.main(partial(SpmdService, "critic", make_rank))

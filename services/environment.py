@@ -50,7 +50,6 @@ class EnvironmentService(process.Service):
         self.background = self._workers.ended
 
     def _variables(self) -> dict[str, str]:
-        """Return the environment variables of the agents' processes."""
         made = worker_environment(()) | {"PYTHONUNBUFFERED": "1"}
         made.pop("PYTHONPATH", None)  # the agents' interpreter has modules of its own
         if self.keys is not None and keys.https(self.config.network):

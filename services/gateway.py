@@ -3,8 +3,7 @@
 agents ── HTTP ──► application (runtime/gateway/http.py) ──► Episodes ──► PolicyCalls ──► RolloutSessions ──► rollouts
    ▲                                                          ▲    │
    │            coordinator ── RunEpisodes, FinishGroup, UpdateEndpoints ─────────┘    ▼
-environments ◄── Run, Cancel ── EnvironmentChannels ◄────────── Players
-"""
+environments ◄── Run, Cancel ── EnvironmentChannels ◄────────── Players"""
 
 from __future__ import annotations
 
@@ -39,7 +38,6 @@ from runtime.gateway.rendering import renderer_of
 from runtime.models.limits import longest_text
 from runtime.process import keys, network
 from runtime.process.http_server import HttpServer
-from runtime.process.keys import Keys, https
 from runtime.process.waiting import done_within, now
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RunEpisodesRequest, Sample, SamplingParams
 from services import process
@@ -48,7 +46,6 @@ from services.rpc.client import Channel, Session
 from services.rpc.server import OPTIONS
 
 # ---- Environment channels
-#
 # Channels to environments: the run's own processes, which the coordinator names, and the user's servers.
 
 DESCRIBE, RUN, CANCEL = (contract.METHODS["Environment", name] for name in ("Describe", "Run", "Cancel"))
@@ -110,7 +107,7 @@ class EnvironmentChannel:
 class EnvironmentChannels:
     """One channel to each process, by the name of its environment."""
 
-    def __init__(self, config: Config, own_keys: Keys | None):
+    def __init__(self, config: Config, own_keys: keys.Keys | None):
         """Open the channels to the user's servers. Raises UserError if a token is not in this process's environment."""
         self._config, self._keys = config, own_keys
         self._own: dict[PeerAddress, EnvironmentChannel] = {}
@@ -162,7 +159,7 @@ YOUNG = 200_000  # new objects before the garbage collector runs
 class RolloutSessions:
     """Sessions to the rollouts that the coordinator names. A conversation keeps its rollout; a new one gets the least busy."""
 
-    def __init__(self, config: Config, own_keys: Keys | None):
+    def __init__(self, config: Config, own_keys: keys.Keys | None):
         self._config, self._keys = config, own_keys
         self._sessions: dict[PeerAddress, Session] = {}
         self._calls: Counter[str] = Counter()  # samples under way by rollout
@@ -225,8 +222,7 @@ class RolloutSessions:
             return [replace(own(sample), experts=experts) for sample, experts in pairs], to.name
 
     async def _choose(self, kept: str, until: float) -> tuple[PeerAddress, Session]:
-        """Return the conversation's rollout if it serves, else the least loaded. Raises Unreachable without any for
-        `deadlines.keepalive`."""
+        """Return the rollout `kept`, else the least loaded. Raises Unreachable without any for `deadlines.keepalive`."""
         until = min(until, now() + self._config.deadlines.keepalive)
         while not self._sessions:
             if not await done_within(self._changed.wait(), until - now()):
@@ -326,7 +322,7 @@ class GatewayService(process.Service):
 
     def _tls(self) -> ssl.SSLContext | None:
         """Return the run's certificates, None without TLS. Clients trust them by the file `GATEWAYS_CA` in the run's folder."""
-        if self.keys is None or not https(self.config.network):
+        if self.keys is None or not keys.https(self.config.network):
             return None
         context, pem = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), self.keys.pem()
         with os.fdopen(os.memfd_create("certificate"), "wb", buffering=0) as file:  # load_cert_chain reads only files
@@ -385,8 +381,7 @@ class GatewayService(process.Service):
 
 
 def be_responsive() -> None:
-    """Keep the event loop's pauses short. A thousand agents' calls are about `YOUNG` objects. A collection of these takes 50 ms
-    and frees nothing, since reference counts free a finished call at once."""
+    """Keep the event loop's pauses short: to collect the objects of a thousand calls takes 50 ms, and frees nothing."""
     gc.set_threshold(YOUNG, 20, 20)
     sys.setswitchinterval(timeouts.LOOP_TURN)
 

@@ -1,8 +1,7 @@
 """`python -m sluice.health_check HOST:PORT`: check whether a process serves, for tools that run commands but not gRPC.
 
 Asks `grpc.health.v1`, which every process of a run answers, and prints one line. Exit codes: 0 it serves, 1 it does not serve
-or does not answer, 2 a mistake of the user.
-"""
+or does not answer, 2 a mistake of the user."""
 
 from __future__ import annotations
 
@@ -15,10 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from runtime import timeouts
 from runtime.errors import UserError
-from runtime.process import keys, os_process
-from runtime.process.keys import Keys
-from runtime.process.network import is_host_port
-from runtime.process.os_process import CommandParser
+from runtime.process import keys, network, os_process
 from runtime.telemetry.shown import shown
 from services.rpc import security
 
@@ -27,7 +23,7 @@ _STATES = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
+    parser = os_process.CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("address", type=_address, help="host:port, or [IPv6]:port")
     parser.add_argument("--run", default="", metavar="DIR", help="the run's folder, needed if the run has TLS")
     parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
@@ -49,19 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if serves else 1
 
 
-def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK, own: Keys | None = None) -> tuple[bool, str]:
+def check(
+    address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK, own: keys.Keys | None = None
+) -> tuple[bool, str]:
     """Return whether `service` of the process at `address` serves ("" = the process as a whole), and a word for its state."""
     with security.connection(grpc, address, own, "", _OPTIONS) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout, wait_for_ready=True
-            )
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout, wait_for_ready=True)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                plain = (
-                    "" if own is not None and own.tls else "; a process with TLS answers only with --run DIR or SLUICE_SECRET"
-                )
-                return False, f"no answer within {timeout:g} s{plain}"
+                hint = "; a process with TLS answers only with --run DIR or SLUICE_SECRET"
+                return False, f"no answer within {timeout:g} s{'' if own is not None and own.tls else hint}"
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False, f"has no service {service!r}"
             return False, f"{error.code().name}: {error.details()}"
@@ -69,7 +64,7 @@ def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHEC
 
 
 def _address(text: str) -> str:
-    if not is_host_port(text):
+    if not network.is_host_port(text):
         raise argparse.ArgumentTypeError(f"'{text}' is not host:port or [IPv6]:port")
     return text
 

@@ -1,7 +1,6 @@
 """How model services carry out commands: ranks of a group, processes around a frozen model, and actors such as rollouts.
 
-the coordinator's session to this rank ──► event loop ──► the engine's thread, one command after the other
-"""
+the coordinator's session to this rank ──► event loop ──► the engine's thread, one command after the other"""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ import os
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from runtime.commands import Apply, Export, Priority, Restore, Save
 from runtime.config import Config, Spread
@@ -38,18 +37,13 @@ MAKE_STEPS = ("trainer", "critic")
 
 log = logging.getLogger("sluice")
 
-MakeRank = Callable[[Config, int, int], "GroupRank"]
-
 
 class SpmdService(process.Service):
     """One rank of a group, or the only one, with its engine in a thread. Every rank gets every command, in the same order, and
-    carries it out on its share of the data.
+    carries it out on its share of the data, even if the caller withdraws it. If a communicator or the device becomes unusable,
+    the process ends at once without an answer, and comes back like a killed process."""
 
-    The rank carries out a command even if the caller withdraws it, as the other ranks do. If a communicator or the device
-    becomes unusable, the process ends at once without an answer, and comes back like a killed process.
-    """
-
-    def __init__(self, role: str, make_rank: MakeRank, config: Config, name: str, rank: int):
+    def __init__(self, role: str, make_rank: Callable[[Config, int, int], GroupRank], config: Config, name: str, rank: int):
         """Create the service. `make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
         super().__init__(config, f"{name.rpartition('-')[0]}-{rank}" if rank else name, rank)
         self.role = role
@@ -57,7 +51,7 @@ class SpmdService(process.Service):
         spread: Spread = getattr(config.services, role)
         self.libraries = process.TRANSFORMERS if spread.engine == "torch" else process.TORCH
         self._make_rank = make_rank
-        self._thread = ThreadPoolExecutor(1, "engine")
+        self._thread = self.torch_thread = ThreadPoolExecutor(1, "engine")
         self._worker: GroupRank
         self._busy_seconds = 0.0
         self._commands = 0  # commands queued so far
@@ -76,9 +70,6 @@ class SpmdService(process.Service):
     def version(self) -> PolicyVersion:
         return self._worker.version
 
-    def torch_thread(self) -> Executor:
-        return self._thread
-
     async def profile(self, asked: Profile) -> list[Path]:
         if self.profiled_for == "seconds":
             return await super().profile(asked)
@@ -90,7 +81,6 @@ class SpmdService(process.Service):
         return await profiles.of_thread(self._thread, path, asked.memory, end)
 
     async def _until_ordered(self, step: int) -> None:
-        """Wait until the update of `step` is queued."""
         while self._ordered <= step:
             await self._ordering.wait()
 
@@ -156,13 +146,10 @@ def _end_if_beyond_use(name: str, error: Exception) -> None:
         os_process.end_at_once(str(ServiceFault(name, "run", f"{type(error).__name__}: {error}")))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# An actor: one task that alone touches what it owns, and the requests that wait for it.
-#
+# ---- An actor: one task that alone touches what it owns, and the requests that wait for it.
 # Senders get a future per request. The task hands requests to the behaviour: control before data, otherwise in order of
 # arrival. Between requests the behaviour advances its own work, such as a decode step, and returns early once a request waits.
 # A request that is withdrawn while it waits is never handed over. A behaviour may keep a request and reply later.
-#
 # Invariant: every accepted request is answered exactly once, with a value or an exception; a late answer is dropped.
 
 
@@ -196,27 +183,12 @@ class Request:
         return self.future.done()
 
 
-class Behaviour(Protocol):
-    """What an actor does with its requests."""
-
-    @property
-    def busy(self) -> bool:
-        """True while `advance` has something to do."""
-
-    async def receive(self, requests: Sequence[Request]) -> None:
-        """Take requests of one priority; answer each now or later. An exception fails the requests not yet answered."""
-
-    async def advance(self, interrupted: Callable[[], bool]) -> None:
-        """Do a piece of the actor's own work. Return soon once `interrupted()`, which any thread may call."""
-
-
 class Actor:
     """Runs `behaviour` behind its requests. `batch`: how many data requests are handed over at once, at most.
 
-    An exception out of `advance` ends the actor: every request fails with it, and `run` raises it.
-    """
+    An exception out of `advance` ends the actor: every request fails with it, and `run` raises it."""
 
-    def __init__(self, name: str, behaviour: Behaviour, *, batch: int = 1):
+    def __init__(self, name: str, behaviour: ActorService, *, batch: int = 1):
         self.name = name
         self._behaviour = behaviour
         self._batch = batch
@@ -226,9 +198,7 @@ class Actor:
         self._end: Exception | None = None  # why no more requests are accepted
 
     def send(self, message: Any, priority: Priority = Priority.DATA) -> asyncio.Future[Any]:
-        """Queue a message; the future is its answer. Cancelling the future withdraws the request. Raises ServiceFault if the
-        actor was stopped or has failed.
-        """
+        """Queue a message. Cancelling the future, its answer, withdraws it. Raises ServiceFault once the actor has ended."""
         if self._end is not None:
             raise ServiceFault(self.name, "receive", f"has ended: {self._end}")
         request = Request(message)
@@ -258,18 +228,16 @@ class Actor:
             raise
         finally:
             self._end = end
-            self._fail(list(self._open), end)
+            for request in list(self._open):
+                request.fail(end)
 
     async def _serve_mail(self) -> None:
         while requests := self._take():
             try:
                 await self._behaviour.receive(requests)
             except Exception as error:  # noqa: BLE001 - the error goes to the senders of the requests
-                self._fail(requests, error)
-
-    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        for request in requests:
-            request.fail(error)
+                for request in requests:
+                    request.fail(error)
 
     def _take(self) -> list[Request]:
         """Take the next requests: one of control, or up to a batch of data."""
@@ -311,22 +279,21 @@ class ActorService(process.Service):
 
     @property
     def busy(self) -> bool:
+        """True while `advance` has something to do."""
         return False
 
     @abstractmethod
-    async def receive(self, requests: Sequence[Request]) -> None: ...
+    async def receive(self, requests: Sequence[Request]) -> None:
+        """Take requests of one priority; answer each now or later. An exception fails the requests not yet answered."""
 
-    async def advance(self, interrupted: Callable[[], bool]) -> None: ...
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+    async def advance(self, interrupted: Callable[[], bool]) -> None:
+        """Do a piece of the actor's own work. Return soon once `interrupted()`, which any thread may call."""
 
 
 class FrozenModelService(ActorService):
     """A process around a frozen model, forward only: a replica of the reference, or the reward model.
 
-    Requests that arrive while the model computes are computed next, as one batch, in a thread of their own.
-    """
+    Requests that arrive while the model computes are computed next, as one batch, in a thread of their own."""
 
     batch = 256
 
@@ -335,10 +302,7 @@ class FrozenModelService(ActorService):
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
-        self._thread = ThreadPoolExecutor(1, "model")
-
-    def torch_thread(self) -> Executor:
-        return self._thread
+        self._thread = self.torch_thread = ThreadPoolExecutor(1, "model")
 
     async def close(self) -> None:
         await super().close()

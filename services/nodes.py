@@ -20,7 +20,6 @@ from runtime.coordinator.failover import Members, known_units
 from runtime.coordinator.register import Register, UnitState
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint
-from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
 from runtime.process.waiting import now, still_missing
 
@@ -56,7 +55,7 @@ class Nodes:
     async def join(self, node: NodeRegistration) -> AsyncGenerator[Assignment, None]:
         """Admit `node` and yield its assignment, again at each change. It leaves as its stream ends. Raises UserError."""
         try:
-            if self._is_own(node):
+            if node.pid == os.getppid() and node.machine == os_process.machine():  # its agent started this process
                 self._own_name = node.name
             else:
                 await self._own_first(node)
@@ -108,17 +107,14 @@ class Nodes:
         run = self.config.run
         return checkpoint.resolve(run.resume, Path(run.dir), log.warning, self._lacks, sums=False)  # sums: by the launcher
 
-    def _lacks(self, position: Position) -> str:
+    def _lacks(self, position: checkpoint.Position) -> str:
         there = {part for found in self._paths.values() for part in found.parts}
         identity = checkpoint.identity(position)
         return next((checkpoint.missing_part(part) for part in position.parts if f"{part}/{identity}" not in there), "")
 
     async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> None:
-        """Wait for the nodes, place the processes, and have the nodes start them.
-
-        In a run of several nodes `waits_for` gets the missing nodes, at each change. Raises ConfigError, or DeadlineExceeded
-        with the nodes that did not come within `deadlines.start` of `began`.
-        """
+        """Wait for the nodes, place the processes, and have the nodes start them. `waits_for` gets the missing ones of several
+        nodes, at each change. Raises ConfigError, or DeadlineExceeded with those missing `deadlines.start` after `began`."""
         timeout, several = self.config.deadlines.start, has_several_nodes(self.config.cluster)
 
         def missing() -> list[str]:
@@ -141,8 +137,7 @@ class Nodes:
         await still_missing(lambda: self.roster.missing, self._came, now() + seconds)
 
     def take_up(self, members: Members) -> None:
-        """Go on with the processes that an earlier coordinator placed. Their nodes come again by themselves; `_take_in` then
-        starts what no longer runs there."""
+        """Go on with an earlier coordinator's processes. Their nodes come again; `_take_in` starts what no longer runs."""
         if members.rollouts:
             self.config = with_rollouts(self.config, members.rollouts)
             self._yaml = loading.to_yaml(self.config)
@@ -191,9 +186,8 @@ class Nodes:
         )
 
     def start_again(self, role: str, death: Death) -> bool:
-        """Restart a whole group as its next incarnation, after the delay that its `restarts` give. Its node does not do this,
-        since the group spans nodes or shares devices with rollouts. Returns False if `restarts` allow no further start, or if
-        the group has a single node, which has tried already."""
+        """Restart a group that spans nodes, or shares devices with rollouts, as its next incarnation, after the delay that its
+        `restarts` give. Returns False if these allow no further start, and for other groups, whose node has tried already."""
         assert self._placement is not None
         nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
         if len(nodes) < 2 and not shares_devices(self.config, role):
@@ -251,10 +245,6 @@ class Nodes:
 
     # ------------------------------------------------------------------------------------------ internals
 
-    def _is_own(self, node: NodeRegistration) -> bool:
-        """Return whether this node's agent started this process."""
-        return node.pid == os.getppid() and node.machine == os_process.machine()
-
     async def _own_first(self, node: NodeRegistration) -> None:
         """Wait for the coordinator's own node, with which others are compared. Raises UserError if its agent does not come."""
         try:
@@ -263,8 +253,7 @@ class Nodes:
             raise UserError(f"node {node.name}: the coordinator's own node has not joined") from None
 
     async def _namesake(self, node: NodeRegistration) -> None:
-        """Wait for the end of the node's former stream, which may arrive after the next stream has begun. The same agent ends
-        it at once; another agent waits up to `deadlines.keepalive`."""
+        """Wait for the end of the node's former stream: its agent ends it at once, another has `deadlines.keepalive`."""
         give_up = time.monotonic() + self.config.deadlines.keepalive
         while (former := self.roster.there.get(node.name)) is not None:
             if (former.pid, former.machine) == (node.pid, node.machine):

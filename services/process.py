@@ -1,7 +1,6 @@
 """What every service process does around its role: arguments, signals, serving, registration, an orderly end.
 
-Exit codes: 0 stopped as asked, 2 a mistake that the user can correct (the last line of the log names it), 1 a fault.
-"""
+Exit codes: 0 stopped as asked, 2 a mistake that the user can correct (the last line of the log names it), 1 a fault."""
 
 from __future__ import annotations
 
@@ -27,34 +26,33 @@ import services
 from runtime import run_files, timeouts
 from runtime.config import Config, loading
 from runtime.errors import DeadlineExceeded, SluiceError, Unanswered, Unreachable, UserError
-from runtime.process import keys, os_process, spans
+from runtime.process import keys, network, os_process, spans
 from runtime.process.keys import Keys
-from runtime.process.network import transport_variables
-from runtime.process.os_process import ending_signals
 from runtime.process.waiting import unless_failed
 from runtime.status import Profile, Registration, RunFigures, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
 from services.rpc import client, contract
-from services.rpc.server import Calls, Fence, Handler, Handlers, ProcessStatus, Server
+from services.rpc.server import Calls, Fence, Handler, Handlers, Server
 
 log = logging.getLogger("sluice")
 
+RATE_WINDOW = 0.5  # seconds
 TORCH = ("torch",)
 TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_utils")
 
 
 class Service(ABC):
     """A role, as its process sees it. For each method of `service` in proto/ it has a method of that name in snake case. The
-    method takes the command and returns an awaitable of the answer. `load` may block: it runs in a thread.
-    """
+    method takes the command and returns an awaitable of the answer. `load` may block: it runs in a thread."""
 
     role: str
     libraries: Sequence[str] = ()  # slow imports that `load` needs; a start-up phase of their own
     background: asyncio.Future[None] | None = None  # the process ends when this work fails
     keys: Keys | None = None  # of this process
     profiled_for: profiles.Unit = "seconds"
+    torch_thread: Executor | None = None  # of its torch computations, one at a time
 
     def __init__(self, config: Config, name: str, rank: int):
         self.config = config
@@ -78,7 +76,6 @@ class Service(ABC):
         return contract.service_of(self.role, self.config)
 
     def handler(self, method: contract.Method) -> Handler:
-        """Return the handler of the calls of `method`."""
         handler: Handler = getattr(self, method.handler)
         return handler
 
@@ -91,13 +88,9 @@ class Service(ABC):
         """The state in a status report once the process serves."""
         return "ready"
 
-    def torch_thread(self) -> Executor | None:
-        """Return the executor of its torch computations, one at a time. None if it does not compute with torch itself."""
-        return None
-
     async def profile(self, asked: Profile) -> list[Path]:
         """Record a profile, and return its files. Raises UserError if such a profile is impossible here, and OSError."""
-        path, thread = profiles.stem(self.config, self.name, self.rank, asked.step), self.torch_thread()
+        path, thread = profiles.stem(self.config, self.name, self.rank, asked.step), self.torch_thread
         if thread is None:
             return await profiles.by_spy(path, asked)
         return await profiles.of_thread(thread, path, asked.memory, asyncio.sleep(asked.seconds))
@@ -116,7 +109,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
     arguments = parser.parse_args()
 
     def work(config: Config, phases: Phases) -> Coroutine[Any, Any, None]:
-        for name, value in transport_variables(config.network.interface).items():
+        for name, value in network.transport_variables(config.network.interface).items():
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
         service.keys = keys.given(config.network, service.name)
@@ -151,8 +144,7 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
 async def exposed(
     config: Config, status: Callable[[], Status], figures: Callable[[], RunFigures] | None = None
 ) -> AsyncIterator[str]:
-    """Serve the metrics of a process to Prometheus inside the block, if configured. Yields HOST:PORT, or "". `figures`: of the
-    coordinator. Raises UserError if the port cannot be opened."""
+    """Serve metrics to Prometheus in the block, if configured. Yields HOST:PORT or "". Raises UserError without a port."""
     if config.metrics.prometheus is None:
         yield ""
         return
@@ -169,14 +161,15 @@ class ServiceProcess:
     """One service process, from binding its port to its end."""
 
     def __init__(self, service: Service, coordinator: str, phases: Phases):
-        """Create the process. `phases`: the start-up phases so far."""
         self._service = service
         self._coordinator = coordinator
         self._phases = phases
         self._stop = asyncio.Event()
         self._drain_seconds = service.config.deadlines.stop
-        self._shown = ProcessStatus(service, service.calls.stats, phases.born)
-        self.status = self._shown.status
+        self._state: State = "starting"
+        self._loaded = False  # whether the service has figures
+        self._address = self._metrics = ""
+        self._previous: tuple[float, dict[str, float]] = (phases.born, {})  # a time, and the service's figures then
         self._fence = Fence()
         self._profiles = profiles.Profiles(service.name, self._profile, service.profiled_for)
 
@@ -188,31 +181,31 @@ class ServiceProcess:
             service.service: {row.name: service.calls.counted(row, service.handler(row)) for row in rows},
         }
         server = Server(handlers, silence=service.config.deadlines.keepalive, fence=self._fence, keys=service.keys)
-        self._shown.address = server.bind(settings.interface, 0, settings.port_range)
+        self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()  # status calls are answered while `load` runs
         await server.set_serving(False)
         loop, grace = asyncio.get_running_loop(), max(timeouts.INTERRUPTED_GRACE, service.config.deadlines.stop)
         # A scheduler that ends a job signals every process. The coordinator sends Stop once all is saved; `grace` bounds that.
-        for number in ending_signals():
+        for number in os_process.ending_signals():
             loop.add_signal_handler(number, loop.call_later, grace, self._stop.set)
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
         os_process.heed_signals()
         try:
-            async with exposed(service.config, self.status) as self._shown.metrics:
+            async with exposed(service.config, self.status) as self._metrics:
                 await self._load()
                 await self._register()  # until the coordinator has answered: from here on it may call
-                self._shown.state = "ready"
+                self._state = "ready"
                 await server.set_serving(True)
-                log.info("%s serves on %s", service.name, self._shown.address)
+                log.info("%s serves on %s", service.name, self._address)
                 background = () if service.background is None else (service.background,)
                 await unless_failed(background, self._stop.wait())  # until Stop or SIGINT, or the background work fails
-                self._shown.state = "draining"
+                self._state = "draining"
                 await service.calls.drain(self._drain_seconds)
         finally:
-            self._shown.state = "draining"
+            self._state = "draining"
             await server.set_serving(False)
             await self._profiles.close()  # torch cannot bear an end in the middle of a profile
-            if self._shown.loaded:
+            if self._loaded:
                 await service.close()
             await server.stop(timeouts.SERVER_GRACE)  # last: status calls are answered up to here
 
@@ -226,7 +219,7 @@ class ServiceProcess:
             await asyncio.to_thread(self._service.load)
         await self._service.start()
         spans.work.end("load")
-        self._shown.loaded = True
+        self._loaded = True
         self._phases.mark("load")
 
     async def _register(self) -> None:
@@ -234,13 +227,13 @@ class ServiceProcess:
             role=self._service.role,
             name=self._service.name,
             rank=self._service.rank,
-            address=self._shown.address,
+            address=self._address,
             pid=os.getpid(),
             host=socket.gethostname(),
             seconds=self._phases.seconds,
             incarnation=int(os.environ.get(os_process.INCARNATION, "0")),
             machine=os_process.machine(),
-            metrics=self._shown.metrics,
+            metrics=self._metrics,
         )
         deadlines = self._service.config.deadlines
         until = time.monotonic() + max(deadlines.start, deadlines.coordinator)
@@ -264,6 +257,32 @@ class ServiceProcess:
                 await channel.ready("coordinator", timeouts.CONTROL_CALL)
             await client.call(channel, "coordinator", contract.METHODS["Coordinator", "Register"], registration, seconds)
 
+    def status(self, _: None = None) -> Status:
+        """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
+        service, now = self._service, time.monotonic()
+        gauges, (then, earlier) = service.gauges() if self._loaded else {}, self._previous
+        if now - then >= RATE_WINDOW:
+            self._previous = (now, gauges)
+        rates = {
+            name.removesuffix("_total"): (value - earlier.get(name, 0.0)) / max(now - then, 1e-3)
+            for name, value in gauges.items()
+            if name.endswith("_total")
+        }
+        return Status(
+            role=service.role,
+            name=service.name,
+            state=service.state if self._state == "ready" else self._state,
+            detail=spans.work.shown(),
+            version=service.version if self._loaded else PolicyVersion(),
+            calls=service.calls.stats,
+            rates=rates,
+            gauges=gauges,
+            pid=os.getpid(),
+            address=self._address,
+            uptime_seconds=now - self._phases.born,
+            metrics=self._metrics,
+        )
+
     def _end(self, request: Stop) -> None:
         if request.term:
             self._fence.check(request.term)
@@ -271,6 +290,6 @@ class ServiceProcess:
         self._stop.set()
 
     async def _profile(self, asked: Profile) -> list[Path]:
-        if not self._shown.loaded:
+        if not self._loaded:
             raise UserError("is still starting")
         return await self._service.profile(asked)

@@ -33,7 +33,6 @@ class Profiles:
     """The profiles of one process, one at a time."""
 
     def __init__(self, name: str, take: Take, unit: Unit = "seconds"):
-        """Create it. `take`: records one profile. `unit`: measures its length."""
         self._name, self._take, self._unit = name, take, unit
         self._taken: asyncio.Future[list[Path]] | None = None
 
@@ -86,8 +85,7 @@ async def of_thread(thread: Executor, path: Path, memory: bool, end: Awaitable[o
 
 
 async def by_spy(path: Path, asked: Profile) -> list[Path]:
-    """Record what the threads of this process and its children do, 100 times a second. Raises UserError if py-spy is missing or
-    not permitted, and for a profile of memory."""
+    """Sample this process and its children 100 times a second. Raises UserError without py-spy, or for one of memory."""
     if asked.memory:
         raise UserError("--memory: is of CUDA's allocator, and this process does not use torch")
     if (spy := os_process.find_program("py-spy")) is None:

@@ -1,7 +1,6 @@
 """The reference role: log-probabilities of a frozen model. `python -m services.reference`, alone or as a rank.
 
-On torch each process is a replica of its own; on megatron-core the ranks are one group that shares the model.
-"""
+On torch each process is a replica of its own; on megatron-core the ranks are one group that shares the model."""
 
 from __future__ import annotations
 

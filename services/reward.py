@@ -20,8 +20,7 @@ from services import process
 from services.rpc import contract, security
 from services.rpc.server import OPTIONS, Handler
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The client of a remote reward, which is a process of the user's that serves RemoteReward.
+# ---- The client of a remote reward, which is a process of the user's that serves RemoteReward.
 
 
 SCORE = contract.METHODS["RemoteReward", "Score"]
@@ -46,10 +45,8 @@ class RemoteRewardClient:
         try:
             await self.score([], self._settings.timeout)
         except RemoteFailure as failure:
-            raise UserError(
-                f"rewards.remote: {self._settings.name}: no RemoteReward at {self._settings.address} "
-                f"within {self._settings.timeout:g} s: {' '.join(str(failure).split())}"
-            ) from None
+            what = f"{self._settings.name}: no RemoteReward at {self._settings.address} within {self._settings.timeout:g} s"
+            raise UserError(f"rewards.remote: {what}: {' '.join(str(failure).split())}") from None
 
     async def score(self, items: Sequence[RemoteItem], timeout: float) -> list[RemoteResult]:
         """Score the items in one call, which is repeated while the server cannot be reached. Raises RemoteFailure."""
@@ -72,9 +69,6 @@ class RemoteRewardClient:
 
     async def close(self) -> None:
         await self._channel.close()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class RewardService(process.Service):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,7 @@ class RolloutService(ActorService):
         from runtime.weights.receiver import WeightReceiver
 
         shared = replicas(self.config)[self.name].engine == "vllm"
-        self._engine = engine
+        self._engine, self.torch_thread = engine, engine.thread
         self.weights = WeightReceiver(engine, self.config, self.name, shared=shared)
 
     async def start(self) -> None:
@@ -107,15 +106,8 @@ class RolloutService(ActorService):
             return "torn"
         return "ready" if self._level == Level.AWAKE else "asleep"
 
-    def torch_thread(self) -> Executor | None:
-        return self._engine.thread
-
     def gauges(self) -> dict[str, float]:
-        return {
-            **self._engine.stats().gauges(),
-            "swaps_total": self.weights.swaps,
-            "torn": float(self._engine.torn),
-        }
+        return {**self._engine.stats().gauges(), "swaps_total": self.weights.swaps, "torn": float(self._engine.torn)}
 
     async def receive(self, requests: Sequence[Request]) -> None:
         """Handle requests between two steps of the engine: several of `generate`, or one of another method, by its name."""
@@ -178,7 +170,10 @@ class RolloutService(ActorService):
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
         self._abort_withdrawn()
-        await self._generate(interrupted)
+        for group in await self._engine.advance(lambda: interrupted() or bool(self._withdrawn)):
+            request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
+            if request is not None:
+                request.reply(group)
         if self._commit is not None and not self._engine.stats().running:
             (request, since), self._commit = self._commit, None
             self._engine.held = False
@@ -197,12 +192,6 @@ class RolloutService(ActorService):
     def _give_up_commit(self) -> None:
         if self._commit is not None:
             self._commit[0].fail(ServiceFault(self.name, "commit", "was aborted while sequences were still running"))
-
-    async def _generate(self, interrupted: Callable[[], bool]) -> None:
-        for group in await self._engine.advance(lambda: interrupted() or bool(self._withdrawn)):
-            request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
-            if request is not None:
-                request.reply(group)
 
     def _settled(self, group_id: int, future: asyncio.Future[Any]) -> None:
         if (future.cancelled() or future.exception() is not None) and self._open.pop(group_id, None) is not None:

@@ -1,6 +1,4 @@
-"""The trainer role: an SPMD group of one or more ranks. Rank 0 opens each weight sync's rendezvous, and sends the weights,
-alone or with other ranks. `python -m services.trainer`, alone or as a rank.
-"""
+"""The trainer role: an SPMD group, which also sends the weights. `python -m services.trainer`, alone or as a rank."""
 
 from __future__ import annotations
 
@@ -23,10 +21,8 @@ def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
 
 
 class TrainerService(SpmdService):
-    """One rank. A sender of weights is also a member of the weight sync's group, whatever the engine does meanwhile.
-
-    The methods here answer beside the engine. Other commands, such as SendWeights, wait for its thread: `TrainRank` has them.
-    """
+    """One rank. A sender of weights is also a member of the weight sync's group, whatever the engine does meanwhile. The
+    methods here answer beside the engine. Other commands, such as SendWeights, wait for its thread: `TrainRank` has them."""
 
     _worker: TrainRank
 

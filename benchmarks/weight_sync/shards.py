@@ -28,7 +28,7 @@ from runtime.errors import ServiceFault
 from runtime.models.families import Family, Layout, family_for
 from runtime.telemetry.shown import LiteralTable
 from runtime.trainer.backend import full, local, local_rows
-from runtime.weights.delta import DeltaEncoder, Shard, ShardDelta
+from runtime.weights.delta import DeltaLink, Shard, ShardDelta
 from runtime.weights.plan import TRAILER
 
 PATIENCE = 300.0  # seconds
@@ -96,7 +96,8 @@ class ShardRank:
         self.buffers = {
             way: [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(settings.tensors)] for way in (WHOLE, BY_SHARD)
         }
-        self._encoders = {way: DeltaEncoder(1 << 30) for way in (WHOLE, BY_SHARD)}
+        nowhere: Any = None  # nothing is sent
+        self._encoders = {way: DeltaLink(nowhere, 1 << 30) for way in (WHOLE, BY_SHARD)}
 
     def change(self) -> None:
         for parameter in self._parameters:

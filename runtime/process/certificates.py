@@ -1,9 +1,8 @@
 """TLS certificates (X.509): made by the run itself, or given by the user.
 
-A process with the run's secret derives the private key of the run's CA from the secret. So it can issue certificates that all
-other processes trust, without a file or a distribution. A certificate names the process and its incarnation. Its private key
-never leaves that process, and ends with the process. So a certificate is valid at any time of a machine's clock.
-"""
+A process with the run's secret derives the private key of the run's CA from it. So it can issue certificates that all other
+processes trust, without a file. A certificate names process and incarnation. Its private key never leaves that process, and
+ends with it: so it is valid at any time of a machine's clock."""
 
 from __future__ import annotations
 
@@ -33,23 +32,18 @@ _NAME = 64  # characters of a common name, RFC 5280 appendix A
 def issued(authority: bytes, party: str, address: str = "") -> Certificates:
     """Issue a new certificate for `party` by the CA of the key `authority`; also for `address`, to callers from elsewhere."""
     ca, ca_certificate, key = _key(authority), _authority(authority), ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        _builder(party, key, ca_certificate.subject)
-        .add_extension(x509.SubjectAlternativeName(_names(party, address)), critical=False)
-        .add_extension(
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
-        )
-        .sign(ca, hashes.SHA256())
-    )
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    named = _builder(party, key, ca_certificate.subject).add_extension(_names(party, address), critical=False)
+    certificate = named.add_extension(usage, critical=False).sign(ca, hashes.SHA256())
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return Certificates(_pem(ca_certificate), _pem(certificate), private)
 
 
-def _names(party: str, address: str) -> list[x509.GeneralName]:
+def _names(party: str, address: str) -> x509.SubjectAlternativeName:
     names: list[x509.GeneralName] = [x509.DNSName(server_name(name)) for name in (party, "")]
     with suppress(ValueError):
         names.append(x509.IPAddress(ipaddress.ip_address(address)))
-    return names
+    return x509.SubjectAlternativeName(names)
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

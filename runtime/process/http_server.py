@@ -28,8 +28,7 @@ log = logging.getLogger("sluice.http")  # for faults that any client can repeat:
 
 
 class FewLines(logging.Filter):
-    """Passes each kind of fault at counts of 1, 10, 100 and so on. For malformed HTTP it removes the traceback, which would
-    contain the client's data."""
+    """Passes each kind of fault at counts of 1, 10, 100 and so on, for malformed HTTP without the client's data."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, error, at = record.exc_info or (None, None, None)
@@ -52,8 +51,7 @@ log.addFilter(FewLines())
 
 @web.middleware
 async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Wrap the check of keys: stop the timer of the first request, and refuse a compressed body. Clients of the APIs send no
-    compressed bodies, and a megabyte may expand to gigabytes."""
+    """Wrap the check of keys: stop the first request's timer, and refuse a compressed body, which may be gigabytes."""
     if (connection := _connection(request)) is not None:
         connection.has_asked()
     if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
@@ -73,8 +71,7 @@ def _connection(request: web.Request) -> Connection | None:
 
 
 class HttpServer:
-    """An HTTP server from `open` to `close`. Allows `most` connections at once, and from strangers of one host half as many. A
-    new connection beyond a limit ends the oldest stranger."""
+    """A server. Allows `most` connections, and half as many strangers of one host; one beyond ends the oldest stranger."""
 
     def __init__(self, application: web.Application, most: int, grace: float):
         """Make the server. `application` must have the middleware `bounded`. `grace`: seconds for open requests at the end."""
@@ -111,11 +108,6 @@ class HttpServer:
         if hasattr(self, "_listening"):
             self._listening.close()
         await self.runner.cleanup()
-
-    @property
-    def connections(self) -> int:
-        """Count of open connections."""
-        return len(self._open)
 
     def take(self, connection: Connection) -> bool:
         """Add a connection, and end an older stranger for it if necessary. Returns whether there was room."""

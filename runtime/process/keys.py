@@ -5,8 +5,7 @@
 
 A call carries the caller's name and an HMAC (SHA-256, RFC 2104) over the names of caller and callee. The HMAC's key is the key
 of the process among the two, or the secret if neither is a process. So only holders of the secret can call a process, and a
-process can call only holders of the secret. A token is useless with any other party, and the next incarnation has a new key.
-"""
+process can call only holders of the secret. A token is useless with any other party, and the next incarnation has a new key."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
-from msgspec import Struct
-from msgspec.structs import replace
 
 from runtime import run_files
 from runtime.config import Network, Tls, loading
@@ -59,11 +56,10 @@ def kinds_of(party: str) -> tuple[str, ...]:
 
 @cache
 def is_one_of(party: str, kinds: tuple[str, ...]) -> bool:
-    """Return whether `party` is of one of these kinds or roles."""
     return any(kind in kinds for kind in kinds_of(party))
 
 
-class Keys(Struct, frozen=True, kw_only=True):
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of the party `name`. `secret`: the run's secret, or a process's own key. `certificates`: made by the run;
     `files`: the user's certificates; without TLS both are None. `address`: of the party's node."""
 
@@ -88,7 +84,6 @@ class Keys(Struct, frozen=True, kw_only=True):
         return Certificates(*(Path(path).read_bytes() for path in (self.files.ca, self.files.certificate, self.files.key)))
 
     def token(self, called: str) -> str:
-        """Return the token for a call to `called`."""
         return self.token_of(self.name, called)
 
     def token_of(self, caller: str, called: str) -> str:
@@ -110,7 +105,7 @@ class Keys(Struct, frozen=True, kw_only=True):
         """Return the keys for a process that this party starts."""
         party = process(name, incarnation)
         made = None if self.certificates is None else _issued(self.secret, party, self.address)
-        return replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
+        return msgspec.structs.replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
 
 
 def _derived(secret: bytes, party: str) -> bytes:
@@ -148,8 +143,7 @@ def https(network: Network) -> bool:
 
 
 def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
-    """Return the keys of a holder of the secret; None if the run needs no keys. `network`: with the node's own address. Raises
-    Forbidden without a secret, and ConfigError for unusable certificates."""
+    """Return the keys of a holder of the secret, None if the run needs none. Raises Forbidden or ConfigError."""
     mode = security(network)
     if mode == "none":
         return None
@@ -160,21 +154,18 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
     if mode == "token":
         return keys
     if network.tls is None:
-        return replace(keys, certificates=_issued(secret, party, network.interface))
+        return msgspec.structs.replace(keys, certificates=_issued(secret, party, network.interface))
     from runtime.process import certificates
 
-    mine = replace(keys, files=network.tls)
+    mine = msgspec.structs.replace(keys, files=network.tls)
     certificates.check(network.tls, mine.pem)
     return mine
 
 
 def of_user(run: str) -> Keys | None:
     """Return the keys of the user's commands, for a run's folder or address. For an address, the secret is the environment's.
-
-    Returns None if the run needs no keys, or the user has none. Another user's folder may name any address. So the
-    environment's secret is used only for the user's own folder, or for an address with the run's own certificates. Raises
-    UserError.
-    """
+    None if the run needs no keys, or the user has none. Another user's folder may name any address. So the environment's secret
+    is used only for the user's own folder, or an address with the run's own certificates. Raises UserError."""
     config, secret = Path(run) / run_files.CONFIG, None
     if config.exists():
         network = loading.load(config).network

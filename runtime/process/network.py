@@ -24,12 +24,9 @@ _NOWHERE = 9  # any port, to look up a route: `connect` of a datagram socket sen
 
 
 def own_address(interface: str, towards: str = "", key: str = "network.interface") -> str:
-    """Return this machine's address for `network.interface`.
-
-    `interface`: one of the machine's addresses, its network (`10.1.0.0/16`), the name of a device (`eth0`), or `auto`. `auto`
-    gives the address from which the machine reaches `towards`, a name or an address; without `towards`, loopback. Raises
-    UserError with `key` if there is no such address.
-    """
+    """Return this machine's address for `network.interface`: one of the machine's addresses, its network (`10.1.0.0/16`), the
+    name of a device (`eth0`), or `auto`. `auto` gives the address from which the machine reaches `towards`, a name or an
+    address; without `towards`, loopback. Raises UserError with `key` if there is no such address."""
     if interface == AUTO:
         return _route_to(towards) if towards else loopback()
     with suppress(ValueError):
@@ -52,7 +49,6 @@ def own_address(interface: str, towards: str = "", key: str = "network.interface
 
 
 def loopback() -> str:
-    """Return the loopback address: IPv4's, unless the machine has only IPv6."""
     return "::1" if is_own("::1") and not is_own("127.0.0.1") else "127.0.0.1"
 
 
@@ -72,8 +68,7 @@ def interface_of(address: str) -> str:
 def transport_variables(address: str) -> dict[str, str]:
     """Return the environment variables that bind torch's own connections to the device with `address`.
 
-    On loopback only gloo's: NCCL and HCCL find the devices of one machine themselves. Raises UserError.
-    """
+    On loopback only gloo's: NCCL and HCCL find the devices of one machine themselves. Raises UserError."""
     device = interface_of(address)
     gloo = {"GLOO_SOCKET_IFNAME": device}
     if is_loopback(address):
@@ -110,8 +105,7 @@ def is_host_port(text: str) -> bool:
 def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
     """Yield the ports to try to listen on: 0 for any, or the unused ports of the range, then raise UserError.
 
-    Begins at a random port, so that callers of an ended process hardly ever reach a new process on the same port.
-    """
+    Begins at a random port, so that callers of an ended process hardly ever reach a new process on the same port."""
     if ports is None:
         yield 0
         return

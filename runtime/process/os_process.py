@@ -1,7 +1,6 @@
 """A process: calls to the operating system about it, its arguments and signals.
 
-The parent-death signal exists on Linux only, and is left out elsewhere.
-"""
+The parent-death signal exists on Linux only, and is left out elsewhere."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there should be 
 
 
 def machine() -> str:
-    """Return an identity of the machine: equal for one user's processes that can share memory and connect by each other's
-    /proc. "" if Linux does not provide it."""
+    """Return what is equal for one user's processes that can share memory and reach each other's /proc; "" without Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = (os.readlink(f"/proc/self/ns/{space}") for space in ("net", "user", "pid"))  # noqa: PTH115
@@ -113,9 +111,8 @@ def lead_children() -> None:
 
 
 def before_exec(cpus: Sequence[int] = (), signals_held: bool = False) -> None:
-    """Prepare a process, between fork and exec, to die with this one. The process runs on `cpus` only; empty = all of ours.
-    `signals_held`: the kernel keeps SIGTERM and SIGHUP until the process calls `heed_signals`. Without handlers, these signals
-    would end the process."""
+    """Prepare a process, between fork and exec, to die with this one. It runs on `cpus` only; empty = all of ours.
+    `signals_held`: the kernel keeps SIGTERM and SIGHUP, which would end it, until it calls `heed_signals`."""
     die_with_parent()
     if cpus:
         os.sched_setaffinity(0, cpus)
@@ -124,8 +121,7 @@ def before_exec(cpus: Sequence[int] = (), signals_held: bool = False) -> None:
 
 
 def heed_signals() -> None:
-    """Unblock SIGTERM and SIGHUP, which `before_exec` blocked; a signal that arrived since then is handled now. To be called
-    after the handlers of both are installed."""
+    """Unblock SIGTERM and SIGHUP, which `before_exec` blocked, and handle those that came. Requires handlers for both."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
@@ -176,8 +172,7 @@ def ended(child: int) -> bool:
 
 
 # ---- Command line
-# Arguments, signals and the terminal of every command. A mistake in an argument gives one line. Ctrl-C, SIGTERM, SIGHUP and
-# a lost terminal end a command in the same way.
+# Arguments and signals of every command. Ctrl-C, SIGTERM, SIGHUP and a lost terminal end a command in the same way.
 
 
 class CommandParser(argparse.ArgumentParser):

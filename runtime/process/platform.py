@@ -1,17 +1,14 @@
 """Devices: the only module that knows which accelerators exist and their names.
 
-The order of preference is npu, cuda, cpu. Only this module imports torch_npu, and only if it is installed or requested.
-"""
+The order of preference is npu, cuda, cpu. Only this module imports torch_npu, and only if it is installed or requested."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +54,6 @@ def _load_npu() -> bool:
 
 
 def device_kind() -> DeviceKind:
-    """Return the preferred kind of device of this machine."""
     if importlib.util.find_spec("torch_npu") is not None and _load_npu():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,10 +84,7 @@ def collective_backend(
     name: str, where: torch.device, key: str = "weight_sync.backend", *, gloo: bool = True
 ) -> CollectiveBackend:
     """Return the backend of a process group for tensors on `where`. "auto": the device's own. `key`: of `name`, for errors.
-
-    `gloo`: whether gloo is allowed for an accelerator too: it stages through the host. Raises UserError if backend and device
-    do not match.
-    """
+    `gloo`: whether an accelerator may use gloo, which stages through the host. Raises UserError if they do not match."""
     own = _BACKENDS[where.type]
     if name in ("auto", own):
         return own
@@ -104,16 +97,13 @@ def collective_backend(
 def process_group_class(backend: str) -> Any:
     """Return the class of a process group over "nccl" or "hccl", for a group beside torch's default group."""
     if backend == "nccl":
-        import torch.distributed as dist
-
-        return dist.ProcessGroupNCCL
+        return torch.distributed.ProcessGroupNCCL
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     return ProcessGroupHCCL
 
 
 def memory(where: torch.device) -> DeviceMemory:
-    """Return total and available bytes of a device."""
     if where.type == "cpu":
         figures = psutil.virtual_memory()
         return DeviceMemory(figures.total, figures.available)
@@ -155,7 +145,7 @@ def release(where: torch.device) -> None:
 
 def trim() -> None:
     """Return the C allocator's unused memory to the system. glibc keeps free memory between used pieces."""
-    with contextlib.suppress(AttributeError):  # another C library
+    with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -187,9 +177,8 @@ _ALLOCATIONS = 1_000_000  # newest allocations in a memory profile, which uses h
 
 
 class TorchProfile:
-    """A profile of one thread. Call `start` and `stop` in that thread, `write` in any. It writes `STEM.json.gz`, a trace in
-    Chrome's format; on an NPU the folder `STEM` with CANN's records. Convert these in another process, because torch_npu
-    forks for that."""
+    """A profile of one thread. Call `start` and `stop` there, `write` in any. It writes `STEM.json.gz`, a trace in Chrome's
+    format; on an NPU the folder `STEM` with CANN's records, to be converted in another process: torch_npu forks for that."""
 
     def __init__(self, stem: Path, memory: bool):
         """Prepare the profile. `memory`: record CUDA's allocator too. Raises UserError without CUDA."""
@@ -207,7 +196,6 @@ class TorchProfile:
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
 
     def stop(self) -> None:
-        """Stop the profile, if it was started."""
         if self._profiler is None:
             return
         if self._kind != "cpu":
@@ -221,7 +209,6 @@ class TorchProfile:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self) -> list[Path]:
-        """Write the files, and return their paths."""
         if self._kind == "npu":
             return [self._stem]
         self._profiler.export_chrome_trace(str(trace := self._file(".json.gz")))

@@ -7,8 +7,7 @@
     a phase of the coordinator ends ─────┘
 
 A process never waits for the file, and a run never reads it. A span that would exceed `logs.span_bytes`, or that the disk
-refuses, is dropped and counted.
-"""
+refuses, is dropped and counted."""
 
 from __future__ import annotations
 
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from runtime import run_files, timeouts, types
 from runtime.config import Config, Deadlines
@@ -36,11 +34,8 @@ from runtime.process import os_process
 from runtime.process.waiting import unless_failed
 
 # ---- Progress
-# The process sends a heartbeat with its current phase to its node's agent once a second. It shows that the process makes
-# progress:
-#
+# The process shows that it makes progress. Once a second it sends a heartbeat with its phase to its node's agent:
 #     a thread or a task ── at("backward") ──►  open phases  ──►  event loop ── Heartbeat ──►  launcher/node/watchdog.py
-#
 # A phase has a limit: `deadlines.watchdog`, or ten times its longest duration so far in the process, at least 10 s. The agent
 # ends a process whose phase exceeds the limit, or whose event loop is silent for the limit of "loop". Writes have no limit.
 
@@ -51,12 +46,9 @@ DISK = "disk"  # the phase of a write: to wait for a file system that does not a
 LEARNT = 10  # durations before they set a phase's limit: earlier ones may include the compilation of kernels
 
 
-class Heartbeat(Struct, frozen=True):
-    """The most overdue phase of a process: `phase` for `seconds` of at most `limit`; "" if no phase is open.
-
-    `rank`: of the process that the agent started. `loop`: the limit of the event loop's own silence. `collectives`: the count
-    that this rank has entered, by torch.distributed's group.
-    """
+class Heartbeat(msgspec.Struct, frozen=True):
+    """The most overdue phase of a process: `phase`, "" for none, for `seconds` of at most `limit`. `loop`: the limit of the
+    event loop's own silence. `collectives`: the count that this rank has entered, by torch.distributed's group."""
 
     rank: int
     loop: float
@@ -129,7 +121,6 @@ class Work:
         return f"{described(phase, detail)}, {seconds:.1f} s" if phase else ""
 
     async def send_heartbeats(self, agent: socket.socket, rank: int) -> None:
-        """Send heartbeats to the agent until cancelled."""
         with agent:
             agent.setblocking(False)
             while True:
@@ -164,8 +155,7 @@ def collectives() -> dict[str, int]:
 
 
 def keep_flight_record(path: Path) -> None:
-    """Write the newest collectives of this rank, from torch.distributed's flight recorder: a JSON list of NCCL's, then other
-    backends' records. Writes no file for a process without a group."""
+    """Write this rank's newest collectives, NCCL's first, as a JSON list, if it has a group: its flight record."""
     if not collectives():
         return
     from torch._C import _distributed_c10d as recorder
@@ -229,7 +219,7 @@ POLICY = "policy"  # a call of the policy; `detail`: the episode's index in its 
 TOOL = "tool"  # from a reply with tool calls to the episode's next policy call; `detail`: index, player and tools
 
 
-class SpanHeader(Struct):
+class SpanHeader(msgspec.Struct):
     """The first line of a file, `HEADER` bytes. Written anew when spans were dropped."""
 
     process: str
@@ -255,7 +245,6 @@ class SpanLog:
 
     @property
     def dropped(self) -> int:
-        """Count of spans dropped so far."""
         return self._header.dropped
 
     def open(self, config: Config, process: str) -> None:
@@ -378,6 +367,5 @@ class LineStates:
         self._now[line] = state, now, detail
 
     def close(self) -> None:
-        """End the states of all lines."""
         for line in self._now:
             self.enter(line, "")

@@ -62,8 +62,7 @@ async def unless_failed(beside: Collection[asyncio.Future[None]], work: Coroutin
 
 
 async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Event, deadline: float) -> Sequence[T]:
-    """Wait until `missing()` is empty, or until `deadline` on the loop's clock. Returns the last `missing()`. The caller sets
-    `changed` whenever `missing()` may have changed."""
+    """Wait until `missing()` is empty, or `deadline` on the loop's clock; return it. `changed`: set when it may change."""
     while found := missing():
         changed.clear()
         if not await done_within(changed.wait(), deadline - now()):
@@ -91,10 +90,7 @@ def _complete(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Empty the frames that `error` and its causes passed through.
-
-    Their locals hold stores and process groups. Without this, the sockets of these stay open as long as the error lives.
-    """
+    """Empty the frames of `error` and its causes, whose locals would keep stores, groups and their sockets open as long."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

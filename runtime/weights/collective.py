@@ -1,8 +1,6 @@
 """Transport `collective`: each bucket is one broadcast, over gloo, NCCL or HCCL.
 
-Buffers are always in host memory: on NCCL and HCCL the group copies them through the device. So the sender, the receiver
-and the checksums are the same on every backend.
-"""
+Buffers lie in host memory: NCCL and HCCL copy them through the device. So all else is the same on every backend."""
 
 from __future__ import annotations
 
@@ -134,11 +132,8 @@ def _await_leaving() -> None:
 
 
 def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
-    """Return a new gloo device bound to `host`, and the address at which the device listens.
-
-    gloo does not report its port. So this looks for the listener on `host` that appears with the device. It tries again if
-    another thread opened a listener in the same instant.
-    """
+    """Return a new gloo device bound to `host`, and its address: of the listener that appears with it, since gloo does not
+    report the port. Tries again if another thread opened a listener in the same instant."""
     with _device_lock:
         for _ in range(16):
             before = listeners()
@@ -153,17 +148,13 @@ def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
 def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, timeout: float) -> list[str]:
     """Publish `card` for the other members, and return all members' cards, by rank. `labels`: the ranks' names for messages;
     `name`: this member's. Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout` s."""
-    return _cards(store, range(len(labels)), labels, name, timeout, (rank, card))
+    return cards_of(store, range(len(labels)), labels, name, timeout, (rank, card))
 
 
-def card_of(store: Any, rank: int, labels: Sequence[str], name: str, timeout: float) -> str:
-    """Return the card of member `rank` alone, without a card from this member. Raises as `meet` does."""
-    return _cards(store, [rank], labels, name, timeout)[0]
-
-
-def _cards(
+def cards_of(
     store: Any, ranks: Sequence[int], labels: Sequence[str], name: str, timeout: float, own: tuple[int, str] | None = None
 ) -> list[str]:
+    """Return the cards of `ranks`, after publishing the `own` rank and card, if any. Raises as `meet` does."""
     keys = [f"member/{rank}" for rank in ranks]
     try:
         if own is not None:
@@ -189,19 +180,14 @@ def _missing(store: Any, keys: list[str], labels: Sequence[str], host: str, erro
 
 
 class GlooLink(Link):
-    """A ProcessGroupGloo beside torch's default group, with a deadline and a real abort.
-
-    torch's own `ProcessGroupGloo.abort` leaves a blocked collective to its timeout. The group's sockets are known here: their
-    shutdown ends the collective at once, here and at the peers.
-    """
+    """A ProcessGroupGloo beside torch's default group, with a deadline and a real abort: torch's own leaves a blocked
+    collective to its timeout. The sockets are known here. Their shutdown ends the collective at once, also at the peers."""
 
     def __init__(
         self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str, connections: int = 1
     ):
-        """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds.
-        `connections`: between each two ranks, each with its own thread. gloo gives each collective to the next connection in
-        turn, so that several collectives move at once.
-        """
+        """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds. `connections`:
+        between each two ranks, a thread each; gloo uses them in turn, so several collectives move at once."""
         give_up = time.monotonic() + timeout
         self._leaving = threading.Lock()
         devices, own = zip(*(_gloo_device(host) for _ in range(connections)), strict=True)
@@ -237,8 +223,7 @@ class GlooLink(Link):
     def _wait(self, work: Any, give_up: float) -> None:
         """Wait in slices: gloo may forget a collective whose connection failed, and torch may give up a moment early.
 
-        A member's last data may still be on its way when its connection is seen closed. So two looks must find the loss.
-        """
+        A member's last data may still be on its way when its connection is seen closed. So two looks must find the loss."""
         look, lost = time.monotonic() + timeouts.COLLECTIVE_LOSS, False
         while True:
             aborted, now = self.gloo is None, time.monotonic()
@@ -254,11 +239,8 @@ class GlooLink(Link):
                 look = now + timeouts.COLLECTIVE_LOSS
 
     def abort(self) -> None:
-        """Close every connection and free the threads. Idempotent, from any thread, and does not block.
-
-        gloo forgets a send whose connection fails while gloo's own thread writes: only `set_timeout` ends a wait for that send.
-        A group's destructor waits for its threads, so a separate thread destroys the group.
-        """
+        """Close every connection and free the threads. Idempotent, from any thread; does not block. gloo forgets a send whose
+        connection fails while gloo's thread writes: `set_timeout` ends a wait for that. A thread destroys the group."""
         with self._leaving:
             gloo, self.gloo = self.gloo, None
         if gloo is not None:
@@ -288,8 +270,7 @@ class DeviceLink(Link):
     """A ProcessGroupNCCL or ProcessGroupHCCL beside torch's default group."""
 
     def __init__(self, store: Any, rank: int, size: int, backend: str, timeout: float):
-        """Connect, and block up to `timeout` seconds until the communicator is up: both backends make it with the first
-        collective. Raises RuntimeError."""
+        """Connect within `timeout` seconds: the first collective makes the communicator. Raises RuntimeError."""
         kind = KINDS[backend]
         self.module = torch.get_device_module(kind)
         self._device = torch.device(kind, self.module.current_device())
@@ -321,11 +302,8 @@ class DeviceLink(Link):
         return partial(self._wait, work, staged, None if sends else buffer)
 
     def _wait(self, work: Any, staged: torch.Tensor, target: torch.Tensor | None, give_up: float) -> None:
-        """Wait for a broadcast, and copy `staged` to `target`, a receiver's host buffer.
-
-        The `wait` of NCCL and HCCL does not block the thread: it makes the current stream wait. So an event marks the end on
-        that stream, and this thread polls the event. The poll ends by `give_up` even if the broadcast never does.
-        """
+        """Wait for a broadcast, and copy `staged` to `target`, a receiver's host buffer. The `wait` of NCCL and HCCL only makes
+        the current stream wait. So an event marks the end on that stream, and this thread polls the event, until `give_up`."""
         timeout = max(give_up - time.monotonic(), timeouts.TORCH_LEAST)
         with self.module.stream(self.stream):
             work.wait(timedelta(seconds=timeout))

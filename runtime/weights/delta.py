@@ -1,13 +1,10 @@
 """Encoding `delta`: sends only the changes of each bucket since the version before, without loss, over any transport.
 
 A bucket is compared, as words of 16 bits (bfloat16's elements), with the bucket sent before in this epoch. It travels as a
-header and a payload: either the whole bucket, or the changed words and then one byte each for the unchanged words between them.
-A delta's header has two versions with their checksums, as the buckets' trailers do: the delta's start and its result. So deltas
-form a chain, and a delta is never applied to other weights than its start.
-
-Sender and receivers keep a copy of the last version: the model's size once more in host memory on both sides. A sender that
-gets changes from `ShardDelta` keeps no copy.
-"""
+header and a payload: the whole bucket, or the changed words and then one byte each for the unchanged words between them. A
+delta's header has two versions with their checksums, as the buckets' trailers do: its start and its result. So deltas form a
+chain, and are never applied to other weights. Sender and receivers keep a copy of the last version: the model's size once more
+in host memory on both sides. A sender that gets changes from `ShardDelta` keeps no copy."""
 
 from __future__ import annotations
 
@@ -32,9 +29,7 @@ from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import DTYPES, TRAILER, TensorSpec
 
 # ---- Tensor files
-#
 # safetensors files, read and written a part of a tensor at a time.
-#
 # The `safetensors` package needs all tensors of a new file in memory. To read, it maps the file, and the mapped pages count as
 # the process's memory. This module holds only the requested part. The format: 8 bytes of length, a JSON header with dtype,
 # shape and range of each tensor, then the tensors, without gaps.
@@ -175,11 +170,9 @@ def _row_bytes(spec: TensorSpec) -> int:
 
 
 # ---- Shard delta
-#
 # Finds the policy's changes by shard, without a gather of whole tensors: each rank compares its shards with the last sent
 # version, and only changes travel. The resulting buckets equal gathered buckets bit for bit. Each rank keeps a copy of its last
 # sent shards, in the dtype on the wire and in host memory: together one model's size over all ranks that hold the model once.
-#
 # All ranks make the same calls in the same order. Each call is a collective over torch's default group.
 
 EXCHANGE_BYTES = 64 << 20  # that one rank sends in one exchange, except for a single larger change
@@ -205,17 +198,13 @@ class ShardChange(Struct, frozen=True, array_like=True):
     payload: memoryview  # uint8: of `encode`; or of the shard's own size: then its words
 
 
-class TensorChanges:
+class TensorChanges(list[ShardChange]):
     """One tensor's changes since the last sent version."""
 
-    def __init__(self) -> None:
-        self.parts: list[ShardChange] = []
-
     def apply(self, tensor: torch.Tensor) -> Positions:
-        """Apply the changes to `tensor`, whole and as last sent. Returns positions of words that may have changed, unordered.
-        Raises RuntimeError for a payload that does not fit the tensor."""
+        """Apply the changes to `tensor`. Returns the words that may have changed, unordered. Raises RuntimeError."""
         changed = [np.empty(0, np.int64)]
-        for change in self.parts:
+        for change in self:
             span, payload = change.span, np.frombuffer(change.payload, np.uint8)
             part = tensor[tuple(slice(*bounds) for bounds in span)]
             block = part.contiguous()
@@ -246,8 +235,7 @@ class ShardDelta:
         """Return the changes of each tensor that this rank sends, in the manifest's order. Returns None on all ranks if whole
         tensors must be gathered: some rank's buckets or copy are not `current`, or more than half of its shards would travel.
 
-        `shards`: all ranks together hold each tensor once. `current`: whether this rank's buckets hold the last gathering.
-        """
+        `shards`: all ranks together hold each tensor once. `current`: whether this rank's buckets hold the last gathering."""
         current, self._complete = current and self._complete, False
         found: list[ShardChange] = []
         total = moved = 0
@@ -267,7 +255,7 @@ class ShardDelta:
         changes = {place: TensorChanges() for place in self._own}
         for number in range(count):
             for change in self._exchange(exchanges[number] if number < len(exchanges) else []):
-                changes[change.place].parts.append(change)
+                changes[change.place].append(change)
         self._complete = True
         return iter(changes.values())
 
@@ -292,12 +280,15 @@ class ShardDelta:
         messages: list[list[ShardChange]] = [[] for _ in range(dist.get_world_size())]
         for change in found:
             messages[self._targets[change.place]].append(change)
-        packed = [msgpack.encode(message) for message in messages]
-        sizes = list(map(len, packed))
+        encoder, packed, ends = msgpack.Encoder(), bytearray(), [0]
+        for message in messages:
+            encoder.encode_into(message, packed, -1)  # the payloads' only copy on the host
+            ends.append(len(packed))
+        sizes = np.diff(ends).tolist()
         sent_sizes = torch.tensor(sizes, device=self._device)
         received_sizes = torch.empty_like(sent_sizes)
         dist.all_to_all_single(received_sizes, sent_sizes)
-        sent = torch.frombuffer(bytearray().join(packed), dtype=torch.uint8).to(self._device)
+        sent = torch.frombuffer(packed, dtype=torch.uint8).to(self._device)
         received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8, device=self._device)
         dist.all_to_all_single(received, sent, received_sizes.tolist(), sizes)
         for message in received.cpu().split(received_sizes.tolist()):
@@ -347,8 +338,7 @@ def encode(old: Words, new: Words) -> npt.NDArray[np.uint8] | None:
     """Encode the change from `old` to `new`, both [words]: uint8 [3 · entries], the entries' new words, then their gaps.
 
     An entry's gap counts the words since the entry before. Entries with an unchanged word divide gaps of more than `WIDEST`
-    words. Returns None if the result would not be smaller than `new`.
-    """
+    words. Returns None if the result would not be smaller than `new`."""
     changed = old != new
     return None if ENTRY_BYTES * np.count_nonzero(changed) >= new.nbytes else entries(np.flatnonzero(changed), new)
 
@@ -394,13 +384,13 @@ def _name(trailer: bytes) -> str:
 FULL_EVERY = 50  # of so many versions of an epoch one is sent whole
 
 
-class DeltaEncoder:
-    """The sender's state: each bucket's last words, or the changes that `set_changed` was given."""
+class DeltaLink(Link):
+    """A link that sends deltas over `inner`, in one order: a bucket's header, its payload, then the next bucket's."""
 
-    def __init__(self, full_every: int):
-        """Send one of every `full_every` versions whole, beginning with the epoch's first."""
-        self._full_every = full_every
-        self._last: dict[int, Words] = {}
+    def __init__(self, inner: Link, full_every: int):
+        """Wrap `inner`. Of an epoch's versions one of every `full_every` is sent whole, beginning with the first."""
+        self._inner, self._full_every = inner, full_every
+        self._last: dict[int, Words] = {}  # each bucket's last words; of a sender only where it was given no changes
         self._given: dict[int, Positions | None] = {}  # of `set_changed`
         self._sent: dict[int, tuple[int, bytes]] = {}  # by bucket: versions in this epoch, and the last version's trailer
 
@@ -408,15 +398,15 @@ class DeltaEncoder:
         """Set the words of bucket `index` that may have changed since its last send; None: any. Then no copy is kept."""
         self._given[index] = changed
 
-    def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, npt.NDArray[np.uint8] | None]:
-        """Return header and payload of bucket `index`, which `buffer` holds with its trailer. Payload None: send it whole."""
+    def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        """Return header and payload of the bucket `index` in `buffer`. The payload is `buffer` itself to send it whole."""
         new = words_of(buffer)
         count, before = self._sent.get(index, (0, b""))
         self._sent[index] = count + 1, _trailer(new)
         changes = self._changes(index, new, may=count % self._full_every > 0)
         if changes is None:
-            return HEADER.pack(FULL, buffer.nbytes, bytes(TRAILER.size), _trailer(new)), None
-        return HEADER.pack(DELTA, changes.nbytes, before, _trailer(new)), changes
+            return HEADER.pack(FULL, buffer.nbytes, bytes(TRAILER.size), _trailer(new)), buffer
+        return HEADER.pack(DELTA, changes.nbytes, before, _trailer(new)), torch.from_numpy(changes)
 
     def _changes(self, index: int, new: Words, may: bool) -> npt.NDArray[np.uint8] | None:
         """Return a bucket's payload, or None to send it whole. `may`: whether a delta is allowed."""
@@ -427,32 +417,17 @@ class DeltaEncoder:
             return entries(np.concatenate([changed, trailer]), new) if may and changed is not None else None
         old = self._last.get(index)
         changes = encode(old, new) if may and old is not None else None
-        _keep(self._last, index, new)
+        self._keep(index, new)
         return changes
 
-
-def _keep(last: dict[int, Words], index: int, words: Words) -> None:
-    if index in last:
-        last[index][:] = words
-    else:
-        last[index] = words.copy()
-
-
-class DeltaLink(Link):
-    """A link that sends deltas over `inner`, in one order: a bucket's header, its payload, then the next bucket's."""
-
-    def __init__(self, inner: Link, full_every: int):
-        """Wrap `inner`. `full_every`: as in `DeltaEncoder`."""
-        self._inner = inner
-        self._encoder = DeltaEncoder(full_every)
-        self._last: dict[int, Words] = {}  # at a receiver: each bucket's last words
-
-    def set_changed(self, index: int, changed: Positions | None) -> None:
-        self._encoder.set_changed(index, changed)
+    def _keep(self, index: int, words: Words) -> None:
+        if index in self._last:
+            self._last[index][:] = words
+        else:
+            self._last[index] = words.copy()
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        header, changes = self._encoder.encode(index, buffer)
-        payload = buffer if changes is None else torch.from_numpy(changes)
+        header, payload = self.encode(index, buffer)
         parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *([payload] if len(payload) else [])]
         pending = [(self._inner.send(index, part), part) for part in parts]  # keeps the parts alive
         self.sent_bytes = self._inner.sent_bytes
@@ -474,7 +449,7 @@ class DeltaLink(Link):
         kind, nbytes, base, trailer = HEADER.unpack(header.numpy().tobytes())
         if kind == FULL:
             self._inner.receive(index, buffer)(give_up)
-            _keep(self._last, index, words_of(buffer))
+            self._keep(index, words_of(buffer))
             return
         old = self._last.get(index)
         if old is None or _trailer(old) != base:

@@ -25,9 +25,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.plan import TRAILER, Bucket, Manifest, aligned
 
 # ---- Authentication
-#
 # Tags prove that a value of a store, or a bucket, comes from a process with the group's key.
-#
 # Each group has its own key of 32 random bytes. Members receive the key over gRPC, or in their environment. The connections
 # are neither authenticated nor encrypted: gloo, NCCL and HCCL offer no such option. A stranger that reaches a connection can
 # read the traffic, and can end a group: by a deleted or overwritten value, or by a connection of its own. Two things carry no
@@ -60,11 +58,9 @@ class AuthenticatedStore(dist.Store):
     A stranger can list names, delete values and overwrite values. A stranger cannot predict a name, write a value that passes
     the check, or move a value to another name. Counters (`add`) have hashed names, but no tags.
 
-    torch's C++ code calls these methods without a reference to the Python object: the caller of torch keeps the reference.
-    """
+    torch's C++ code calls these methods without a reference to the Python object: the caller of torch keeps the reference."""
 
     def __init__(self, inner: Any, key: bytes, prefix: str = ""):
-        """Put `prefix` before all names."""
         super().__init__()
         self._inner = inner
         self._key = key
@@ -118,20 +114,15 @@ class AuthenticatedStore(dist.Store):
     def _verified(self, key: str, name: str, value: bytes) -> bytes:
         tag, content = value[:_TAG_BYTES], value[_TAG_BYTES:]
         if not secrets.compare_digest(tag, self._tag(name, content)):
-            raise ForgedValue(
-                f"{self._prefix}{key} in the group's store was written by a process that does not have the group's key"
-            )
+            where = f"{self._prefix}{key} in the group's store"
+            raise ForgedValue(f"{where} was written by a process that does not have the group's key")
         return content
 
 
 class BucketTags:
-    """The tags in the trailers of a group's buckets, 8 bytes each.
-
-    The digest is xxh3-128 of the data, with a seed derived from the key. The tag is BLAKE2b under the key, of digest, version
-    and bucket index. So a universal hash feeds a pseudorandom function, as in UMAC (RFC 4418). xxh3 is as fast as memory; no
-    cryptographic hash is. No proof shows that xxh3 is universal: tests found only that a change of the data keeps the digest
-    under few seeds.
-    """
+    """The tags in the trailers of a group's buckets, 8 bytes each. The digest is xxh3-128 of the data, with a seed derived from
+    the key. The tag is BLAKE2b under the key, of digest, version and bucket index. So a universal hash feeds a pseudorandom
+    function, as in UMAC (RFC 4418). xxh3 is as fast as memory, but not proven universal: few seeds kept a digest in tests."""
 
     def __init__(self, key: bytes):
         self._key = key
@@ -163,7 +154,6 @@ class BucketTags:
 
 
 # ---- The buffers of buckets: of the version that a trainer sends, and of a staged version, which an engine's workers may read
-#
 # Buffers that other processes of this machine can map are memory files without a name (memfd). The limit of /dev/shm, 64 MiB in
 # a container by default, does not apply to these files. The kernel frees a file when the last process that holds it ends.
 
@@ -194,8 +184,7 @@ def memory_file(nbytes: int) -> torch.Tensor:
 
 
 def populate(buffer: torch.Tensor) -> None:
-    """Allocate all pages of the arena in which `buffer` lies: the first write to a page takes ten times as long as a later one.
-    Keeps the bytes. Does nothing if the kernel lacks MADV_POPULATE_WRITE."""
+    """Allocate the pages of the arena of `buffer`, if the kernel can: the first write to a page takes ten times as long."""
     whole = buffer.untyped_storage()
     # By ctypes, because Python's mmap.madvise would hold the GIL.
     ctypes.CDLL(None).madvise(ctypes.c_void_p(whole.data_ptr()), ctypes.c_size_t(whole.nbytes()), _POPULATE_WRITE)
@@ -239,8 +228,7 @@ def file_of(buffer: torch.Tensor) -> tuple[int, int]:
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """Return one uint8 buffer per bucket, trailer included, zeroed, because the checksum covers the padding. `shared`: put all
-    into one memory file, which other processes can map."""
+    """Return a uint8 buffer per bucket, zeroed, as the checksum covers padding. `shared`: in one file, for other processes."""
     if shared:
         return arena([bucket.total_bytes for bucket in buckets], pin)
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
@@ -281,7 +269,7 @@ class Link(ABC):
     """Rank 0: the bytes sent to each receiver so far."""
 
     def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
-        """Set at rank 0 the changed words of the next bucket, as `DeltaEncoder.set_changed` does."""
+        """Set at rank 0 the changed words of the next bucket, as `DeltaLink.set_changed` does."""
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Start at rank 0 to send bucket `index`, `buffer` (uint8, host memory), to all receivers. Raises RuntimeError."""

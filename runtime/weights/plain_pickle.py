@@ -2,8 +2,7 @@
 
 The standard library's `pickletools` reads the opcodes, and a small machine executes them. The machine's stack has plain values,
 `Function`, `Opaque` and `Attributes`. A pickle can neither read nor set attributes of these objects. Python's unpickler is not
-used: it sets attributes of any function's result, hashes any key, and makes a memo of any length that a pickle names.
-"""
+used: it sets attributes of any function's result, hashes any key, and makes a memo of any length that a pickle names."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ class UnpickleHooks(Protocol):
 def load(code: bytes, surroundings: UnpickleHooks, scale: int = 1) -> Any:
     """Return the value of a pickle. `scale` multiplies the limits of bytes and steps.
 
-    Raises RefusedPickle as `surroundings` does, and the exceptions of `FAULTS` for a malformed or too long pickle.
-    """
+    Raises RefusedPickle as `surroundings` does, and the exceptions of `FAULTS` for a malformed or too long pickle."""
     if len(code) > MOST_BYTES * scale:
         raise Malformed(f"its pickle has {len(code)} bytes; must be at most {MOST_BYTES * scale}")
     machine = _Machine(surroundings)
@@ -131,7 +129,6 @@ class _Machine:
         self.stack = []
 
     def since_mark(self, _: None = None) -> list[Any]:
-        """Pop and return everything since the last mark."""
         found, self.stack = self.stack, self._below.pop()
         return found
 

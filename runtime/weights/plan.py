@@ -1,8 +1,7 @@
 """The weight sync plan: the bucket, offset and sender of each tensor. Pure; all members derive the same plan.
 
 A bucket is one flat uint8 buffer: tensor after tensor, then a trailer, each aligned to 64 bytes. The trailer has 16 bytes: a
-tag by the group's key (`group.BucketTags`), and the packed policy version, both little-endian.
-"""
+tag by the group's key (`group.BucketTags`), and the packed policy version, both little-endian."""
 
 from __future__ import annotations
 
@@ -105,19 +104,13 @@ class Bucket(Struct, frozen=True):
 
 
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
-    """Return the buckets with their roots, in the order in which receivers take them.
+    """Return the buckets with their roots, in the order in which receivers take them. Tensors with the same senders share
+    buckets of at most `bucket_bytes` of data. Matrices come first, then vectors and scalars, both in the manifest's order. A
+    bucket is closed once the next tensor does not fit. A larger tensor has its own bucket.
 
-    Tensors with the same senders share buckets of at most `bucket_bytes` of data. Matrices come first, then vectors and
-    scalars, both in the manifest's order. A bucket is closed once the next tensor does not fit. A tensor larger than
-    `bucket_bytes` has its own bucket.
-
-    A receiver may use the buckets' memory as its weights. No bias or norm lies between the matrices of query, key and
-    value. So these adjoin if their sizes are multiples of `ALIGNMENT`, and form one matrix. The same holds for the matrices of
-    gate and up, and for the biases of query, key and value.
-
-    Raises InvalidMessage for an unknown dtype, a repeated name, a holder that is no sender, or a bucket size or number of
-    senders below 1.
-    """
+    A receiver may use the buckets' memory as its weights. No bias or norm lies between the matrices of query, key and value. So
+    these adjoin if their sizes are multiples of `ALIGNMENT`, and form one matrix. The same holds for gate and up, and for
+    biases. Raises InvalidMessage for an unknown dtype, a repeated name, a holder that is no sender, or a count below 1."""
     _check(manifest)
     all_senders = tuple(range(manifest.senders))
     shared: dict[tuple[int, ...], list[int]] = {}
@@ -162,13 +155,9 @@ def _fill(manifest: Manifest, tensors: Sequence[int]) -> list[Bucket]:
 
 
 def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> tuple[Bucket, ...]:
-    """Assign a root to every bucket, and return the buckets in the order in which receivers take them. `filled`: the buckets
-    by holders, in order.
-
-    Each bucket goes to the holder with the fewest bytes so far. So senders that hold the same buckets differ by at most one
-    bucket. Buckets with few holders are assigned first. The result's order lets all senders progress evenly, by bytes:
-    receivers take a few buckets at a time, and these should come from all senders.
-    """
+    """Assign a root to every bucket of `filled` (by holders, in order); return the buckets in the order in which receivers take
+    them. Each bucket goes to the holder with the fewest bytes so far, buckets with few holders first. So senders with the same
+    buckets differ by at most one. All senders progress evenly, by bytes, as receivers take a few buckets at a time."""
     loads = [0] * senders
     paced: list[tuple[float, int, Bucket]] = []
     for number, (holders, buckets) in enumerate(sorted(filled.items(), key=lambda item: (len(item[0]), item[0]))):
@@ -182,24 +171,18 @@ def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> 
 
 
 def aligned(offset: int) -> int:
-    """Round `offset` up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def resolve_transport(transport: str, backend: str, machines: Mapping[str, str]) -> str:
-    """Return the transport that `weight_sync.transport` selects.
-
-    `machines`: the machines of the trainer and the epoch's rollouts by name, "" = unknown. `auto` selects shared memory if all
-    run on one machine, unless `weight_sync.backend` names a backend. Raises UserError if `transport` is shared memory and a
-    member is not on that machine.
-    """
+    """Return the transport that `weight_sync.transport` selects. `machines`: of the trainer and the epoch's rollouts by name,
+    "" = unknown. `auto` selects shared memory if all run on one machine, unless `weight_sync.backend` names a backend. Raises
+    UserError if `transport` is shared memory and a member is not on that machine."""
     name, machine = next(iter(machines.items()))
     apart = [other for other, where in machines.items() if not where or where != machine]
     if transport == "shared_memory" and apart:
-        raise UserError(
-            f"weight_sync.transport: shared_memory needs all on one machine, but {', '.join(apart)} may run on another machine "
-            f"than {name}; must be auto or collective"
-        )
+        why = f"shared_memory needs all on one machine, but {', '.join(apart)} may run on another machine than {name}"
+        raise UserError(f"weight_sync.transport: {why}; must be auto or collective")
     if transport == "auto":
         return "shared_memory" if backend == "auto" and not apart else "collective"
     return transport

@@ -1,14 +1,12 @@
 """The receiving side of a weight sync: a rollout joins an epoch's group, and stages whole versions beside the weights in use.
 
-The buckets outlive epochs: the group is an argument of `StagedWeights.receive`. A reception may be posted long before the
-sender starts, so two clocks apply. Until the sender's announcement a whole training step may pass: only the end of the group,
-the loss of the sender, or the group's backstop of hours ends the wait. From the announcement on, all buckets must arrive
-within `deadline` seconds. The coordinator therefore posts early. It keeps its own deadline, from the moment at which the
-trainer has made the version, and enforces that deadline with AbortWeights.
+A reception may be posted long before the sender starts, so two clocks apply. Until the sender's announcement a whole training
+step may pass: only the end of the group, the loss of the sender, or the group's backstop of hours ends the wait. From the
+announcement on, all buckets must arrive within `deadline` seconds. The coordinator keeps its own deadline, from the moment at
+which the trainer has made the version, and enforces that deadline with AbortWeights.
 
 A reception raises ServiceFault of phase "announce" (no announcement) or "transfer" (DeadlineExceeded if late), both after
-aborting the group. It raises phase "verify", with the buckets' names, and keeps the group; and Cancelled after an abort.
-"""
+aborting the group. It raises phase "verify", with the buckets' names, and keeps the group; and Cancelled after an abort."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ from runtime.cluster.topology import takes_turns
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process import platform, spans
-from runtime.process.spans import WEIGHT_SYNC
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.collective import reason
@@ -62,34 +59,32 @@ class StagedWeights:
         return {self.manifest.tensors[index].name: tensor for index, tensor in found.items()}
 
     def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
-        """Receive and verify `version`, in a thread. Returns how the time since the sender's announcement was spent.
-
-        The first reception allocates the memory. A second set allocates after the engine has freed its initial weights, so that
-        there are never more than two copies.
-        """
+        """Receive and verify `version`, in a thread. Returns how the time since the announcement was spent. The first reception
+        allocates: a second set does so after the engine has freed its initial weights, so there are at most two copies."""
         if self.taken:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
         self._buffers = self._buffers or allocate(self.buckets, pin=False, shared=self._shared)
         # The sender's `announce` unblocks this, once its first bucket is whole. An abort, or the sender's loss, ends it.
-        with spans.log.span("await sender", WEIGHT_SYNC, step=version.step):
+        with spans.log.span("await sender", spans.WEIGHT_SYNC, step=version.step):
             self._await_sender(group, version)
         at = time.monotonic()
         group.set_timeout(deadline)
         self.version, self._sends, self._tags = None, None, group.tags
         # Take bucket by bucket while the sender gathers; the deadline counts from here.
-        with spans.log.span("receive", WEIGHT_SYNC, step=version.step):
+        with spans.log.span("receive", spans.WEIGHT_SYNC, step=version.step):
             took = self._take(group, version, deadline)
         for phase in ("wait", "copy", "hash"):
             seconds = getattr(took, f"{phase}_seconds")
-            spans.log.add(phase, at, at := at + seconds, WEIGHT_SYNC, step=version.step)  # shown one after the other
-        now, found = time.monotonic(), f"epoch {group.epoch}: {self._checksum()}"
-        spans.log.add("verified", now, now, WEIGHT_SYNC, step=version.step, detail=found)
+            spans.log.add(phase, at, at := at + seconds, spans.WEIGHT_SYNC, step=version.step)  # shown one after the other
+        trailers = [buffer[bucket.data_bytes :] for bucket, buffer in zip(self.buckets, self._buffers, strict=True)]
+        checksum = xxhash.xxh3_64_hexdigest(b"".join(trailer.numpy().tobytes() for trailer in trailers))  # equal at all members
+        now, found = time.monotonic(), f"epoch {group.epoch}: {checksum}"
+        spans.log.add("verified", now, now, spans.WEIGHT_SYNC, step=version.step, detail=found)
         self.version, self.taken = version, True
         return took
 
     def verify(self) -> SendBuffers:
-        """Verify the buckets, and return buffers that send the version to any number of groups. Raises RuntimeError with the
-        first bucket that has changed since its reception."""
+        """Verify the buckets, and return buffers that send the version. Raises RuntimeError with the first changed bucket."""
         if self._sends is None:
             for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
                 if not self._tags.verify(index, bucket, buffer):
@@ -102,7 +97,6 @@ class StagedWeights:
         self.taken = False
 
     def _await_sender(self, group: WeightGroup, version: PolicyVersion) -> None:
-        """Block until the sender's announcement. Raises ServiceFault, phase "announce", or Cancelled."""
         try:
             group.await_announcement(version)
         except RuntimeError as error:
@@ -153,19 +147,11 @@ class StagedWeights:
         _, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
         return [] if packed == version.pack() else [f"{where} is of version {PolicyVersion.unpack(packed)}"]
 
-    def _checksum(self) -> str:
-        """Return the version's checksum: equal at all members of the group with equal bytes."""
-        pairs = zip(self.buckets, self._buffers, strict=True)
-        return xxhash.xxh3_64_hexdigest(b"".join(buffer[bucket.data_bytes :].numpy().tobytes() for bucket, buffer in pairs))
-
 
 class WeightReceiver:
     """A rollout's part in weight syncs. It joins an epoch's group, receives versions, and swaps committed versions into the
-    engine. As the host of an epoch, it sends the engine's version to rollouts that lack this version.
-
-    The event loop calls every method; generation goes on meanwhile. At most one join, one reception and one swap are under way
-    at once.
-    """
+    engine. As the host of an epoch, it sends the engine's version to rollouts that lack it. The event loop calls every method;
+    generation goes on meanwhile. At most one join, one reception and one swap are under way at once."""
 
     def __init__(self, engine: RolloutEngine, config: Config, name: str, *, shared: bool = False):
         """Make the receiver. `shared`: the engine's workers are other processes, and read the staged buckets."""
@@ -204,8 +190,7 @@ class WeightReceiver:
         for before in (self._reception, self._sending):
             if before is not None and not (await asyncio.wait({before}, timeout=timeout))[0]:
                 raise DeadlineExceeded(self._name, "join", "the transfer before has not ended", timeout)
-        # Wait until all members are connected, or the rendezvous fails. Known limit: an abort does not end this wait. The
-        # timeout does, or the end of rank 0.
+        # Wait until all members are connected, or the timeout or the end of rank 0. Known limit: an abort does not end this.
         group = await asyncio.wrap_future(in_thread("join-weights", lambda: join_rendezvous(command.address, self._name)))
         if epoch != self.epoch:  # an abort came meanwhile
             group.abort()
@@ -221,11 +206,8 @@ class WeightReceiver:
             self._adopted = None
 
     async def receive(self, command: commands.ReceiveWeights) -> commands.WeightsReceived:
-        """Receive and verify a version during generation. Stage it in the engine, unless the engine has the version already: a
-        version is sent again for a newcomer. Returns how the time was spent.
-
-        Raises the errors of `StagedWeights.receive`, and Cancelled once the group is left.
-        """
+        """Receive and verify a version, and stage it in the engine unless that has it: a version is sent again for a newcomer.
+        Returns how the time was spent. Raises the errors of `StagedWeights.receive`, and Cancelled once the group is left."""
         if self.group is None or command.epoch != self.epoch:
             message = f"is not a member of the sync group of epoch {command.epoch}"
             raise ServiceFault(self._name, "receive", message)
@@ -240,13 +222,12 @@ class WeightReceiver:
             raise InvariantViolated(f"{self._name}: cannot receive {version}: {self._staged.version} is still staged")
         free = next(each for each in self._sets if not each.taken)
         needed, timeout = not self._has(version), self._settings.transfer_timeout
-        # Wait in a thread for all buckets. A whole training step may pass before the sender's announcement. An abort ends this
-        # wait: `leave` aborts the group.
+        # Wait in a thread for all buckets. A whole training step may pass before the announcement. `leave` ends this wait.
         took = await asyncio.wrap_future(in_thread(f"receive-{version}", lambda: free.receive(group, version, timeout)))
         before = time.monotonic()
         try:
             if needed and group is self.group:
-                with spans.log.span("stage", WEIGHT_SYNC, step=version.step):
+                with spans.log.span("stage", spans.WEIGHT_SYNC, step=version.step):
                     # The engine copies in its own thread, or its workers read the buckets. No reception overwrites them.
                     await self._engine.stage(free.tensors())
             if group is not self.group:  # left meanwhile
@@ -272,7 +253,7 @@ class WeightReceiver:
     async def swap(self) -> None:
         """Swap the received version into the engine. Must be awaited between two decode steps."""
         assert self._received is not None
-        with spans.log.span("swap", WEIGHT_SYNC, step=self._received.step):
+        with spans.log.span("swap", spans.WEIGHT_SYNC, step=self._received.step):
             await self._engine.swap(self._received, self._settings.in_flight == "recompute")
         self._committed, self._received = self._received, None
         # An engine that adopts buckets has stopped using the old ones; any other engine has copied the new ones.
@@ -297,8 +278,7 @@ class WeightReceiver:
             self._staged = None
 
     async def host(self, command: commands.InitWeightGroup) -> commands.WeightGroupReady:
-        """Host an epoch with the rollouts that lack the engine's version, and send from the buckets of its reception. Raises
-        ServiceFault, phase "snapshot", if no buckets hold the version unchanged."""
+        """Host an epoch, and send from the buckets. Raises ServiceFault, phase "snapshot", if none hold the version."""
         held, backend = self.held, "gloo" if takes_turns(self._config) else self._settings.backend
         if held is None:
             raise ServiceFault(self._name, "snapshot", "no version that was received is kept")
@@ -316,7 +296,6 @@ class WeightReceiver:
         return await self._peer.open(command)
 
     async def resend(self, command: commands.ResendWeights) -> commands.WeightsSent:
-        """Send the engine's version in the epoch that this rollout hosts."""
         if self._peer is None:
             raise ServiceFault(self._name, "transfer", f"there is no sync group of epoch {command.epoch}")
         # A separate task, as in `receive`: it goes on if the caller is cancelled, and `join` waits for its end.

@@ -5,8 +5,7 @@
     engine's thread ── gather ──────────────┘
 
 The event loop calls `open`, `join`, `send` and `close`, because these must not wait for the engine. The engine's thread
-gathers, after the commands that make the weights.
-"""
+gathers, after the commands that make the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,30 +29,18 @@ from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.network import AUTO, PortRange, listen, own_address
-from runtime.process.spans import WEIGHT_SYNC
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights import collective, shared_memory
 from runtime.weights.collective import meet, reason, shut_down
-from runtime.weights.delta import DeltaLink
-from runtime.weights.group import (
-    AVAILABLE,
-    AuthenticatedStore,
-    BucketTags,
-    Link,
-    Transfer,
-    allocate,
-    new_key,
-    populate,
-    tensors_of,
-)
+from runtime.weights.delta import DeltaLink, Positions, TensorChanges
+from runtime.weights.group import AVAILABLE, AuthenticatedStore, BucketTags, allocate, new_key, populate, tensors_of
 from runtime.weights.plan import GroupAddress, Manifest, plan_buckets
 
 if TYPE_CHECKING:
-    from runtime.weights.delta import Positions, TensorChanges
+    from runtime.weights.group import Link, Transfer
 
 # ---- Groups
-#
 # Members meet in a TCPStore that rank 0 hosts; buckets move over links, one from each sender to all receivers.
 
 
@@ -68,16 +54,12 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
 
 
 class WeightGroup:
-    """The members of one epoch: a rendezvous that is open, and after `connect` the group.
+    """The members of one epoch: a rendezvous that is open, and after `connect` the group. The first ranks are senders, each
+    with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member makes the same calls in the same
+    order, from one thread. No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole
+    training step ahead. The wait occupies no device stream, and deadlines count from the announcement."""
 
-    The first ranks are senders, each with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member
-    makes the same calls in the same order, from one thread.
-
-    No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole training step ahead.
-    The wait occupies no device stream, and deadlines count from the announcement.
-    """
-
-    def __init__(self, address: GroupAddress, name: str, store: AuthenticatedStore, interface: str):
+    def __init__(self, address: GroupAddress, name: str, store: Any, interface: str):
         """Make a group that is not connected. `address`: rank 0's, with the own rank in it. `interface`: own IP address."""
         self.address = address
         self.name = name
@@ -85,14 +67,13 @@ class WeightGroup:
         self.rank = address.rank
         self.tags = BucketTags(address.key)
         self.aborted = False
-        self._store: AuthenticatedStore | None = store
+        self._store: AuthenticatedStore | None = AuthenticatedStore(store, address.key).within(f"epoch/{address.epoch}")
         self._interface = interface
         self._links: list[Link] = []  # at a receiver one from each sender, by the sender's rank; at a sender its own
         self._transfers = 0
 
     def connect(self) -> WeightGroup:
-        """Block until every member is connected, and return the group. Call this once only. Raises ServiceFault, phase
-        "rendezvous", with the ranks that did not come within the address's timeout."""
+        """Block until all are connected; return the group. Raises ServiceFault, phase "rendezvous", with the missing ranks."""
         address, store = self.address, self._running_store()
         give_up = time.monotonic() + address.timeout
         labels = list(map(address.label, range(address.world_size)))
@@ -127,7 +108,6 @@ class WeightGroup:
 
     @property
     def sent_bytes(self) -> int:
-        """At a sender: the bytes sent to each receiver so far."""
         return self._links[0].sent_bytes
 
     def announce(self, version: PolicyVersion) -> None:
@@ -152,11 +132,8 @@ class WeightGroup:
         return self._links[root if self.address.senders > 1 else 0].receive(index, buffer)
 
     def wait_for_senders(self, nbytes: int, give_up: float) -> int:
-        """Report to rank 0 that the receivers have this sender's part of the transfer, `nbytes` bytes.
-
-        Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`. It returns
-        the bytes of all parts. Raises RuntimeError with the failed sender's name and the reason.
-        """
+        """Report to rank 0 that the receivers have this sender's part, `nbytes` bytes. Rank 0 waits for all parts, until the
+        monotonic time `give_up`, and returns their bytes. Raises RuntimeError with the failed sender and the reason."""
         if self.rank:
             self._running_store().set(self._part(self.rank), str(nbytes))
             return nbytes
@@ -191,11 +168,8 @@ class WeightGroup:
 
     def abort(self) -> None:
         """Leave for good. Blocked threads fail here at once, at the peers once these see it. At rank 0 a rendezvous ends for
-        every member that has come. Idempotent, from any thread.
-
-        `abort` is also the normal end of a group. Call it only after every receiver has verified the last transfer: an arrived
-        bucket may still fail when its connection closes. A process should leave its groups before it exits.
-        """
+        all that have come. Idempotent, from any thread. Also the normal end of a group, once every receiver has verified the
+        last transfer: an arrived bucket may still fail when its connection closes. A process should do this before its exit."""
         self.aborted = True
         here, connected = frozenset({(self.address.host, self.address.port)}), bool(self._links)
         for link in self._links:
@@ -218,11 +192,8 @@ def _left(give_up: float) -> float:
 def open_rendezvous(
     address: GroupAddress, interface: str, port_range: PortRange | None = None, name: str = "sender"
 ) -> WeightGroup:
-    """Open the rendezvous of `address` as rank 0, on a free port of `interface` within `port_range`. Does not block.
-
-    `address` lacks its host, its port and its key. With `full_every` = n > 0 versions are deltas, except one of every n, which
-    is whole. Raises UserError for an unknown interface, or a range without a free port.
-    """
+    """Open the rendezvous of `address`, which lacks host, port and key, as rank 0 on a free port of `interface` within
+    `port_range`. Does not block. Raises UserError for an unknown interface, or a range without a free port."""
     address = replace(address, key=new_key())
     ip, patience = own_address(interface), timedelta(seconds=address.timeout)
     with listen(ip, port_range, BACKLOG) as listener:
@@ -230,12 +201,11 @@ def open_rendezvous(
         descriptor = listener.detach()
         store = dist.TCPStore(ip, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor)
     address = replace(address, host=ip, port=port)
-    return WeightGroup(address, name, _members_store(store, address), ip)
+    return WeightGroup(address, name, store, ip)
 
 
 def join_rendezvous(address: GroupAddress, name: str) -> WeightGroup:
-    """Enter the rendezvous as `address.rank`, and block until every member is connected. Raises ServiceFault, phase
-    "rendezvous"."""
+    """Enter the rendezvous as `address.rank`; block until all members are there. Raises ServiceFault, phase "rendezvous"."""
     give_up, patience = time.monotonic() + address.timeout, timedelta(seconds=address.timeout)
     try:
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience, wait_for_workers=False)
@@ -243,11 +213,7 @@ def join_rendezvous(address: GroupAddress, name: str) -> WeightGroup:
         message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
     left = replace(address, timeout=_left(give_up))
-    return WeightGroup(left, name, _members_store(store, address), own_address(AUTO, address.host)).connect()
-
-
-def _members_store(store: Any, address: GroupAddress) -> AuthenticatedStore:
-    return AuthenticatedStore(store, address.key).within(f"epoch/{address.epoch}")
+    return WeightGroup(left, name, store, own_address(AUTO, address.host)).connect()
 
 
 # ---- Sender
@@ -261,8 +227,7 @@ class SendBuffers:
     """The buckets of one sender, and the version in them. They outlive epochs: the group is an argument of `send`.
 
     The order is `begin`, `fill` (gather), `send`. `send` may come before `fill`: a bucket leaves as soon as it is whole.
-    Every bucket has its own buffer. So a version can be sent again, in another epoch, until the next `begin`.
-    """
+    Every bucket has its own buffer. So a version can be sent again, in another epoch, until the next `begin`."""
 
     def __init__(
         self,
@@ -276,8 +241,7 @@ class SendBuffers:
     ):
         """Make the buckets of the manifest's sender `number`. `pin` page-locks the buffers, for copies from an accelerator.
         `takes_changes`: `fill` gets whole tensors or changes, so that no transport has to compare versions. `whole`: buffers
-        that hold the version `held` already, to be sent by this sender alone. Raises InvalidMessage for a manifest without a
-        plan."""
+        that hold the version `held`, for this sender alone to send. Raises InvalidMessage for a manifest without a plan."""
         self.manifest = manifest
         self.number = number
         self.buckets = plan_buckets(manifest)
@@ -304,8 +268,7 @@ class SendBuffers:
         self._gather_seconds = 0.0  # of this version, so far
 
     def begin(self, version: PolicyVersion, timeout: float) -> None:
-        """Forget the version in the buckets, and expect `version`. Blocks while a transfer reads the buckets. Raises
-        DeadlineExceeded after `timeout` seconds."""
+        """Expect `version` in the buckets. Blocks while a transfer reads them. Raises DeadlineExceeded after `timeout` s."""
         self.filled = False
         with self._changed:
             self._await_idle("snapshot", timeout)
@@ -316,19 +279,15 @@ class SendBuffers:
             self._changed.notify_all()
 
     def await_held(self, version: PolicyVersion, timeout: float) -> PolicyVersion | None:
-        """Block until the gathering of `version` has begun, at most for `timeout` seconds. Returns the version in the buckets,
-        or None if a bucket has changed since it was gathered."""
+        """Wait up to `timeout` s until `version` is being gathered. Returns the buckets' version; None if one has changed."""
         with self._changed:
             self._changed.wait_for(lambda: self._held is not None and self._held >= version, timeout)
             return self._held if self._intact else None
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor | TensorChanges]) -> None:
-        """Copy this sender's tensors, in the manifest's order and from any device, cast to the manifest's dtypes. A
-        `TensorChanges` instead changes the tensor of the version before.
-
-        Takes all of `tensors` even after the transfer has failed, because the other ranks may take part in each tensor.
-        """
+        """Copy this sender's tensors, in the manifest's order and from any device, cast to its dtypes; a `TensorChanges`
+        changes the tensor before. Takes all even after the transfer has failed: other ranks may take part in each."""
         began = time.monotonic()
         try:
             for position, tensor in enumerate(tensors):
@@ -360,8 +319,7 @@ class SendBuffers:
 
         Blocks while another transfer ends; raises DeadlineExceeded after `deadline` seconds. On any failure the group is
         aborted, which fails the receivers too. The future raises ServiceFault: of phase "transfer", or of phase "snapshot" if a
-        bucket that is sent again has changed. The future raises UserError if the user can mend the failure.
-        """
+        bucket that is sent again has changed. The future raises UserError if the user can mend the failure."""
         with self._changed:
             self._await_idle("transfer", deadline)
             self._group, self._taken = group, 0
@@ -390,7 +348,7 @@ class SendBuffers:
                 began = time.monotonic()
             group.set_timeout(deadline)
             group.announce(version)
-            with spans.log.span("send", WEIGHT_SYNC, step=version.step):
+            with spans.log.span("send", spans.WEIGHT_SYNC, step=version.step):
                 self._send_all(group, version, give_up)
             # Rank 0 blocks here until the other senders' parts are taken, so that one future covers the whole version.
             sent = group.wait_for_senders(group.sent_bytes - before, give_up)
@@ -454,9 +412,7 @@ class SendBuffers:
         """Wait until at most `most` transfers are under way."""
         while len(pending) > most:
             pending.pop(0)(give_up)
-            with self._changed:
-                self._taken += 1
-                self._changed.notify_all()
+            self._taken += 1
 
 
 class _Joining(NamedTuple):
@@ -470,14 +426,12 @@ class _Joining(NamedTuple):
 class WeightSender:
     """A sender of weights: a rank of the trainer, or a rollout that sends its version to other rollouts.
 
-    The event loop calls every method except `gather`. Only the event loop changes the epoch of this sender.
-    """
+    The event loop calls every method except `gather`. Only the event loop changes the epoch of this sender."""
 
     def __init__(
         self, buffers: SendBuffers, config: Config, name: str, *, backend: str, names: tuple[str, ...] = (), full_every: int = 0
     ):
-        """Make a sender of `buffers`. `names`: the manifest's senders, `name` among them. Rank 0 sends `backend` and
-        `full_every` to the other members in `GroupAddress`."""
+        """Make a sender. `names`: the manifest's senders. `backend`, `full_every`: of the `GroupAddress` that rank 0 sends."""
         self.buffers = buffers
         self._name, self._names = name, names or (name,)
         self._settings, self._network = config.weight_sync, config.network
@@ -489,8 +443,7 @@ class WeightSender:
     async def open(self, command: InitWeightGroup) -> WeightGroupReady:
         """Host the rendezvous of an epoch as rank 0, and begin to connect. Raises Cancelled once the epoch is left.
 
-        Known limit: a server of names that never answers holds up every later epoch of this process.
-        """
+        Known limit: a server of names that never answers holds up every later epoch of this process."""
         settings, left = self._settings, self._enter(command.epoch)
         address = GroupAddress(
             epoch=command.epoch,
@@ -512,8 +465,7 @@ class WeightSender:
 
         # Wait until the epoch before is left: both epochs may use the same port, and the transfer before must free the buckets.
         await asyncio.wrap_future(left)
-        # In a thread: torch looks up names while it opens the store, for seconds where no name server answers. An abort is
-        # answered meanwhile.
+        # In a thread, as an abort is answered meanwhile: torch looks up names, for seconds where no name server answers.
         hosting = in_thread("host-weights", host)
         try:
             pending = await asyncio.wrap_future(hosting)
@@ -537,12 +489,9 @@ class WeightSender:
     def gather(
         self, tensors: Iterable[torch.Tensor | TensorChanges], version: PolicyVersion, epoch: int
     ) -> Future[WeightsSent]:
-        """Fill the buckets with `version` in the engine's thread, and send each bucket once it is whole. Returns the transfer's
-        future. Every rank takes part in the gathering, so it runs to its end even if no bucket can be sent.
-
-        Blocks while a transfer of the version before ends, and while the group connects. The future raises ServiceFault if no
-        bucket could be sent; of phase "transfer" if the version is kept for another epoch.
-        """
+        """Fill the buckets with `version` in the engine's thread, and send each once it is whole. Returns the transfer's
+        future. Every rank takes part, so it runs to its end even if no bucket can be sent. Blocks while the transfer before
+        ends, and while the group connects. The future raises ServiceFault: of phase "transfer" if the version is kept."""
         # Wait until the transfer before no longer reads the buckets: its end or an abort unblocks this.
         try:
             self.buffers.begin(version, self._settings.transfer_timeout)
@@ -555,13 +504,12 @@ class WeightSender:
             sending = self._begin_transfer(version, epoch)
         except SluiceError as error:
             sending = _done(error)
-        with spans.log.span("gather", WEIGHT_SYNC, step=version.step):
+        with spans.log.span("gather", spans.WEIGHT_SYNC, step=version.step):
             self.buffers.fill(tensors)
         return sending
 
     async def send(self, version: PolicyVersion, epoch: int) -> WeightsSent:
-        """Send `version` once more from the buckets, independently of the engine. Raises ServiceFault: of phase "snapshot" if
-        the buckets hold another version, or have changed since the gathering."""
+        """Send `version` again, beside the engine. Raises ServiceFault, phase "snapshot", if it is not whole in the buckets."""
 
         def send() -> WeightsSent:
             held = self.buffers.await_held(version, self._settings.transfer_timeout)
@@ -569,8 +517,7 @@ class WeightSender:
                 raise ServiceFault(self._name, "snapshot", f"version {version} was not kept: {held or 'no whole'} is there")
             return self._begin_transfer(version, epoch).result()
 
-        # In a thread, which waits three times: for the engine to begin to gather the version, for all members to connect, and
-        # for the transfer. `close` ends the last two waits.
+        # In a thread, which waits for the engine to begin to gather, then for the members and the transfer, until `close`.
         return await asyncio.wrap_future(in_thread("resend", send))
 
     def close(self, epoch: int | None = None) -> Future[None]:
@@ -617,7 +564,7 @@ class WeightSender:
             raise ServiceFault(self._name, "transfer", f"there is no sync group of epoch {epoch}")
         try:
             group = joining.group.result(patience)
-        except FutureTimeout:
+        except TimeoutError:
             raise DeadlineExceeded(self._name, "transfer", "the group is not connected", patience) from None
         return self.buffers.send(group, version, self._settings.transfer_timeout)
 

@@ -2,11 +2,8 @@
 
 The sender's buckets lie in a memory file (`group.py`). Over a unix socket, the sender sends "bucket i is whole" with the file's
 descriptor, and receivers answer "bucket taken". Socket and memory file have no name. So when a process ends, its peers read the
-end of the connection at once, and no file stays behind.
-
-Receivers connect to the sender's socket by its descriptor in /proc, which processes of other users cannot open. In addition,
-the sender accepts only connections of its own user, as the kernel reports the user of each connection.
-"""
+end of the connection at once, and no file stays behind. Receivers connect to the socket by its descriptor in /proc, which other
+users cannot open. The sender also accepts only connections of its own user, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -20,18 +17,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
-from runtime.weights.collective import card_of, meet
+from runtime.weights.collective import cards_of, meet
 from runtime.weights.group import AVAILABLE, BucketReceipt, BucketTags, Link, Transfer, file_of, in_memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
@@ -46,8 +42,7 @@ LANES = min(2, len(os.sched_getaffinity(0))) if AVAILABLE else 1
 
 
 class _SocketLink(Link):
-    """A link over sockets. A thread holds `_using` while it uses the sockets. `abort` shuts the sockets down, which frees the
-    thread, and only then closes them."""
+    """A link over sockets. A thread that uses them holds `_using`: `abort` shuts them down, which frees it, then closes."""
 
     def __init__(self, sockets: Iterable[socket.socket]):
         self._sockets = tuple(sockets)
@@ -93,8 +88,7 @@ class SendingLink(_SocketLink):
                     raise RuntimeError(f"{label} is gone: {error}") from error
             self._sent += 1
             self.sent_bytes += buffer.numel()
-            number = self._sent
-        return partial(self._await_taken, number)
+            return partial(self._await_taken, self._sent)
 
     def _await_taken(self, number: int, give_up: float) -> None:
         """Wait until all receivers have taken the `number`th sent bucket. Raises RuntimeError if any receiver ends, or late."""
@@ -123,14 +117,6 @@ class SendingLink(_SocketLink):
         self._taken[label] += 1
 
 
-class _Copy(NamedTuple):
-    """A bucket to copy."""
-
-    number: int
-    buffer: torch.Tensor
-    copied: Future[BucketReceipt]
-
-
 class ReceivingLink(_SocketLink):
     """The receiver's end. Copies up to `LANES` buckets at once, in threads that end when no bucket is posted."""
 
@@ -143,25 +129,25 @@ class ReceivingLink(_SocketLink):
         self._inode = 0
         self._memory: Any = None  # the sender's memory file, uint8, read-only
         self._changed = threading.Lock()  # guards the fields below, and sends to the sender; taken inside `_using`
-        self._posted: deque[_Copy] = deque()
+        self._posted: deque[tuple[int, torch.Tensor, Future[BucketReceipt]]] = deque()  # to copy: bucket, into, its end
         self._lanes: set[threading.Thread] = set()
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        copy = _Copy(index, buffer, Future())
+        copied: Future[BucketReceipt] = Future()
         with self._changed:
             self._check()
-            self._posted.append(copy)
+            self._posted.append((index, buffer, copied))
             if len(self._lanes) < LANES:
                 lane = threading.Thread(target=self._run_lane, name="copy-weights", daemon=True)
                 self._lanes.add(lane)
                 lane.start()
-        return partial(self._take, copy.copied)
+        return partial(self._take, copied)
 
     def _take(self, copied: Future[BucketReceipt], give_up: float) -> BucketReceipt:
         """Wait until the next bucket, in order, was copied, and notify the sender. Raises RuntimeError."""
         try:
             receipt = copied.result(give_up - time.monotonic())
-        except futures.TimeoutError as error:
+        except TimeoutError as error:
             raise RuntimeError(f"timed out waiting for {self._label}") from error
         try:
             with self._changed:
@@ -185,16 +171,16 @@ class ReceivingLink(_SocketLink):
                     if not self._posted:
                         self._lanes.remove(threading.current_thread())
                         return
-                    copy = self._posted.popleft()
+                    number, buffer, copied = self._posted.popleft()
                 try:
-                    source = self._await(copy.number, copy.buffer.numel())
+                    source = self._await(number, buffer.numel())
                 except (RuntimeError, OSError) as error:
-                    _fail(copy.copied, self._gone(error) if isinstance(error, OSError) else error)
+                    _fail(copied, self._gone(error) if isinstance(error, OSError) else error)
                     continue
             try:
-                copy.copied.set_result(copy_and_hash(source, copy.buffer.numpy(), self._tags.hasher(), self._check))
+                copied.set_result(copy_and_hash(source, buffer.numpy(), self._tags.hasher(), self._check))
             except RuntimeError as error:
-                _fail(copy.copied, error)
+                _fail(copied, error)
 
     def _gone(self, error: OSError) -> RuntimeError:
         if self._aborted:
@@ -212,9 +198,8 @@ class ReceivingLink(_SocketLink):
             raise RuntimeError(f"{self._label} is gone")
         number, offset, size = _WHOLE.unpack(message)
         if (number, size) != (index, nbytes) or self._memory is None or offset + size > len(self._memory):
-            raise RuntimeError(
-                f"{self._label} sent bucket {number}, {size} bytes at {offset}, for bucket {index}, {nbytes} bytes"
-            )
+            sent = f"bucket {number}, {size} bytes at {offset}"
+            raise RuntimeError(f"{self._label} sent {sent}, for bucket {index}, {nbytes} bytes")
         return self._memory[offset : offset + size]
 
     def _map(self, descriptor: int) -> None:
@@ -238,11 +223,8 @@ def _fail(copied: Future[BucketReceipt], error: RuntimeError) -> None:
 
 
 def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> BucketReceipt:
-    """Copy a bucket, uint8 both. Returns a receipt with the digest, by `hasher`, of `target` before the trailer.
-
-    Each piece is hashed while it is in the processor's cache, which saves a pass over the memory. `check` is called before each
-    piece; its exception ends the copy.
-    """
+    """Copy a bucket, uint8 both. Returns a receipt with the digest, by `hasher`, of all but the trailer. Each piece is hashed
+    while in the processor's cache, which saves a pass over memory. `check` comes before each piece, and may raise."""
     end = len(target) - TRAILER.size
     began, hashing = time.monotonic(), 0.0
     for start in range(0, end, _PIECE):
@@ -310,16 +292,14 @@ def _accept(listener: socket.socket, world_size: int) -> dict[int, socket.socket
 
 def _rank_of(peer: socket.socket) -> int:
     """Return the rank in the peer's first message; 0 if there is none."""
-    try:
-        message = peer.recv(_RANK.size)
-    except OSError:
-        return 0
-    return int(_RANK.unpack(message)[0]) if len(message) == _RANK.size else 0
+    with suppress(OSError, struct.error):
+        return int(_RANK.unpack(peer.recv(_RANK.size))[0])
+    return 0
 
 
 def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) -> Link:
     give_up = time.monotonic() + address.timeout
-    card = card_of(store, 0, labels, name, address.timeout)
+    (card,) = cards_of(store, [0], labels, name, address.timeout)
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sender.settimeout(address.timeout)
@@ -343,5 +323,4 @@ def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) 
 def user_of(peer: socket.socket) -> int:
     """Return the user id of the process at the other end of a unix socket, as the kernel reports it."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(credentials)[1]
-    return user
+    return int(_CREDENTIALS.unpack(credentials)[1])

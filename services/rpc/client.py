@@ -5,8 +5,7 @@
                                                     └── session ──► rank 2   lost, or silent: then so is the group
 
 Every rank gets every command over its own session, in the order of posting. A command's row in `services.rpc.contract` gives
-its deadline, its ranks, and the way its groups are shared out.
-"""
+its deadline, its ranks, and the way its groups are shared out."""
 
 from __future__ import annotations
 
@@ -24,17 +23,15 @@ from runtime import errors, timeouts
 from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, BeginStep
 from runtime.config import Config
-from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.process.keys import COORDINATOR, Keys
+from runtime.process.waiting import done_within
 from runtime.status import Progress, Status
 from runtime.types import SCHEMA_VERSION, Command
 from services.rpc import contract, security
-from services.rpc.contract import METHODS, Method, Ranks, method_of, service_of
 from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
 # ---- Session
-#
 # The caller's end: one channel and one session stream per peer.
 
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -103,9 +100,8 @@ async def items(channel: Channel, name: str, method: contract.Method, request: A
         async for item in stub(request, metadata=channel.metadata):
             yield item
     except grpc.aio.AioRpcError as error:
-        raise _peer_error(error, name, method.name) or errors.Unreachable(
-            name, method.name, f"{error.code().name}: {error.details()}"
-        ) from None
+        lost = errors.Unreachable(name, method.name, f"{error.code().name}: {error.details()}")
+        raise _peer_error(error, name, method.name) or lost from None
 
 
 async def watch(address: str, silence: float = 0.0, keys: Keys | None = None) -> AsyncGenerator[Progress, None]:
@@ -127,9 +123,7 @@ def _peer_error(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception
 
 
 class Session:
-    """Calls to one peer over one stream, many under way at once, several to a frame. When the stream breaks, pending and later
-    calls raise ServiceFault. `machine`: where the peer runs.
-    """
+    """Calls to one peer over one stream, many at once. Once it breaks, calls raise ServiceFault. `machine`: the peer's."""
 
     def __init__(self, channel: Channel, name: str, service: str, machine: str = "", term: int = 0):
         """Create the session over `channel`, and own it. `term`: of the coordinator."""
@@ -177,8 +171,7 @@ class Session:
     def post(self, method: contract.Method, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
         """Send a call now, and return the coroutine that waits for its answer. Calls reach the peer in the order of posting.
 
-        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken; cancelling withdraws it.
-        """
+        Awaiting raises the peer's error, DeadlineExceeded, or ServiceFault if the stream is broken; cancelling withdraws it."""
         id_, urgent = next(self._ids), method.priority is contract.Priority.CONTROL
         body = method.request.pack(request)
         milliseconds = min(max(1, int(timeout * 1000)), LONGEST)
@@ -222,7 +215,6 @@ class Session:
             future.set_exception(errors.Unanswered(self.name, method_name, "did not answer", timeout))
 
     async def call(self, method_name: str, request: Any, timeout: float) -> Any:
-        """Post a call by its method's name, and wait for the answer."""
         return await self.post(contract.METHODS[self._service, method_name], request, timeout)
 
     async def unary(self, service: str, method_name: str, request: Any = None) -> Any:
@@ -288,8 +280,7 @@ class Session:
             notify(self._broken)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Requests to a group whose ranks answer them together: requests of about the same time become one command.
+# ---- Requests to a group whose ranks answer them together: requests of about the same time become one command.
 
 
 UNDER_WAY = 2  # commands: one that the ranks compute, and the next, which waits there
@@ -298,7 +289,7 @@ UNDER_WAY = 2  # commands: one that the ranks compute, and the next, which waits
 class RequestBatcher:
     """Requests of one turn of the event loop, or of the time while `UNDER_WAY` commands run, become one command."""
 
-    def __init__(self, client: GroupClient, method: Method):
+    def __init__(self, client: GroupClient, method: contract.Method):
         """Create the batcher. `client` posts the command of `method`, which is made of the requests."""
         self._client, self._method = client, method
         self._asked: list[tuple[Any, asyncio.Future[bytes]]] = []
@@ -316,8 +307,7 @@ class RequestBatcher:
         return await future
 
     async def _compute(self) -> None:
-        """Answer the requests that are there once there is room. It goes on even if its callers withdraw: the ranks compute it
-        together."""
+        """Answer the requests that are there once there is room, even if callers withdraw: the ranks compute together."""
         async with self._room:  # until one of the commands under way is answered
             asked, self._asked = self._asked, []
             assert self._method.command is not None
@@ -333,12 +323,9 @@ class RequestBatcher:
                 future.set_result(answer)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 R = TypeVar("R")
 
-GROUP_SERVICES = {row.service for row in METHODS.values() if row.ranks is not Ranks.FIRST}
+GROUP_SERVICES = {row.service for row in contract.METHODS.values() if row.ranks is not contract.Ranks.FIRST}
 """Services whose ranks form one unit."""
 
 
@@ -354,7 +341,7 @@ class RoleClient:
         self._config = config
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
-        method = method_of(self._service, command)
+        method = contract.method_of(self._service, command)
         return self._session.post(method, command, method.seconds(self._config))
 
     async def call(self, command: Command[R]) -> R:
@@ -362,7 +349,7 @@ class RoleClient:
 
     def acknowledge(self, command: Command[Any]) -> None:
         """Let the peer drop its answer to `command`, which is safe here."""
-        self._session.acknowledge(method_of(self._service, command).key_of(command))
+        self._session.acknowledge(contract.method_of(self._service, command).key_of(command))
 
     async def status(self) -> Status:
         return await self._session.unary("Process", "Status")
@@ -375,9 +362,7 @@ class RoleClient:
 
 
 class GroupClient(RoleClient):
-    """A group of ranks that live and die together, named after rank 0. The group is lost with its first lost rank: then all
-    pending and later commands raise Unreachable.
-    """
+    """A group of ranks, named after rank 0. It is lost with its first lost rank: then all commands raise Unreachable."""
 
     def __init__(self, service: str, sessions: Sequence[Session], config: Config, leaders: Sequence[int], incarnation: int = 0):
         """Create the client. `sessions`: of all ranks, in order. `leaders`: the ranks that get data, and pass it on."""
@@ -398,7 +383,7 @@ class GroupClient(RoleClient):
         return {session.name: session.machine for session in senders}
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
-        method = method_of(self._service, command)
+        method = contract.method_of(self._service, command)
         if method.gathered is type(command):
             return self._gatherings[method].ask(command)
         if isinstance(command, BeginStep | Accumulate) and command.step < self._ordered:
@@ -406,7 +391,7 @@ class GroupClient(RoleClient):
         return self._answered(method, self._posted(method, command))
 
     def acknowledge(self, command: Command[Any]) -> None:
-        key = method_of(self._service, command).key_of(command)
+        key = contract.method_of(self._service, command).key_of(command)
         for session in self._sessions:
             session.acknowledge(key)
 
@@ -416,7 +401,7 @@ class GroupClient(RoleClient):
         statuses = await asyncio.gather(*(session.unary("Process", "Status") for session in self._sessions))
         counts = {status.name: int(status.gauges["commands"]) for status in statuses}
         if len(set(counts.values())) > 1:
-            raise ServiceFault(self.name, "take up", f"the coordinator was lost while it sent a command: {counts}")
+            raise errors.ServiceFault(self.name, "take up", f"the coordinator was lost while it sent a command: {counts}")
         self._ordered = int(statuses[0].gauges["ordered"])
         return self._ordered
 
@@ -436,17 +421,17 @@ class GroupClient(RoleClient):
         self._gone.set()
 
     @cached_property
-    def _gatherings(self) -> dict[Method, RequestBatcher]:
-        rows = (row for (service, _), row in METHODS.items() if service == self._service and row.gathered)
+    def _gatherings(self) -> dict[contract.Method, RequestBatcher]:
+        rows = (row for (service, _), row in contract.METHODS.items() if service == self._service and row.gathered)
         return {row: RequestBatcher(self, row) for row in rows}
 
-    def _posted(self, method: Method, command: Any) -> Coroutine[Any, Any, Any]:
+    def _posted(self, method: contract.Method, command: Any) -> Coroutine[Any, Any, Any]:
         """Post the command to its ranks. The returned coroutine waits for all of them."""
         seconds = method.seconds(self._config)
-        if method.ranks is not Ranks.SHARES:
-            first, last = {Ranks.FIRST: (0, 1), Ranks.OTHERS: (1, None)}.get(method.ranks, (0, None))
+        if method.ranks is not contract.Ranks.SHARES:
+            first, last = {contract.Ranks.FIRST: (0, 1), contract.Ranks.OTHERS: (1, None)}.get(method.ranks, (0, None))
             posted = [session.post(method, command, seconds) for session in self._sessions[first:last]]
-            return _joined(posted) if method.ranks is Ranks.EACH else _first_of(posted)
+            return _joined(posted) if method.ranks is contract.Ranks.EACH else _first_of(posted)
         assert method.share is not None
         of_leader = dict(zip(self._leaders, method.share(command, len(self._leaders)), strict=True))
         shares = [of_leader.get(rank, []) for rank in range(len(self._sessions))]
@@ -456,28 +441,23 @@ class GroupClient(RoleClient):
         ]
         return _in_order(posted, shares)
 
-    async def _answered(self, method: Method, asking: Coroutine[Any, Any, R]) -> R:
+    async def _answered(self, method: contract.Method, asking: Coroutine[Any, Any, R]) -> R:
         """Wait for the answer. Raises Unreachable if a rank does not answer in time, since the group is lost with it. If only
-        the ranks take part in the command, another fault may come from the end of a rank. That end is waited for.
-        """
+        the ranks take part in the command, another fault may come from the end of a rank. That end is waited for."""
         try:
             return await asking
-        except Unreachable as error:
-            raise Unreachable(self.name, error.phase, self._reason or error.reason) from error
-        except ServiceFault as error:
-            if isinstance(error, Unanswered):
+        except errors.Unreachable as error:
+            raise errors.Unreachable(self.name, error.phase, self._reason or error.reason) from error
+        except errors.ServiceFault as error:
+            if isinstance(error, errors.Unanswered):
                 self._lose(error.service, error.reason)
             elif not method.deadline.startswith("deadlines.") or not await self._dies():
                 raise
-            raise Unreachable(self.name, error.phase, self._reason) from error
+            raise errors.Unreachable(self.name, error.phase, self._reason) from error
 
     async def _dies(self) -> bool:
         """Return whether a rank is lost, now or within a moment: the failure of another rank may be known first."""
-        try:
-            await asyncio.wait_for(self._gone.wait(), timeouts.RANK_LOSS)
-        except TimeoutError:
-            return False
-        return True
+        return await done_within(self._gone.wait(), timeouts.RANK_LOSS)
 
     def _lose(self, rank: str, why: str) -> None:
         if self._reason:
@@ -501,7 +481,6 @@ async def _first_of(posted: Sequence[Coroutine[Any, Any, Any]]) -> Any:
 
 
 async def _joined(posted: Sequence[Coroutine[Any, Any, list[Any]]]) -> list[Any]:
-    """Return the answers of all ranks, joined. Raises the first error."""
     return [one for answer in await asyncio.gather(*posted) for one in answer]
 
 
@@ -516,7 +495,7 @@ async def _in_order(posted: Sequence[Coroutine[Any, Any, Any]], shares: Sequence
 
 def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> RoleClient | GroupClient:
     """Return the client of a process of `role`, or of the group whose ranks `sessions` lead to."""
-    service = service_of(role, config)
+    service = contract.service_of(role, config)
     if service not in GROUP_SERVICES:
         return RoleClient(service, sessions[0], config, incarnation)
     return GroupClient(service, sessions, config, data_leaders(getattr(config.services, role)), incarnation)
@@ -529,4 +508,4 @@ class ContractDeadlines:
         self._config = config
 
     def seconds(self, role: str, command: Any) -> float:
-        return method_of(service_of(role, self._config), command).seconds(self._config)
+        return contract.method_of(contract.service_of(role, self._config), command).seconds(self._config)

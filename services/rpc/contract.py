@@ -1,10 +1,8 @@
 """Translation between protobuf messages and Sluice's types, errors included. No other module does this.
 
 A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds msgpack
-(`runtime.types`). Each method has one row: the Struct of its request, which gives the type of the answer; the key of its
-deadline; its priority; the ranks of a group that get it; its callers. The messages come from proto/, by the method's name. A
-role's servicer has a method of the same name in snake case.
-"""
+(`runtime.types`). Each method has one row, see `Method`. Its messages come from proto/, by its name. A role's servicer has a
+method of the same name in snake case."""
 
 from __future__ import annotations
 
@@ -29,7 +27,6 @@ from runtime.cluster import nodes
 from runtime.commands import Priority
 from runtime.config import Config
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
-from runtime.errors import InvalidMessage
 from runtime.process import keys
 from runtime.rewards.remote import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
@@ -38,7 +35,6 @@ from services.rpc import generated
 from services.rpc.generated import common_pb2
 
 # ---- Streams
-#
 # Both ends of a `Session` stream: small messages are joined into frames, large bodies are split.
 
 
@@ -61,8 +57,6 @@ def wire_field(number: int, parts: Parts) -> Parts:
 
 
 def _varint(value: int) -> bytes:
-    if value <= 0x7F:
-        return bytes((value,))
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -127,14 +121,14 @@ class Reassembler:
         if not more and id_ != self._id:
             return chunk
         if self._body and id_ != self._id:
-            raise InvalidMessage("more than one unfinished message")
+            raise errors.InvalidMessage("more than one unfinished message")
         self._id = id_
         self._body += chunk
         self._held.size += len(chunk)
         if len(self._body) > LARGEST:
-            raise InvalidMessage(f"a message of more than {LARGEST} bytes")
+            raise errors.InvalidMessage(f"a message of more than {LARGEST} bytes")
         if self._held.size > HELD_IN_ALL:
-            raise InvalidMessage(f"unfinished messages of more than {HELD_IN_ALL} bytes, over all streams")
+            raise errors.InvalidMessage(f"unfinished messages of more than {HELD_IN_ALL} bytes, over all streams")
         if more:
             return None
         whole = bytes(self._body)
@@ -202,11 +196,9 @@ class SendQueue:
 
 
 # ---- Wire errors
-#
 # Errors as messages: the caller gets the error that the process raised.
 
-# Errors that arrive unchanged. Unreachable and Unanswered are not among them: they describe a caller's own peer. The caller's
-# caller must not take them for a fault of its own peer.
+# Errors that arrive unchanged, but not Unreachable and Unanswered: a caller's caller would take them for its own peer's.
 UNCHANGED = (
     *(errors.UserError, errors.StorageFull, errors.ConfigError, errors.InvalidMessage, errors.Cancelled),
     *(errors.Forbidden, errors.ServiceFault, errors.DeadlineExceeded, errors.InvariantViolated),
@@ -249,11 +241,8 @@ _PLAIN = (bytes, list[bytes])  # types that a message holds unchanged
 
 @dataclass(frozen=True)
 class MethodSide:
-    """One direction of a method: its message, the type of the message's value, and the translation both ways.
-
-    Message and type have the same fields. Otherwise the message has one field, `whole`: the value's msgpack, or the value
-    itself (`plain`: bytes, or a list of bytes).
-    """
+    """One direction of a method: its message, and the `kind` of its value, with the same fields. Otherwise the message has one
+    field, `whole`: the value's msgpack, or the value itself (`plain`: bytes, or a list of bytes)."""
 
     message: type[Message]
     kind: Any
@@ -302,21 +291,15 @@ class Ranks(enum.Enum):
     SHARES = "all, the data-parallel leaders with a share of its groups"
 
 
-Share = Callable[[Any, int], list[list[int]]]
-"""Maps a command and the number of leaders to the indices into `groups` that each leader gets."""
-
-
 @dataclass(frozen=True)
 class Method:
-    """One method, and what its callers must know.
-
-    `deadline`: the configuration's key of the seconds until its answer, or their name in `timeouts`; "" if the callers say.
-    `command`: the Struct that asks for it. `gathered`: the Struct of a single request; a command takes many. `key`: the fields
-    that identify a call. A call with a key outlives its stream, is not done twice, and has its answer kept until the caller
-    acknowledges it. Groups of evaluations and probes, whose ids are negative, have no key: they are generated again. `callers`:
-    who may call it, by kind or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may send it.
-    `streamed`: the answer is any number of replies.
-    """
+    """One method, and what its callers must know. `deadline`: the configuration's key of the seconds until its answer, or their
+    name in `timeouts`; "" if the callers say. `command`: the Struct that asks for it. `share`: maps a command and the number of
+    leaders to each leader's indices into `groups`. `gathered`: the Struct of a single request; a command takes many. `key`: the
+    fields that identify a call. A call with a key outlives its stream, is not done twice, and has its answer kept until the
+    caller acknowledges it. Groups of evaluations and probes, whose ids are negative, have no key: they are generated again.
+    `callers`: who may call it, by kind or by role (`keys.kinds_of`). `speaker`: the fields that name the only caller who may
+    send it. `streamed`: the answer is any number of replies."""
 
     service: str
     name: str
@@ -326,7 +309,7 @@ class Method:
     deadline: str = ""
     priority: Priority = Priority.DATA
     ranks: Ranks = Ranks.FIRST
-    share: Share | None = None
+    share: Callable[[Any, int], list[list[int]]] | None = None
     gathered: type | None = None
     key: tuple[str, ...] = ()
     callers: tuple[str, ...] = (keys.COORDINATOR,)
@@ -402,7 +385,6 @@ def _write(message: Any, value: msgspec.Struct, large: Parts | None = None) -> N
 
 @cache
 def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any, bool], ...]:
-    """Return each field's name and type, and whether it may be absent."""
     found = msgspec.structs.fields(type_)
     return tuple((field.name, field.type, type(None) in typing.get_args(field.type)) for field in found)
 
@@ -438,8 +420,7 @@ _SERVICES = {
 
 
 def service_of(role: str, config: Config) -> str:
-    """Return the service of a process of `role`. Its name is the role's, except for roles that score, which serve Reward, and
-    for a reference whose ranks are a group."""
+    """Return the service of `role`: called like it; Reward for roles that score; ReferenceGroup for a reference's group."""
     if role == "reference" and config.services.reference.engine == "megatron":
         return "ReferenceGroup"
     return "Reward" if role in types.SCORERS else "".join(map(str.capitalize, role.split("_")))

@@ -1,8 +1,7 @@
 """Who may call what: the two ends of every connection of a run.
 
 A caller's `connection` shows a certificate if the run has TLS, and each call shows a key. A server's `Guard` checks the key
-before it reads a call's body. The callers of each method are a column of `contract.METHODS`.
-"""
+before it reads a call's body. The callers of each method are a column of `contract.METHODS`."""
 
 from __future__ import annotations
 
@@ -28,15 +27,13 @@ from runtime.process.os_process import counted
 from services.rpc import contract
 
 # ---- Refusals
-#
 # Log lines on refused messages. They stay few, however many messages a stranger sends.
 
 log = logging.getLogger("sluice")
 
 
 def log_refusal(peer: str, why: str) -> None:
-    """Log the first refused message of a host, the tenth, the hundredth and so on. `peer`: gRPC's name for it, `ipv4:HOST:PORT`
-    or `ipv6:%5BHOST%5D:PORT`."""
+    """Log a host's refused messages 1, 10, 100 and so on. `peer`: gRPC's `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`."""
     host = unquote(peer.rpartition(":")[0] or peer)
     if count := counted(host):
         log.warning("%s: %d refused so far: %s", host, count, why)
@@ -212,8 +209,7 @@ def connection(kind: Any, address: str, keys: Keys | None, called: str, options:
 
 
 def to_server(server: RemoteServer, key: str, options: Sequence[tuple[str, Any]]) -> tuple[grpc.aio.Channel, Metadata]:
-    """Open a channel to a server of the user's; returns it and the metadata of its calls. Raises UserError if the token is not
-    in this process's environment. `key`: of the settings."""
+    """Open a channel to a user's server; return it and its calls' metadata. Raises UserError without `key`'s token."""
     token = resolved(server.token, os.environ, f"{key}.token")
     metadata = () if token is None else ((HEADER, SCHEME + token),)
     if not server.ca:

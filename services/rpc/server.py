@@ -1,20 +1,18 @@
 """The gRPC server of every process: typed methods, the session stream, health, reflection.
 
 A handler takes the decoded request and returns an awaitable of the reply. A handler that has a future returns it and is no
-coroutine: a coroutine's task costs as much as the rest of a small call. The same handlers serve unary calls and `Session`.
-"""
+coroutine: a coroutine's task costs as much as the rest of a small call. The same handlers serve unary calls and `Session`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from inspect import isawaitable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -23,8 +21,8 @@ from grpc_reflection.v1alpha import reflection
 from runtime import errors, timeouts
 from runtime.process import network, spans
 from runtime.process.keys import Keys
-from runtime.status import CallStats, State, Status
-from runtime.types import SCHEMA_VERSION, Body, PolicyVersion
+from runtime.status import CallStats
+from runtime.types import SCHEMA_VERSION, Body
 from services.rpc import contract, security
 from services.rpc.generated import common_pb2
 
@@ -83,8 +81,7 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
 class Server:
     """One process's gRPC server. Bind first, then `start`; `services` maps a service to its handlers by method.
 
-    `silence`: see `options`. `fence`: accepts coordinators. `keys`: of the server's party; None: any process may call it.
-    """
+    `silence`: see `options`. `fence`: accepts coordinators. `keys`: of the server's party; None: any process may call it."""
 
     def __init__(
         self, services: Mapping[str, Handlers], *, silence: float = 0.0, fence: Fence | None = None, keys: Keys | None = None
@@ -102,10 +99,7 @@ class Server:
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     def bind(self, host: str, port: int, port_range: network.PortRange | None = None) -> str:
-        """Listen on `host` and `port`; port 0 is one of `port_range`, or any. Returns the address, HOST:PORT.
-
-        Raises UserError if the port, or every port of the range, is taken.
-        """
+        """Listen on `port`, or on one of `port_range` or any if 0. Returns HOST:PORT. Raises UserError if all are taken."""
         for candidate in (port,) if port else network.candidates(host, port_range):
             with suppress(RuntimeError):  # taken since it was checked
                 return network.host_port(host, self._listen(network.host_port(host, candidate)))
@@ -113,8 +107,7 @@ class Server:
         raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
 
     async def rebind(self, address: str) -> str:
-        """Listen on the address of the process that this one replaces, since others know it. A connection of another program
-        may hold the port for a while. Raises UserError after `PORT_AGAIN`."""
+        """Listen on the address of the process before, once it is free. Raises UserError after `PORT_AGAIN`."""
         host, _, port = address.rpartition(":")
         deadline = time.monotonic() + timeouts.PORT_AGAIN
         while True:
@@ -211,8 +204,7 @@ class _SessionHandler:
     """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion.
 
     A call with a key outlives its stream: the next coordinator sends it with the same key, and gets its answer. A call without
-    a key is cancelled when its stream ends. Only the coordinator has terms, keys and kept answers.
-    """
+    a key is cancelled when its stream ends. Only the coordinator has terms, keys and kept answers."""
 
     def __init__(self, service: str, handlers: Handlers, fence: Fence):
         self._service = service
@@ -264,7 +256,6 @@ class _SessionHandler:
             stream.outbox.close()
 
     def _withdraw(self, call: common_pb2.Call, stream: _CallStream) -> None:
-        """Cancel a call whose answer is not wanted any more, and drop its kept answer."""
         self._kept.forget(call.key)
         if call.id in stream.answering:
             key, answer = stream.answering[call.id]
@@ -349,10 +340,9 @@ class ReplyCache:
         self._bytes -= contract.size_of(self._answers.pop(key, []))
 
 
-# ---- A process's calls and status
+# ---- A process's calls
 
 
-RATE_WINDOW = 0.5  # seconds
 SMOOTHING = 0.1  # weight of the newest call in the moving mean
 
 
@@ -369,8 +359,7 @@ class Calls:
         self._logged: BaseException | None = None  # the newest; several calls may get one error
 
     def counted(self, method: contract.Method, handler: Handler) -> Handler:
-        """Wrap `handler` to count its calls, unless they are streamed. A data call that arrives while the process drains gets
-        no answer: its caller sees a lost connection, as from a killed process."""
+        """Wrap `handler` to count its calls. Data calls while the process drains get no answer, as from a killed one."""
         if method.streamed:
             return handler
 
@@ -421,56 +410,3 @@ def _of(command: Any) -> tuple[int, int]:
     """Return the group and the step of a command, or the step of the version that it moves; -1 if it has none."""
     step: int = getattr(command if hasattr(command, "step") else getattr(command, "version", None), "step", -1)
     return getattr(command, "group_id", -1), step
-
-
-class Reported(Protocol):
-    """What a role reports for the status of its process."""
-
-    role: str
-    name: str
-
-    @property
-    def version(self) -> PolicyVersion: ...
-
-    @property
-    def state(self) -> State: ...
-
-    def gauges(self) -> dict[str, float]: ...
-
-
-class ProcessStatus:
-    """The status of a process."""
-
-    def __init__(self, service: Reported, calls: CallStats, began: float):
-        """Create it. `began`: the time of the process's start."""
-        self.state: State = "starting"
-        self.loaded = False  # whether `service` has figures
-        self.address = self.metrics = ""
-        self._service, self._calls, self._began = service, calls, began
-        self._previous: tuple[float, dict[str, float]] = (began, {})
-
-    def status(self, _: None = None) -> Status:
-        """Return the status. Rates are means over the time since the previous call, at least `RATE_WINDOW`."""
-        now, gauges = time.monotonic(), self._service.gauges() if self.loaded else {}
-        then, earlier = self._previous
-        if now - then >= RATE_WINDOW:
-            self._previous = (now, gauges)
-        rates = {
-            name.removesuffix("_total"): (value - earlier.get(name, 0.0)) / max(now - then, 1e-3)
-            for name, value in gauges.items()
-            if name.endswith("_total")
-        }
-        return Status(
-            role=self._service.role,
-            name=self._service.name,
-            state=self._service.state if self.state == "ready" else self.state,
-            detail=spans.work.shown(),
-            version=self._service.version if self.loaded else PolicyVersion(),
-            calls=self._calls,
-            rates=rates,
-            gauges=gauges,
-            pid=os.getpid(),
-            address=self.address,
-            uptime_seconds=now - self._began,
-            metrics=self.metrics,
-        )

@@ -43,6 +43,7 @@ class BufferedBytes:
 
     adopts = "float32"
     torn = False
+    thread = None
 
     def __init__(self) -> None:
         self.version = PolicyVersion()

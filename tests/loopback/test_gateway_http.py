@@ -332,7 +332,7 @@ async def test_who_asks_nothing_and_who_does_not_read_is_hung_up_on(served: Serv
     reader, writer = await served.open("/v1/chat/completions", body, episode.key)
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     await asyncio.sleep(0)
-    while served.server.connections:  # noqa: ASYNC110 - it has been answered, and its connection ended
+    while served.server._open:  # noqa: ASYNC110 - it has been answered, and its connection ended
         await asyncio.sleep(0.01)
     writer.close()
 
@@ -356,7 +356,7 @@ def test_connections_are_counted_and_those_with_a_key_stay() -> None:
                 for reader, _ in strangers[:3]:  # each for the next
                     with suppress(ConnectionResetError):
                         assert await reader.read() == b""
-                assert server.connections == 4
+                assert len(server._open) == 4
                 friends.append(await own.open("/v1/chat/completions", CHAT, episode.key))
                 assert b" 200 " in await friends[-1][0].readline()
                 with suppress(ConnectionResetError):  # of five with a key one is too many

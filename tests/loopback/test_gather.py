@@ -263,7 +263,7 @@ def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(way: st
         assert all(torch.equal(bits(got), bits(whole)) for got, whole in zip(staged.tensors().values(), wholes, strict=True))
         staged.release()
     assert took[4] > max(took[1:4])  # which is whole
-    assert groups[0]._links[0]._encoder._last == {}
+    assert groups[0]._links[0]._last == {}
     for group in groups:
         group.abort()
 
@@ -279,7 +279,7 @@ def changed(before: torch.Tensor, now: torch.Tensor) -> TensorChanges:
         old, new = (words_of(tensor[index].contiguous().view(-1).view(torch.uint8)) for tensor in (before, now))
         payload = encode(old, new)
         payload = new.view(np.uint8) if payload is None else payload
-        changes.parts.append(ShardChange(0, span, payload.data))
+        changes.append(ShardChange(0, span, payload.data))
     return changes
 
 

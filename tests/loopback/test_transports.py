@@ -277,17 +277,17 @@ sys.stdin.read()
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's process")
 def test_another_user_fills_no_queue_of_those_who_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    card_of, filling = shared_memory.card_of, []
+    cards_of, filling = shared_memory.cards_of, []
 
-    def seen_by_a_stranger(*where: Any) -> str:
-        card = card_of(*where)
+    def seen_by_a_stranger(*where: Any) -> list[str]:
+        (card,) = cards_of(*where)
         command = (sys.executable, "-S", "-c", FILLS, card)
         filling.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"))
         assert filling[0].stdout is not None
         assert filling[0].stdout.readline() == b"0\n"
-        return card
+        return [card]
 
-    monkeypatch.setattr(shared_memory, "card_of", seen_by_a_stranger)
+    monkeypatch.setattr(shared_memory, "cards_of", seen_by_a_stranger)
     try:
         for member in meeting():
             member.result(PATIENCE).abort()

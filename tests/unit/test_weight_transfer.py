@@ -24,7 +24,6 @@ from runtime.weights import receiver
 from runtime.weights import sender as sender_module
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
 from runtime.weights.group import (
-    AuthenticatedStore,
     BucketReceipt,
     BucketTags,
     Link,
@@ -53,7 +52,7 @@ class Memory(WeightGroup):
 
     def __init__(self, buckets: tuple[Bucket, ...]) -> None:
         address = GroupAddress(epoch=1, host="", port=0, rank=0, world_size=2, backend="gloo", timeout=1.0, key=new_key())
-        super().__init__(address, "trainer", AuthenticatedStore(dist.HashStore(), address.key), "")
+        super().__init__(address, "trainer", dist.HashStore(), "")
         self.buckets = buckets
         self.gone = [threading.Event() for _ in buckets]
         self.may_take = threading.Event()
