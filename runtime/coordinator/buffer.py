@@ -110,11 +110,8 @@ class Buffer:
         step: int = 0,
         depth: PipelineDepth | None = None,
     ):
-        self.needs = needs
-        self.groups_per_step = groups_per_step
-        self.staleness = staleness
-        self.step = step
-        self.committed = step
+        self.needs, self.groups_per_step, self.staleness = needs, groups_per_step, staleness
+        self.step = self.committed = step
         self.incarnation = 0  # of the attempt
         self.last_step = step  # the run ends before this step
         self.stop_reason = ""
@@ -125,8 +122,7 @@ class Buffer:
         self.trainer_waits = False  # no group can be taken, and the trainer has nothing else to do
         self.limit = 0  # the most groups that rollouts may have, from the last call of `capacity`
         self._depth = depth or PipelineDepth(groups_per_step, most_live(staleness, groups_per_step), measured=False)
-        self._journal = journal
-        self._clock = clock
+        self._journal, self._clock = journal, clock
         self._filled = 0
         self._groups: dict[int, Group] = {}
         # Counters, because `capacity` and `take` are called after every change: O(1), however many groups there are.
@@ -210,8 +206,7 @@ class Buffer:
         self.room_changed.set()
 
     def drop(self, group_id: int, why: str) -> Ticket:
-        """Drop the group. Return its ticket, which names the prompt to give back. A taken group can be dropped only while its
-        step is being filled: this step will never be applied."""
+        """Drop the group. Return its ticket, which names the prompt to give back. A taken group's step must be being filled."""
         group = self._groups[group_id]
         if group.taken is not None:
             if group.taken != self.step:
@@ -229,10 +224,7 @@ class Buffer:
 
     def take(self, step: int, whole: bool = False) -> list[Group]:
         """Take groups for the batch of `step` and return them in training order. With `whole`, take all missing groups or none.
-
-        Steps are filled in order: when the batch of `step` is complete, `self.step` moves on. Raises InvariantViolated if
-        `step` is not the step being filled, or if a deadline can no longer be met.
-        """
+        Raises InvariantViolated if `step` is not the step being filled, or if a deadline can no longer be met."""
         if step != self.step:
             raise InvariantViolated(f"step {step} cannot take groups while step {self.step} is being filled")
         found = self.takeable
@@ -251,8 +243,7 @@ class Buffer:
         return taken
 
     def consume(self, step: int, seconds: float = 0.0) -> None:
-        """Record that `step` has been applied after `seconds` of the trainer's work. Raises InvariantViolated if it trained on
-        a token that is older than the bound allows."""
+        """Record that `step` took the trainer `seconds`. Raises InvariantViolated if a token is older than the bound allows."""
         self._depth.stepped(seconds)
         batch = [group for group in self if group.taken == step and group.state.phase == Phase.READY]
         if len(batch) != self.groups_per_step:
@@ -275,17 +266,14 @@ class Buffer:
     def load(self, rows: Sequence[GroupRow]) -> list[int]:
         """Load the groups that the ledger restored. Return the intact groups that must be generated again: their deadlines
         cannot be met because `groups_per_step` or `staleness` became smaller."""
-        for row in rows:
-            self._groups[row.group_id] = group = restored(row, self.needs, self._clock(), self.staleness)
-            self._count(group, 1)
+        self.take_up(rows)
         late = staleness.overdue(self._opened(), self.step, self.groups_per_step)
         for group_id in late:
             self.lose(group_id)
         return late
 
     def take_up(self, rows: Sequence[GroupRow]) -> None:
-        """Continue the work of an earlier coordinator. Groups taken for `step` or later are ready again, in their old batch:
-        see `taken`. Groups in generation stay in generation."""
+        """Continue the work of an earlier coordinator. Groups taken for `step` or later are ready again, in their old batch."""
         first = self.step
         for row in rows:
             self._groups[row.group_id] = group = restored(row, self.needs, self._clock(), self.staleness)
@@ -317,8 +305,7 @@ class Buffer:
         return self._depth.target
 
     def late(self) -> Iterator[tuple[Group, float]]:
-        """Yield the groups in generation that alone hold up the trainer, each with the seconds until it counts as late: after
-        `LATE` times the time of the slowest group of a step."""
+        """Yield the groups in generation that alone hold up the trainer, each with the seconds until it is late (`LATE`)."""
         usual = LATE * (self._depth.slowest or 0.0) if self.trainer_waits else 0.0
         for group in self if usual else ():
             if group.state.phase == Phase.GENERATING and group.deadline is not None and group.deadline <= self.step:
@@ -326,7 +313,6 @@ class Buffer:
 
     @property
     def generating(self) -> int:
-        """The number of groups that rollouts have."""
         return self._phases[Phase.GENERATING]
 
     @property
@@ -393,7 +379,7 @@ class Buffer:
         return group
 
     def _set(self, group: Group, **fields: object) -> None:
-        """Set fields of the group and keep the counters right: every change of counted fields goes through here."""
+        """Set fields of the group and keep the counters right."""
         self._count(group, -1)
         for name, value in fields.items():
             setattr(group, name, value)
@@ -429,23 +415,18 @@ NO_SIGNAL = "no signal"  # why such groups are dropped
 class DynamicSampling:
     """Drops scored groups without signal: the advantages of equal rewards are all 0 (DAPO, arXiv:2503.14476, section 3.2). A
     dropped group's prompt is used up, since the policy solves it always or never, and admission draws another prompt. Stops the
-    run if a step cannot be filled: `limit` groups were dropped since the last complete batch, and the step still lacks groups.
+    run if `limit` groups were dropped since the last complete batch, and the step still lacks groups.
 
-    The rewards are judged as the rules gave them. Length penalties, which the trainer adds, and a KL in the reward would make a
-    difference between replies that are all right, or all wrong.
-    """
+    The rewards are judged as the rules gave them: length penalties and a KL would tell apart replies that are all right."""
 
     def __init__(self, buffer: Buffer, limit: int):
-        self._buffer = buffer
-        self._limit = limit
-        self._step = buffer.step
+        self._buffer, self._limit, self._step = buffer, limit, buffer.step
         self._dropped_for_step = 0
         self._any_scored = False  # any valid score among the groups dropped for the step
         self._kept = self._dropped = 0  # since `close_step`
 
     def judge(self, group: Group) -> None:
-        """Drop `group`, which was just scored, unless it has signal. At the limit, stop the run; raises ServiceFault instead if
-        no dropped group has a score."""
+        """Drop `group` unless it has signal. At the limit, stop the run; raises ServiceFault if no dropped group is scored."""
         if _has_signal(group):
             self._kept += 1
             return
@@ -456,7 +437,10 @@ class DynamicSampling:
         self._dropped_for_step += 1
         assert group.scores is not None
         self._any_scored = self._any_scored or bool(group.scores.valid.any())
-        if self._dropped_for_step >= self._limit and not self._step_has_enough():
+        if self._dropped_for_step < self._limit:
+            return
+        # With enough scored groups only the trainer is late, and drops count for later steps.
+        if sum(one.taken is None and bool(one.state.marks & Mark.SCORED) for one in self._buffer) < self._buffer.places:
             if not self._any_scored:
                 raise unscored([group.scores], f"{self._dropped_for_step} groups")
             self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
@@ -468,9 +452,7 @@ class DynamicSampling:
                 self._buffer.drop(group.group_id, NO_SIGNAL)
 
     def close_step(self) -> dict[str, float]:
-        """Return the metrics of the groups scored since the last call. The fraction is left out if there were none.
-        MindSpeed-RL counts the whole batches that it generates until one is full; here the metric is the groups divided by the
-        batch size."""
+        """Return the metrics of the groups scored since the last call. `num_gen_batches` counts parts of batches."""
         kept, dropped = self._kept, self._dropped
         self._kept = self._dropped = 0
         batches = (kept + dropped) / self._buffer.groups_per_step
@@ -478,11 +460,6 @@ class DynamicSampling:
         if kept + dropped:
             figures["dynamic_sampling/kept"] = kept / (kept + dropped)
         return figures
-
-    def _step_has_enough(self) -> bool:
-        """Return True if enough groups are scored: then only the trainer is late, and drops count for later steps."""
-        found = sum(group.taken is None and bool(group.state.marks & Mark.SCORED) for group in self._buffer)
-        return found >= self._buffer.places
 
 
 def _has_signal(group: Group) -> bool:

@@ -7,10 +7,9 @@
     "reference"    at once                        once the rollouts sleep and the reference is on the devices
     "trainer"      at once                        once the rollouts sleep; it ends with the weight sync and their wake-up
 
-While groups are being generated, the rollouts hold the devices as if by a lease. `next_lease` returns once no group is
-left to generate, after the η + 1 batches that the bound η admits. So no sample is in flight while the rollouts sleep, and no
-sample has tokens of two versions. The trainer then makes up to η + 1 steps in one lease. Only the last version is published:
-the rollouts could not generate with the versions before it.
+`next_lease` returns once no group is left to generate, after the η + 1 batches that the bound η admits. So no sample is in
+flight while the rollouts sleep, and no sample has tokens of two versions. The trainer then makes up to η + 1 steps in one
+lease. Only the last version is published: the rollouts could not generate with the versions before it.
 
 With `training.partial_rollouts`, `next_lease` returns as soon as the next step has its batch. The trainer makes as many steps
 as have batches. Samples in flight go on when the rollouts are awake again.
@@ -44,9 +43,8 @@ class ColocatedDevices(Devices):
 
         sleep → (reference: onload, refer, offload →) onload → train → wake for weights → publish → offload → wake → generate
 
-    No turn waits for a lost rollout. During a lease of the trainer the pool is closed, and newcomers do not get the committed
-    version, as their memory may be off the devices. A newcomer arrives asleep. It joins the pool once it has reached the level
-    of the other rollouts, before the next weight sync.
+    No turn waits for a lost rollout. During a lease of the trainer newcomers do not get the committed version, as their memory
+    may be off the devices. A newcomer arrives asleep, and joins the pool once it has reached the other rollouts' level.
 
     **The invariant.** At no time do two of these have the devices, or the order to take them: rollouts with keys and values,
     the reference, the trainer. Only the rollouts' weights may be there together with the trainer's.
@@ -58,7 +56,7 @@ class ColocatedDevices(Devices):
         config = context.config
         self._roles, self._probes, self._spans = roles, probes, context.spans
         self._refers = reference_takes_part(config)
-        self._onloads_trainer = not alternates(config)  # otherwise `AlternatingUpdates` does it
+        self._alternates = alternates(config)
         self._partial = config.training.partial_rollouts
         self._scores_drop = config.algorithm.dynamic_sampling  # a score may drop a group; then another is generated
         self._awake_before = False  # the rollouts have had the devices in this attempt
@@ -115,9 +113,8 @@ class ColocatedDevices(Devices):
             return False
         if self._partial:
             return self.have_batch()
-        if buffer.generating or buffer.capacity(_ANY, buffer.last_step):
-            return False
-        return not any(map(self._may_be_dropped, buffer))
+        working = buffer.generating or buffer.capacity(_ANY, buffer.last_step) or any(map(self._may_be_dropped, buffer))
+        return not working
 
     def have_batch(self) -> bool:
         return super().have_batch() and not any(map(self._may_be_dropped, self._buffer))
@@ -139,19 +136,18 @@ class ColocatedDevices(Devices):
             await self._reach(Level.ASLEEP)
         if refers:
             await self._refer()
-        if self._onloads_trainer:
+        if not self._alternates:  # else `AlternatingUpdates` does it
             with self._spans.span(TO_TRAIN):
                 await self._roles.trainer.call(Onload())
 
     async def _refer(self) -> None:
         """Give the devices to the reference until it has answered for every generated group."""
-        buffer = self._buffer
         with self._spans.span("ref_onload"):
             await self._roles.references.broadcast(Onload())
         self._reference_leases.set()
-        while any(map(_lacks_reference, buffer)):
-            buffer.ready_changed.clear()
-            await buffer.ready_changed.wait()
+        while any(map(_lacks_reference, self._buffer)):
+            self._buffer.ready_changed.clear()
+            await self._buffer.ready_changed.wait()
         self._reference_leases.clear()
         with self._spans.span("ref_offload"):
             await self._roles.references.broadcast(Offload())
@@ -201,11 +197,11 @@ class ColocatedDevices(Devices):
         unit = self._register.find(member.name)
         if member in self._moves or unit is None:
             return
-        if self._levels[member] == self._wanted and unit.state is UnitState.CONNECTED:
-            self._register.join(member)
-        elif self._levels[member] != self._wanted:
+        if self._levels[member] != self._wanted:
             self._moves[member] = asyncio.ensure_future(self._follow(member))
             self._moves[member].add_done_callback(partial(self._followed, member))
+        elif unit.state is UnitState.CONNECTED:
+            self._register.join(member)
 
     async def _follow(self, member: Member) -> None:
         while member in self._levels and self._levels[member] != (level := self._wanted):

@@ -1,12 +1,10 @@
 """Evaluation through the same rollouts and rewards as training, in parallel with it. No step trains on these replies.
 
-An evaluation before or after training is pinned to one version, as no weight sync happens then. During training versions
-change, and the evaluation reports the range of versions of its tokens.
+An evaluation before or after training is pinned to one version. During training it reports the range of versions of its tokens.
 
 An evaluation never stalls training: no part of training waits for it, and it has at most a `SHARE` of the rollouts' slots. A
-problem with more samples than that is requested in parts. A rollout takes requests in order, so requests behind a large one
-would wait until all its samples have slots. The room is kept until the replies are scored, which limits the reward services'
-load too. A thread decodes and writes the replies.
+problem with more samples is requested in parts, as a rollout takes requests in order: others would wait behind a large one.
+The room is kept until the replies are scored, which limits the reward services' load too. A thread decodes and writes replies.
 """
 
 from __future__ import annotations
@@ -34,15 +32,7 @@ from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, Un
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.results import (
-    STEP,
-    SUFFIX,
-    EvaluatedProblem,
-    EvaluationResult,
-    Generation,
-    judge_of,
-    replies_to,
-)
+from runtime.evaluation.results import STEP, SUFFIX, EvaluatedProblem, EvaluationResult, Generation, judge_of, replies_to
 from runtime.process import waiting
 from runtime.process.waiting import now
 from runtime.status import Progress
@@ -104,10 +94,8 @@ class Evaluator:
     def __init__(self, context: EvaluationContext, scorers: Mapping[str, Replicas], pool: RolloutPool, judge: Rule):
         """Create the evaluator. `judge`: the rule whose verdicts make the figures."""
         self._config, self._folder, self._sets = context.config, context.folder, context.held_out
-        self._pool = pool
+        self._pool, self._text, self._judge = pool, context.text, judge
         self._scoring = RewardScoring(scorers, context.config.rewards.environment)
-        self._text = context.text
-        self._judge = judge
         settings = context.config.evaluation
         self._sampling = [
             SamplingParams(
@@ -122,13 +110,9 @@ class Evaluator:
         self._ids = count(-1, -1)  # negative, so never the id of a training group
 
     async def run(self, step: int, alone: bool, progress: ReportDone = lambda done, total: None) -> EvaluationResult:
-        """Evaluate after `step` optimizer steps. `alone`: no other work needs the rollouts.
-
-        Replies and results go into the folder of the step and replace those of an earlier evaluation. A cancelled evaluation
-        leaves the replies so far. Without room on the disk it waits.
-        """
-        before = now()
-        folder = self._folder / run_files.EVALUATIONS / STEP.format(step)
+        """Evaluate after `step` optimizer steps. `alone`: no other work needs the rollouts. Replies and results go into the
+        folder of the step. A cancelled evaluation leaves the replies so far. Without room on the disk it waits."""
+        before, folder = now(), self._folder / run_files.EVALUATIONS / STEP.format(step)
         shutil.rmtree(folder, ignore_errors=True)
         # In threads, as these calls block until the disk has room.
         await asyncio.to_thread(waiting.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
@@ -182,14 +166,10 @@ class Evaluator:
     async def _problem(self, which: int, index: int, report: Callable[[], None]) -> None:
         samples, largest = self._sets[which].settings.samples, self._largest
         async with asyncio.TaskGroup() as tasks:
-            parts = [
-                tasks.create_task(self._part(which, index, first, min(largest, samples - first)))
-                for first in range(0, samples, largest)
-            ]
-        done = [part.result() for part in parts]
-        loop = asyncio.get_running_loop()
-        evaluated = await loop.run_in_executor(self._thread, self._keep, which, index, done)
-        self._evaluated[which].append(evaluated)
+            sizes = {first: min(largest, samples - first) for first in range(0, samples, largest)}
+            parts = [tasks.create_task(self._part(which, index, first, size)) for first, size in sizes.items()]
+        done, loop = [part.result() for part in parts], asyncio.get_running_loop()
+        self._evaluated[which].append(await loop.run_in_executor(self._thread, self._keep, which, index, done))
         report()
 
     async def _part(self, which: int, index: int, first: int, samples: int) -> Part:
@@ -241,11 +221,10 @@ class ServingRun:
     """`sluice serve`: rollouts and gateways of a run without training, with the rollouts' own weights, until `stop`."""
 
     def __init__(self, context: EvaluationContext, register: Register):
-        self._context, self._register = context, register
+        self._context, self._register, self._stopped = context, register, asyncio.Event()
         self._pool = rollout_pool(context.config, register, context.keys)
         self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
         register.subscribe(self._look)
-        self._stopped = asyncio.Event()
 
     def _look(self, change: UnitChange) -> None:
         if change.unit.role == ROLLOUT and change.unit.state is UnitState.CONNECTED:
@@ -301,10 +280,10 @@ class EvaluationRun(ServingRun):
         if self._stopped.is_set():
             return None
 
-        def report(done: int, total: int) -> None:
+        def report(done: int = 0, total: int = 0) -> None:
             self._context.supervisor.report(Progress(phase="evaluating", done=done, total=total))
 
-        report(0, 0)
+        report()
         self._evaluating = asyncio.create_task(self._evaluator.run(0, alone=True, progress=report))
         await self._until_done(self._evaluating)
         if self._evaluating.cancelled():

@@ -12,11 +12,11 @@
     trainer, critic                 report the step of the newest Apply, and keep its result
     agents                          keep their processes for `deadlines.coordinator`
 
-A step is over once `course` has it. Later work is repeated, and each part of it is idempotent: Apply answers with the same
-result, a version that is published again is there already, and the groups that were taken are the batch.
+A step is over once `course` has it. Later work is repeated, and idempotent: Apply answers with the same result, a version that
+is published again is there already, and the groups that were taken are the batch.
 
-A term, one more with each coordinator, identifies the caller: a process that has seen a higher term refuses a lower one. If
-trainer or critic is not in the state of `course`, the run goes back to its newest checkpoint instead.
+A process that has seen a higher term, one more with each coordinator, refuses a lower one. If trainer or critic is not in the
+state of `course`, the run goes back to its newest checkpoint instead.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from runtime.coordinator.pools import models
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
 from runtime.errors import InUse, ServiceFault, SluiceError, StorageFull
 from runtime.ledger.journal import LedgerWriter, Note
+from runtime.process.waiting import now
 from runtime.status import Registration
 from runtime.types import PolicyVersion
 
@@ -48,7 +49,7 @@ MEMBERS = "members"  # the key of the note
 
 
 class KnownUnit(Struct):
-    """A row of the register, and the addresses of its processes."""
+    """A row of the register, with the addresses of its processes."""
 
     role: str
     ranks: list[str]
@@ -78,13 +79,12 @@ class Failover(Struct):
 async def reopened(folder: Path, patience: float) -> LedgerWriter:
     """Open the ledger of an earlier coordinator, once there is room and the file system works. Raises InUse if another process,
     such as the earlier one, keeps the ledger open for `patience` seconds."""
-    clock = asyncio.get_running_loop().time
-    reported, until = False, clock() + patience
+    reported, until = False, now() + patience
     while True:
         try:
             return await LedgerWriter.open(folder)
         except (StorageFull, ServiceFault, InUse) as error:
-            if isinstance(error, InUse) and clock() >= until:
+            if isinstance(error, InUse) and now() >= until:
                 raise
             if not reported:
                 log.warning("waiting until %s can be opened: %s", folder, error)
@@ -138,8 +138,7 @@ class MembershipStore:
 
 
 class FailoverState(Struct, frozen=True):
-    """Where an attempt goes on: with the step after `version`. `held`: the version of each rollout. `ahead`: the trainer has
-    made the next version already."""
+    """The state to go on after `version`. `held`: the version of each rollout. `ahead`: the trainer has made the next."""
 
     version: PolicyVersion
     held: dict[Member, PolicyVersion]
@@ -151,8 +150,7 @@ class FailoverState(Struct, frozen=True):
         return [member for member, theirs in self.held.items() if theirs >= self.version]
 
     def has_since(self, who: Member, step: int) -> bool:
-        """Return True if a rollout had the weights of `step` when it was asked. A rollout that was started again since then
-        begins with the initial weights, although it has the name of the one asked for a group."""
+        """Return True if a rollout had the weights of `step` when asked; a later incarnation begins with initial weights."""
         return who in self.held and self.held[who].step >= step
 
 

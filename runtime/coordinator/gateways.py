@@ -27,23 +27,18 @@ from runtime.process.keys import GATEWAY, Keys, process
 #     trim        0.9 · x                               many sequences wait, or use ≥ 0.8
 #     cut         0.7 · x                               use ≥ 0.9; or, at once, more than few sequences are preempted
 #
-# w: the sequences that run or wait, which is the demand for slots; use: of the room for keys and values. Both are means over
-# a cycle. After each cycle x changes once, or stays. A cycle ends when the number of calls reaches the number of episodes:
-# on average each episode has made one call and waited for one tool. So the rule has no wall time, and tools may take no time
-# or minutes. A decrease starts from the groups under way, if they are fewer than the limit. Measuring stops until the
-# decrease has taken effect: no episode is withdrawn for it.
+# w: the sequences that run or wait, the demand for slots; use: of the room for keys and values that sequences share. Both are
+# means over a cycle, which ends when each episode has made one call on average: the rule has no wall time, so tools may take no
+# time or minutes. A decrease starts from the groups under way, if they are fewer than the limit. Measuring stops until it has
+# taken effect: no episode is withdrawn.
 #
-# The demand is proportional to the episodes while the slots take it (Little's law). So an increase fills the slots, and then
-# adds an eighth of the slots to the demand. It at most doubles x. After the first decrease it adds at most an eighth of x,
-# unless half of the slots are empty: while episodes begin or end, the measured demand is not the final one.
+# Demand is proportional to the episodes while the slots take it (Little's law). So an increase fills the slots and an eighth
+# more, and at most doubles x. After the first decrease it adds at most an eighth of x, unless half of the slots are empty:
+# while episodes begin or end, the measured demand is not the final one. Slots are full most of the time only if some
+# sequences wait most of the time; many that wait only make episodes late and tokens stale.
 #
-# Few sequences wait if they are at most half of the running ones: demand varies, and slots are full most of the time only if
-# some sequences wait most of the time. Many sequences wait if they are one and a half times the running ones: they only make
-# episodes late and tokens stale.
-#
-# Use is of the room that growing sequences share, which can run out: vLLM's, unless it holds the longest sequences of all
-# slots. Preemptions prove that the room ran out. In the embedded engine each slot has its own room, and a full engine shows
-# in its queue. prime-rl's controller also grows, trims and cuts at 0.6, 0.8 and 0.9 (`concurrency` of its orchestrator).
+# Preemptions prove that shared room ran out. In the embedded engine each slot has its own room, and a full engine shows in its
+# queue. prime-rl's controller also grows, trims and cuts at 0.6, 0.8 and 0.9 (`concurrency` of its orchestrator).
 
 START = 2.0  # episodes per slot
 STEP = 1 / 8  # of the slots
@@ -59,8 +54,7 @@ NOTHING = Load(*[0] * len(Load._fields))
 
 
 def concurrency_of(config: Config) -> Concurrency | None:
-    """Return the limiter, or None without gateways: a reply keeps its slot until it ends. The limit is at most what gateways
-    and environments play at once."""
+    """Return the limiter, up to what gateways and environments play at once. None without gateways: a reply keeps its slot."""
     if config.gateway is None:
         return None
     size, own = config.sampling.group_size, config.services.environment.values()

@@ -30,8 +30,7 @@ from runtime.types import LogprobRequest, ValueRequest
 
 STREAM = "stream"  # the key of the ledger's note with the position of the prompt stream
 
-# Samples that are sent to one replica before the next replica is chosen. A decode step of a few sequences costs nearly as much
-# as one of many, so a thinner spread would only multiply the steps.
+# Samples that one replica gets before the next is chosen: a decode step of few sequences costs nearly as much as one of many.
 SAMPLES_PER_DISPATCH = 64
 
 
@@ -48,14 +47,13 @@ class GroupStage:
         stream: PromptStream,
         dynamic_sampling: DynamicSampling | None,
     ):
-        self._size = context.config.sampling.group_size
+        config = context.config
         self._roles, self._pool, self._devices, self._buffer, self._stream = roles, pool, devices, buffer, stream
-        self._config, self._ledger, self._prompts, self._spans = context.config, context.ledger, context.train, context.spans
-        self._concurrency = concurrency_of(context.config)
+        self._config, self._ledger, self._prompts, self._spans = config, context.ledger, context.train, context.spans
+        self._size, self._sampling, self._concurrency = config.sampling.group_size, context.sampling, concurrency_of(config)
         self._dynamic_sampling = dynamic_sampling
-        unrewarded = self._size if context.config.algorithm.advantage == "none" else 0
-        self._scoring = RewardScoring(roles.scorers, context.config.rewards.environment, context.spans, unrewarded)
-        self._sampling = context.sampling
+        unrewarded = self._size if config.algorithm.advantage == "none" else 0
+        self._scoring = RewardScoring(roles.scorers, config.rewards.environment, context.spans, unrewarded)
         self._most: int | None = None  # the most groups on all rollouts; None: compute it again after a change
         self._pool.subscribe(self._look)
         self._lives: set[asyncio.Task[None]] = set()
@@ -112,9 +110,9 @@ class GroupStage:
         rollout, bound = self._pool.find(group.replica), self._buffer.staleness
         if rollout is None or taken_up is None or group.deadline is None:
             return None
-        if self._config.gateway is not None:
-            return rollout  # a gateway of another incarnation plays the group again
-        return rollout if taken_up.has_since(member_of(rollout), group.deadline - bound) else None
+        # A gateway of another incarnation plays the group again.
+        same = self._config.gateway is not None or taken_up.has_since(member_of(rollout), group.deadline - bound)
+        return rollout if same else None
 
     async def close(self) -> None:
         """Withdraw every group under way."""
@@ -154,8 +152,7 @@ class GroupStage:
         return self._most
 
     def _max_groups(self, rollout: RolePort) -> int:
-        """Return how many groups of replies `rollout` may hold: what fits into twice its slots, and one more. Replies are
-        long-tailed: most groups have few running samples. Groups for its slots only would leave two thirds of them empty."""
+        """Return how many groups `rollout` may hold: what fits into twice its slots, since replies are long-tailed, and one."""
         return 2 * self._pool.slots[rollout.name] // self._size + 1
 
     def _together(self, rollout: RolePort) -> int:
@@ -170,15 +167,14 @@ class GroupStage:
 
     async def _live(self, group: Group, rollout: RolePort | None) -> None:
         """Handle a group from its dispatch to `rollout`, by this or an earlier coordinator, on. None: the rollout is lost."""
-        ticket = group.ticket
-        problem = ticket.problem
+        problem = group.ticket.problem
         request = request_for(
             self._config,
             self._prompts.problems[problem],
             self._prompts.tokens[problem],
-            group_id=ticket.group_id,
+            group_id=group.group_id,
             n=self._size,
-            seed=ticket.seed,
+            seed=group.ticket.seed,
             attempt=group.attempt,
             sampling=self._sampling,
         )
@@ -201,21 +197,14 @@ class GroupStage:
         assert group.payload is not None
         payload = await self._ledger.bytes_of(group.payload)
         missing = group.state.needs & ~group.state.marks
-        jobs = []
-        if missing & Mark.SCORED:
-            scoring = self._score(group, payload)
-            if self._dynamic_sampling is None:
-                jobs.append(scoring)
-            else:
-                # Wait for the score first: the other marks cost a forward pass each, and most groups may be dropped.
-                await scoring
-                if group.group_id not in self._buffer:
-                    return
-        if missing & Mark.REFERENCED:
-            jobs.append(self._reference(group, payload))
-        if missing & Mark.VALUED:
-            jobs.append(self._value(group, payload))
-        await asyncio.gather(*jobs)
+        if missing & Mark.SCORED and self._dynamic_sampling is not None:
+            # Wait for the score first: the other marks cost a forward pass each, and most groups may be dropped.
+            await self._score(group, payload)
+            if group.group_id not in self._buffer:
+                return
+            missing &= ~Mark.SCORED
+        jobs = {Mark.SCORED: self._score, Mark.REFERENCED: self._reference, Mark.VALUED: self._value}
+        await asyncio.gather(*(job(group, payload) for mark, job in jobs.items() if missing & mark))
 
     async def _score(self, group: Group, payload: bytes) -> None:
         problem = self._prompts.problems[group.ticket.problem]

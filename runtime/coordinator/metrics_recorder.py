@@ -1,4 +1,4 @@
-"""A run's context and history, the metrics of each step, the load of the rollouts, and probes of the rollouts' weights."""
+"""The run's context and history, its supervisor, the recorder of the steps' metrics and load, and the probes of weights."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ COURSE = "course"  # the key of the ledger's note with a run's progress, for a c
 log = logging.getLogger("sluice")
 
 
-class RunHistory(Struct):
-    """The progress of a run over all attempts.
+# ---- Run context: what a run has been given, and its history over all attempts
 
-    `folder` is the checkpoint with which the next attempt begins: the newest one of this run, else the one that the run
-    resumes, else "", the beginning. Checkpoints that a former run left in the same folder do not count.
-    """
+
+class RunHistory(Struct):
+    """The progress of a run over all attempts. `folder` is the checkpoint with which the next attempt begins: the newest one of
+    this run, else the one that the run resumes, else "", the beginning. What a former run left in the folder does not count."""
 
     folder: str = ""
     version: PolicyVersion = PolicyVersion()  # all steps up to this version are over: applied, published and recorded
@@ -75,16 +75,16 @@ class RunHistory(Struct):
         """Record a complete checkpoint; `totals` are those of its steps."""
         self.folder, self.at_folder = str(folder.absolute()), totals
 
-    def is_at(self, folder: Path) -> bool:
-        """Return True if the next attempt would begin with the checkpoint `folder`."""
-        return bool(self.folder) and Path(self.folder).resolve() == folder.resolve()
-
     def lost(self, step: int) -> None:
         """Record that the attempt ended at `step`: the steps after the checkpoint will be done again."""
         self.attempts += 1
         self.totals, self.evaluating = self.at_folder.copy(), None
         self.attempts_without_progress = 0 if step > self.best_step else self.attempts_without_progress + 1
         self.best_step = max(self.best_step, step)
+
+    def is_at(self, folder: Path) -> bool:
+        """Return True if the next attempt would begin with the checkpoint `folder`."""
+        return bool(self.folder) and Path(self.folder).resolve() == folder.resolve()
 
     @property
     def newest_accuracy(self) -> float | None:
@@ -93,7 +93,7 @@ class RunHistory(Struct):
 
 class RunState(Struct, kw_only=True):
     """The progress of the `run`, and the `models` that made its newest step. `rl_seconds`: since the first prompt was admitted,
-    0 before that. It is a duration because a machine may correct its time of day."""
+    0 before that; a duration, because a machine may correct its time of day."""
 
     run: str
     models: list[Member]
@@ -106,43 +106,6 @@ def save_run_state(context: RunContext, roles: Roles) -> None:
     seconds = now() - history.rl_began if history.rl_began else 0.0
     course = RunState(run=context.run, models=models, history=history, rl_seconds=seconds)
     context.ledger.record(Note(key=COURSE, value=types.encode(course)))
-
-
-class RunSupervisor:
-    """Runs the coordinator's logic in a process: shows its progress, and starts lost processes again."""
-
-    restarts = True  # of trainer and critic after a loss; if not, a loss ends the run
-
-    def __init__(self, register: Register, progress: Progress):
-        self._register, self._progress = register, progress
-        self.interrupted = False  # the run is to end: a later loss ends it, and no evaluation begins
-        self._watchers: set[asyncio.Event] = set()
-
-    def vacated(self) -> None:
-        """Note that trainer or critic is lost and its devices are free: another may begin there."""
-
-    def report(self, progress: Progress) -> None:
-        """Show the progress to all that watch it."""
-        lost = self._register.units("", UnitState.LOST)
-        losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
-        self._progress = replace(progress, lost=losses, stopping=self.interrupted)
-        for watcher in self._watchers:
-            watcher.set()
-
-    async def watch(self, _: None) -> AsyncGenerator[Progress, None]:
-        """Yield the progress at each change. Changes that come together yield once."""
-        changed = asyncio.Event()
-        self._watchers.add(changed)
-        try:
-            while True:
-                changed.clear()
-                progress = self._progress
-                yield progress
-                if progress.phase in ("finished", "failed"):
-                    return
-                await changed.wait()
-        finally:
-            self._watchers.discard(changed)
 
 
 @dataclass(kw_only=True)
@@ -159,7 +122,6 @@ class EvaluationContext:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.config.run.dir)
 
 
@@ -207,14 +169,53 @@ def needs(config: Config) -> Mark:
 
 
 def accelerators(config: Config) -> int:
-    """Count the devices of the run: a rollout's tensor-parallel size, and one for each other computing process. A process on
-    another role's devices counts none."""
+    """Count the devices: a rollout's tensor-parallel size, and one for each other computing process that has its own."""
     roles = [settings_of(config, instance) for instance in instances(config)]
     own = [role for role in roles if isinstance(role, Computing) and not role.colocate]
     return sum(role.tensor_parallel if isinstance(role, Rollout) else 1 for role in own)
 
 
-# ---- Metrics
+# ---- Supervisor: the process around the run
+
+
+class RunSupervisor:
+    """Runs the coordinator's logic in a process: shows its progress, and starts lost processes again."""
+
+    restarts = True  # of trainer and critic after a loss; if not, a loss ends the run
+
+    def __init__(self, register: Register, progress: Progress):
+        self._register, self._progress = register, progress
+        self.interrupted = False  # the run is to end: a later loss ends it, and no evaluation begins
+        self._watchers: set[asyncio.Event] = set()
+
+    def vacated(self) -> None:
+        """Note that trainer or critic is lost and its devices are free: another may begin there."""
+
+    def report(self, progress: Progress) -> None:
+        """Show the progress to all that watch it."""
+        lost = self._register.units("", UnitState.LOST)
+        losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
+        self._progress = replace(progress, lost=losses, stopping=self.interrupted)
+        for watcher in self._watchers:
+            watcher.set()
+
+    async def watch(self, _: None) -> AsyncGenerator[Progress, None]:
+        """Yield the progress at each change. Changes that come together yield once."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                progress = self._progress
+                yield progress
+                if progress.phase in ("finished", "failed"):
+                    return
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed)
+
+
+# ---- Recorder: the metrics of each step, and the rollouts' load
 
 
 class TrainedStep(Struct, kw_only=True):
@@ -244,8 +245,7 @@ class Load(NamedTuple):
 
 
 def load_of(before: Mapping[Any, Mapping[str, float]], now: Mapping[Any, Mapping[str, float]]) -> Load | None:
-    """Sum the gauges of rollouts and gateways from `now`. Counters count the growth since `before`, for processes in both.
-    Return None if no rollout reported."""
+    """Sum the gauges `now`, of counters the growth since `before`. Return None if no rollout reported."""
     rollouts = [gauges for gauges in now.values() if "slots" in gauges]
     gateways = [gauges for gauges in now.values() if "episodes" in gauges]
     if not rollouts:
@@ -267,8 +267,7 @@ def load_of(before: Mapping[Any, Mapping[str, float]], now: Mapping[Any, Mapping
 
 
 class BusyMeter:
-    """Measures the rollouts' busy time and sequences per decode step from their status. A rollout without a status for
-    `silence` seconds is lost: a process answers Status while its engine computes."""
+    """Measures the rollouts' busy time and decode steps. A rollout without a status for `silence` seconds is lost."""
 
     def __init__(self, pool: RolloutPool, silence: float):
         self._pool, self._silence = pool, silence
@@ -278,8 +277,8 @@ class BusyMeter:
         self._grown = defaultdict[str, float](float)  # growth since the last step, over all rollouts; `there`: seconds
 
     def close_step(self) -> dict[str, float]:
-        """Return the metrics since the last step: the rollouts' idle fraction, the sequences of a decode step, and its seconds
-        with prefills. Without any status since then, return the last idle fraction alone."""
+        """Return the metrics since the last step: the rollouts' idle fraction and decode steps, and the gateways' figures.
+        Without any status since then, return the last idle fraction alone."""
         grown, self._grown = self._grown, defaultdict(float)
         if grown["there"]:
             self._idle = idle_fraction(grown["busy_seconds_total"], grown["there"])
@@ -297,8 +296,7 @@ class BusyMeter:
         return figures
 
     async def run(self, on_load: Callable[[Load], None]) -> None:
-        """Measure until cancelled, over the rollouts and gateways that answered at both ends of an interval. Call `on_load`
-        with each sample in which rollouts answered."""
+        """Measure until cancelled, over what answered at both ends of an interval. Call `on_load` with each sample."""
         then = now()
         while True:
             before, self._counts = self._counts, await self._ask()
@@ -307,7 +305,10 @@ class BusyMeter:
                 self._add(before[role], self._counts[role], asked - then)
             then = asked
             if (load := load_of(before, self._counts)) is not None:
-                self._look(load)
+                uses = [counts["kv_use"] for counts in self._counts.values() if "kv_use" in counts]
+                sums = {"looks": 1, "waiting": load.waiting, "kv_use": sum(uses) / len(uses), "preempted": load.preempted}
+                for name, value in sums.items():
+                    self._grown[name] += value
                 on_load(load)
             await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
@@ -322,13 +323,6 @@ class BusyMeter:
             counted = COUNTED
         for name in counted:
             self._grown[name] += counts[name] - before[name]
-
-    def _look(self, load: Load) -> None:
-        uses = [counts["kv_use"] for counts in self._counts.values() if "kv_use" in counts]
-        self._grown["looks"] += 1
-        self._grown["waiting"] += load.waiting
-        self._grown["kv_use"] += sum(uses) / len(uses)
-        self._grown["preempted"] += load.preempted
 
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
         """Return the gauges of each process that answers."""
@@ -360,8 +354,7 @@ class MetricsRecorder:
     ):
         """Begin with an attempt. `evaluate`: begins an evaluation beside training, of the version after so many steps."""
         self._context, self._roles, self._pool, self._buffer = context, roles, pool, buffer
-        self._dynamic_sampling, self._evaluate = dynamic_sampling, evaluate
-        self._world_size = accelerators(context.config)
+        self._dynamic_sampling, self._evaluate, self._world_size = dynamic_sampling, evaluate, accelerators(context.config)
         self._unscored = UnscoredSteps()
         self.meter = BusyMeter(pool, context.config.deadlines.keepalive)
         self.probes = Probes(context, pool, buffer.ready_changed)
@@ -376,8 +369,10 @@ class MetricsRecorder:
         config, alarms = context.config, history.alarms
         history.version = self._buffer.version(step)
         await self.step(trained)
-        if TOTAL not in context.startup.phases:
-            await self._started_up()
+        if TOTAL not in (phases := context.startup.phases):  # start-up ended when the trainer had the first step's whole batch
+            phases["first step"] = self.first_applied - history.rl_began
+            phases[TOTAL] = self.first_applied - context.launched - phases.get(NOT_COUNTED, 0.0)
+            await waiting.done(lambda: context.startup.write(context.folder), context.folder)
         if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
             self._buffer.stop(f"{config.stop.hours:g} hours are over")
         if config.mismatch.action == "stop" and history.alarms > alarms:
@@ -392,13 +387,6 @@ class MetricsRecorder:
         every = self._context.config.evaluation.every
         return self._evaluate is not None and every > 0 and step % every == 0 and step < self._buffer.last_step
 
-    async def _started_up(self) -> None:
-        """Record the start-up time after the first step: start-up ended when the trainer had this step's whole batch."""
-        context, figures = self._context, self._context.startup
-        figures.phases["first step"] = self.first_applied - context.history.rl_began
-        figures.phases[TOTAL] = self.first_applied - context.launched - figures.phases.get(NOT_COUNTED, 0.0)
-        await waiting.done(lambda: figures.write(context.folder), context.folder)
-
     def report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
         """Report the run's progress to its supervisor."""
         figures, history = self.figures, self._context.history
@@ -407,10 +395,9 @@ class MetricsRecorder:
         step, steps = self._buffer.committed, self._context.config.training.steps
         if phase == "training":
             done, total = step, steps
-        detail, alarm = detail or line(figures), history.alarm
-        self._context.supervisor.report(
-            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
-        )
+        shown, alarm = detail or line(figures), history.alarm
+        progress = Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=shown, alarm=alarm)
+        self._context.supervisor.report(progress)
 
     async def step(self, trained: TrainedStep) -> None:
         """Log the step's metrics. Then raises ServiceFault if replies get no score (`UnscoredSteps`)."""
@@ -477,12 +464,11 @@ def line(figures: dict[str, float]) -> str:
     return "  ".join(parts)
 
 
-# ---- Probes
+# ---- Probes of the rollouts' weights
 #
-# Checks that each rollout samples with the trainer's weights. Once a version is committed, every serving rollout continues the
-# same short prompt with it. The trainer has this version too until its next update. Before the update it computes the
-# log-probabilities of the same tokens. So every version of the rollouts is measured, whatever the staleness. A rollout that
-# reports a swap but kept its old weights is detected.
+# Each rollout must sample with the trainer's weights. Once a version is committed, every serving rollout continues the same
+# short prompt with it. The trainer computes the log-probabilities of the same tokens before its next update. So every version
+# is measured, whatever the staleness, and a rollout that reports a swap but kept its old weights is detected.
 
 
 PROMPT_TOKENS = 64  # at most: the last tokens of a training prompt, another prompt for each version
@@ -521,8 +507,7 @@ class Probes:
         return not all(asked.done() for asked in self._asked.values())
 
     async def answers(self, version: PolicyVersion) -> list[bytes]:
-        """Return the rollouts' answers for `version`, once each has answered or run out of time. Return an empty list if
-        the rollouts have another version. `close_step` must follow."""
+        """Return the rollouts' answers for `version`, once each has answered or run out of time. `close_step` must follow."""
         self._compared, self._unanswered = [], 0
         if version != self._version or self.given_before:
             return []
@@ -535,8 +520,8 @@ class Probes:
         return [answer for _, answer in answers]
 
     def close_step(self, version: PolicyVersion, gaps: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of the step that trained `version`. `gaps`: the trainer's mean |Δ log p| of each probe, in
-        nats. Raise an alarm for each gap over the limit."""
+        """Return the metrics of the step that trained `version`, and raise an alarm for each gap over the limit. `gaps`: the
+        trainer's mean |Δ log p| of each probe, in nats."""
         for name, gap in zip(self._compared, gaps, strict=not self.given_before):
             if not self._limit or gap <= self._limit:
                 self._off.discard(name)

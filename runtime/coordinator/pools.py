@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -60,14 +60,12 @@ async def wait_for(register: Register, missing: Callable[[], Sequence[str]], dea
 
 
 class Replicas:
-    """Interchangeable replicas of a role, called in turn. A replica that does not answer in time is lost. The request of a lost
-    replica goes to another replica, or waits for the lost one's replacement if there is none. No request is skipped.
-    """
+    """Interchangeable replicas of a role, called in turn. A replica that does not answer in time is lost. Its request goes to
+    another replica, or waits for the replacement if there is none. No request is skipped."""
 
     def __init__(self, register: Register, role: str, patience: float):
         """Create the view. `patience`: seconds that a request waits if there is no replica."""
-        self._register, self._role = register, role
-        self._patience = patience
+        self._register, self._role, self._patience = register, role, patience
 
     def __bool__(self) -> bool:
         """Return True if the run has this role."""
@@ -118,8 +116,7 @@ class Replicas:
             if await wait_for(self._register, missing, now() + self._patience):
                 why = "; ".join(f"{unit.name}: {unit.reason}" for unit in self._register.units(self._role) if unit.reason)
                 raise ServiceFault(self._role, "run", f"{why}; no replacement has come", self._patience)
-        replica: RolePort = serving[turn % len(serving)].port
-        return replica
+        return cast(RolePort, serving[turn % len(serving)].port)
 
 
 def scorers(register: Register, patience: float) -> dict[str, Replicas]:
@@ -148,12 +145,10 @@ class RewardScoring:
     def __init__(
         self, scorers: Mapping[str, Replicas], environment: float, spans: SpanClock | None = None, unrewarded: int = 0
     ):
-        """Create the scoring. `environment`: the factor of the environment's rewards; 0 ignores them. `spans`: gets the time
-        under the phases of `SCORERS`. `unrewarded`: the size of groups without any reward, which get reward 0; 0 forbids such
-        groups."""
+        """Create the scoring. `environment`: the factor of the environment's rewards. `spans`: gets the time by phase.
+        `unrewarded`: the size of groups without any reward, which get reward 0; 0 forbids such groups."""
         self._scorers = {phase: replicas for phase, replicas in scorers.items() if replicas}
-        self._spans = spans
-        self._environment, self._unrewarded = environment, unrewarded
+        self._spans, self._environment, self._unrewarded = spans, environment, unrewarded
 
     async def score(
         self,
@@ -163,8 +158,7 @@ class RewardScoring:
         asked: set[str] | None = None,
         answered: list[Callable[[], None]] | None = None,
     ) -> Scores:
-        """Score one group. `given`: `GeneratedGroup.rewards`. Replicas take turns by `turn`. Until this returns, `asked` has
-        the names of the replicas that have not answered; `answered` as in `Replicas.ask`."""
+        """Score one group. `given`: `GeneratedGroup.rewards`. `turn`, `asked` and `answered` as in `Replicas.ask`."""
 
         async def ask(phase: str, replicas: Replicas) -> Scores:
             with self._spans.span(phase) if self._spans else nullcontext():
@@ -173,17 +167,17 @@ class RewardScoring:
         parts = await asyncio.gather(*(ask(phase, replicas) for phase, replicas in self._scorers.items()))
         if given and self._environment:
             parts.append(played(request.group_id, self._environment, given))
-        if not parts and self._unrewarded:
-            rewards, valid = np.zeros(self._unrewarded, np.float32), np.ones(self._unrewarded, np.uint8)
-            return Scores(group_id=request.group_id, rewards=rewards, valid=valid)
-        if not parts:
+        if parts:
+            return combine(parts)
+        if not self._unrewarded:
             raise InvariantViolated(f"group {request.group_id} has no reward: no rule, reward model or environment gives one")
-        return combine(parts)
+        rewards, valid = np.zeros(self._unrewarded, np.float32), np.ones(self._unrewarded, np.uint8)
+        return Scores(group_id=request.group_id, rewards=rewards, valid=valid)
 
 
 class RolloutLoads:
-    """Samples under way by rollout, and the rollout with the fewest for its slots: the top of a heap. Outdated entries are
-    dropped when they reach the top, so a group costs O(log n) for n rollouts."""
+    """Samples under way by rollout, and the rollout with the fewest for its slots: the top of a heap, O(log n) for a group.
+    Outdated entries are dropped when they reach the top."""
 
     def __init__(self, slots: Mapping[str, int]):
         self.samples = Counter[Member]()
@@ -215,9 +209,8 @@ class RolloutLoads:
 class RolloutPool:
     """The rollouts, and the gateways before them if the run has any. A rollout serves once it has the committed version.
 
-    Groups are spread over the *players*: the gateways, else the rollouts. Each goes to the player with the fewest samples under
-    way for its slots. A lost unit fails all its calls with Unreachable, and another one generates its groups.
-    """
+    Groups are spread over the *players*, the gateways, else the rollouts, by samples under way for each slot. A lost unit fails
+    all its calls with Unreachable, and another one generates its groups."""
 
     def __init__(self, register: Register, slots: Mapping[str, int], patience: float, term: int = 1, gateways: int = 0):
         """Create the pool. `slots`: how many sequences each rollout runs at once, by name. `patience`: seconds that a run goes
@@ -291,11 +284,9 @@ class RolloutPool:
             return bool(self.membership.serving or (self._closed and self.membership.living))
 
         while True:
-            if served():
-                self._changed.clear()
-                await self._changed.wait()
-            else:
-                await self._until(served)
+            await self._until(served)
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():  # check again: it may have changed before this task runs
@@ -327,8 +318,7 @@ class RolloutPool:
 
     def least_loaded(self) -> RolePort:
         """Return the serving player with the lowest load. Requires one."""
-        least: RolePort = self.register.port(self._loads.least(self.register.members(self._player, UnitState.SERVING)))
-        return least
+        return cast(RolePort, self.register.port(self._loads.least(self.register.members(self._player, UnitState.SERVING))))
 
     def find(self, name: str) -> RolePort | None:
         """Return the unit called `name`, if it is connected."""
@@ -342,8 +332,7 @@ class RolloutPool:
     async def generate(
         self, who: RolePort, request: GroupRequest | RunEpisodesRequest, first: Awaitable[None] | None = None
     ) -> GeneratedGroup:
-        """Send the request to `who` once `first` is done. Raises Unreachable if the unit is lost meanwhile; a unit that does
-        not answer in time is lost."""
+        """Send the request to `who` once `first` is done. Raises Unreachable if the unit is lost or does not answer in time."""
         member = member_of(who)
         if isinstance(request, RunEpisodesRequest):
             request = replace(request, version=self.membership.committed or PolicyVersion())
@@ -391,8 +380,7 @@ class RolloutPool:
         parts = [f"epoch {self.membership.epoch.number}: {_names(self.membership.serving) or 'no rollout'}"]
         if newcomers := _names(self.membership.newcomers):
             parts.append(f"catching up: {newcomers}")
-        parts += [f"lost: {unit.name} ({unit.reason})" for unit in self._losses]
-        return ", ".join(parts)
+        return ", ".join([*parts, *(f"lost: {unit.name} ({unit.reason})" for unit in self._losses)])
 
     @property
     def _losses(self) -> list[Unit]:
@@ -404,20 +392,18 @@ def _names(members: Sequence[Member]) -> str:
     return ", ".join(member.name for member in members)
 
 
+def _of_scoring(problem: Problem) -> dict[str, Any]:
+    return {"label": problem.label, "source": problem.source, "messages": problem.messages, "extra": problem.extra}
+
+
 def score_request(problem: Problem, **rest: Any) -> ScoreRequest:
     """Build the request for the scores of replies to `problem`. `rest`: the other fields."""
-    return ScoreRequest(label=problem.label, source=problem.source, messages=problem.messages, extra=problem.extra, **rest)
+    return ScoreRequest(**_of_scoring(problem), **rest)
 
 
 def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | RunEpisodesRequest:
     """Build the request for replies to `prompt`, or for episodes of the task with gateways. `rest`: the other fields."""
     if config.gateway is None:
         return GroupRequest(prompt=prompt, **rest)
-    task = EpisodeTask(
-        messages=problem.messages,
-        label=problem.label,
-        source=problem.source,
-        extra=problem.extra,
-        environment=problem.environment,
-    )
+    task = EpisodeTask(environment=problem.environment, **_of_scoring(problem))
     return RunEpisodesRequest(task=task, **rest)

@@ -38,7 +38,7 @@ from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
-from runtime.ledger.journal import CheckpointSaved
+from runtime.ledger.reader import CheckpointSaved
 from runtime.process.waiting import first_error, now
 from runtime.status import Progress
 from runtime.telemetry.summary import Totals
@@ -47,8 +47,7 @@ log = logging.getLogger("sluice")
 
 
 class Recovery:
-    """Watches trainer and critic during one attempt. If one is lost the other is given up, because both have to go back to the
-    same checkpoint. `begun`: the first version is published."""
+    """Watches trainer and critic during one attempt; the loss of one gives up both. `begun`: the first version is published."""
 
     def __init__(self, context: RunContext, roles: Roles, register: Register):
         self._models = roles.models
@@ -63,8 +62,7 @@ class Recovery:
             self._waiting.cancel()
 
     async def run_until_lost(self, work: Coroutine[Any, Any, None]) -> ServiceFault | None:
-        """Do `work`. Return None when it is done, or the loss of a model that will be started again. Raises the error of
-        `work`, or the loss if it ends the run. Call this once."""
+        """Do `work`, once. Return the loss of a model that will be started again, or None. Raises what ends the run."""
         self._register.subscribe(self._look)
         self._look()
         working = asyncio.ensure_future(work)
@@ -95,9 +93,8 @@ class Recovery:
             raise ServiceFault(loss.service, loss.phase, message) from loss
 
     async def wait_restarted(self, loss: ServiceFault) -> None:
-        """Wait until the models of the next attempt serve. Meanwhile rollouts generate, as far as the staleness bound allows.
-        Raises `loss` if the run is interrupted. Raises DeadlineExceeded with the names of the missing models after
-        `deadlines.start` plus the longest delay that `restarts` puts before a start."""
+        """Wait until the models of the next attempt serve. Raises `loss` if the run is interrupted, DeadlineExceeded with the
+        missing models after `deadlines.start` plus the longest delay that `restarts` puts before a start."""
         self._waiting = asyncio.ensure_future(models_back(self._context.config, self._register))
         try:
             await self._waiting
@@ -170,8 +167,7 @@ class Checkpoints:
             self._history.accuracy[position.best_step] = position.best_accuracy
 
     async def position(self, step: int) -> Position:
-        """Return the run's position once version `step` is made. Call it before this step is applied, when all of its groups
-        have been taken."""
+        """Return the run's position at version `step`. Call it before this step is applied, when all its groups are taken."""
         accuracy = self._history.accuracy
         best = self._best(accuracy)
         untrained = [group for group in self._buffer if group.taken is None or group.taken >= step]
@@ -229,8 +225,7 @@ class Checkpoints:
 
         The checkpoint counts only once its step is recorded, as an attempt that begins with it does not repeat this step:
         `recorded` gets the totals up to this step; None: it is recorded. `written` is done once the models no longer need
-        their devices for the checkpoint. Awaiting raises StorageFull if there is no room.
-        """
+        their devices for the checkpoint. Awaiting raises StorageFull if there is no room."""
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles
         try:
             with _as_service_fault(folder):
@@ -245,7 +240,19 @@ class Checkpoints:
             saving = [self._one_by_one(*saves, *roles.models)]
         else:
             saving = [model.post(save) for model, save in zip(roles.models, saves, strict=False)]
-        return self._saved_at(step, folder, partial, saving, position, recorded, written)
+
+        async def written_parts() -> tuple[Position, Totals]:
+            # The processes write their parts. Then wait until the step is recorded, else a resume would repeat a saved step.
+            try:
+                parts = [part for found in await asyncio.gather(*saving) for part in found]
+                if written is not None:
+                    written.set_result(None)
+                return replace(position, parts=parts), self._history.totals.copy() if recorded is None else await recorded
+            except BaseException:
+                checkpoint.discard(partial)
+                raise
+
+        return self._complete(step, folder, partial, written_parts())
 
     async def _one_by_one(self, own: Save, critics: Save, trainer: RolePort, critic: RolePort) -> list[str]:
         """Save the critic, then the trainer, which have the same devices."""
@@ -255,25 +262,9 @@ class Checkpoints:
         await critic.call(Offload())
         return [*found, *await trainer.call(own)]
 
-    async def _saved_at(
-        self,
-        step: int,
-        folder: Path,
-        partial: Path,
-        saving: list[Coroutine[Any, Any, list[str]]],
-        position: Position,
-        recorded: asyncio.Future[Totals] | None,
-        written: asyncio.Future[None] | None,
-    ) -> None:
-        # The processes write their parts. Then wait until the step is recorded, else a resume would repeat a saved step.
-        try:
-            position = replace(position, parts=[part for found in await asyncio.gather(*saving) for part in found])
-            if written is not None:
-                written.set_result(None)
-            totals = self._history.totals.copy() if recorded is None else await recorded
-        except BaseException:
-            checkpoint.discard(partial)
-            raise
+    async def _complete(self, step: int, folder: Path, partial: Path, parts: Awaitable[tuple[Position, Totals]]) -> None:
+        """Complete the checkpoint once its `parts` are written, and prune old ones."""
+        position, totals = await parts
         # The folder gets its name and the position: from here on the checkpoint counts.
         with _as_service_fault(folder):
             completing = asyncio.ensure_future(asyncio.to_thread(checkpoint.complete, partial, folder, position))

@@ -48,7 +48,6 @@ class UnitState(StrEnum):
 
     @property
     def over(self) -> bool:
-        """Whether this incarnation has ended for good."""
         return self in (UnitState.LOST, UnitState.DISMISSED)
 
     @property
@@ -118,12 +117,10 @@ def moved(unit: Unit, state: UnitState, process: Any = None, **fields: Any) -> U
     """Return the row in its next `state` and with `fields`. Raises InvariantViolated if the table has no such transition.
 
     `process`: the Registration of a rank that has started; with the last rank's the unit is registered. A connected unit that
-    is no rollout serves at once.
-    """
+    is no rollout serves at once."""
     if unit.state not in _BEFORE[state]:
-        raise InvariantViolated(
-            f"{unit.name} (incarnation {unit.incarnation}) is {unit.state.value}, and cannot be {state.value}"
-        )
+        who = f"{unit.name} (incarnation {unit.incarnation})"
+        raise InvariantViolated(f"{who} is {unit.state.value}, and cannot be {state.value}")
     if process is not None:
         pairs = zip(unit.ranks, unit.processes, strict=True)
         fields["processes"] = tuple(process if rank == process.name else known for rank, known in pairs)
@@ -162,8 +159,7 @@ class Register:
     # ------------------------------------------------------------------------------------------ reading
 
     def subscribe(self, watcher: Callable[[UnitChange], None]) -> None:
-        """Call `watcher` for every change, in order and one at a time, before the method that made the change returns. Changes
-        that watchers make themselves follow after that."""
+        """Call `watcher` for each change, one at a time, before the method that made it returns; watchers' changes follow."""
         self._watchers.append(watcher)
 
     def unsubscribe(self, watcher: Callable[[UnitChange], None]) -> None:
@@ -210,8 +206,7 @@ class Register:
         """Place a unit on a node. If the unit has run before, place its next incarnation."""
         unit = self.find(ranks[0])
         if unit is None:
-            self._unit_of |= dict.fromkeys(ranks, ranks[0])
-            self._put(Unit(role=role, ranks=tuple(ranks), processes=(None,) * len(ranks)), None)
+            self.take_up(role, ranks, incarnation=0, processes=())
         elif unit.state is not UnitState.PLACED:
             self._follow(unit, unit.incarnation + 1)
 

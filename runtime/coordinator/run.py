@@ -19,8 +19,8 @@ An attempt goes from the beginning or a checkpoint to the last step, or until tr
     RolloutPool.guard  waits until no rollout has served for too long: that ends the run
     Recovery           waits until the register reports the loss of trainer or critic
 
-When trainer or critic is lost, `_until_saved`, which needs both, is cancelled. Admission, generation, scores and the journal go
-on until both are started again. Then the next attempt goes on from the newest checkpoint.
+When trainer or critic is lost, `_until_saved`, which needs both, is cancelled. All else goes on until both are started again.
+Then the next attempt goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ from runtime.types import PolicyVersion
 
 
 def depth_of(config: Config) -> PipelineDepth:
-    """Return the depth of the pipeline. It is the staleness bound if configured, or if rollouts and trainer share devices: then
-    all that the bound allows is generated before the trainer gets the devices."""
+    """Return the depth of the pipeline: the staleness bound if so configured, or if the trainer shares devices."""
     training = config.training
     measured = training.depth == "auto" and not takes_turns(config)
     bound = most_live(training.staleness, training.groups_per_step)
@@ -83,8 +82,7 @@ class Attempt:
     """`execute` runs the attempt; `stop` ends it in order."""
 
     def __init__(self, context: RunContext, pool: RolloutPool, taken_up: FailoverState | None = None):
-        """Create an attempt. `context` and `pool` belong to the run, and outlive the attempt. `taken_up`: go on where an
-        earlier coordinator was lost. Raises Unreachable without trainer or critic."""
+        """Create an attempt. `taken_up`: an earlier coordinator's state. Raises Unreachable without trainer or critic."""
         config, history = context.config, context.history
         roles = Roles(pool.register, config.deadlines.start)
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
@@ -156,8 +154,7 @@ class Attempt:
         return self._beside[-1]
 
     async def _close(self) -> None:
-        """End all remaining tasks. A group under way would mix the weights of two attempts, so the next attempt generates it
-        again from the same seed."""
+        """End all remaining tasks. The next attempt generates groups under way again: they would mix the weights of two."""
         for task in self._beside:
             task.cancel()
         self.recorder.probes.close()
@@ -254,10 +251,9 @@ class Attempt:
         assert self._evaluator is not None
         async with self._devices.lease("rollout"):
             found = await self._evaluator.run(step, alone=False)
-        await self._note(step, found)
-        goal = self._config.stop.accuracy
-        if goal and found.accuracy >= goal:
-            self.stop(f"accuracy {found.accuracy:.1%} reached {goal:.1%}")
+        accuracy, goal = await self._note(step, found), self._config.stop.accuracy
+        if goal and accuracy >= goal:
+            self.stop(f"accuracy {accuracy:.1%} reached {goal:.1%}")
 
     async def _evaluate_alone(self, wanted: bool) -> float | None:
         """Evaluate before or after training. Return None if not wanted or cancelled."""
@@ -270,16 +266,13 @@ class Attempt:
 
         evaluating = self._evaluating = self._go_beside(self._evaluator.run(step, alone=True, progress=report))
         await asyncio.wait([evaluating])
-        if evaluating.cancelled():
-            return None
-        found = evaluating.result()
-        await self._note(step, found)
-        return found.accuracy
+        return None if evaluating.cancelled() else await self._note(step, evaluating.result())
 
-    async def _note(self, step: int, found: EvaluationResult) -> None:
-        self._history.accuracy[step] = found.accuracy
-        self._history.evaluating = None
+    async def _note(self, step: int, found: EvaluationResult) -> float:
+        """Record the result. Return the accuracy."""
+        self._history.accuracy[step], self._history.evaluating = found.accuracy, None
         await self.recorder.evaluation(step, evaluation.metrics(found))
+        return found.accuracy
 
     # ------------------------------------------------------------------------------------------ save and restore
 
@@ -299,9 +292,8 @@ class Attempt:
             position = checkpoint.read_position(Path(self._history.folder))
             self._stream.restore(position.stream)
             return position
-        if self._history.attempts:
-            return Position(version=PolicyVersion(), stream=self._stream.state(), trained=[])
-        return None
+        beginning = Position(version=PolicyVersion(), stream=self._stream.state(), trained=[])
+        return beginning if self._history.attempts else None
 
     async def _take_up(self, found: FailoverState) -> None:
         """Take over the groups as they are, in the same incarnation, after the step that was over last."""
@@ -345,8 +337,7 @@ class Attempt:
 def run_figures(config: Config, register: Register, progress: Progress, run: TrainingRun | None) -> RunFigures:
     """Collect the figures. `run`: None before it begins, and for an evaluation alone."""
     units = register.units()
-    states = Counter({state.value: 0 for state in UnitState})
-    states.update(unit.state.value for unit in units if unit.role == ROLLOUT)
+    states = {state.value: len(register.units(ROLLOUT, state)) for state in UnitState}
     lost, restarts = Counter[str](), Counter[str]()
     for unit in units:
         lost[unit.role] += unit.state is UnitState.LOST
@@ -355,15 +346,15 @@ def run_figures(config: Config, register: Register, progress: Progress, run: Tra
     of_run: dict[str, Any] = {}
     if run is not None:
         recorder = run.attempt.recorder
-        stepped = recorder.stepped and run.context.epoch + recorder.stepped
-        of_run = {"groups": run.buffer.counts(), "newest": recorder.newest | recorder.evaluated, "stepped": stepped}
-        of_run["alarms"] = run.context.history.alarms
+        stepped, alarms = recorder.stepped and run.context.epoch + recorder.stepped, run.context.history.alarms
+        newest = recorder.newest | recorder.evaluated
+        of_run = {"groups": run.buffer.counts(), "newest": newest, "stepped": stepped, "alarms": alarms}
     return RunFigures(
         progress=progress,
         processes=[process for unit in there for process in unit.processes if process is not None],
         staleness=config.training.staleness,
         folder=config.run.dir,
-        rollouts=dict(states),
+        rollouts=states,
         lost=dict(lost),
         restarts=dict(restarts),
         **of_run,
@@ -378,16 +369,13 @@ class TrainingRun:
 
     def __init__(self, context: RunContext, register: Register, taken_up: FailoverState | None = None):
         """Create the run. `taken_up`: from an earlier coordinator. Raises Unreachable without trainer or critic."""
-        config = context.config
-        self.context = context
-        self._started = now()
-        self.pool = rollout_pool(config, register, context.keys, context.term)
+        self.context, self._started = context, now()
+        self.pool = rollout_pool(context.config, register, context.keys, context.term)
         self.attempt = Attempt(context, self.pool, taken_up)
 
     @classmethod
     async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
-        """Go on after `course`; without its trainer or critic, from the newest checkpoint. Raises DeadlineExceeded if these
-        stay away."""
+        """Go on after `course`, or without its trainer or critic from the newest checkpoint. Raises DeadlineExceeded."""
         config, history = context.config, context.history
         history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
         try:
@@ -403,7 +391,6 @@ class TrainingRun:
         return cls(context, register, found)
 
     def stop(self, reason: str) -> None:
-        """End after the step under way and save. INTERRUPTED also skips later evaluations."""
         self.attempt.stop(reason)
 
     @property

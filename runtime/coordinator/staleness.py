@@ -3,11 +3,8 @@
 **The rule.** A step may train on a group only if the version of the group's oldest token + η ≥ the step's number. So no
 token is more than η versions older than the weights that it trains.
 
-`buffer.py` enforces the rule. `Buffer.capacity` admits groups, `generated` refuses a group with a token older than its
-dispatch allows, and `take` selects groups. `consume` checks again when a step has been applied, and ends the run if the rule
-is broken. After a resume, `load` sends the groups of `overdue` back to be generated again.
-
-Deadlines are step numbers here.
+`Buffer` enforces the rule: `capacity` admits groups, `generated` refuses a group with a token older than its dispatch allows,
+`take` selects groups, and `consume` ends the run if an applied step has broken the rule. Deadlines are step numbers here.
 
 Terms. Step v trains the weights of version v and makes version v + 1. c is the committed version, η the bound, B the
 groups per step. A group *holds a place* from its dispatch until it is retired (when the version that it trained commits) or
@@ -36,17 +33,14 @@ from runtime.errors import InvariantViolated
 
 # ---- Depth
 #
-# How many groups hold a place at once: as many as keep the trainer busy, if that is fewer than the staleness bound allows
-# (ADR 35). Computed from measured times; no I/O.
+# How many groups hold a place at once: as many as keep the trainer busy by measured times, if that is fewer than the staleness
+# bound allows (ADR 35). A step of the trainer takes S seconds and B groups, while B groups have to become ready for the next
+# one. So beside the groups of the current step it needs B · max(1, L / S) groups, where L is the time from a group's dispatch
+# until it is ready (Little's law).
 #
-# A step of the trainer takes S seconds and B groups. During a step, B groups have to become ready for the next one, which were
-# dispatched when the step before was committed. So beside the groups of the current step the trainer needs B · max(1, L / S)
-# groups, where L is the time from a group's dispatch until it is ready (Little's law).
-#
-# L is above the mean m of these times, which have a standard deviation s. A batch that is sent whole waits for its slowest
-# group: the largest of B numbers from a normal distribution is at most m + s √(2 ln B) on average (Boucheron, Lugosi,
-# Massart: Concentration Inequalities, 2013, theorem 2.5). A trainer that gets parts of a batch begins with the ready groups,
-# and slower groups have until the step's end: L = m + s, which five of six groups meet.
+# These times have the mean m and the standard deviation s. A batch that is sent whole waits for its slowest group: the largest
+# of B numbers from a normal distribution is at most m + s √(2 ln B) on average (Boucheron, Lugosi, Massart: Concentration
+# Inequalities, 2013, theorem 2.5). A trainer that gets parts begins with the ready groups: L = m + s, which five of six meet.
 
 FIRST = 3  # steps whose groups hold a place before the times are measured
 STEPS = 4  # over which the measured times are averaged
@@ -128,11 +122,8 @@ def most_live(staleness: int, groups_per_step: int) -> int:
 
 
 def admission_capacity(live: int, generating: int, max_in_flight: int, depth: int, remaining_groups: int) -> int:
-    """Return how many groups may be dispatched now.
-
-    `live`: groups that hold a place (dispatched, neither retired nor dropped). `depth`: how many may hold one, at most
-    `most_live`. `remaining_groups`: how many groups the run still has to dispatch to fill its last step.
-    """
+    """Return how many groups may be dispatched now. `live`: groups that hold a place. `depth`: how many may hold one, at most
+    `most_live`. `remaining_groups`: how many groups the run still has to dispatch to fill its last step."""
     return max(0, min(max_in_flight - generating, depth - live, remaining_groups))
 
 
@@ -142,11 +133,8 @@ def deadline(oldest_step: int, staleness: int) -> int:
 
 
 def select(live: Iterable[OpenGroup], step: int, places: int, groups_per_step: int, whole: bool = False) -> list[int]:
-    """Return the group ids that `step` takes now, in order of deadline, then id: as many as possible, at most `places`.
-
-    `live` are all open groups; `places` is the room left in `step`; all earlier steps are full. With `whole`, return either
-    `places` ids or none. Raises InvariantViolated if (1) does not hold beforehand.
-    """
+    """Return the group ids that `step` takes now, in order of deadline, then id: as many as possible, at most `places`, its
+    room. With `whole`, `places` ids or none. Raises InvariantViolated if (1) does not hold beforehand."""
     taken: list[int] = []
     limit = places
     due = 0
@@ -181,10 +169,8 @@ def _room(due: int, last: int, step: int, places: int, groups_per_step: int) -> 
 
 
 def overdue(live: Iterable[OpenGroup], step: int, groups_per_step: int) -> list[int]:
-    """Return the fewest groups to generate again so that (1) holds for the other groups from an empty `step` on.
-
-    Empty if the run resumes with its old settings; a smaller `groups_per_step` or bound may make groups overdue.
-    """
+    """Return the fewest groups to generate again so that (1) holds for the other groups from an empty `step` on. A smaller
+    `groups_per_step` or bound than before may make groups overdue."""
     late: list[int] = []
     kept = 0
     for group in sorted(live):

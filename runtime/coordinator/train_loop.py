@@ -152,19 +152,16 @@ class TrainLoop:
         return batch
 
     async def _send(self, step: int, groups: list[Group], first: bool) -> None:
-        """Send a part of the batch to the models. The step begins with the first part, since between steps the trainer's
-        devices may be lent out."""
+        """Send a part of the batch. The step begins with the first: between steps the trainer's devices may be lent out."""
         if first:
             self._updates.begin(self._tasks, step)
         last = self._buffer.step != step
         self._updates.accumulate(self._tasks, step, [await self._train_group(group) for group in groups], last)
 
     def _may_stream(self) -> bool:
-        """Return True if a part of the batch is worth sending: the trainer is idle, and the part is half of what is missing. So
-        parts are few, and the last part, which waits for the slowest group, is small."""
-        if not self._streams or not (self._running is None or self._running.done()):
-            return False
-        return 2 * self._buffer.takeable >= self._buffer.places
+        """Return True if the trainer is idle and has half of what the batch lacks: parts are few, and the last one is small."""
+        idle = self._running is None or self._running.done()
+        return self._streams and idle and 2 * self._buffer.takeable >= self._buffer.places
 
     async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: WeightSync) -> None:
         """Finish a step whose version is published as soon as the trainer has it."""
@@ -191,8 +188,7 @@ class TrainLoop:
     async def _finish_unpublished(
         self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], position: Position | None
     ) -> TrainedStep:
-        """Finish a step whose version is published at the end of the lease. The models write their checkpoint before that. The
-        checkpoint counts once the step is recorded."""
+        """Finish a step whose version is published at the end of the lease, after the models have written their checkpoint."""
         trainer, *others = applying
         result = await joined(trainer, others)
         self._buffer.consume(step, result.seconds)
@@ -229,8 +225,7 @@ class ModelUpdates:
 
     def __init__(self, models: Sequence[RolePort], spans: SpanClock):
         """Create for the trainer and, if there is one, the critic."""
-        self._models = models
-        self._spans = spans
+        self._models, self._spans = models, spans
 
     def begin(self, tasks: asyncio.TaskGroup, step: int) -> None:
         for model in self._models:
@@ -249,9 +244,9 @@ class ModelUpdates:
     async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         """Order the update; the trainer's command is sent when this returns. Return the tasks of the results, trainer first."""
         trainer, *critics = self._models
-        applying = [(trainer.post(Apply(step, tuple(probes))), UPDATE)]
-        applying += [(critic.post(Apply(step)), UPDATE_CRITIC) for critic in critics]
-        return [tasks.create_task(self._applied(answer, phase)) for answer, phase in applying]
+        trained = self._applied(trainer.post(Apply(step, tuple(probes))), UPDATE)
+        valued = [self._applied(critic.post(Apply(step)), UPDATE_CRITIC) for critic in critics]
+        return [tasks.create_task(each) for each in (trained, *valued)]
 
     async def _applied(self, apply: Coroutine[Any, Any, StepResult], phase: str) -> StepResult:
         result = await apply
@@ -264,8 +259,7 @@ class AlternatingUpdates(ModelUpdates):
     """Updates the critic while the trainer's state is off the devices, then the trainer while the critic's state is.
 
     The batch is kept here until a model's update, since it would bring the model's state back. After its update the trainer's
-    state stays on the devices for the weight sync, until the next step, or until another role needs the devices.
-    """
+    state stays on the devices for the weight sync, until the next step or another role needs the devices."""
 
     alternating = True
     _parts: list[tuple[list[TrainGroup], bool]]
@@ -281,20 +275,19 @@ class AlternatingUpdates(ModelUpdates):
         trainer, critic = self._models
         await trainer.call(Offload())
         await critic.call(Onload())
-        self._give(tasks, critic, step)
-        valued = tasks.create_task(self._applied(critic.post(Apply(step)), UPDATE_CRITIC))
+        valued = self._update(tasks, critic, Apply(step), UPDATE_CRITIC)
         await valued
         # The trainer loads only after the critic has left the devices.
         await critic.call(Offload())
         await trainer.call(Onload())
-        self._give(tasks, trainer, step)
-        return [tasks.create_task(self._applied(trainer.post(Apply(step, tuple(probes))), UPDATE)), valued]
+        return [self._update(tasks, trainer, Apply(step, tuple(probes)), UPDATE), valued]
 
-    def _give(self, tasks: asyncio.TaskGroup, model: RolePort, step: int) -> None:
-        """Send the batch that was kept."""
-        tasks.create_task(model.post(BeginStep(step)))
+    def _update(self, tasks: asyncio.TaskGroup, model: RolePort, apply: Apply, phase: str) -> asyncio.Task[StepResult]:
+        """Send the batch that was kept, and order the update."""
+        tasks.create_task(model.post(BeginStep(apply.step)))
         for groups, last in self._parts:
-            tasks.create_task(model.post(Accumulate(step, groups, last)))
+            tasks.create_task(model.post(Accumulate(apply.step, groups, last)))
+        return tasks.create_task(self._applied(model.post(apply), phase))
 
 
 async def joined(trainer: asyncio.Task[StepResult], others: Sequence[asyncio.Task[StepResult]]) -> StepResult:

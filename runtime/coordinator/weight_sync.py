@@ -10,9 +10,8 @@
              commit_weights ───┼───► rollouts: swap between two steps
              abort_weights ────┴───► all: leave the group
 
-The trainer waits for no process until it has made the version; rollouts wait for its announcement. `finish` waits for each
-answer or its deadline, as the pure state machine `SyncAttempt` (weight_sync_protocol.py) decides. `run`, which brings newcomers
-the committed version, waits for the lock. A loss or a newcomer makes the epoch of the pool's `membership` stale.
+The trainer waits for no process until it has made the version; rollouts wait for its announcement. `finish` waits for answers
+and deadlines, as `SyncAttempt` (weight_sync_protocol.py) decides. A loss or a newcomer makes the epoch stale.
 """
 
 from __future__ import annotations
@@ -22,26 +21,13 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from functools import partial
 from typing import Any, Literal
 
 from msgspec import structs
 from msgspec.structs import replace
 
-from runtime import timeouts
-from runtime.commands import (
-    AbortWeights,
-    CommitWeights,
-    InitWeightGroup,
-    JoinWeights,
-    ReceiveWeights,
-    ResendWeights,
-    RolePort,
-    SendWeights,
-    TrainerPort,
-    WeightsReceived,
-    WeightsSent,
-)
+from runtime import commands, timeouts
+from runtime.commands import AbortWeights, JoinWeights, ReceiveWeights, ResendWeights, RolePort, SendWeights, TrainerPort
 from runtime.config import WeightSyncConfig as Settings
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.pools import RolloutPool
@@ -71,9 +57,7 @@ class SyncGroup:
 
     async def open(self) -> None:
         """Connect the trainer and every living rollout. A rollout that does not join is lost, and left out of the next epoch.
-
-        Raises ServiceFault if no rollout joins, or if the group fails `TRIES` times although no rollout is lost.
-        """
+        Raises ServiceFault if no rollout joins, or if the group fails `TRIES` times although no rollout is lost."""
         fruitless = 0
         while True:
             await self.pool.wait_for_living()
@@ -94,7 +78,7 @@ class SyncGroup:
         transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
         names = [self.trainer.name, *(port.name for port in ports)]
         # The trainer opens the rendezvous and answers at once. It connects concurrently, once the rollouts have joined.
-        hosted = await self.trainer.call(InitWeightGroup(epoch.number, len(names), transport, tuple(names)))
+        hosted = await self.trainer.call(commands.InitWeightGroup(epoch.number, len(names), transport, tuple(names)))
         address, manifest = hosted.address, hosted.manifest
         joins = [asyncio.ensure_future(self.trainer.post(JoinWeights(address, manifest)))] if address.senders > 1 else []
         joins += [
@@ -121,9 +105,7 @@ class SyncGroup:
 
     async def _leave(self, epoch: Epoch, ports: Sequence[RolePort], failed: SluiceError) -> SluiceError:
         """Ask all members to leave the group. A rollout that does not confirm is lost; the other rollouts only waited for it.
-
-        Return the fault to report: the fault of a lost rollout if there is one, else `failed`.
-        """
+        Return the fault to report: the fault of a lost rollout if there is one, else `failed`."""
         version = self.pool.membership.committed or PolicyVersion()
         members: tuple[RolePort, ...] = (self.trainer, *ports)
         left = await asyncio.gather(*(one.call(AbortWeights(version, epoch.number)) for one in members), return_exceptions=True)
@@ -158,10 +140,8 @@ def seen(task: asyncio.Future[Any]) -> None:
 class WeightPublisher:
     """Runs one weight sync at a time, each in an epoch of exactly the living rollouts. `committed` is the version in use.
 
-    A lost rollout is left out of the next epoch, and the same version is tried again there. A newcomer is a member of the next
-    epoch. It need not wait for a step: when no weight sync runs, a serving rollout sends it the committed version. If no
-    rollout can, the trainer sends that version again from its buckets.
-    """
+    A lost rollout is left out of the next epoch, where the same version is tried again. A newcomer need not wait for a step:
+    when no weight sync runs, a serving rollout sends it the committed version, else the trainer again from its buckets."""
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, step_seconds: float):
         """Create the publisher. `step_seconds`: how long a gather may have to wait for the trainer's current step."""
@@ -182,8 +162,7 @@ class WeightPublisher:
         return self._pool.membership.committed
 
     async def run(self) -> None:
-        """Open a new epoch when the living rollouts change, until cancelled. Raises ServiceFault, unless a rollout caused
-        it."""
+        """Open a new epoch when the living rollouts change, until cancelled. Raises ServiceFault that no rollout caused."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -196,25 +175,22 @@ class WeightPublisher:
         self._pool.membership.break_up(self._pool.membership.epoch.number)
 
     async def begin(self, version: PolicyVersion) -> WeightSync:
-        """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it.
+        """Ask the rollouts to receive `version` and the trainer to send it. `WeightSync.close` must follow.
 
-        Waits while another weight sync runs, or while no rollout lives; `WeightSync.close` must follow. Call `begin` right
-        after posting the commands that make the version, and post these after the version before is committed. This order keeps
-        the weights unchanged until the version commits, so a failed transfer can be sent again.
-        """
+        Waits while another weight sync runs, or while no rollout lives. Call `begin` right after posting the commands that make
+        the version, and post these after the version before is committed. This order keeps the weights unchanged until the
+        version commits, so a failed transfer can be sent again."""
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"weight sync of version {version} after {self.committed} was committed")
-        lock = None if self._held else self._lock
-        if lock is not None:
-            await lock.acquire()
+        lock = asyncio.Lock() if self._held else self._lock
+        await lock.acquire()
         self.waits_for_next = False
         try:
             if self._pool.membership.stale:
                 await self.group.open()
             return WeightSync(self, version, lock)
         except BaseException:
-            if lock is not None:
-                lock.release()
+            lock.release()
             raise
 
     async def hold(self) -> None:
@@ -270,10 +246,8 @@ class WeightPublisher:
 
 
 class WeightSync:
-    """The weight sync of one version: the state machine gets the answers of the ports, and its orders become calls.
-
-    An aborted attempt is followed by another attempt in a new epoch, without the lost members.
-    """
+    """The weight sync of one version: the state machine gets the answers of the ports, and its orders become calls. An aborted
+    attempt is followed by another one in a new epoch, without the lost members."""
 
     def __init__(
         self,
@@ -283,17 +257,15 @@ class WeightSync:
         group: SyncGroup | None = None,
     ):
         """Post the first attempt. `close` releases `lock`. `group`: None for the trainer's group."""
-        self._publisher = publisher
+        self._publisher, self._version, self._lock = publisher, version, lock
         self._group, self._from_peer = group or publisher.group, group is not None
-        self._version = version
-        self._lock = lock
         self._clock = asyncio.get_running_loop().time
-        self._calls: set[asyncio.Task[Any]] = set()
-        self._answers: deque[Answer | BaseException] = deque()  # in order of arrival
+        self._calls: set[asyncio.Task[Answer]] = set()
+        self._answers: deque[asyncio.Task[Answer]] = deque()  # in order of arrival
         self._answer_arrived = asyncio.Event()
         self._pause = self._swap = 0.0
-        self._sent = WeightsSent(0, 0.0)
-        self._received = WeightsReceived()  # from the rollout that finished last
+        self._sent = commands.WeightsSent(0, 0.0)
+        self._received = commands.WeightsReceived()  # from the rollout that finished last
         self._aborts = self._fruitless = 0
         self._behind = False  # the weights may have to be gathered again, behind the trainer's current command
         self.past = False
@@ -301,11 +273,8 @@ class WeightSync:
         self._post()
 
     async def finish(self) -> WeightSyncFigures:
-        """Complete the weight sync, once the trainer has made the version: the deadlines count from here.
-
-        Gives up if `past`. Raises ServiceFault if the trainer is lost, if no rollout comes back, or after `TRIES` failed
-        attempts without a lost member.
-        """
+        """Complete the weight sync, once the trainer has made the version: the deadlines count from here. Gives up if `past`.
+        Raises ServiceFault without a trainer or a rollout, or after `TRIES` failed attempts without a lost member."""
         began = self._clock()
         # `attempt` waits for the members' answers. After an abort, `open` connects a new epoch without the lost members.
         while not await self.attempt() and not self.past:
@@ -323,11 +292,10 @@ class WeightSync:
         )
 
     def close(self) -> None:
-        """Withdraw the calls that are under way and release the lock. The caller must call this in any case."""
+        """Withdraw the calls that are under way and release the lock. The caller must call this in any case, once."""
         self._withdraw()
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _withdraw(self) -> None:
         for task in self._calls:
@@ -339,17 +307,14 @@ class WeightSync:
         """Post the calls of one attempt, in the newest epoch."""
         self._epoch, self._ports = self._group.epoch, self._group.members
         trainer, number = self._group.trainer, self._epoch.number
-        command = self._command(number)
+        # The sender gathers and sends the version, or sends it again if its buckets, or a peer, hold it.
+        again = self._from_peer or self._publisher.kept == self._version
+        command = ResendWeights(self._version, number) if again else SendWeights(self._version, number)
+        if not self._from_peer:
+            self._publisher.kept = self._version
         self._call(trainer.name, self._send(command, trainer.post(command)), "transfer")
         for name, rollout in self._ports.items():
             self._call(name, self._receive(rollout.post(ReceiveWeights(self._version, number))), "verify")
-
-    def _command(self, epoch: int) -> SendWeights | ResendWeights:
-        """Return the sender's command: gather and send the version, or send it again if the buckets, or a peer, hold it."""
-        if self._from_peer or self._publisher.kept == self._version:
-            return ResendWeights(self._version, epoch)
-        self._publisher.kept = self._version
-        return SendWeights(self._version, epoch)
 
     async def attempt(self) -> bool:
         """Drive one attempt to its end. Return True if the version is committed, False if the attempt was aborted."""
@@ -396,10 +361,7 @@ class WeightSync:
         if not self._answers:
             await done_within(self._answer_arrived.wait(), timeout)
         while self._answers:
-            answer = self._answers.popleft()
-            if isinstance(answer, BaseException):
-                raise answer
-            self._carry_out(machine.handle(answer, self._clock()))
+            self._carry_out(machine.handle(self._answers.popleft().result(), self._clock()))
         self._carry_out(machine.handle(None, self._clock()))
 
     def _carry_out(self, orders: list[SyncOrder]) -> None:
@@ -413,27 +375,27 @@ class WeightSync:
 
     def _call(self, name: str, call: Awaitable[Any], phase: Phase) -> None:
         """Start `call`. Its answer counts for the phase `phase`."""
-        task = asyncio.ensure_future(call)
+        task = asyncio.ensure_future(_answer(name, phase, call))
         self._calls.add(task)
-        task.add_done_callback(partial(self._hear, name, phase))
+        task.add_done_callback(self._hear)
 
-    def _hear(self, name: str, phase: Phase, task: asyncio.Task[Any]) -> None:
+    def _hear(self, task: asyncio.Task[Answer]) -> None:
         seen(task)
         if task in self._calls:  # otherwise it was withdrawn
             self._calls.discard(task)
-            self._answers.append(_answer(name, phase, task))
+            self._answers.append(task)
             self._answer_arrived.set()
 
     async def _commit(self, rollout: RolePort) -> None:
         ordered = self._clock()
-        committed = await rollout.call(CommitWeights(self._version, self._epoch.number))
+        committed = await rollout.call(commands.CommitWeights(self._version, self._epoch.number))
         self._pause = max(self._pause, committed.pause_seconds)
         self._swap = max(self._swap, self._clock() - ordered)
 
-    async def _receive(self, answer: Awaitable[WeightsReceived]) -> None:
+    async def _receive(self, answer: Awaitable[commands.WeightsReceived]) -> None:
         self._received = await answer
 
-    async def _send(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
+    async def _send(self, command: SendWeights | ResendWeights, answer: Awaitable[commands.WeightsSent]) -> None:
         try:
             self._sent = await answer
         except SluiceError as error:
@@ -449,14 +411,13 @@ class WeightSync:
             raise
 
 
-def _answer(name: str, phase: Phase, task: asyncio.Task[Any]) -> Answer | BaseException:
-    """Return the answer of an ended call, or the error itself if it is not a SluiceError."""
-    error = asyncio.CancelledError() if task.cancelled() else task.exception()
-    if error is None:
+async def _answer(name: str, phase: Phase, call: Awaitable[Any]) -> Answer:
+    """Return the answer of `call`. Raises errors that are no SluiceError."""
+    try:
+        await call
         return Answer(phase, name)
-    if isinstance(error, SluiceError):
+    except SluiceError as error:
         return Answer(phase, name, str(error), isinstance(error, Unreachable | Unanswered))
-    return error
 
 
 # ---- Devices
@@ -465,8 +426,7 @@ Role = Literal["rollout", "reference", "trainer"]
 
 
 class Lease:
-    """The right to use a role's devices. On dedicated devices a version is published as soon as the trainer has it. On shared
-    ones the rollouts have no memory to receive weights during the lease, so it ends with the weight sync."""
+    """The right to use a role's devices. On shared devices, versions are published only at its end, for lack of memory."""
 
     def __init__(self, publisher: WeightPublisher | None = None):
         """Create a lease. `publisher`: None on shared devices."""
@@ -475,8 +435,7 @@ class Lease:
         self.figures: WeightSyncFigures | None = None  # of this version
 
     async def begin_sync(self, version: PolicyVersion) -> WeightSync | None:
-        """Begin the weight sync of `version`, right after posting the commands that make the version. Return None if the lease
-        publishes nothing before its end, and then only its newest version."""
+        """Begin the weight sync of `version`, behind the commands that make it. Return None if it comes at the lease's end."""
         if self._publisher is not None:
             return await self._publisher.begin(version)
         self.version = version
@@ -489,8 +448,8 @@ class Devices:
     def __init__(self, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer):
         self._pool, self._register, self._publisher, self._buffer = pool, pool.register, publisher, buffer
         self._register.subscribe(self._look)
-        for unit in self._register.units(ROLLOUT, UnitState.CONNECTED):
-            self._arrive(unit.member)
+        for member in self._register.members(ROLLOUT, UnitState.CONNECTED):
+            self._arrive(member)
 
     def close(self) -> None:
         """Stop following rollouts: later connections join in the next attempt. Idempotent."""

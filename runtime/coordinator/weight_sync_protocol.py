@@ -2,11 +2,9 @@
 
 The caller feeds answers, each with the time, and carries out the returned orders. Members are the receivers.
 
-- transfer: the caller has asked the members to receive and the sender to send. The order in which these requests arrive
-  does not matter: the sender announces itself before its first byte. Members may verify meanwhile.
-- verify: the sender is done, and the members' checksums are awaited.
-- commit: every member verified, so the version counts. This cannot be undone: a member that fails now is lost to the epoch,
-  and the other members go on.
+- transfer: members were asked to receive and the sender to send, in any order: the sender announces itself first.
+- verify: the sender is done, and the members' checksums are awaited. They may come earlier.
+- commit: every member verified, so the version counts. A member that fails now is lost to the epoch; the others go on.
 - abort: members and sender leave the epoch's group. A failed collective fails for all of its members, so a failure does not
   show which member is lost. Only a member that cannot be reached, or does not confirm the abort, counts as lost.
 
@@ -37,10 +35,9 @@ EPOCHS_OF_A_TERM = 10_000
 class Membership:
     """The epochs of a run's sync group. `epoch` is the newest; `committed` is the version in use, None before the first.
 
-    An epoch is stale when its members are not exactly the living rollouts, or when its group is broken; then the next one must
-    be opened. A member serves from the first commit of an epoch with this member, so all serving rollouts have the committed
-    version. The living rollouts are those with the state joining (newcomers) or serving in the register.
-    """
+    An epoch is stale when its members are not exactly the living rollouts (joining or serving), or when its group is broken;
+    then the next one must be opened. A member serves from the first commit of an epoch with this member, so all serving
+    rollouts have the committed version."""
 
     def __init__(self, register: Register, term: int = 1):
         """Begin before the first epoch of `term`, the coordinator's. No earlier term has the epoch numbers of this one."""
@@ -51,16 +48,16 @@ class Membership:
 
     @property
     def living(self) -> tuple[Member, ...]:
-        return self._members(*LIVING)
+        return self._register.members(ROLLOUT, *LIVING)
 
     @property
     def serving(self) -> tuple[Member, ...]:
         """The rollouts that may generate."""
-        return self._members(UnitState.SERVING)
+        return self._register.members(ROLLOUT, UnitState.SERVING)
 
     @property
     def newcomers(self) -> tuple[Member, ...]:
-        return self._members(UnitState.JOINING)
+        return self._register.members(ROLLOUT, UnitState.JOINING)
 
     @property
     def stale(self) -> bool:
@@ -79,10 +76,8 @@ class Membership:
         self._broken = self._broken or epoch == self.epoch.number
 
     def commit(self, epoch: int, version: PolicyVersion, swapped: Iterable[Member]) -> None:
-        """Commit `version`, which the members `swapped` have. Every other member of the epoch must have been lost before.
-
-        Raises InvariantViolated for a former epoch, a version that goes back, or a member that lives without the version.
-        """
+        """Commit `version`, which the members `swapped` have. Raises InvariantViolated for a former epoch, a version that goes
+        back, or a member that lives without the version."""
         members = set(swapped)
         if epoch != self.epoch.number or not members <= set(self.epoch.members):
             raise InvariantViolated(f"a commit of epoch {epoch} by {sorted(members)} in {self.epoch}")
@@ -99,16 +94,12 @@ class Membership:
             if member in having:
                 self._register.serve(member)
 
-    def _members(self, *states: UnitState) -> tuple[Member, ...]:
-        return self._register.members(ROLLOUT, *states)
-
 
 Phase = Literal["transfer", "verify", "commit", "abort", "done", "aborted"]
 
 
 class Answer(Struct, frozen=True):
-    """`member`, or the sender, has done what `phase` waits for: it has sent its last bucket, verified, committed, or left the
-    epoch's group. With `error` it has failed at that instead; `gone`: it cannot be reached any more."""
+    """`member`, or the sender, has done what `phase` waits for, or failed with `error`. `gone`: it cannot be reached."""
 
     phase: Phase
     member: str
@@ -130,15 +121,11 @@ class SyncAttempt:
     """One version over one epoch's members.
 
     `phase` and `next_deadline` (None once done or aborted) are the state. Members in `lost` must not be in the next epoch;
-    members in `failed` live and reported a failure. `reason` is one line for the user with phase and members, or "".
-    """
+    members in `failed` live and reported a failure. `reason` is one line for the user with phase and members, or ""."""
 
     def __init__(self, version: PolicyVersion, members: Iterable[str], sender: str, seconds: Mapping[Phase, float], now: float):
-        """Begin in TRANSFER at time `now`; the caller has sent the requests to members and sender. `seconds`: the deadline of
-        each phase, from its own start."""
-        self.version = version
-        self.members = tuple(members)
-        self.sender = sender
+        """Begin in TRANSFER at time `now`, with the requests sent. `seconds`: the deadline of each phase, from its start."""
+        self.version, self.members, self.sender = version, tuple(members), sender
         self.lost: set[str] = set()
         self.failed: set[str] = set()
         self.reason = ""

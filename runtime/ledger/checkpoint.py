@@ -1,8 +1,7 @@
 """Checkpoint folders: `RUN/checkpoints/step-00000050`, complete or absent.
 
-The trainer writes its state there, the critic its own into the folder `critic`. The coordinator orders both and adds its
-position, so that a checkpoint is one unit. The position comes last, and names every other file with its size and checksum. So
-a folder that holds the named files is complete, whatever its name is.
+The trainer writes its state there, the critic its own into the folder `critic`. The coordinator's position comes last, and
+names every other file with its size and checksum. So a folder that holds the named files is complete, whatever its name is.
 
 A folder NAME changes by renames alone, so that a crash at any point leaves a complete one::
 
@@ -41,25 +40,20 @@ from runtime.types import PolicyVersion
 
 
 class Position(Struct, kw_only=True):
-    """The run's state at a checkpoint.
+    """The run's state at a checkpoint."""
 
-    `version` is that of the saved weights: the next step is `version.step`. `trained` are inclusive ranges of group ids,
-    `pending` the problems of the groups under way. `files` has the sizes in bytes of the folder's other files, by path. `sums`
-    are their xxh3-128 as hexadecimal digits; `own_sum` is the position's own. `run` names the run through all its starts. If
-    nodes share no folder, `parts` has the holders of the checkpoint, `ROLE/NODE`."""
-
-    version: PolicyVersion
+    version: PolicyVersion  # of the saved weights: the next step is `version.step`
     stream: StreamState
-    trained: list[tuple[int, int]]
-    pending: list[int] = []
+    trained: list[tuple[int, int]]  # inclusive ranges of group ids
+    pending: list[int] = []  # the problems of the groups under way
     accuracy: float | None = None  # of the newest evaluation
     best_accuracy: float | None = None
     best_step: int | None = None  # the step with the best accuracy
-    files: dict[str, int] = {}  # set when the checkpoint is completed
-    sums: dict[str, str] = {}  # set at the same time; empty before version 0.3
-    own_sum: str = ""
-    run: str = ""
-    parts: list[str] = []
+    files: dict[str, int] = {}  # bytes of the folder's other files, by path; set when the checkpoint is completed
+    sums: dict[str, str] = {}  # their xxh3-128 as hexadecimal digits, set at the same time; empty before version 0.3
+    own_sum: str = ""  # of the position itself
+    run: str = ""  # names the run through all its starts
+    parts: list[str] = []  # the holders of the checkpoint, `ROLE/NODE`, if nodes share no folder
 
 
 POSITION = "position.msgpack"
@@ -98,10 +92,7 @@ def partial_of(folder: Path) -> Path:
 
 def complete(partial: Path, folder: Path, position: Position | None = None) -> None:
     """Rename `partial` to `folder`, which then survives a power cut, and replace a former folder. `position`: of a checkpoint;
-    it is written with the list of the files and their checksums.
-
-    On failure `partial` is discarded, and a former folder stays.
-    """
+    written with the files and their checksums. On failure `partial` is discarded, and a former folder stays."""
     try:
         sums = _noted_sums(partial)
         files = sync_tree(partial)
@@ -127,8 +118,7 @@ def put_back(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove the folder if it exists. Rename it first: then no process can add files to it any more, and a half deleted folder
-    does not have the name of a complete one."""
+    """Remove the folder if it exists. Rename it first: no process adds files then, and no half deleted folder looks whole."""
     doomed = folder.with_suffix(_DISCARDED) if folder.name.startswith(".") else _beside(folder, _DISCARDED)
     shutil.rmtree(doomed, ignore_errors=True)
     with suppress(FileNotFoundError):
@@ -139,10 +129,7 @@ def discard(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`. It takes that name if the block succeeds, and replaces a former folder.
-
-    Raises StorageFull if there is no room, whichever library noticed.
-    """
+    """Yield a temporary folder that takes the name `folder` if the block succeeds. Raises StorageFull without room."""
     with as_storage_full(folder):
         partial = begin(folder)
         try:
@@ -176,8 +163,7 @@ def sync_tree(folder: Path) -> dict[str, int]:
 
 
 def note_sums(folder: Path, rank: int) -> None:
-    """Leave the checksums of this rank's files in `folder` for `complete`: this node has the files in memory, another node
-    would read them from the disk. Call this once all ranks have written."""
+    """Leave the checksums of this rank's files, which this node has in memory. Call it once all ranks have written."""
     own = []
     for path in folder.rglob("*"):
         name, by = path.relative_to(folder).as_posix(), _OF_RANK.fullmatch(path.name)
@@ -199,8 +185,7 @@ def _noted_sums(folder: Path) -> dict[str, str]:
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Compute the checksum of each file, by its path in `folder`. In memory this runs at 1.4 to 2.4 GB/s on one core of a small
-    loaded machine: faster than most disks."""
+    """Compute the checksum of each file, by its path in `folder`. One core does 1.4 to 2.4 GB/s: faster than most disks."""
     ordered = sorted(names)
     with ThreadPoolExecutor(_READERS) as pool:
         return dict(zip(ordered, pool.map(lambda name: _sum(folder / name), ordered), strict=True))
@@ -239,8 +224,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def is_of(run_dir: Path, folder: Path) -> bool:
-    """Return True if the checkpoint `folder` is one of `run_dir`. Raises UserError if it is of a branch that the run has left:
-    the run's other checkpoints do not continue that branch."""
+    """Return True if `folder` is a checkpoint of `run_dir`. Raises UserError if it is of a branch that the run has left."""
     parent, root = folder.resolve().parent, (run_dir / run_files.CHECKPOINTS).resolve()
     if parent.parent == root and parent.name.startswith(_DEAD):
         must = f"move it to {root} to go on from it there, or choose another run.dir"
@@ -256,8 +240,7 @@ def prune(run_dir: Path, keep: int, spared: Container[int | None]) -> None:
 
 
 def sweep(run_dir: Path) -> None:
-    """Finish the work of a coordinator that was killed: a checkpoint that it had written completely counts, other files are
-    removed. No save may be under way."""
+    """Finish the work of a killed coordinator: a complete checkpoint counts, other files go. No save may be under way."""
     root = run_dir / run_files.CHECKPOINTS
     for partial in root.glob(f".*{_PARTIAL}"):
         folder = root / partial.name[1 : -len(_PARTIAL)]
@@ -309,28 +292,26 @@ def resolve(
     sums: bool = True,
 ) -> str:
     """Return the folder for `run.resume`, "" for none. `say` gets a message for each incomplete checkpoint that is skipped.
-    `lacks`: reports what other nodes lack of a checkpoint. `sums`: as of `fault`.
-
-    Raises UserError if the named checkpoint is incomplete, or if there are checkpoints and none is complete.
-    """
+    `lacks`: reports what other nodes lack of a checkpoint. `sums`: as of `fault`. Raises UserError if the named checkpoint is
+    incomplete, or if there are checkpoints and none is complete."""
     if resume in ("never", ""):
         return ""
-    if resume == "auto":
-        found = [folder_for(run_dir, step) for step in reversed(steps(run_dir))]
-        faults = []
-        for folder in found:
-            if not (why := fault(folder, sums) or lacks(read_position(folder))):
-                return str(folder)
-            faults.append(why)
-            say(f"run.resume: {folder} is left out: {why}")
-        if found:
-            raise UserError(f"run.resume: no checkpoint of {run_dir} is whole; {found[0].name}: {faults[0]}")
-        return ""
-    if not (Path(resume) / POSITION).exists():
-        raise UserError(f"run.resume: {resume!r} is not a checkpoint; must be never, auto or a checkpoint's folder")
-    if why := fault(Path(resume), sums) or lacks(read_position(Path(resume))):
-        raise UserError(f"run.resume: {resume} is not whole: {why}")
-    return resume
+    if resume != "auto":
+        if not (Path(resume) / POSITION).exists():
+            raise UserError(f"run.resume: {resume!r} is not a checkpoint; must be never, auto or a checkpoint's folder")
+        if why := fault(Path(resume), sums) or lacks(read_position(Path(resume))):
+            raise UserError(f"run.resume: {resume} is not whole: {why}")
+        return resume
+    faults = []
+    for step in reversed(steps(run_dir)):
+        folder = folder_for(run_dir, step)
+        if not (why := fault(folder, sums) or lacks(read_position(folder))):
+            return str(folder)
+        faults.append(f"{folder.name}: {why}")
+        say(f"run.resume: {folder} is left out: {why}")
+    if faults:
+        raise UserError(f"run.resume: no checkpoint of {run_dir} is whole; {faults[0]}")
+    return ""
 
 
 def fault(folder: Path, sums: bool = True) -> str:
@@ -379,9 +360,9 @@ def read_position(folder: Path) -> Position:
 
 
 # ---- Checkpoints of nodes that share no folder
-# Each node has a part, `RUN/parts/NODE/ROLE/checkpoints/step-00000050`, complete or absent as any checkpoint's folder. Its
-# ranks answer once the part is safe. The coordinator's folder names all parts and comes last; only this folder makes the
-# checkpoint count. A part of an unfinished checkpoint is removed at the next save, or set aside when the run goes back.
+# Each node has a part, `RUN/parts/NODE/ROLE/checkpoints/step-00000050`, complete or absent as any checkpoint's folder. The
+# coordinator's folder names all parts and comes last; only this folder makes the checkpoint count. A part of an unfinished
+# checkpoint is removed at the next save, or set aside when the run goes back.
 
 
 def part_root(run_dir: Path, node: str, role: str) -> Path:

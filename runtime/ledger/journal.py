@@ -32,7 +32,7 @@ from msgspec import Struct, field, structs
 from runtime import run_files, timeouts, types
 from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull
 from runtime.ledger import reader, states
-from runtime.ledger.reader import PARTS, GroupRow, Handle, PayloadLost, Ranges, group_row, segment_path, segments
+from runtime.ledger.reader import PARTS, CheckpointSaved, GroupRow, Handle, PayloadLost, Ranges, group_row, segments
 from runtime.ledger.states import GroupState, Mark, Phase
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
@@ -49,11 +49,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
     seed: int  # in [0, 2^63)
 
 
-class Record(Struct, kw_only=True):
-    """A record to write."""
-
-
-class Change(Record, kw_only=True):
+class Change(Struct, kw_only=True):
     """A group entered `state` at `at` (seconds since the epoch), with new data. `stamp`: the time column for `at`, or "".
     `handles`: where the ledger's thread has put the parts, by name."""
 
@@ -80,18 +76,14 @@ class Change(Record, kw_only=True):
         return {part: data for part, data in parts.items() if data is not None}
 
 
-class CheckpointSaved(Record, kw_only=True):
-    step: int
-    incarnation: int
-    path: str
-    at: float
-
-
-class Note(Record, kw_only=True):
+class Note(Struct, kw_only=True):
     """The newest value of a key. Written in one transaction with the records around it."""
 
     key: str
     value: bytes
+
+
+Record = Change | CheckpointSaved | Note
 
 
 class Restored(Struct, kw_only=True):
@@ -143,9 +135,8 @@ def change_columns(change: Change) -> dict[str, Any]:
         columns["ready_at"] = change.at
     if change.stamp:
         columns[f"{change.stamp}_at"] = change.at
-    columns |= {
-        name: value for name in ("replica", "attempt", "due", "taken", "place") if (value := getattr(change, name)) is not None
-    }
+    plain = ("replica", "attempt", "due", "taken", "place")
+    columns |= {name: value for name in plain if (value := getattr(change, name)) is not None}
     if change.generated is not None:
         columns |= {name: _column(getattr(change.generated, name)) for name in _GENERATED}
     if change.scores is not None:
@@ -166,12 +157,9 @@ class LedgerWriter:
     """The writing side; one per folder at a time. Use it from one event loop."""
 
     def __init__(self, folder: Path, thread: ThreadPoolExecutor, writer: _Writer):
-        self.folder = folder
-        self._thread = thread
-        self._writer = writer
+        self.folder, self._thread, self._writer = folder, thread, writer
         self._pending: list[Record] = []
-        self._recorded = 0
-        self._written = 0
+        self._recorded = self._written = 0
         self._writing: asyncio.Task[None] | None = None
         self.waits = ""
         """Why writing is impossible now: the run waits until it is possible. "" if all is well."""
@@ -203,8 +191,7 @@ class LedgerWriter:
         self._call_back()
 
     async def flush(self) -> None:
-        """Wait until everything recorded before the call is written. While there is no room, or the file system fails, wait;
-        `waits` has the reason, and no record is lost."""
+        """Wait until everything recorded before the call is written. Without room or a file system, `waits` has the reason."""
         target = self._recorded
         while self._written < target:
             if self._writing is None:
@@ -231,27 +218,23 @@ class LedgerWriter:
         return await self._call("read", lambda writer: reader.read_payload(writer.store.folder, part))
 
     async def trained(self, step: int) -> Ranges:
-        """Return the groups that the checkpoint of `step` names as trained: the batches of all steps before it, whether their
-        `consumed` is recorded yet or not. Everything recorded before the call is durable when this returns."""
+        """Return the groups that the checkpoint of `step` names as trained: the batches of all steps before it, also without a
+        record of `consumed`. Everything recorded before the call is durable when this returns."""
         await self.flush()
         return await self._call("trained", lambda writer: writer.trained(step))
 
     async def restore(self, step: int, trained: Ranges, needs: Mark, own: bool = False, behind: bool = False) -> Restored:
-        """Go back to the checkpoint of `step`. Its list `trained` counts more than the records.
-
-        Return every group that is live again. A group is `ready` or `generated` if its data is intact, even if the dead branch
-        consumed it; otherwise it is `admitted`, with its ordinal and seed. A checkpoint may name groups of another ledger: they
-        are no fault, and stay unknown to this ledger.
+        """Go back to the checkpoint of `step`. Its list `trained` counts more than the records, and may name groups of another
+        ledger. Return every group that is live again: `ready` or `generated` if its data is intact, even if the dead branch
+        consumed it; otherwise `admitted`, with its ordinal and seed.
 
         The ledger is damaged if the checkpoint is its `own` and names missing groups, or if the ledger is `behind` in another
-        way. Then no group is live, and the missing groups are entered as trained.
-        """
+        way. Then no group is live, and the missing groups are entered as trained."""
         await self.flush()
         return await self._until_possible("restore", lambda writer: writer.restore(step, trained, needs, own, behind))
 
     async def take_up(self, step: int) -> list[GroupRow]:
-        """Return the groups that an earlier coordinator left after `step` finished steps, when its processes live: every live
-        group, and the groups of later batches in any state. Changes nothing."""
+        """Return the groups that an earlier coordinator left after `step` steps: live ones, and all of later batches."""
         return await self._until_possible("take up", lambda writer: writer.from_step(step))
 
     async def begin_term(self) -> int:
@@ -259,10 +242,7 @@ class LedgerWriter:
         return await self._until_possible("begin", lambda writer: writer.begin_term())
 
     async def trim(self, step: int, retain_bytes: int) -> list[int]:
-        """Delete the oldest segments, beyond `retain_bytes`, that no restart can need. Return their numbers.
-
-        `step`: the step of the oldest checkpoint, to which a restart may go back.
-        """
+        """Delete the oldest segments, beyond `retain_bytes`, that no restart from `step` on can need. Return their numbers."""
         await self.flush()
         return await self._call("trim", lambda writer: writer.trim(step, retain_bytes))
 
@@ -322,8 +302,8 @@ class LedgerWriter:
         await asyncio.wait({work}, timeout=timeouts.DISK_SLOW)
         if work.done():
             return work.result()
-        silent = f"which has not answered for {timeouts.DISK_SLOW:g} s ({phase})"
-        self.waits = f"waits for the file system of {self.folder}, {silent}"
+        slow = f"which has not answered for {timeouts.DISK_SLOW:g} s ({phase})"
+        self.waits = f"waits for the file system of {self.folder}, {slow}"
         log.warning("%s", self.waits)
         try:
             return await work
@@ -349,11 +329,8 @@ def _guarded(phase: str, folder: Path, function: Callable[[], T]) -> T:
 
 class PayloadStore:
     """The segment files that a ledger writes: one store per folder, used from one thread. A new store starts a new segment, so
-    it never writes behind a tail that a crash may have torn.
-
-    A write is in the operating system's cache when `append` returns, so killing the process loses nothing. `sync`, the next
-    segment and `close` call fsync. A power cut may tear later records, which their checksums show.
-    """
+    it never writes behind a tail that a crash may have torn. Killing the process loses nothing that `append` has written.
+    `sync`, the next segment and `close` call fsync; a power cut may tear later records, which their checksums show."""
 
     _size: int  # of the current segment
 
@@ -362,7 +339,7 @@ class PayloadStore:
         self.folder, self.segment_bytes = folder, segment_bytes
         newest = max(segments(folder), default=-1)
         if newest >= 0:
-            run_files.sync(segment_path(folder, newest))  # a killed store did not do this
+            run_files.sync(reader.segment_path(folder, newest))  # a killed store did not do this
         self._open(newest + 1)
 
     def append(self, data: bytes) -> Handle:
@@ -401,7 +378,7 @@ class PayloadStore:
         for segment in candidates:
             if excess <= 0:
                 break
-            segment_path(self.folder, segment).unlink()
+            reader.segment_path(self.folder, segment).unlink()
             excess -= sizes[segment]
             deleted.append(segment)
         return deleted
@@ -413,7 +390,7 @@ class PayloadStore:
             os.close(self._fd)
 
     def _open(self, segment: int) -> None:
-        self._fd = os.open(segment_path(self.folder, segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(reader.segment_path(self.folder, segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self.segment, self._size = segment, 0
 
 

@@ -7,6 +7,7 @@ import re
 import sqlite3
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,9 @@ class GroupRow(Struct, kw_only=True):
     times: dict[str, float]  # seconds since the epoch, by phase or mark
 
 
-class CheckpointRow(Struct, kw_only=True):
+class CheckpointSaved(Struct, kw_only=True):
+    """A row of the ledger for one checkpoint."""
+
     step: int
     incarnation: int
     path: str
@@ -204,23 +207,17 @@ class LedgerReader:
             raise UserError(f"{self.folder}: no ledger here; a run's ledger is {DATABASE}")
         for file in filter(Path.exists, (path, *(path.with_name(f"{DATABASE}-{kind}") for kind in ("wal", "shm")))):
             regular(file, None)
-        # SQLite writes files beside a database in WAL mode even to read it. A closed database has no WAL and needs no such
-        # files.
+        # SQLite writes files beside a database in WAL mode even to read it, but not if it was closed and has no WAL.
         frozen = not os.access(self.folder, os.W_OK) and not path.with_name(f"{DATABASE}-wal").exists()
         uri = f"{path.absolute().as_uri()}?{'immutable=1' if frozen else 'mode=ro'}"
-        try:
-            self._connection = sqlite3.connect(uri, uri=True)
-        except sqlite3.Error as error:
-            raise self._unreadable(error) from error
-        self._connection.row_factory = sqlite3.Row
-        try:
-            check_format(self._connection, self.folder)
-        except UserError:
-            self._connection.close()
-            raise
-        except sqlite3.Error as error:
-            self._connection.close()
-            raise self._unreadable(error) from error
+        with ExitStack() as undo:
+            try:
+                self._connection = undo.enter_context(closing(sqlite3.connect(uri, uri=True)))
+                self._connection.row_factory = sqlite3.Row
+                check_format(self._connection, self.folder)
+            except sqlite3.Error as error:
+                raise self._unreadable(error) from error
+            undo.pop_all()
 
     def close(self) -> None:
         self._connection.close()
@@ -262,9 +259,9 @@ class LedgerReader:
         table = np.array([tuple(row) for row in rows], np.float64).reshape(-1, len(Phase))
         return {phase.value: table[:, at] for at, phase in enumerate(Phase)}
 
-    def checkpoints(self) -> list[CheckpointRow]:
+    def checkpoints(self) -> list[CheckpointSaved]:
         rows = self._connection.execute("SELECT * FROM checkpoints ORDER BY step")
-        return [CheckpointRow(**dict(row)) for row in rows]
+        return [CheckpointSaved(**dict(row)) for row in rows]
 
     def check_whole(self) -> None:
         """Raise LedgerDamaged if SQLite finds broken pages, or if a state is unknown."""
@@ -296,8 +293,8 @@ class LedgerReader:
 
     def newest_step(self) -> int | None:
         """Return the last step whose groups retired, or None."""
-        query = "SELECT max(step) FROM groups WHERE state = 'retired'"
-        found: int | None = self._connection.execute(query).fetchone()[0]
+        found: int | None
+        (found,) = self._connection.execute("SELECT max(step) FROM groups WHERE state = 'retired'").fetchone()
         return found
 
     def counts(self) -> dict[str, int]:
@@ -345,8 +342,8 @@ class LedgerReader:
 
 
 def examine(run_dir: Path, resume: Path, say: Callable[[str], None]) -> None:
-    """Check the ledger before the run goes on from its own checkpoint `resume`. An unreadable ledger is set aside; `say` gets a
-    message about that and about missing groups. Raises UserError for a ledger of another format."""
+    """Check the ledger before the run goes on from its own checkpoint `resume`. An unreadable ledger is set aside; `say` gets
+    messages. Raises UserError for a ledger of another format."""
     folder, position = run_dir / run_files.LEDGER, checkpoint.read_position(resume)
     known = lost = groups_within(position.trained)
     try:

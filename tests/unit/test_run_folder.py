@@ -29,7 +29,8 @@ from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
-from runtime.ledger.journal import CheckpointSaved, LedgerWriter
+from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.reader import CheckpointSaved
 from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
 from runtime.types import GeneratedGroup, GroupPayload, Outcomes, PolicyVersion, Sample, Scores, TurnReward
