@@ -39,7 +39,7 @@ def make_optimizer(
     settings["fused"] = {p.device.type for p in every} <= {"cpu", "cuda"}
     if options.name == "muon":
         groups.append({"params": [p for p in every if p in hidden], "weight_decay": options.weight_decay})
-        return Muon(groups, hidden, _MU, compute, **settings)
+        return Muon(groups, hidden, compute, **settings)
     return torch.optim.AdamW(groups, **settings)
 
 
@@ -59,15 +59,10 @@ class Muon(torch.optim.AdamW):
     every rank orthogonalises the whole matrix: ranks agree bit for bit, and with a single rank."""
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        matrices: frozenset[torch.nn.Parameter],
-        momentum: float,
-        compute: torch.dtype,
-        **adamw: Any,
+        self, groups: list[dict[str, Any]], matrices: frozenset[torch.nn.Parameter], compute: torch.dtype, **adamw: Any
     ):
         super().__init__(groups, **adamw)
-        self.matrices, self._momentum, self._compute = matrices, momentum, compute
+        self.matrices, self._compute = matrices, compute
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -84,8 +79,8 @@ class Muon(torch.optim.AdamW):
             state.update(step=torch.tensor(0.0), momentum_buffer=torch.zeros_like(parameter, requires_grad=False))
         state["step"] += 1
         own, gradient, buffer = map(local, (parameter, grad, state["momentum_buffer"]))
-        buffer.lerp_(gradient, 1 - self._momentum)
-        ahead = gradient.lerp(buffer, self._momentum).to(self._compute)
+        buffer.lerp_(gradient, 1 - _MU)
+        ahead = gradient.lerp(buffer, _MU).to(self._compute)
         update = orthogonalised(full(parameter, ahead))[local_rows(parameter)].to(own.device)
         own.mul_(1 - rate * decay).add_(update, alpha=-rate * _RMS * math.sqrt(max(parameter.shape)))
 
@@ -103,8 +98,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _eight_bits() -> Any:
-    """Return torchao's class of 8-bit tensors. A number is a code: a fraction of the largest number of its block. Raises
-    UserError if torchao is missing."""
+    """Return torchao's class of 8-bit tensors. Raises UserError if torchao is missing."""
     try:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
