@@ -52,16 +52,11 @@ from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, Train
 
 
 class SftDataset(NamedTuple):
-    """The conversations of all sources, one source after the other, and the rows of each. `said`: a summary of the files."""
+    """The rows of each conversation of all sources. `stream` draws the conversations in order; `said` sums up the files."""
 
-    problems: list[Problem]
     rows: list[list[SftRow]]
-    shares: list[Share]
+    stream: PromptStream
     said: str
-
-    def stream(self, config: Config) -> PromptStream:
-        """Return the stream that draws the conversations in order."""
-        return PromptStream(self.problems, config.run.seed, config.data.shuffle, self.shares, config.data.curriculum)
 
 
 def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
@@ -92,7 +87,8 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
         rows += [encoded[at] for at in short]
         shares.append(Share(len(short), source.weight))
     left_out = {reason: count for reason, count in dropped.items() if count}
-    return SftDataset(problems, rows, shares, report(len(problems) + sum(left_out.values()), len(problems), left_out))
+    stream = PromptStream(problems, config.run.seed, data.shuffle, shares, data.curriculum)
+    return SftDataset(rows, stream, report(len(problems) + sum(left_out.values()), len(problems), left_out))
 
 
 # ---- Objective
@@ -158,8 +154,8 @@ class SftRank:
         self.stopped = False
         """Whether to end after the present step: the user has sent SIGTERM."""
         self._lessons = read_lessons(config, Tokenizer.of(config))
-        self._stream = self._lessons.stream(config)
-        self._wanted = config.sft.epochs * len(self._lessons.problems)  # conversations
+        self._stream = self._lessons.stream
+        self._wanted = config.sft.epochs * len(self._lessons.rows)  # conversations
         self._steps = math.ceil(self._wanted / config.sft.batch_size)
         self._config = replace(config, training=replace(config.training, steps=self._steps))
         self._folder = Path(config.run.dir)
@@ -177,7 +173,9 @@ class SftRank:
         every, loss = self._config.checkpoint.every, math.nan
         while self._trainer.step < self._steps and not self._info.largest([int(self.stopped)])[0]:
             begun = time.monotonic()
-            result = self._step()
+            self._trainer.begin_step(self._trainer.step)
+            self._trainer.accumulate(self._share(), last=True)
+            result = self._trainer.apply()
             step, loss = self._trainer.step, result.metrics.get(f"{PREFIX}loss", math.nan)
             if trackers is not None:
                 await trackers.log(step, self._metrics(result, time.monotonic() - begun))
@@ -191,11 +189,6 @@ class SftRank:
             await trackers.close()
             self._print_event("done", loss, said=self._lessons.said)
 
-    def _step(self) -> StepResult:
-        self._trainer.begin_step(self._trainer.step)
-        self._trainer.accumulate(self._share(), last=True)
-        return self._trainer.apply()
-
     def _share(self) -> list[TrainGroup]:
         """Return this rank's rows of the next conversations. Ranks with different shares of the data have different rows."""
         count = min(self._config.sft.batch_size, self._wanted - self._stream.state().position)
@@ -206,7 +199,7 @@ class SftRank:
         return [taught_group(at, [rows[at]], int(rows[at].mask.argmax())) for at in own]
 
     def _metrics(self, result: StepResult, seconds: float) -> Metrics:
-        passes = self._stream.state().position / len(self._lessons.problems)
+        passes = self._stream.state().position / len(self._lessons.rows)
         speed = result.metrics[f"{PREFIX}tokens"] / seconds
         return {**result.metrics, f"{PREFIX}epoch": passes, f"{PREFIX}tps": speed, "timing/update": result.seconds}
 

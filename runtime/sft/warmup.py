@@ -162,20 +162,16 @@ class Examination:
     ):
         """Encode the held-out problems. `sampled`: measure fluency on replies at temperature 1, otherwise on greedy ones."""
         slips = [wrong for p in held_out if (wrong := p.conversation(careless=True)) != p.conversation()]
-        self._right = _rows(tokenizer, [p.conversation() for p in held_out], tools)
+        self.right = _rows(tokenizer, [p.conversation() for p in held_out], tools)
         self._slips = _rows(tokenizer, slips, tools) if slips else None
         self._slips_share = len(slips) / len(held_out)
         self._sampled = sampled
-
-    def accuracy(self, model: torch.nn.Module) -> float:
-        """Return the share of right greedy replies."""
-        return greedy_accuracy(model, self._right)
 
     def is_fluent(self, model: torch.nn.Module) -> bool:
         """Return whether most replies are right, or wrong only by carelessness."""
         share = sampled_accuracy if self._sampled else greedy_accuracy
         careless = share(model, self._slips) * self._slips_share if self._slips is not None else 0.0
-        return share(model, self._right) + careless >= (SAMPLED_FLUENCY if self._sampled else FLUENCY)
+        return share(model, self.right) + careless >= (SAMPLED_FLUENCY if self._sampled else FLUENCY)
 
 
 def _fit(
@@ -205,7 +201,7 @@ def _fit(
         seconds = time.monotonic() - started
         if step % CHECK_EVERY:
             continue
-        accuracy = examination.accuracy(average)
+        accuracy = greedy_accuracy(average, examination.right)
         shown = {"loss": round(loss, 4), "accuracy": round(accuracy, 4), "seconds": round(seconds, 2)}
         progress({"event": "progress", "step": step, "target": settings.accuracy, **shown})
         if settings.accuracy <= accuracy <= most and examination.is_fluent(average):
@@ -280,17 +276,15 @@ def _rows(tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: li
     return TaughtRows(tokens, pad_sequence([torch.from_numpy(row.mask) for row in rows], True), shared)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the warm-up for the settings in `arguments`. Return 0 if the cache folder is complete, 2 on a user's mistake."""
+def main(given: str) -> int:
+    """Run the warm-up for the settings `given`. Return 0 if the cache folder is complete, 2 on a user's mistake."""
 
     def emit(line: dict[str, object]) -> None:
         print(json.dumps(line), flush=True)
 
     try:
-        if len(arguments) != 1:
-            raise UserError("usage: python -m runtime.sft.warmup SETTINGS (the warmup section as JSON)")
         try:
-            settings = msgspec.json.decode(arguments[0], type=Warmup)
+            settings = msgspec.json.decode(given, type=Warmup)
         except msgspec.DecodeError as error:
             raise ConfigError([f"warmup: {error}"]) from None
         folder = cache_folder(settings)
@@ -310,4 +304,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1]))
