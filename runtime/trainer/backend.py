@@ -330,11 +330,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        outputs: torch.Tensor,
-        weight: torch.Tensor | None,
-        of_chunk: Callable[[torch.Tensor, slice], PerToken],
-        size: int,
+        ctx: Any, outputs: torch.Tensor, weight: torch.Tensor | None, of_chunk: Callable[..., PerToken], size: int
     ) -> PerToken:
         ctx.save_for_backward(outputs, weight)
         ctx.asked = of_chunk, size
@@ -395,25 +391,14 @@ class TrainingPosition:
     kl_coefficient: float | None
 
 
-@dataclass(frozen=True)
 class TrainedRole:
-    """The configuration of the model that a role trains."""
+    """The configuration of the model that a role, trainer or critic, trains. `source`: the model's Hugging Face folder."""
 
-    role: str  # "trainer" or "critic"
-    source: str  # the model's Hugging Face folder
-    options: Optimizer
-    settings: Trainer
-
-    @classmethod
-    def of(cls, config: Config, role: str) -> TrainedRole:
-        if role == "trainer":
-            return cls(role, config.model.path, config.optimizer_of("trainer"), config.services.trainer)
-        assert config.critic is not None
-        return cls(role, config.critic.path or config.model.path, config.optimizer_of("critic"), config.services.critic)
-
-    @property
-    def has_value_head(self) -> bool:
-        return self.role == "critic"
+    def __init__(self, config: Config, role: str):
+        self.role, self.has_value_head = role, role == "critic"
+        self.source = (self.has_value_head and config.critic and config.critic.path) or config.model.path
+        self.options: Optimizer = config.optimizer_of("critic" if self.has_value_head else "trainer")
+        self.settings: Trainer = getattr(config.services, role)
 
 
 class ModelBackend(ABC):

@@ -25,7 +25,7 @@ def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.devic
     begin, shared, own = sequences[sequences[:, 2] > 0].T
     before = np.where(2 * shared < shared + own, 0, shared)
     every = np.arange(int(paths.max(initial=-1)) + 1)
-    return query_rows(paths, np.stack([begin, before, shared + own - before], 1), every, every, device)
+    return query_rows(paths, np.stack([begin, before, shared + own - before], 1), every, every, device, BUCKET_RATIO)
 
 
 def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
@@ -43,12 +43,7 @@ def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) 
 
 
 def query_rows(
-    paths: np.ndarray,
-    stretches: np.ndarray,
-    asks: np.ndarray,
-    keys: np.ndarray,
-    device: torch.device,
-    ratio: float = BUCKET_RATIO,
+    paths: np.ndarray, stretches: np.ndarray, asks: np.ndarray, keys: np.ndarray, device: torch.device, ratio: float
 ) -> Packing:
     """Return how tokens attend to the tokens before them. `stretches`: int64 [n, (start of the row in `paths`, number of the
     row's tokens before the stretch, number of tokens in the stretch)]. `asks`, `keys`: int64 [T], the positions of the query

@@ -27,7 +27,7 @@ from runtime.algorithms.interfaces import (
     require_shape,
 )
 from runtime.algorithms.losses import clipped_value_loss, importance_weighted, interpolated_proximal, k3
-from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control
+from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control, updates_per_step
 from runtime.config import Config
 from runtime.trainer.backend import ModelBackend, Reduced, StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
@@ -145,10 +145,9 @@ class Objective(ABC):
     prefix: ClassVar[str]  # of its metrics
     averaged: ClassVar[str]  # the statistic whose count divides the losses
     timed_as: ClassVar[tuple[str, ...]] = ()  # the metrics of the seconds that `columns` takes
-    compares_with_start: ClassVar[bool] = False
-    """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step. The loss's
-    own forward pass gives these numbers until the step's first update."""
-    chooses_by_start = False  # whether the loss chooses tokens of the whole step by their "proximal" numbers
+    takes_start = False
+    """Whether the loss needs the column "proximal": `per_token_output` under the weights at the start of the step. Until the
+    first update the loss's own pass gives these numbers, unless the loss chooses tokens of the whole step by them."""
     reference_is_base = False  # the reference is the policy without its adapters
     token_figures: tuple[torch.Tensor, torch.Tensor] | None = None
     """The last micro-batch's log-probabilities at the start of the step, [B, R], and advantages, [B, R] or [B, 1]."""
@@ -197,7 +196,6 @@ class PolicyObjective(Objective):
     role, prefix = "trainer", "actor/"
     averaged = "actor/pg_loss"
     timed_as = ("timing/adv", "timing/non_overlap_adv")
-    compares_with_start = True
 
     def __init__(self, config: Config, backend: ModelBackend):
         super().__init__(config, backend)
@@ -208,7 +206,7 @@ class PolicyObjective(Objective):
         self.needs = Needs(reference, self._algorithm.advantage.needs_values, backend.routes)
         self._kl_in_loss = diverges and algorithm.kl_placement == "loss"
         self._entropy_coefficient = algorithm.entropy_coefficient
-        self.chooses_by_start = self._algorithm.loss.by_start
+        self.takes_start = updates_per_step(config) > 1 or self._algorithm.loss.by_start
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         _report_rows(rows, step, statistics)

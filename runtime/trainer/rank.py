@@ -277,5 +277,5 @@ def make_rank(kind: type[Trained], config: Config, rank: int, world_size: int) -
     """Join the group if there are several ranks, and build the engine of a rank. Raises UserError for a bad model."""
     role = kind.role
     device = join_group(role, getattr(config.services, role), world_size, config.deadlines.train)
-    require_memory(role, config, TrainedRole.of(config, role).source, device)
+    require_memory(role, config, TrainedRole(config, role).source, device)
     return kind(kind.make_engine(config, rank=rank, world_size=world_size, device=device), config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -121,8 +121,8 @@ def check_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) ->
         DecodedGroup(
             group,
             types.decode(GroupPayload, group.payload),
-            _reference(group) if needs.reference else None,
-            _values(group) if needs.values else None,
+            _given(Logprobs, group, group.reference, NO_REFERENCE) if needs.reference else None,
+            _given(Values, group, group.values, NO_VALUES) if needs.values else None,
         )
         for group in groups
     ]
@@ -218,18 +218,15 @@ def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
-def _reference(group: TrainGroup) -> Logprobs:
-    if group.reference is None:
-        raise InvalidMessage(
-            f"group {group.group_id}: has no reference log-probabilities, but algorithm.kl_coefficient is not 0"
-        )
-    return types.decode(Logprobs, group.reference)
+NO_REFERENCE = "has no reference log-probabilities, but algorithm.kl_coefficient is not 0"
+NO_VALUES = "has no values, but algorithm.advantage needs a critic's"
+Given = TypeVar("Given", Logprobs, Values)
 
 
-def _values(group: TrainGroup) -> Values:
-    if group.values is None:
-        raise InvalidMessage(f"group {group.group_id}: has no values, but algorithm.advantage needs a critic's")
-    return types.decode(Values, group.values)
+def _given(kind: type[Given], group: TrainGroup, encoded: bytes | None, missing: str) -> Given:
+    if encoded is None:
+        raise InvalidMessage(f"group {group.group_id}: {missing}")
+    return types.decode(kind, encoded)
 
 
 def _check(decoded: DecodedGroup, vocab_size: int, experts: Routes | None) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from runtime import types
-from runtime.chosen_algorithm import choose, streams, updates_per_epoch, updates_per_step
+from runtime.chosen_algorithm import choose, streams, updates_per_epoch
 from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.ledger import checkpoint
@@ -101,7 +101,7 @@ def model_trainer(
     has initialised torch's default process group, which spans them. Raises UserError if the configuration or the model folder
     is wrong, or if the engine's package is missing."""
     choose(config)  # reports a wrong user-defined loss before a model is loaded
-    trained, rank_info = TrainedRole.of(config, learned.role), RankInfo(rank, world_size, torch.device(device))
+    trained, rank_info = TrainedRole(config, learned.role), RankInfo(rank, world_size, torch.device(device))
     backend: ModelBackend
     if trained.settings.engine == "megatron":
         from runtime.trainer.megatron import facade
@@ -146,9 +146,8 @@ class ModelTrainer:
         self.backend, self.objective = backend, objective
         self.role = objective.role
         self._config = config
-        self._options = TrainedRole.of(config, objective.role).options
+        self._options = TrainedRole(config, objective.role).options
         self._streams = streams(config)
-        self._several_updates = updates_per_step(config) > 1
         self._rate = self._options.learning_rate
         self._kept = TokenLog(config, backend.rank_info.rank)
         self._keeps: Rows | None = None  # the rows whose tokens the present passes add to the log
@@ -218,8 +217,7 @@ class ModelTrainer:
         if self.objective.reference_is_base:
             with self.backend.adapters.off():
                 rows = replace(rows, reference=self._per_token_output(rows))
-        if self.objective.compares_with_start and (self._several_updates or self.objective.chooses_by_start):
-            # In the first update the loss's own pass gives these log-probabilities; in later updates the weights have changed.
+        if self.objective.takes_start:
             with timed(self.phases, "timing/old_log_p"):
                 rows = replace(rows, proximal=self._per_token_output(rows))
         with timed(self.phases, *self.objective.timed_as):  # no pass runs in this phase

@@ -222,11 +222,7 @@ class FsdpBackend(ModelBackend):
 
     def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         return (
-            Shard(
-                index,
-                (local_rows(tensor),),
-                self._scaled(name, local(tensor)).to(dtype_of(name, self._wire_dtype)),
-            )
+            Shard(index, (local_rows(tensor),), self._scaled(name, local(tensor)).to(dtype_of(name, self._wire_dtype)))
             for index, (name, tensor) in enumerate(self._published.items())
             if self.rank_info.rank == 0 or is_sharded(tensor)
         )

@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 
 from runtime.errors import UserError
 from runtime.models import hf_policy
-from runtime.models.adapters import AdapterBase
 from runtime.process import platform
 from runtime.run_files import read_object
 from runtime.trainer.backend import RankInfo, TrainingPosition, full, local, local_rows, wholes
@@ -50,14 +49,6 @@ class TrainingState:
     adapters: Adapters | None = None
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the model's other tensors, which no gradient changes
 
-    @property
-    def config(self) -> LoraConfig | None:
-        return self.adapters.config if self.adapters else None
-
-    @property
-    def base(self) -> AdapterBase | None:
-        return self.adapters.known_base if self.adapters else None
-
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
     """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer come from `source`."""
@@ -77,24 +68,22 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
         moments = ((name, _whole(optimizer, name, parameter)) for name, parameter in kept.items())
         hf_policy.write_tensors(folder, "optimizer", kept, moments, rank, torch.float32)
     generators = _gather_generators(state)
-    description = describe(state.position, optimizers.family(optimizer), updates, state.config, state.base)
+    description = describe(state.position, optimizers.family(optimizer), updates, state.adapters)
     if rank == 0:
         save_file(generators, folder / GENERATORS)
         (folder / "trainer.json").write_text(description, encoding="utf-8")
 
 
-def describe(
-    position: TrainingPosition, optimizer: str, updates: int, config: LoraConfig | None, base: AdapterBase | None
-) -> str:  # fmt: skip
-    """Return the text of trainer.json; `config` and `base` are of adapters. All ranks call it."""
+def describe(position: TrainingPosition, optimizer: str, updates: int, adapters: Any) -> str:
+    """Return the text of trainer.json. `adapters`: None, or either engine's. All ranks call it."""
     content = {
         "format": FORMAT,
         "step": position.step,
         "optimizer": optimizer,
         "optimizer_updates": updates,
         "kl_coefficient": position.kl_coefficient,
-        "lora": lora.description(config) if config else None,
-        "base": base.describe() if base else None,
+        "lora": lora.description(adapters.config) if adapters else None,
+        "base": adapters.known_base.describe() if adapters else None,
     }
     return json.dumps(content) + "\n"
 
@@ -122,7 +111,7 @@ def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
 def load(folder: Path, state: TrainingState) -> TrainingPosition:
     """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows. Return the progress of training.
     Raises UserError, and changes nothing, if the checkpoint does not fit the model."""
-    description = read_description(folder, state.config, state.base)
+    description = read_description(folder, state.adapters)
     require_same_optimizer(folder, description, optimizers.family(state.optimizer))
     where = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
     kept = state.parameters if state.adapters else {**state.parameters, **state.fixed}
@@ -143,19 +132,19 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
     return TrainingPosition(description["step"], description.get("kl_coefficient"))
 
 
-def read_description(folder: Path, config: LoraConfig | None, base: AdapterBase | None) -> dict[str, Any]:
-    """Return the content of trainer.json. Raises UserError if the checkpoint is not engine torch's; or if it has adapters and
-    they are not on `base` or do not match `config`. All ranks call it."""
+def read_description(folder: Path, adapters: Any) -> dict[str, Any]:
+    """Return the content of trainer.json. Raises UserError if the checkpoint is not engine torch's, or if its adapters do not
+    match `adapters`: None, or either engine's. All ranks call it."""
     description = read_object(folder / "trainer.json", f"checkpoint {folder}: trainer.json")
-    require_same_adapters(folder, description.get("lora"), config)
+    require_same_adapters(folder, description.get("lora"), adapters and adapters.config)
     if "engine" in description:
         raise UserError(
             f"checkpoint {folder}: is of engine {description['engine']}, whose checkpoints engine torch does not read"
         )
     if description.get("format") != FORMAT:
         raise UserError(f"checkpoint {folder}: format {description.get('format')!r} is not known; must be {FORMAT}")
-    if base is not None:
-        base.require(folder, description.get("base"))
+    if adapters is not None:
+        adapters.known_base.require(folder, description.get("base"))
     return description
 
 

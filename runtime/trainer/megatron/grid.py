@@ -75,16 +75,18 @@ class ProcessGrid:
         return tensor
 
     def bytes_of_last_stage(self, data: bytes) -> bytes:
-        return data if len(self.stages) == 1 else self._broadcast(data, self.stages[-1], self.pipeline_group)
+        return self._broadcast(data, -1, self.pipeline_group)
 
     def bytes_of_leader(self, data: bytes) -> bytes:
         """Return the data of the first rank of this rank's block."""
-        for group in (self.context_group, self.model_group):
-            ranks = dist.get_process_group_ranks(group)
-            data = data if len(ranks) == 1 else self._broadcast(data, ranks[0], group)
-        return data
+        return self._broadcast(self._broadcast(data, 0, self.context_group), 0, self.model_group)
 
-    def _broadcast(self, data: bytes, source: int, group: Any) -> bytes:
+    def _broadcast(self, data: bytes, place: int, group: Any) -> bytes:
+        """Return the data of the rank at `place` in `group`."""
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return data
+        source = ranks[place]
         size = torch.tensor([len(data)], device=self.device)
         dist.broadcast(size, source, group=group)
         if dist.get_rank() == source:

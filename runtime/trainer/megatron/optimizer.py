@@ -80,9 +80,8 @@ class MegatronOptimizer:
     @contextlib.contextmanager
     def passes(self, last: bool) -> Iterator[None]:
         """Wrap one run of megatron-core's schedules. `last`: it is the update's last run, and `finish` comes next."""
-        self._config.no_sync_func = (
-            self.model.no_sync if last else None
-        )  # the schedule enters it around all backward passes except the last one
+        # The schedule enters it around all backward passes except the last one.
+        self._config.no_sync_func = self.model.no_sync if last else None
         with contextlib.nullcontext() if last else self.model.no_sync():
             yield
 
@@ -120,7 +119,7 @@ class MegatronOptimizer:
         self.optimizer.step_with_ready_grads()
         if self._overlaps:
             self.model.start_param_sync()
-        self._count += 1
+        self.count += 1
 
     def _buckets(self) -> Iterator[Any]:
         """Yield the groups of buckets that are reduced, or gathered, together."""
@@ -159,14 +158,9 @@ class MegatronOptimizer:
                         yield master
                     yield from self._moments(part, master).values()
 
-    @property
-    def count(self) -> int:
-        """Number of Adam's steps."""
-        return self._count
-
-    @count.setter
-    def count(self, count: int) -> None:
-        self._count = count
+    def set_count(self, count: int) -> None:
+        """Set the number of Adam's steps, `count`, as it is before the first step or in a checkpoint."""
+        self.count = count
         for part in self._parts():
             for group in part.optimizer.param_groups:
                 if isinstance(part.optimizer, torch.optim.AdamW):
@@ -217,7 +211,7 @@ class MegatronOptimizer:
             for parameter in part.get_parameters():
                 zeros = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}
                 part.optimizer.state[parameter] = zeros
-        self.count = 0
+        self.set_count(0)
 
 
 def _no_decay(settings: OptimizerConfig) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def packing_of(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray, place:
     token's key among the gathered keys."""
     asks = np.full(len(place), -1)
     asks[own] = np.arange(len(own))
-    return query_rows(paths, _stretches(paths, sequences, own), asks, place, device, ratio=1.0)
+    return query_rows(paths, _stretches(paths, sequences, own), asks, place, device, 1.0)
 
 
 def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.ndarray:
@@ -133,13 +133,7 @@ def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.
 
 
 def token_logprobs(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    temperature: float = 1.0,
-    *,
-    group: dist.ProcessGroup,
-    start: int,
-    entropy_gradient: bool = True,
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, group: dist.ProcessGroup, start: int, entropy_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `algorithms.losses.token_logprobs` from the logits [N, v] of the vocabulary's tokens `start` … `start + v - 1`.
     tokens int64 [N] -> log-probabilities [N], entropies [N], on every rank of `group`; half precision is computed in float32.
@@ -266,13 +260,8 @@ class MegatronPasses:
     ) -> PerToken:
         """Do what `ModelBackend.token_logprobs` says. The chunks are the same on all ranks that share the vocabulary."""
         start, width = self.model.vocabulary_start, self.shape.vocab_size // self.grid.layout.tensor
-        numbers = partial(
-            token_logprobs,
-            temperature=temperature,
-            group=self.grid.tensor_group,
-            start=start,
-            entropy_gradient=entropy_gradient,
-        )
+        group = self.grid.tensor_group
+        numbers = partial(token_logprobs, temperature=temperature, group=group, start=start, entropy_gradient=entropy_gradient)
         return token_numbers(numbers, outputs, self.model.head_weight(), width, batch, start)
 
     def of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -84,7 +84,7 @@ def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
     updates.model.module.load_state_dict(found["model"] | objects)
     for name, parameter in updates.model.module.named_parameters():
         updates.scatter(parameter, {kind: found["optimizer"][kind][name] for kind in KINDS})
-    updates.count = description["optimizer_updates"]
+    updates.set_count(description["optimizer_updates"])
     return TrainingPosition(description["step"], description["kl_coefficient"])
 
 

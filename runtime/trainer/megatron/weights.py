@@ -61,9 +61,8 @@ class ModelWeights:
         assert {each.name for each in mine} == self._parameters.keys()
         with files.slices() as read:
             for each in mine:
-                known = all(
-                    source.name in files.shapes for source in each.sources
-                )  # False for a new value head, which begins at 0
+                # A new value head is not known, and begins at 0.
+                known = all(source.name in files.shapes for source in each.sources)
                 self._parameters[each.name].copy_(each.from_hf(read) if known else torch.zeros(each.shape))
 
     def stages(self) -> list[int]:
