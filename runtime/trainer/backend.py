@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -216,8 +216,7 @@ class StepStatistics:
         self.total(f"{name}_p99", bins.index_add_(0, places.flatten(), counted.to(self.dtype).flatten()))
 
     def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
-        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. A maximum or minimum without a value on
-        any rank is left out."""
+        """Reduce over the ranks of `group` (None: all) with one synchronisation. An extreme without a value is left out."""
         parts = {name: self._vector(numbers) for name, numbers in self._sums.items()}
         sums, maxima = torch.cat([self._vector([]), *parts.values()]), self._vector(self._maxima.values())
         if world_size > 1:
@@ -235,17 +234,15 @@ class StepStatistics:
 
 
 def quantile(counts: Sequence[float], share: float) -> float:
-    """Return the lower edge of the bin that holds the number of rank ceil(`share` · n) among all n numbers. `counts` by bin,
-    not all 0."""
+    """Return the lower edge of the bin with the number of rank ceil(`share` · n) of n. `counts` by bin, not all 0."""
     below = np.cumsum(counts)
     place = int(np.searchsorted(below, math.ceil(share * below[-1])))
     return 2.0 ** (LOWEST + (place - 1) / BINS_PER_OCTAVE) if place else 0.0
 
 
 class NonFiniteReport:
-    """The samples that made a loss or a gradient NaN or infinite, found by training on one micro-batch at a time. The file is
-    `RUN/nonfinite/ROLE-step-00000012.json`: `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`. Every rank makes
-    the same calls."""
+    """The samples that made a loss or a gradient NaN or infinite, found by training on one micro-batch at a time. All ranks
+    call alike. `RUN/nonfinite/ROLE-step-00000012.json` has `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`."""
 
     def __init__(self, role: str, step: int, rank_info: RankInfo):
         self._role, self._step, self._rank_info = role, step, rank_info
@@ -299,12 +296,9 @@ def token_numbers(
 ) -> PerToken:
     """Return `numbers(logits, tokens)`, [N] each, of the trained tokens of `batch`. The head's `weight` [v, H] makes the logits
     from `outputs` [N, H]; without `weight` the outputs are the logits. The first logit is that of token `start`. Logits are
-    `confined` to the tokens that sampling allowed, and divided by the column "temperature" if there is one.
-
-    `width`: the number of logits of a token, by which chunks are cut; the same on ranks that share a vocabulary. If there are
-    several chunks, each chunk's logits are computed again in the backward pass. Few tokens, or a small vocabulary, are one
-    chunk, whose logits are kept.
-    """
+    `confined` to the tokens that sampling allowed, and divided by the column "temperature" if there is one. `width`: the number
+    of logits of a token, by which chunks are cut; the same on ranks that share a vocabulary. The logits of a single chunk are
+    kept; those of several chunks are computed again in the backward pass."""
     temperature = batch.of_tokens("temperature") if "temperature" in batch.columns else None
 
     def of_chunk(logits: torch.Tensor, own: slice) -> PerToken:
@@ -383,8 +377,7 @@ BatchOutputs = Callable[["MicroBatch", torch.Tensor], torch.Tensor]
 """Computes a loss (a sum, 0-dimensional) or a number for each trained token ([N]) from the model's outputs of a micro-batch."""
 
 
-@dataclass(frozen=True)
-class TrainingPosition:
+class TrainingPosition(NamedTuple):
     """Progress of training: the next step, and the KL term's coefficient; None if a checkpoint has no coefficient."""
 
     step: int
@@ -525,9 +518,6 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def wire_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of the policy in a weight sync. The default is the trainer's compute dtype, so that rollouts get the
-    same numbers. Deltas have 16 bits."""
-    weight_sync = config.weight_sync
-    return platform.resolve_dtype(
-        weight_sync.dtype, device, "bfloat16" if weight_sync.encoding == "delta" else config.model.dtype
-    )
+    """Return the dtype of the policy in a weight sync: by default the trainer's compute dtype, and 16 bits for deltas."""
+    otherwise = "bfloat16" if config.weight_sync.encoding == "delta" else config.model.dtype
+    return platform.resolve_dtype(config.weight_sync.dtype, device, otherwise)

@@ -29,8 +29,7 @@ def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.devic
 
 
 def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
-    """Return `sequences` (as in `attention_rows`) whole and in one bucket. A token that several rows share is computed in each
-    of them; its output is taken from the last."""
+    """Return `sequences` whole and in one bucket. The output of a token that several rows share is taken from the last one."""
     kept = sequences[sequences[:, 2] > 0]
     begin, length = kept[:, :1], kept[:, 1:].sum(1, keepdims=True)
     cell = np.arange(int(length.max()))
@@ -188,8 +187,7 @@ class MicroBatch:
 
 
 def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> list[np.ndarray]:
-    """Cut the rows `chosen` into micro-batches within `budget` tokens. Tokens that rows share count once. Without `packs` every
-    cell of the padded rows counts."""
+    """Cut the rows `chosen` into micro-batches within `budget` tokens; without `packs`, cells of the padded rows."""
     if not packs:
         lengths = rows.prompt_length[rows.group[chosen]] + rows.length[chosen] - 1
         return [chosen[indices] for indices in cut_by_length(lengths.tolist(), budget)]

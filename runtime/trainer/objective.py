@@ -190,8 +190,7 @@ class Objective(ABC):
 
 
 class PolicyObjective(Objective):
-    """Policy loss + β · KL − c · entropy, aggregated. The model's outputs are the inputs of its head, [N, H], from which the
-    head makes the logits of the trained tokens."""
+    """Policy loss + β · KL − c · entropy, aggregated. The model's outputs are the inputs of its head, [N, H]."""
 
     role, prefix = "trainer", "actor/"
     averaged = "actor/pg_loss"

@@ -44,9 +44,8 @@ from runtime.weights.sender import SendBuffers, WeightSender
 
 
 class GroupRank:
-    """All methods run in the engine's thread, in the same order on every rank. A subclass names its `role`. For each command it
-    has a method with the command's name in snake case, which takes the command and returns the answer. The answer is a future
-    if the work goes on beside the next commands."""
+    """All methods run in the engine's thread, in the same order on every rank. A subclass has a method for each command, by the
+    command's name in snake case. It returns the answer: a future if the work goes on beside the next commands."""
 
     role: ClassVar[str]
 
@@ -62,9 +61,6 @@ class GroupRank:
         return getattr(self, snake(type(command).__name__))(command)
 
 
-# ---- One rank of a group under training: the engine, and the commands that trainer and critic share.
-
-
 log = logging.getLogger("sluice")
 
 BETWEEN_STEPS = (Export, Save)
@@ -72,14 +68,13 @@ OF_A_STEP = (BeginStep, Accumulate, Apply)
 
 
 class UpdateRank(GroupRank):
-    """A subclass adds its own commands."""
+    """One rank of a group under training: the engine, and the commands that trainer and critic share."""
 
     last: ClassVar[type]  # last command of a step
     timed_as: ClassVar[str]  # prefix of the metrics of the seconds that `onload`, `offload` and `save` take
 
     def __init__(self, engine: ModelTrainer, config: Config, managed_externally: bool):
-        """Wrap `engine`. `managed_externally`: the rank shares its device with another role, and the coordinator says when the
-        rank takes the device and when it gives it up."""
+        """Wrap `engine`. `managed_externally`: the rank shares its device, and the coordinator says when the rank has it."""
         super().__init__(config, engine.backend.rank_info.rank, engine.backend.rank_info.world_size)
         self.engine, self.backend = engine, engine.backend
         settings: Trainer = getattr(config.services, self.role)

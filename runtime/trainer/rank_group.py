@@ -91,8 +91,7 @@ class NodePart:
         return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
 
     def complete(self, folder: Path, command: Save) -> list[str]:
-        """Complete the checkpoint after all ranks have written into `folder`. Return the parts that this rank reports as safe:
-        at most one."""
+        """Complete the checkpoint after all ranks have written into `folder`. Return the parts, if any, that are safe."""
         if not self._leads or not checkpoint.files_of(folder):
             return []
         position = types.decode(Position, command.place)

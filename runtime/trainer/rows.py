@@ -115,8 +115,7 @@ class DecodedGroup(NamedTuple):
 
 
 def check_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> list[DecodedGroup]:
-    """Decode and check `groups`. Nothing is computed from a batch that violates its schema. Raises InvalidMessage, which names
-    the group."""
+    """Decode and check `groups`, before anything is computed. Raises InvalidMessage, which names the group."""
     found = [
         DecodedGroup(
             group,
@@ -131,13 +130,8 @@ def check_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) ->
     return found
 
 
-def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
-    """Return the rows of `groups`. Raises InvalidMessage as `check_groups`."""
-    return rows_of(check_groups(groups, vocab_size, needs), needs)
-
-
 def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: Routes | None = None) -> Rows:
-    """Decode groups without scores as `decode_groups` does: rewards 0, all episodes valid. `experts`: as in `Needs`."""
+    """Return the rows of groups without scores: rewards 0, all episodes valid. `experts`: as in `Needs`."""
     decoded = []
     for request in requests:
         payload = types.decode(GroupPayload, request.payload)

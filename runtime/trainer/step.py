@@ -15,9 +15,10 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,8 +121,7 @@ def model_trainer(
 policy_trainer, critic_trainer = partial(model_trainer, PolicyObjective), partial(model_trainer, CriticObjective)
 
 
-@dataclass(frozen=True)
-class ReadySamples:
+class ReadySamples(NamedTuple):
     """Samples with the columns of their loss. `live`: bool [B], false where a sample's gradient is exactly 0."""
 
     rows: Rows
@@ -225,8 +225,7 @@ class ModelTrainer:
         return ReadySamples(rows, columns, live)
 
     def _add(self, samples: ReadySamples, chosen: np.ndarray, last: bool, keep: bool = True) -> None:
-        """Add the gradient of the samples `chosen` (bool [B]). `last`: they are the last samples of an update. `keep`: log
-        their tokens, as far as there is room."""
+        """Add the gradient of the samples `chosen` (bool [B]). `last`: they end an update. `keep`: log their tokens."""
         self._added.append((samples, chosen))
         trained = samples.rows.trained() & chosen
         episodes, seen = (int(samples.rows.first_of_episode(each).sum()) for each in (chosen, trained))
@@ -268,8 +267,7 @@ class ModelTrainer:
         self._begin_update()
 
     def _handle_nonfinite(self) -> None:
-        """Find the samples with a non-finite loss or gradient and write them to a file. Then end the step, unless the
-        configuration skips such updates."""
+        """Write the samples with a non-finite loss or gradient to a file. End the step unless `on_nonfinite` is to skip."""
         report = NonFiniteReport(self.role, self.step, self.backend.rank_info)
         for samples, chosen in self._added:
             for batch in self._micro_batches(samples.rows, samples.columns, samples.rows.trained() & chosen):

@@ -119,8 +119,7 @@ class FsdpBackend(ModelBackend):
         return None if self._experts is None else self._experts.balance(batch, statistics)
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the outputs at the predictors: the head's inputs [N, H] (the logits if the head is part of the model), or
-        values float32 [N]."""
+        """Return the head's inputs [N, H] at the predictors (the logits if the model has the head), or values float32 [N]."""
         if self._experts is not None:
             self._experts.replay(batch)
         packed = (batch.input_ids, batch.position_ids, batch.packing)

@@ -90,9 +90,8 @@ def shard(model: Any, device: torch.device, compute: torch.dtype, cpu_offload: b
 
 
 def loss_factor(device: torch.device, world_size: int) -> float:
-    """Return the factor of each rank's loss that makes gradients sums over the ranks. Collective. torch 2.7, MindSpeed's
-    version, has an FSDP2 that asks for the average and has no option for sums; its gloo sums all the same. The factor is
-    therefore measured by reducing ones."""
+    """Return the factor of each rank's loss that makes gradients sums over the ranks. Collective. The FSDP2 of torch 2.7, which
+    MindSpeed has, asks for the average, but gloo sums all the same. So the factor is measured by reducing ones."""
     if world_size == 1:
         return 1.0
     from torch.distributed.fsdp import FSDPModule

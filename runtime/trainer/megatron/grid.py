@@ -17,8 +17,7 @@ from runtime.process import platform
 
 class ProcessGrid:
     """The process groups of megatron-core, made once in a process. Ranks count tensor-parallel first, then context-parallel,
-    then blocks, then pipeline stages. All ranks of a model-parallel block get the same data; different blocks get different
-    data."""
+    then blocks, then pipeline stages. All ranks of a model-parallel block get the same data, different blocks different."""
 
     def __init__(self, settings: Spread, device: torch.device, seed: int, timeout: float):
         """Make the groups. Collective over torch's default group; a single rank without that group makes it."""

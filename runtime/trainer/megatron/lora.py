@@ -91,8 +91,7 @@ class MegatronAdapters:
     """The adapters of this rank's part of a policy. All ranks call every method alike."""
 
     def __init__(self, passes: MegatronPasses, settings: Lora, base: AdapterBase, seed: int):
-        """Put the adapters into the model of `passes`, and freeze the rest of the model. Raises UserError if the model lacks a
-        target layer."""
+        """Put the adapters into the model of `passes`, and freeze its rest. Raises UserError if it lacks a target layer."""
         weights, grid, model = passes.weights, passes.grid, passes.model
         self._table = AdapterTable(passes.family, settings.rank, settings.target_modules, grid.layout)
         self.config = lora.peft_config(settings, self._table.targets, base.path)
@@ -134,8 +133,7 @@ class MegatronAdapters:
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def prepare(self, folder: Path, updates: MegatronOptimizer, position: TrainingPosition) -> Callable[[], None]:
-        """Bring the whole state to the host of rank 0. Return a function that writes it in engine torch's form, also while
-        training goes on."""
+        """Bring the state to rank 0's host. Return a function that writes it in engine torch's form, beside training."""
         kept = {name: updates.gather(parameter) for name, parameter in self._trained.items()}
         found: dict[str, dict[str, torch.Tensor]] = {}
         for kind in KINDS:

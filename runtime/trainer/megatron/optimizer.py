@@ -127,8 +127,7 @@ class MegatronOptimizer:
         yield from self.model.expert_parallel_bucket_groups
 
     def _await_head(self, model: Any) -> None:
-        """Make the head's weights ready before the final norm: they are read without a call of the head's module, which is
-        where megatron-core would wait for them."""
+        """Make the head's weights ready before the final norm: the head's module, which would wait for them, is not called."""
         head = getattr(getattr(model, "output_layer", None), "weight", None)
         if head is not None and head.requires_grad:
             buckets = self.model.param_to_bucket_group[head]

@@ -100,8 +100,7 @@ class ModelWeights:
                     yield Shard(index, region, block)
 
     def _rows(self, stage: int) -> Iterator[tuple[int, Parameter]]:
-        """Yield all parameters of a stage with the expert rank that each is taken from: a layer's experts by their numbers, all
-        other parameters from the first expert rank."""
+        """Yield a stage's parameters with the expert rank that each is taken from: experts by number, others from the first."""
         of_ranks = [self.parameters(stage, expert_rank) for expert_rank in range(self._grid.layout.expert)]
         for expert, rows in groupby(zip(*of_ranks, strict=True), lambda row: row[0].expert):
             columns = enumerate(zip(*rows, strict=True))
