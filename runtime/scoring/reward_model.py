@@ -66,8 +66,7 @@ class ModelScorer:
         return [[np.concatenate((payload.prompt, row.tokens)) for row in payload.last_rows] for payload in payloads]
 
     def _conversations(self, own: Tokenizer, requests: Sequence[ScoreRequest], payloads: Sequence[GroupPayload]) -> Texts:
-        """Return the tokens of conversations by the model's own chat template. A conversation is the problem's messages, then
-        everything after them as one message of the assistant."""
+        """Return tokens by the model's own chat template: the problem's messages, then one of the assistant with the rest."""
         for request in requests:
             if not request.messages:
                 raise InvalidMessage(f"group {request.group_id}: no messages, which a reward model that reads text needs")

@@ -44,8 +44,7 @@ def turns(render: Render, conversation: Sequence[Message], origin: str) -> list[
 
 
 def taught_row(parts: Sequence[Sequence[int]], stop_ids: Sequence[int]) -> SftRow:
-    """Return the row of an assistant's inputs and replies, in turn, as tokens. Tokens that the template puts after the token
-    that ends a reply are not taught, as generation never makes them."""
+    """Return the row of an assistant's inputs and replies, in turn. Tokens after a reply's end are not taught."""
     tokens: list[int] = []
     mask: list[bool] = []
     for index, part in enumerate(parts):

@@ -48,11 +48,9 @@ from runtime.trainer.rows import Rows, balance
 from runtime.trainer.step import model_trainer
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
-# ---- Dataset: the conversations of `data.train`, rendered and encoded once, and their order.
-
 
 class SftDataset(NamedTuple):
-    """The rows of each conversation of all sources. `stream` draws the conversations in order; `said` sums up the files."""
+    """The rows of each conversation of `data.train`. `stream` draws the conversations in order; `said` sums up the files."""
 
     rows: list[list[SftRow]]
     stream: PromptStream
@@ -139,9 +137,6 @@ def taught_group(number: int, rows: Sequence[SftRow], shared: int) -> TrainGroup
         valid=np.ones(len(rows), np.uint8),
         payload=types.encode(GroupPayload.of(number, rows[0].tokens[:shared], samples)),
     )
-
-
-# ---- Rank
 
 
 class SftRank:

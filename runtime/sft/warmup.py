@@ -230,8 +230,7 @@ def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
 
 
 def sampled_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
-    """Return the share of conversations in which sampling at temperature 1 gives the assistant's tokens in `rows`: the mean
-    over rows of the product of the tokens' probabilities."""
+    """Return the share of rows in which sampling at temperature 1 gives the assistant's tokens: their mean probability."""
     import torch
 
     with torch.no_grad():
@@ -241,8 +240,7 @@ def sampled_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
 
 
 def _predicted(model: torch.nn.Module, rows: TaughtRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return logits [N, S, V] of the tokens after the shared ones and the first one, these tokens, and their mask [N, S]. The
-    tokens that all rows begin with are computed once."""
+    """Return logits [N, S, V] of the tokens after the shared ones (computed once) and the first one, the tokens, their mask."""
     tokens, mask, shared = rows
     cache = None
     if shared:

@@ -360,9 +360,8 @@ def _chunks(outputs: torch.Tensor, size: int) -> list[slice]:
 
 
 def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) -> torch.Tensor:
-    """Return `logits` [N, v] with the tokens that the sampler's filters left out at LEFT_OUT: no probability, no gradient. The
-    logits are of the vocabulary, or of its part from `start` on. `kept`: uint8 [N, bytes], a bit for each token of the
-    vocabulary, the lowest bit of a byte first; None: all tokens are kept."""
+    """Return `logits` [N, v], of the vocabulary's part from `start` on, with the tokens that the sampler's filters left out at
+    LEFT_OUT. `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest of a byte first; None: all."""
     if kept is None:
         return logits
     width, first = logits.shape[1], start // 8
@@ -463,8 +462,7 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps. Until
-        `onload`, only `ModelTrainer.values` is called."""
+        """Take what `offload` of its service names off the device. Until `onload`, only `ModelTrainer.values` is called."""
 
     @abstractmethod
     def onload(self) -> None:

@@ -33,10 +33,6 @@ from runtime.trainer.backend import ModelBackend, Reduced, StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Needs, Rows
 
-# ---- Row advantages
-# What is computed of rows before any pass of the model: shaped rewards, advantages, and the tokens that a loss chooses among.
-# float64 on the host.
-
 
 class RowAdvantages:
     """Shapes rewards, calls the advantage estimator, and adds the KL to the rewards or the advantages. float64 on the host."""
@@ -161,8 +157,7 @@ class Objective(ABC):
 
     @abstractmethod
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the loss's input columns by name, and which samples are live, bool [B]. A sample is not live if its gradient
-        is exactly 0, so that its backward pass can be left out."""
+        """Return the loss's input columns by name, and which samples are live, bool [B]: their gradient is not exactly 0."""
 
     @abstractmethod
     def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
@@ -379,9 +374,6 @@ def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: t
     statistics.mean("mismatch/older_keys_abs_logprob", size.sum(), tokens)
     statistics.maximum("mismatch/older_keys_max", torch.where(tokens > 0, size.max(), -torch.inf))
     statistics.total("mismatch/older_keys_tokens", tokens)
-
-
-# ---- The critic's objective: the value loss on the samples of a step.
 
 
 class CriticObjective(Objective):

@@ -58,8 +58,7 @@ def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBack
 
 
 def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
-    """Check, before anything is loaded, that a rank of `role` with the model of folder `source` fits its device. Raises
-    UserError if the rank is known to need more memory."""
+    """Check that a rank of `role` with the model of folder `source` fits its device. Raises UserError if it surely does not."""
     if getattr(config.services, role).engine != "megatron":
         return
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1

@@ -98,8 +98,7 @@ Routes = tuple[int, int, int]
 """Number of layers with experts, of experts that a token takes, and of experts in a layer."""
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """What the algorithm needs besides rows and rewards."""
 
     reference: bool = False
@@ -280,8 +279,7 @@ def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Distribute items over `parts` so that the largest sum of costs is small: each item, the most expensive first, goes to the
-    part with the smallest sum, and then items are exchanged. Deterministic. Every index occurs once, in ascending order within
-    its part. Parts may be empty if there are few items."""
+    part with the smallest sum, and then items are exchanged. Deterministic. A part's indices ascend, and it may be empty."""
     cost, owner, sums = np.array(costs, np.float64), np.zeros(len(costs), np.int64), np.zeros(parts)
     for item in np.argsort(-cost, kind="stable"):
         owner[item] = sums.argmin()

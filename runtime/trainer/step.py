@@ -46,15 +46,12 @@ from runtime.trainer.objective import CriticObjective, Objective, PolicyObjectiv
 from runtime.trainer.rows import DecodedGroup, Rows
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
 
-# ---- Kept tokens
-# Trained tokens of a step that are logged for readers of samples: collected on the device, written when the step is over.
-
-
 KEPT_TOKENS = 2048  # they take 16 KiB of the device until the step is over
 
 
 class TokenLog:
-    """Of this rank, the first `KEPT_TOKENS` of each step that it trains; none without a run's folder. No pass waits for it."""
+    """The first `KEPT_TOKENS` that this rank trains of each step, for readers of samples; none without a run's folder. They are
+    collected on the device, and written when the step is over: no pass waits."""
 
     def __init__(self, config: Config, rank: int):
         self._most = KEPT_TOKENS if config.run.dir else 0
@@ -92,15 +89,11 @@ def _places(rows: Rows, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     return rows.group_id[group], row - np.searchsorted(rows.group, group), flat - rows.start[row]
 
 
-# ---- Model trainers
-
-
 def model_trainer(
     learned: type[Objective], config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
 ) -> ModelTrainer:
-    """Load the model of the objective `learned` on the engine of its role's service. Collective. With several ranks the caller
-    has initialised torch's default process group, which spans them. Raises UserError if the configuration or the model folder
-    is wrong, or if the engine's package is missing."""
+    """Load the model of the objective `learned` on the engine of its role's service. Collective: several ranks have initialised
+    torch's default group. Raises UserError for a wrong configuration or folder, or if the engine's package is missing."""
     choose(config)  # reports a wrong user-defined loss before a model is loaded
     trained, rank_info = TrainedRole(config, learned.role), RankInfo(rank, world_size, torch.device(device))
     backend: ModelBackend

@@ -133,8 +133,7 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
 
 
 def read_description(folder: Path, adapters: Any) -> dict[str, Any]:
-    """Return the content of trainer.json. Raises UserError if the checkpoint is not engine torch's, or if its adapters do not
-    match `adapters`: None, or either engine's. All ranks call it."""
+    """Return the content of trainer.json. Raises UserError for another engine's, or if `adapters` (or None) do not match."""
     description = read_object(folder / "trainer.json", f"checkpoint {folder}: trainer.json")
     require_same_adapters(folder, description.get("lora"), adapters and adapters.config)
     if "engine" in description:
@@ -178,8 +177,8 @@ def _safetensors(path: Path) -> Any:
 def open_tensors(
     folder: Path, stem: str, expected: Mapping[str, tuple[int, ...]], stack: contextlib.ExitStack
 ) -> Callable[[str], Any]:  # fmt: skip
-    """Open the files of `stem`, whose tensors must have the `expected` names and shapes. Return a function that reads any part
-    of a tensor, by its name. Raises UserError if names or shapes differ."""
+    """Open the files of `stem` and return a function that gives a tensor's slices by its name. Raises UserError if the tensors
+    do not have the `expected` names and shapes."""
     files = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         file = stack.enter_context(_safetensors(path))

@@ -63,7 +63,12 @@ class MegatronOptimizer:
         )
         with facade.moving(device):
             self.optimizer = core.get_megatron_optimizer(settings, [self.model], **_no_decay(settings))
-        self._make_moments()
+        # A checkpoint's moments are loaded into existing tensors.
+        for part in self._parts():
+            for master in part.get_parameters():
+                zeros = {kind: torch.zeros_like(master, requires_grad=False) for kind in KINDS[1:]}
+                part.optimizer.state[master] = zeros
+        self.set_count(0)
 
     def clear(self) -> None:
         for buckets in self._buckets():
@@ -77,13 +82,12 @@ class MegatronOptimizer:
         """Return the gradients of this rank's part of the model; before `finish`, the sums over its block only."""
         return [parameter.main_grad for parameter in self.model.parameters() if parameter.requires_grad]
 
-    @contextlib.contextmanager
-    def passes(self, last: bool) -> Iterator[None]:
-        """Wrap one run of megatron-core's schedules. `last`: it is the update's last run, and `finish` comes next."""
+    def passes(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a run of megatron-core's schedules. `last`: the update's last run; `finish` comes next."""
         # The schedule enters it around all backward passes except the last one.
         self._config.no_sync_func = self.model.no_sync if last else None
-        with contextlib.nullcontext() if last else self.model.no_sync():
-            yield
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext() if last else self.model.no_sync()
+        return context
 
     def settle(self) -> None:
         """Wait until this rank has all weights of the last step."""
@@ -203,14 +207,6 @@ class MegatronOptimizer:
     @staticmethod
     def _moments(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
         return {kind: part.optimizer.state[master][kind] for kind in KINDS[1:]}
-
-    def _make_moments(self) -> None:
-        """Make moments of 0, as before the first step: a checkpoint's moments are loaded into existing tensors."""
-        for part in self._parts():
-            for parameter in part.get_parameters():
-                zeros = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}
-                part.optimizer.state[parameter] = zeros
-        self.set_count(0)
 
 
 def _no_decay(settings: OptimizerConfig) -> dict[str, Any]:

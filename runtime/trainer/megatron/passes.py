@@ -193,8 +193,7 @@ class MegatronPasses:
         timeout: float,
         value_head: bool = False,
     ) -> None:
-        """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic. `timeout`: seconds of a
-        collective. Raises UserError if the folder or the layout is wrong."""
+        """Load this rank's part of the folder `source`. `timeout`: seconds. Raises UserError for a wrong folder or layout."""
         family, shape = hf_folder.read_family(source, value_head), hf_folder.read_config(source)
         grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)

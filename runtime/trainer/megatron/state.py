@@ -45,8 +45,7 @@ ENGINE = "megatron"
 def prepare(
     folder: Path, updates: MegatronOptimizer, position: TrainingPosition, source: str, writer: Writer
 ) -> Callable[[], None]:
-    """Copy the state to the host. Return a function that writes each rank's part, also while training goes on. Collective.
-    Configuration and tokenizer come from `source`."""
+    """Copy the state to the host. Return a function that writes each rank's part, beside training. Collective."""
     target = folder / FOLDER
     target.mkdir(parents=True, exist_ok=True)  # on each node, if nodes share no folder
     if dist.get_rank() == 0:

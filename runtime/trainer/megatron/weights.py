@@ -30,8 +30,7 @@ def held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class ModelWeights:
-    """The weights of this rank's part of a model, or of the adapters on it. Collectives are over the ranks that together hold
-    the model once; other replicas do not take part."""
+    """This rank's part of a model, or of the adapters on it. Collectives are over the ranks that hold the model once."""
 
     def __init__(self, family: Family | AdapterTable, held: Mapping[str, torch.Tensor], grid: ProcessGrid):
         """Hold the tensors `held`, by name: what `family` says that this rank has."""
