@@ -89,9 +89,7 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
     return SftDataset(rows, stream, report(len(problems) + sum(left_out.values()), len(problems), left_out))
 
 
-# ---- Objective
-# Supervised training learns the likelihood of the assistant's tokens. It uses the steps and engines of reinforcement learning
-# (`runtime.trainer.step`), with groups from a dataset.
+# ---- Objective: it uses the steps and engines of reinforcement learning (`trainer.step`), with groups from a dataset.
 
 PREFIX = "sft/"
 
@@ -148,9 +146,8 @@ class SftRank:
         config = alone(config)
         self.stopped = False
         """Whether to end after the present step: the user has sent SIGTERM."""
-        self._lessons = read_lessons(config, Tokenizer.of(config))
-        self._stream = self._lessons.stream
-        self._wanted = config.sft.epochs * len(self._lessons.rows)  # conversations
+        self._rows, self._stream, self._said = read_lessons(config, Tokenizer.of(config))
+        self._wanted = config.sft.epochs * len(self._rows)  # conversations
         self._steps = math.ceil(self._wanted / config.sft.batch_size)
         self._config = replace(config, training=replace(config.training, steps=self._steps))
         self._folder = Path(config.run.dir)
@@ -182,19 +179,19 @@ class SftRank:
         self._trainer.export(self._folder / run_files.MODEL)
         if trackers is not None:
             await trackers.close()
-            self._print_event("done", loss, said=self._lessons.said)
+            self._print_event("done", loss, said=self._said)
 
     def _share(self) -> list[TrainGroup]:
         """Return this rank's rows of the next conversations. Ranks with different shares of the data have different rows."""
         count = min(self._config.sft.batch_size, self._wanted - self._stream.state().position)
-        rows = [row for _ in range(count) for row in self._lessons.rows[self._stream.draw().index]]
+        rows = [row for _ in range(count) for row in self._rows[self._stream.draw().index]]
         parts = balance([len(row.tokens) for row in rows], self._shares)
         backend = self._trainer.backend
         own = parts[backend.share] if backend.leads else []
         return [taught_group(at, [rows[at]], int(rows[at].mask.argmax())) for at in own]
 
     def _metrics(self, result: StepResult, seconds: float) -> Metrics:
-        passes = self._stream.state().position / len(self._lessons.rows)
+        passes = self._stream.state().position / len(self._rows)
         speed = result.metrics[f"{PREFIX}tokens"] / seconds
         return {**result.metrics, f"{PREFIX}epoch": passes, f"{PREFIX}tps": speed, "timing/update": result.seconds}
 

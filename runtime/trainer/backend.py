@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from runtime.weights.delta import Shard
     from runtime.weights.plan import TensorSpec
 
-# ---- Ranks
-# A process's rank in its group, the same number of passes on every rank, and tensors that ranks share by rows.
+# ---- Ranks: a process's rank in its group, the same number of passes on every rank, and tensors that ranks share by rows.
 
 
 @dataclass(frozen=True)
@@ -276,9 +275,7 @@ class NonFiniteReport:
         return f"the loss or its gradient is NaN or infinite in the micro-batch of samples {samples}{more} (see {path})"
 
 
-# ---- Head
-# From the inputs of a language model's head to numbers of tokens, in chunks of tokens: the logits of all tokens are never in
-# memory at once.
+# ---- Head: from its inputs to numbers of tokens, in chunks. The logits of all tokens are never in memory at once.
 
 CPU_CHUNK_ELEMENTS = 1 << 24  # logits of one chunk on a CPU, which is busy with small chunks: 64 MiB
 LEFT_OUT = -1e30  # logit of a token without probability: finite at any temperature, so that 0 times it is 0

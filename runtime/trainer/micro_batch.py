@@ -81,12 +81,10 @@ def _runs(stretches: np.ndarray, sizes: np.ndarray, ratio: float) -> list[np.nda
 REACH = 8  # at most this many tokens are gathered by attention for each packed token: gathered tokens take memory, too
 
 
-# ---- Prefix tree
-# Tokens that several rows begin with are computed once: a group's prompt, and the common part of an episode's branches. Pure
-# numpy on the host.
-# Two rows share a token if the token and all tokens before it are equal; the model then computes the same for it. The rows are
-# ordered so that each row shares as much as possible with the row before it. Only the tokens that it does not share are
-# packed. A *tree* is a run of rows in which each row shares tokens with the row before it.
+# ---- Prefix tree: tokens that several rows begin with (a prompt, the common part of an episode's branches) are computed once.
+# Two rows share a token if it and all tokens before it are equal: the model then computes the same for it. The rows are ordered
+# so that each row shares as much as possible with the row before it. Only the tokens that it does not share are packed. A
+# *tree* is a run of rows in which each row shares tokens with the row before it.
 
 
 def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

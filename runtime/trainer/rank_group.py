@@ -67,12 +67,9 @@ def require_memory(role: str, config: Config, source: str, device: torch.device)
         raise UserError(fault)
 
 
-# ---- The part of a checkpoint on a node, where nodes share no folder
-
-
 class NodePart:
-    """The part of a checkpoint that this node's ranks write and read. Every method is a collective of all ranks, except
-    `complete`, which is called after a collective."""
+    """The part of a checkpoint that this node's ranks write and read, where nodes share no folder. Every method is a collective
+    of all ranks, except `complete`, which is called after one."""
 
     def __init__(self, config: Config, role: str, info: RankInfo):
         self._role, self._info, self._gathers = role, info, config.checkpoint.gather
@@ -97,9 +94,7 @@ class NodePart:
         checkpoint.complete(folder, checkpoint.folder_for(self._root, position.version.step), position)
         return [] if self._gathers and self._info.rank else [self._name]
 
-    def load(
-        self, command: Restore, needed: Callable[[Path], set[str]], load: Callable[[str], None]
-    ) -> PolicyVersion:  # fmt: skip
+    def load(self, command: Restore, needed: Callable[[Path], set[str]], load: Callable[[str], None]) -> PolicyVersion:
         """Restore the checkpoint by `load` and return its version. `needed` returns the files `*.distcp` that this rank reads.
         Files that ranks of this node read and only other nodes have are copied here and deleted after the load. Raises
         UserError on all ranks if a part is missing."""

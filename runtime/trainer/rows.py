@@ -115,17 +115,12 @@ class DecodedGroup(NamedTuple):
 
 def check_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> list[DecodedGroup]:
     """Decode and check `groups`, before anything is computed. Raises InvalidMessage, which names the group."""
-    found = [
-        DecodedGroup(
-            group,
-            types.decode(GroupPayload, group.payload),
-            _given(Logprobs, group, group.reference, NO_REFERENCE) if needs.reference else None,
-            _given(Values, group, group.values, NO_VALUES) if needs.values else None,
-        )
-        for group in groups
-    ]
-    for each in found:
-        _check(each, vocab_size, needs.experts)
+    found = []
+    for group in groups:
+        reference = _given(Logprobs, group, group.reference, NO_REFERENCE) if needs.reference else None
+        values = _given(Values, group, group.values, NO_VALUES) if needs.values else None
+        found.append(DecodedGroup(group, types.decode(GroupPayload, group.payload), reference, values))
+        _check(found[-1], vocab_size, needs.experts)
     return found
 
 

@@ -235,8 +235,7 @@ class ModelTrainer:
         # 1. Sum gradients and statistics over all shares of the data.
         with at("reduce"):
             reduced, squared = self.backend.reduce(self._statistics)
-        # 2. Losses are sums: the number that they are averaged over is known only now. If no token was trained, the gradient
-        #    is 0 and is divided by 1.
+        # 2. Losses are sums: their divisor is known only now. If no token was trained, the gradient is 0 and is divided by 1.
         total, count = reduced.mean(self.objective.averaged)
         denominator = count or 1.0
         norm = math.sqrt(squared) / denominator if squared >= 0 else math.nan

@@ -117,13 +117,12 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-# ---- Experts
-# The experts of a policy under training: replays the rollout's routing, balances the experts, and counts their load.
-# B rows, T packed tokens; L layers with E experts; a token takes k of the E experts.
+# ---- Experts. B rows, T packed tokens; L layers with E experts; a token takes k of the E experts.
 
 
 class WatchedExperts:
-    """Call `replay` before each pass of a model, `balance` after it, `report` before an update and `correct` with it."""
+    """Replays the rollout's routing (`replay`, before each pass), balances the experts (`balance` after it, `correct` with each
+    update), and counts their load (`report`, before an update)."""
 
     def __init__(self, blocks: Sequence[Any], shape: ExpertShape, moe: Moe):
         """Watch `blocks`, the model's blocks of experts, in the order of layers."""

@@ -147,8 +147,7 @@ class AdamW8bit(torch.optim.Optimizer):
         own.mul_(1 - rate * decay).addcdiv_(mean, (square / second).sqrt() + self._eps, value=-rate / first)
 
 
-# ---------------------------------------------------------------------------------------------- state of a parameter
-# A state's tensors are sharded as the parameter. An 8-bit tensor has codes, and a scale for each block of 256 codes.
+# ---- State, sharded as its parameter. An 8-bit tensor has codes, and a scale for each block of 256 codes.
 
 
 def family(optimizer: torch.optim.Optimizer) -> str:

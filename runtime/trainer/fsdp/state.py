@@ -176,7 +176,7 @@ def _safetensors(path: Path) -> Any:
 
 def open_tensors(
     folder: Path, stem: str, expected: Mapping[str, tuple[int, ...]], stack: contextlib.ExitStack
-) -> Callable[[str], Any]:  # fmt: skip
+) -> Callable[[str], Any]:
     """Open the files of `stem` and return a function that gives a tensor's slices by its name. Raises UserError if the tensors
     do not have the `expected` names and shapes."""
     files = {}

@@ -121,7 +121,7 @@ def _host_copy(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
 
 def _described(
     updates: MegatronOptimizer, wholes: Callable[[torch.nn.Parameter, Any], Mapping[str, torch.Tensor]]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the tree to save or to load into: the parameters as they are, and with the same sharding each parameter's master
     weights and moments. `wholes` returns these by kind for a parameter and its entry. megatron-core's own description of its
     optimizer's state does not fit torch's AdamW, and pads where it must not."""
