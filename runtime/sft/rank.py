@@ -144,8 +144,7 @@ class SftRank:
     def __init__(self, config: Config, rank: int, world_size: int, device: torch.device):
         """Load data and model. Raises UserError if the configuration, the data or the model's folder is wrong."""
         config = alone(config)
-        self.stopped = False
-        """Whether to end after the present step: the user has sent SIGTERM."""
+        self.stopped = False  # whether to end after the present step: the user has sent SIGTERM
         self._rows, self._stream, self._said = read_lessons(config, Tokenizer.of(config))
         self._wanted = config.sft.epochs * len(self._rows)  # conversations
         self._steps = math.ceil(self._wanted / config.sft.batch_size)

@@ -396,12 +396,9 @@ class ModelBackend(ABC):
     def __init__(self, rank_info: RankInfo, vocab_size: int, shares: RankInfo, leads: bool = True):
         """Set up the interface. `shares`: this rank's position among the ranks that each have a share of the data."""
         self.rank_info, self.vocab_size = rank_info, vocab_size
-        self._shares, self.share = shares, shares.rank
-        """Index of this rank's share of the data, from 0."""
-        self.leads = leads
-        """Whether this rank answers for its share, which other ranks may compute with it."""
-        self.packs = True
-        """Whether sequences run packed; otherwise each sequence is a row of its own."""
+        self._shares, self.share = shares, shares.rank  # index of this rank's share of the data, from 0
+        self.leads = leads  # whether this rank answers for its share, which other ranks may compute with it
+        self.packs = True  # whether sequences run packed; otherwise each sequence is a row of its own
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
         """Return `items`, messages of this `kind` that the first rank of a share has, on all ranks of the share."""
@@ -425,8 +422,7 @@ class ModelBackend(ABC):
         """Return `algorithms.losses.token_logprobs` of the trained tokens of `batch`, [N] each. `outputs` are the model's for
         these tokens. The head makes logits from them, a chunk of tokens at a time."""
 
-    routes: Routes | None = None
-    """As in `Needs.experts`, if tokens go to the experts that they took in the rollout."""
+    routes: Routes | None = None  # as in `Needs.experts`, if tokens go to the experts that they took in the rollout
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
         """Return what the last forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""

@@ -40,8 +40,7 @@ class GroupRank:
         self.config = config
         self.rank = rank
         self.world_size = world_size
-        self.version = PolicyVersion()
-        """Version of the present weights."""
+        self.version = PolicyVersion()  # version of the present weights
 
     def execute(self, command: Any) -> Any:
         """Carry out one command and return its answer."""
@@ -184,8 +183,7 @@ class TrainRank(UpdateRank):
         delta = settings.encoding == "delta"
         by_shard = delta and self.world_size > 1
         self._delta = ShardDelta(self.rank, device, self._targets) if by_shard else None
-        self.sender: WeightSender | None = None
-        """None if this rank sends nothing."""
+        self.sender: WeightSender | None = None  # None if this rank sends nothing
         if self.rank in ranks:
             number, names = ranks.index(self.rank), tuple(f"{self.role}-{sender}" for sender in ranks)
             buffers = SendBuffers(self.manifest, number=number, pin=device.type == "cuda", takes_changes=by_shard)

@@ -94,8 +94,7 @@ class Rows:
         return (np.cumsum(np.bincount(self.episode)) - 1)[self.episode]
 
 
-Routes = tuple[int, int, int]
-"""Number of layers with experts, of experts that a token takes, and of experts in a layer."""
+Routes = tuple[int, int, int]  # number of layers with experts, of experts that a token takes, and of experts in a layer
 
 
 class Needs(NamedTuple):

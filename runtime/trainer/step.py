@@ -144,8 +144,7 @@ class ModelTrainer:
         self._rate = self._options.learning_rate
         self._kept = TokenLog(config, backend.rank_info.rank)
         self._keeps: Rows | None = None  # the rows whose tokens the present passes add to the log
-        self.step = 0
-        """The step that comes next or is running: the weights are those of version `step`."""
+        self.step = 0  # the step that comes next or is running: the weights are those of version `step`
         self._begin()
 
     # ------------------------------------------------------------------------------------------ the step

@@ -56,8 +56,7 @@ class ProcessGrid:
         self.leaders = [[rank for rank, (_, at) in self.places.items() if at == stage] for stage in range(parallel.pipeline)]
         """The ranks of `places`, by stage."""
         self.stages: list[int] = dist.get_process_group_ranks(self.pipeline_group)
-        self.last = self.pipeline_rank == parallel.pipeline - 1
-        """Whether this rank's stage is the last one, which computes the loss."""
+        self.last = self.pipeline_rank == parallel.pipeline - 1  # whether this rank's stage computes the loss
 
     def _places(self) -> dict[int, tuple[int, int]]:
         own = [self.expert_data_rank, self.pipeline_rank, int(self.tensor_rank == self.expert_rank == 0)]

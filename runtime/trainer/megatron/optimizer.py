@@ -23,8 +23,7 @@ from megatron.core.optimizer import OptimizerConfig
 from runtime.config import Optimizer
 from runtime.trainer.megatron import facade
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""The optimizer's state of each weight: the weight in float32, and Adam's moments."""
+KINDS = ("master", "exp_avg", "exp_avg_sq")  # the optimizer's state of each weight: the weight in float32, and Adam's moments
 
 
 class MegatronOptimizer:

@@ -207,8 +207,7 @@ class MegatronPasses:
         self.shape, self.family = shape, family
         self.grid = grid
         self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
-        self.passed: torch.nn.Module = self.model
-        """The module of the passes: the model, perhaps wrapped."""
+        self.passed: torch.nn.Module = self.model  # the module of the passes: the model, perhaps wrapped
 
     def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         """Yield each of `batches` with its `output`, on every stage; no gradients."""

@@ -41,8 +41,7 @@ class ModelWeights:
             # The gradient of a parameter that all ranks hold counts once in the norm. megatron-core sets this mark only when it
             # initialises the weights.
             self._parameters[each.name].tensor_model_parallel = each.split is not None  # type: ignore[attr-defined]
-        self.shapes = family.tensors()
-        """Shapes of the Hugging Face tensors, in the order of `wholes`."""
+        self.shapes = family.tensors()  # shapes of the Hugging Face tensors, in the order of `wholes`
 
     def parameters(self, stage: int, expert_rank: int) -> list[Parameter]:
         """Return the parameters that the ranks of pipeline stage `stage` with expert rank `expert_rank` hold."""
