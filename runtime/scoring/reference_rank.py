@@ -63,11 +63,10 @@ class ReferenceRank(GroupRank):
         """Return the encoded Logprobs of this rank's groups, in their order."""
         return [types.encode(logprobs) for logprobs in self._scorer.logprobs(command.groups)]
 
-    def onload(self, command: Onload) -> None:
+    def offload(self, command: Onload | Offload) -> None:
         self._scorer.handle(command)
 
-    def offload(self, command: Offload) -> None:
-        self._scorer.handle(command)
+    onload = offload
 
 
 def make(config: Config, rank: int, world_size: int) -> ReferenceRank:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from runtime import run_files
 from runtime.config import Config, Optimizer, Trainer
 from runtime.errors import UserError
+from runtime.models.adapters import HostOffload
 from runtime.models.families.memory import CHUNK_ELEMENTS
 from runtime.models.forward import exact_on_cpu
 from runtime.process import platform, spans
@@ -453,13 +454,18 @@ class ModelBackend(ABC):
 
     # ------------------------------------------------------------------------------------------ device and state
 
-    @abstractmethod
+    on_host: Mapping[str, HostOffload]  # by kind, what `offload` takes off the device
+
     def offload(self) -> None:
         """Take what `offload` of its service names off the device. Until `onload`, only `ModelTrainer.values` is called."""
+        for each in self.on_host.values():
+            each.offload()
+        platform.release(self.rank_info.device)
 
-    @abstractmethod
     def onload(self) -> None:
         """Move what `offload` took off back to the device, bit for bit."""
+        for each in self.on_host.values():
+            each.onload()
 
     @abstractmethod
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:

@@ -81,7 +81,7 @@ class FsdpBackend(ModelBackend):
         self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute)
         # On a CPU everything is on the host already.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
-        self._on_host: dict[str, HostOffload] = {}
+        self.on_host: dict[str, HostOffload] = {}
         large = sum(local(parameter).nbytes for parameter in self.parameters.values()) > TRIMMED
         self._trims = large and rank_info.device.type == "cpu"
         self._held: dict[str, int] = {}  # number of tensors in each HostOffload
@@ -171,14 +171,9 @@ class FsdpBackend(ModelBackend):
             held = [local(tensor) for tensor in self._resident(kind)]
             # Host memory takes long to allocate. It is made anew only if the number of tensors has changed: an optimizer has no
             # state at first.
-            if kind not in self._on_host or len(held) != self._held[kind]:
-                self._on_host[kind], self._held[kind] = HostOffload(held), len(held)
-            self._on_host[kind].offload()
-        platform.release(self.rank_info.device)
-
-    def onload(self) -> None:
-        for kind in self.offloaded:
-            self._on_host[kind].onload()
+            if kind not in self.on_host or len(held) != self._held[kind]:
+                self.on_host[kind], self._held[kind] = HostOffload(held), len(held)
+        super().offload()
 
     def _resident(self, kind: str) -> list[torch.Tensor]:
         """Return the tensors of `kind` that are on the device between steps; no gradients then."""
@@ -189,19 +184,19 @@ class FsdpBackend(ModelBackend):
         return [storage for value in held for storage in optimizers.storages(value)]
 
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
-        return partial(self._save, folder, self._state(position))
+        return partial(self._save, folder, position)
 
-    def _save(self, folder: Path, saved: state.TrainingState) -> None:
-        state.save(folder, saved, self._source)
+    def _save(self, folder: Path, position: TrainingPosition) -> None:
+        state.save(folder, self._state(), position, self._source)
         if self._has_value_head and self.rank_info.rank == 0:
             hf_policy.describe_critic(folder / "model", self.model.architecture)
 
     def load(self, folder: Path) -> TrainingPosition:
-        return state.load(folder, self._state(TrainingPosition(0, None)))
+        return state.load(folder, self._state())
 
-    def _state(self, position: TrainingPosition) -> state.TrainingState:
+    def _state(self) -> state.TrainingState:
         trained = self.parameters if self.adapters is None else self.adapters.trained
-        return state.TrainingState(trained, self.optimizer, position, self.rank_info, self.adapters, self._fixed)
+        return state.TrainingState(trained, self.optimizer, self.rank_info, self.adapters, self._fixed)
 
     def tensor_specs(self) -> list[TensorSpec]:
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._published}

@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,19 +37,17 @@ FORMAT = 1
 GENERATORS = "rng.safetensors"
 
 
-@dataclass(frozen=True)
-class TrainingState:
+class TrainingState(NamedTuple):
     """The state to save or to restore. `parameters` are the trained ones: the model's, or those of `adapters`."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
-    position: TrainingPosition
     rank_info: RankInfo
-    adapters: Adapters | None = None
-    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the model's other tensors, which no gradient changes
+    adapters: Adapters | None
+    fixed: Mapping[str, torch.Tensor]  # the model's other tensors, which no gradient changes
 
 
-def save(folder: Path, state: TrainingState, source: str) -> None:
+def save(folder: Path, state: TrainingState, position: TrainingPosition, source: str) -> None:
     """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer come from `source`."""
     rank, optimizer = state.rank_info.rank, state.optimizer
     if state.adapters is not None:
@@ -68,7 +65,7 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
         moments = ((name, _whole(optimizer, name, parameter)) for name, parameter in kept.items())
         hf_policy.write_tensors(folder, "optimizer", kept, moments, rank, torch.float32)
     generators = _gather_generators(state)
-    description = describe(state.position, optimizers.family(optimizer), updates, state.adapters)
+    description = describe(position, optimizers.family(optimizer), updates, state.adapters)
     if rank == 0:
         save_file(generators, folder / GENERATORS)
         (folder / "trainer.json").write_text(description, encoding="utf-8")

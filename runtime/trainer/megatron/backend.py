@@ -14,7 +14,6 @@ from runtime.models import hf_policy
 from runtime.models.adapters import AdapterBase, HostOffload
 from runtime.models.families.adapters import sync_name
 from runtime.models.forward import dtype_of
-from runtime.process import platform
 from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
@@ -60,7 +59,7 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         self.passed = self.optimizer.model
         save = config.deadlines.save
         self._writer = state.Writer(self.grid.host_group(save), trained.role, save, config.checkpoint.gather)
-        self.on_host = [HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
+        self.on_host = {kind: HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded}
         shares = RankInfo(self.grid.block, self.grid.blocks, device, self.grid.data_group)
         ModelBackend.__init__(self, rank_info, self.shape.vocab_size, shares, self.grid.leads)
 
@@ -94,13 +93,7 @@ class MegatronBackend(MegatronPasses, ModelBackend):
 
     def offload(self) -> None:
         self.optimizer.settle()
-        for each in self.on_host:
-            each.offload()
-        platform.release(self.rank_info.device)
-
-    def onload(self) -> None:
-        for each in self.on_host:
-            each.onload()
+        super().offload()
 
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         self.optimizer.settle()
