@@ -1,7 +1,6 @@
 """The forward-only engine of a reward model: a Hugging Face sequence classifier with one label, on packed texts.
 
-A text's score is the head's output at the last token that is not padding, as in transformers. Texts of a group begin with the
-same tokens, which are computed once in a micro-batch.
+A text's score is the head's output at the last token that is not padding. What a group's texts begin with is computed once.
 """
 
 from __future__ import annotations

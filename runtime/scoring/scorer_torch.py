@@ -31,9 +31,8 @@ Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # 
 
 
 def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> list[Logprobs]:
-    """Return log_softmax(logits / temperature)[token] of every reply token, over the tokens that sampling allowed, in the order
-    of the requests. Raises InvalidMessage before any pass if a temperature is not above 0, a payload cannot be decoded, or it
-    has token ids outside the vocabulary."""
+    """Return log_softmax(logits / temperature)[token] of every reply token, over the tokens that sampling allowed. Raises
+    InvalidMessage before any pass for a temperature that is not above 0, a torn payload, or unknown token ids."""
     for request in requests:
         if not request.temperature > 0:
             raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")

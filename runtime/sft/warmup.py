@@ -1,9 +1,8 @@
 """Supervised warm-up: a tiny model that answers about half of the held-out problems, for reinforcement learning to improve.
 
 The corpus is careless on purpose, as scraped text is. With probability `careless`, a drawn sum with a carry forgets the
-carry, and a key that ends in a digit is answered with that digit instead of being looked up. The model learns both ways and
-greedily follows the more common one. Its accuracy settles near the share of problems that are always right. The problems
-written for reinforcement learning have only right answers.
+carry, and a key that ends in a digit is answered with that digit instead of being looked up. The model learns both ways, and
+its accuracy settles near the share of problems that are always right. Reinforcement learning has only right answers.
 
 `python -m runtime.sft.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
 `{"event": "progress", "step", "loss", "accuracy", "target", "seconds"}`, at the end

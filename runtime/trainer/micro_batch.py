@@ -89,8 +89,7 @@ REACH = 8  # at most this many tokens are gathered by attention for each packed 
 
 def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the rows `chosen` in tree order, with each row's number of fed tokens and of tokens shared with the row before.
-    int64 [B] each, prompts included. Each row has a reply of at least one token. The last token of a reply predicts nothing and
-    is not fed to the model."""
+    int64 [B] each, prompts included. The last token of a reply, which has at least one, predicts nothing and is not fed."""
     replies = {row: rows.tokens[rows.start[row] : rows.start[row] + rows.length[row] - 1] for row in chosen.tolist()}
     order = sorted(replies, key=lambda row: (rows.group[row], rows.episode[row], replies[row].tobytes()))
     shared = np.zeros(len(order), np.int64)
@@ -194,9 +193,8 @@ def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> lis
 
 
 def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device, packs: bool = True) -> MicroBatch:
-    """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows. The last token of a reply
-    predicts nothing and is left out. Tokens that rows share are packed once. If a prompt is empty, the first token of its
-    replies is not trained."""
+    """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows. Tokens that rows share are
+    packed once. If a prompt is empty, the first token of its replies is not trained."""
     chosen, lengths, shared = in_tree_order(rows, chosen)
     paths, begins = tree_paths(lengths, shared), starts(lengths)
     prompt = rows.prompt_length[rows.group[chosen]]

@@ -377,9 +377,8 @@ def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: t
 
 
 class CriticObjective(Objective):
-    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step. The
-    value of a token is the value of the state before the token: the model's output at the token that predicts it. The model's
-    outputs are these values, float32 [N]."""
+    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step. A
+    token's value is that of the state before it. The model's outputs, at the tokens that predict, are values, float32 [N]."""
 
     role, prefix = "critic", "critic/"
     averaged = "critic/vf_loss"

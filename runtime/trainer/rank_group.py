@@ -96,8 +96,7 @@ class NodePart:
 
     def load(self, command: Restore, needed: Callable[[Path], set[str]], load: Callable[[str], None]) -> PolicyVersion:
         """Restore the checkpoint by `load` and return its version. `needed` returns the files `*.distcp` that this rank reads.
-        Files that ranks of this node read and only other nodes have are copied here and deleted after the load. Raises
-        UserError on all ranks if a part is missing."""
+        Those that only other nodes have are copied here until the load is over. Raises UserError if a part is missing."""
         position = types.decode(Position, command.place)
         folder = checkpoint.folder_for(self._root, position.version.step)
         if self._leads:

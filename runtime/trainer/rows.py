@@ -1,7 +1,6 @@
 """Decode groups into the arrays of a training step. numpy on the host.
 
-B rows (replies; an episode's rows are its branches, one after the other), R reply tokens of one row. `flat` arrays hold the
-reply tokens of all rows back to back.
+B rows (replies; an episode's are its branches, in order), R reply tokens of one row. `flat`: all rows' tokens back to back.
 """
 
 from __future__ import annotations

@@ -127,10 +127,9 @@ class ModelTrainer:
     collective over the service's group.
 
     A step is `begin_step`, `accumulate` any number of times, `apply`. Gradients are unnormalised sums until `apply` divides
-    them. The divisor is what the aggregation counts (tokens or rows) over all accumulated groups of all ranks. A step's result
-    therefore depends neither on sharding nor on how groups were split over calls. Where advantages need the whole batch, or a
-    step makes several updates, `accumulate` checks and holds the groups, and `apply` computes.
-    """
+    them by what the aggregation counts (tokens or rows) over all accumulated groups of all ranks. A step's result therefore
+    depends neither on sharding nor on how groups were split over calls. Where advantages need the whole batch, or a step makes
+    several updates, `accumulate` checks and holds the groups, and `apply` computes."""
 
     phases: dict[str, float] = {}  # noqa: RUF012 - for trainers that account for no phases
     """Seconds of the step's phases on this rank, by metric, until the next step begins. Part of the result's `seconds`."""
@@ -307,9 +306,8 @@ class ModelTrainer:
 
     def compare(self, probes: Sequence[bytes]) -> list[float]:
         """Compare log-probabilities under the present weights with those in `probes`: encoded groups whose every token these
-        weights have sampled. Called between `begin_step` and `apply`; the step's `mismatch/*` metrics include the probes. All
-        ranks get all probes. Returns on rank 0, for each probe, the mean |rollout's − trainer's| over its tokens, in nats; NaN
-        if a log-probability is NaN. Raises InvalidMessage if a probe cannot be decoded or does not fit the model."""
+        weights have sampled. Called between `begin_step` and `apply`, on all ranks; `mismatch/*` include the probes. Returns on
+        rank 0 each probe's mean |rollout's − trainer's|, in nats, perhaps NaN. Raises InvalidMessage for an unfit probe."""
         with timed(self._seconds, "step"):
             ids = [types.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]

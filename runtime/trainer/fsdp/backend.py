@@ -48,8 +48,7 @@ _GRADIENT = "gradient/squared"
 
 class FsdpBackend(ModelBackend):
     """Every rank has its own share of the data. float32 master weights. Computes in `model.dtype`, by default bfloat16 on
-    accelerators and float32 on the CPU. With `lora`, only adapters are trained and sent in weight syncs. An export has the
-    adapters merged into the model."""
+    accelerators and float32 on the CPU. With `lora`, only adapters are trained and sent; an export has them merged."""
 
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
         """Load the model. Raises UserError if the configuration or the folder is wrong."""

@@ -1,7 +1,6 @@
 """What engine torch does to a Hugging Face model: it goes to its device, or FSDP2 shards it by rows over the trainer's group.
-Experts are watched.
 
-Functions that shard are collectives, which all ranks call in the same order.
+Experts are watched. Functions that shard are collectives, which all ranks call in the same order.
 """
 
 from __future__ import annotations

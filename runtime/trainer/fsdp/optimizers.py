@@ -109,8 +109,7 @@ def _eight_bits() -> Any:
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments, in blocks of 256 along a rank's rows (Dettmers et al., arXiv:2110.02861), by torchao. A
     parameter with fewer than 4,096 numbers on a rank, or with an incomplete block, has moments of its own dtype. Each moment is
-    decoded, updated and encoded again. torchao's own optimizer compiles the same computation, and therefore needs a compiler on
-    each machine."""
+    decoded, updated and encoded again. torchao's own optimizer does the same, but needs a compiler on each machine."""
 
     def __init__(self, groups: list[dict[str, Any]], tensors: Any, *, lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr})
@@ -186,10 +185,9 @@ def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, tensors
 
 
 def _encode(held: Any, values: torch.Tensor) -> None:
-    """Encode `values`, float32, in the 8-bit tensor `held` of the same shape. If `values` were decoded from such a tensor with
-    the same blocks, the result is bit for bit that tensor. The number furthest from 0 in a block is the block's scale. If that
-    number is negative, it is the lowest of `qmap` times the scale, and the quotient may be off by one float. The block's other
-    numbers show which scale is right."""
+    """Encode `values`, float32, in the 8-bit tensor `held` of the same shape. If they were decoded from such a one, the result
+    is bit for bit that tensor. The number furthest from 0 in a block is its scale; a negative one is the lowest of `qmap` times
+    the scale, and the quotient may be off by one float. The block's other numbers show which scale is right."""
     blocks, qmap = values.reshape(-1, held.block_size), held.qmap
     top, low = blocks.amax(1), -blocks.amin(1)
     negative, zero = low / -qmap[0], torch.zeros_like(top)

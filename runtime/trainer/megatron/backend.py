@@ -41,8 +41,7 @@ T = TypeVar("T")
 class MegatronBackend(MegatronPasses, ModelBackend):
     """Every block of ranks that holds the model has its own share of the data: the share of its first rank. Computes in
     `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU. Master weights are float32. With `lora`, only
-    adapters are trained. An export has the adapters merged into the model. `megatron.facade.prepare` must have been called in
-    this process."""
+    adapters are trained; an export has them merged. Call `megatron.facade.prepare` first."""
 
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
         """Load the model. Raises UserError if the configuration or the folder is wrong."""

@@ -2,8 +2,7 @@
 
 An adapter has its layer's input, and adds to the layer's output. For a token its ranks exchange as many numbers as A has rows,
 while the layer's ranks exchange the model's width. A parameter that is the same on all tensor-parallel ranks gets the same
-gradient on all: at once if all ranks see every token, otherwise by megatron-core's sum over parameters marked
-`sequence_parallel`.
+gradient on all: at once if all see every token, otherwise by megatron-core's sum over parameters marked `sequence_parallel`.
 """
 
 from __future__ import annotations

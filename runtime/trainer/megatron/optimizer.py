@@ -1,9 +1,8 @@
 """megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments sharded.
 
 With several blocks both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the
-backward pass of the update has made them. The caller of `passes` says which call is the last, as an update's micro-batches may
-come in several calls. The new weights are gathered while the next forward pass begins, and each layer waits for its own. Other
-readers wait for all weights (`settle`).
+backward pass of the update has made them: the caller of `passes` says which call is the update's last. The new weights are
+gathered while the next forward pass begins, and each layer waits for its own. Other readers wait for all (`settle`).
 """
 
 from __future__ import annotations
