@@ -43,7 +43,7 @@ from runtime.models.families.naming import (
 )
 from runtime.models.families.parameter import Sliceable
 from runtime.models.families.shape import ModelShape
-from runtime.trainer.megatron.core_checkpoint import Column, CoreFile, columns
+from runtime.trainer.megatron.core_checkpoint import CoreFile, columns
 from runtime.weights.plain_pickle import Attributes, excerpt
 from runtime.weights.plan import TensorSpec
 
@@ -171,13 +171,13 @@ class ClassicCheckpoint:
         self.left_out = [HEAD] if reward and HEAD in last else []
         storage = _latent_storage(ranks, family)
         self.columns = [
-            Column([replace(part, parameters=as_stored(part.parameters, storage, reward)) for part in column.parts])
+            [replace(part, parameters=as_stored(part.parameters, storage, reward)) for part in column]
             for column in columns(family, layout)
         ]
         self._holders: dict[str, list[RankReader]] = {}  # by part, the ranks that hold it
         of_stages: dict[int, list[CoreFile]] = {}
         for column in self.columns:
-            of_stages.setdefault(column.parts[0].stage, []).extend(column.parts)
+            of_stages.setdefault(column[0].stage, []).extend(column)
         for rank, stage in ((rank, stage) for stage in of_stages for rank in ranks.grid.ranks()):
             if stage % ranks.grid.pipeline == rank[1]:
                 path, stored = ranks.stored(rank[0], stage, rank[2])
@@ -192,7 +192,7 @@ class ClassicCheckpoint:
 
     def copies(self) -> Iterator[tuple[Parameter, ParameterReader]]:
         """Yield the same parameters on further ranks."""
-        for part in (part for column in self.columns for part in column.parts):
+        for part in (part for column in self.columns for part in column):
             for reader in self._holders[part.name][1:]:
                 yield from ((replace(parameter, copy=True), reader) for parameter in part.parameters)
 

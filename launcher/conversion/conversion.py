@@ -43,8 +43,8 @@ from runtime.trainer.megatron import logits
 from runtime.trainer.megatron.core_checkpoint import (
     LAYOUT,
     OWN,
-    Column,
     CoreCheckpoint,
+    CoreFile,
     CoreFolder,
     Description,
     columns,
@@ -64,7 +64,7 @@ class _Core:
     """A model in one of megatron-core's layouts. Its tensors are not read yet."""
 
     family: Family
-    columns: list[Column]
+    columns: list[list[CoreFile]]  # as of `core_checkpoint.columns`
     source: CoreFolder | CoreCheckpoint | ClassicCheckpoint
     describe: Callable[[Path, torch.dtype], None]  # writes the other files of a Hugging Face folder, for weights of a dtype
     copies: Pieces = field(default_factory=list)  # the same parameters on further ranks
@@ -72,7 +72,7 @@ class _Core:
 
     def pieces(self) -> Pieces:
         """Return every parameter of every file, and its reader."""
-        parts = [part for column in self.columns for part in column.parts]
+        parts = chain.from_iterable(self.columns)
         return [(parameter, self.source.part(part)) for part in parts for parameter in part.parameters] + self.copies
 
 
@@ -95,7 +95,7 @@ def to_core(
     require_new(folder)
     model = open_hf(source, dtype, value_head)
     layout.require(model.family.shape)
-    parts = [part for column in columns(model.family, layout) for part in column.parts]
+    parts = [*chain.from_iterable(columns(model.family, layout))]
     specs = {part.name: [model.tensors.spec(parameter) for parameter in part.parameters] for part in parts}
 
     def write(unfinished: Path, progress: Progress) -> None:
@@ -279,8 +279,8 @@ def _joined(parameter: Parameter, readers: list[ParameterReader]) -> Iterable[tu
 def _rows(core: _Core) -> Iterator[tuple[tuple[Parameter, ...], list[ParameterReader]]]:
     """Yield each parameter as all tensor ranks have it, and the ranks' readers."""
     for column in core.columns:
-        readers: list[ParameterReader] = [core.source.part(part) for part in column.parts]
-        for row in column.rows():
+        readers: list[ParameterReader] = [core.source.part(part) for part in column]
+        for row in zip(*(part.parameters for part in column), strict=True):
             yield row, readers
 
 

@@ -20,14 +20,10 @@ from runtime.trainer.rank_group import join_group, require_memory
 from runtime.trainer.rows import Rows
 from runtime.types import LogprobRequest, Logprobs
 
-# ---- Scorer megatron
-#
-# The forward-only scorer of a frozen model on megatron-core. It computes what `scorer_torch` computes, with a model that is
-# sharded over several processes. It keeps nothing for training: no gradients, no optimizer.
-
 
 class MegatronScorer:
-    """Every block of ranks that holds the model has its own share of the requests: the share of its first rank."""
+    """The scorer of a frozen model on megatron-core, without gradients and optimizer. Every block of ranks that holds the model
+    has its own share of the requests: the share of its first rank."""
 
     def __init__(self, config: Config, world_size: int, device: torch.device):
         """Load the reference's model. Raises UserError if the configuration or the folder is wrong."""
@@ -41,21 +37,14 @@ class MegatronScorer:
         compute = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
         seed, timeout = config.run.seed, config.deadlines.score
         self._passes = MegatronPasses(source, settings, compute, device, seed=seed, timeout=timeout)
-        self._model, self._grid, self._shape = self._passes.model, self._passes.grid, self._passes.shape
-        self._model.eval().requires_grad_(False)
-        self._budget = settings.max_tokens_per_microbatch
-        self._rank_info = RankInfo(dist.get_rank(), world_size, device)
-        self.device = device
-        self.weights: Iterable[torch.Tensor] = self._model.parameters()
+        self._grid, self._budget = self._passes.grid, settings.max_tokens_per_microbatch
+        self._rank_info, self.device = RankInfo(dist.get_rank(), world_size, device), device
+        self.weights: Iterable[torch.Tensor] = self._passes.model.eval().requires_grad_(False).parameters()
 
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
-        """Return log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order, on
-        the block's first rank; on its other ranks nothing. Collective: every rank calls it.
-
-        Raises InvalidMessage before any pass if a payload cannot be decoded or has token ids outside the vocabulary.
-        """
+        """Return `score` of this block's requests on the block's first rank; on its other ranks nothing. Collective."""
         shared = types.decode(list[LogprobRequest], self._grid.bytes_of_leader(types.encode(list(requests))))
-        found = score(shared, self._shape.vocab_size, self._infer)
+        found = score(shared, self._passes.shape.vocab_size, self._infer)
         return found if self._grid.leads else []
 
     def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
@@ -74,11 +63,10 @@ class ReferenceRank(GroupRank):
         """Return the encoded Logprobs of this rank's groups, in their order."""
         return [types.encode(logprobs) for logprobs in self._scorer.logprobs(command.groups)]
 
-    def onload(self, command: Onload) -> None:
+    def offload(self, command: Onload | Offload) -> None:
         self._scorer.handle(command)
 
-    def offload(self, command: Offload) -> None:
-        self._scorer.handle(command)
+    onload = offload
 
 
 def make(config: Config, rank: int, world_size: int) -> ReferenceRank:

@@ -1,7 +1,6 @@
 """The forward-only engine of a reward model: a Hugging Face sequence classifier with one label, on packed texts.
 
-A text's score is the head's output at the last token that is not padding, as in transformers. Texts of a group begin with the
-same tokens, which are computed once in a micro-batch.
+A text's score is the head's output at the last token that is not padding. What a group's texts begin with is computed once.
 """
 
 from __future__ import annotations
@@ -26,10 +25,6 @@ from runtime.trainer.micro_batch import attention_rows, tree_paths
 from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import REWARD_MODEL_COLUMN, GroupPayload, ScoreRequest, Scores, common
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The input of a reward model, and the conversion of its numbers to scores.
-
-
 log = logging.getLogger("sluice")
 
 TOO_LONG, NOT_FINITE = "model:too long", "model:not finite"
@@ -38,13 +33,11 @@ Texts = Sequence[Sequence[np.ndarray]]  # token ids of prompt and reply (of an e
 
 
 class ModelScorer:
-    """Scores groups by `rewards.model`, weighted."""
+    """Makes the input of `rewards.model`, and converts the model's numbers to weighted scores of groups."""
 
     def __init__(self, settings: config.RewardModel, policy: str, model: TorchRewardModel, fail: bool):
-        """Set up the scorer. `policy` is the policy's folder. `fail`: a sample without a finite score raises, not masked.
-
-        Raises UserError if the model reads text and its folder cannot render or tokenise it.
-        """
+        """Set up the scorer. `policy` is the policy's folder. `fail`: a sample without a finite score raises an error. Raises
+        UserError if the model reads text and its folder cannot render or tokenise it."""
         self._settings = settings
         self._model = model
         self._limit = settings.max_tokens or model.positions
@@ -54,10 +47,8 @@ class ModelScorer:
         log.info("%s reads %s", settings.path, "the policy's tokens" if self._own is None else "conversations as text")
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
-        """Return the scores of each group, in order. A sample that is too long, or has no finite score, is counted as invalid.
-
-        Raises InvalidMessage before any pass if a payload cannot be read; ServiceFault with `on_error: fail`.
-        """
+        """Return the scores of each group. A sample that is too long, or has no finite score, is counted as invalid. Raises
+        InvalidMessage before any pass if a payload cannot be read; ServiceFault with `on_error: fail`."""
         payloads = [types.decode(GroupPayload, request.payload) for request in requests]
         texts = self._tokens(payloads) if self._own is None else self._conversations(self._own, requests, payloads)
         values = self._model.score([[text for text in group if len(text) <= self._limit] for group in texts])
@@ -74,8 +65,7 @@ class ModelScorer:
         return [[np.concatenate((payload.prompt, row.tokens)) for row in payload.last_rows] for payload in payloads]
 
     def _conversations(self, own: Tokenizer, requests: Sequence[ScoreRequest], payloads: Sequence[GroupPayload]) -> Texts:
-        """Return the tokens of conversations by the model's own chat template. A conversation is the problem's messages, then
-        everything after them as one message of the assistant."""
+        """Return tokens by the model's own chat template: the problem's messages, then one of the assistant with the rest."""
         for request in requests:
             if not request.messages:
                 raise InvalidMessage(f"group {request.group_id}: no messages, which a reward model that reads text needs")
@@ -108,9 +98,6 @@ def _own_tokenizer(settings: config.RewardModel, policy: Tokenizer) -> Tokenizer
 
 def _outcome(value: float) -> RuleOutcome:
     return RuleOutcome(value) if math.isfinite(value) else RuleOutcome(error=NOT_FINITE)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 KEY = "rewards.model.path"

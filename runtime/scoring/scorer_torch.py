@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,12 +31,8 @@ Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # 
 
 
 def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> list[Logprobs]:
-    """Return log_softmax(logits / temperature)[token] of every reply token, over the tokens that sampling allowed, in the order
-    of the requests.
-
-    Raises InvalidMessage before any pass if a temperature is not above 0, a payload cannot be decoded, or it has token ids
-    outside the vocabulary.
-    """
+    """Return log_softmax(logits / temperature)[token] of every reply token, over the tokens that sampling allowed. Raises
+    InvalidMessage before any pass for a temperature that is not above 0, a torn payload, or unknown token ids."""
     for request in requests:
         if not request.temperature > 0:
             raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
@@ -68,7 +64,6 @@ class LocalScorer(ABC):
 
     @torch.inference_mode()
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
-        """Return the log-probabilities as `score`."""
         return score(requests, self.vocab_size, self._infer)
 
     def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
@@ -116,10 +111,6 @@ class TorchScorer(LocalScorer):
         return (self._decoder.logits(hidden), None) if capped else (hidden, self._decoder.weights.head)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A reference that shares its devices with other roles: the model is on them only while it scores.
-
-
 class LogprobScorer(Protocol):
     device: torch.device
     weights: Iterable[torch.Tensor]  # they never change
@@ -128,7 +119,7 @@ class LogprobScorer(Protocol):
 
 
 class OffloadableScorer:
-    """`scorer` with a model that `Onload`, or else the next request, brings back to its device."""
+    """A reference that may share its devices: `Onload`, or else the next request, brings the model of `scorer` back."""
 
     def __init__(self, scorer: LogprobScorer, away: bool):
         """Wrap `scorer`. `away`: give up the device now."""
@@ -162,9 +153,8 @@ def answers(scorers: Mapping[str, OffloadableScorer], requests: Sequence[Any]) -
         if asked:
             out += _logprobs(scorers, together)
             continue
-        for command in together:
-            for scorer in scorers.values():
-                scorer.handle(command)
+        for command, scorer in product(together, scorers.values()):
+            scorer.handle(command)
         out += [None] * len(together)
     return out
 

@@ -24,9 +24,8 @@ class SftRow(NamedTuple):
 
 def turns(render: Render, conversation: Sequence[Message], origin: str) -> list[list[str]]:
     """Return rows of text parts: the assistant's input and its reply, in turn. A conversation is one row if its template writes
-    earlier replies as they were generated. Otherwise (Qwen3's template leaves out earlier thoughts) it is several rows. Each of
-    these ends with another reply. Raises UserError, which names the template by `origin`, if the text before a reply is not
-    that before a generated reply."""
+    earlier replies as they were generated; otherwise (Qwen3's leaves out earlier thoughts) several, each up to another reply.
+    Raises UserError, which names the template by `origin`, if the text before a reply is not that before a generated one."""
     rows: list[list[str]] = []
     before = ""
     for index, message in enumerate(conversation):
@@ -44,8 +43,7 @@ def turns(render: Render, conversation: Sequence[Message], origin: str) -> list[
 
 
 def taught_row(parts: Sequence[Sequence[int]], stop_ids: Sequence[int]) -> SftRow:
-    """Return the row of an assistant's inputs and replies, in turn, as tokens. Tokens that the template puts after the token
-    that ends a reply are not taught, as generation never makes them."""
+    """Return the row of an assistant's inputs and replies, in turn. Tokens after a reply's end are not taught."""
     tokens: list[int] = []
     mask: list[bool] = []
     for index, part in enumerate(parts):

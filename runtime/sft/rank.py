@@ -48,20 +48,13 @@ from runtime.trainer.rows import Rows, balance
 from runtime.trainer.step import model_trainer
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
-# ---- Dataset: the conversations of `data.train`, rendered and encoded once, and their order.
-
 
 class SftDataset(NamedTuple):
-    """The conversations of all sources, one source after the other, and the rows of each. `said`: a summary of the files."""
+    """The rows of each conversation of `data.train`. `stream` draws the conversations in order; `said` sums up the files."""
 
-    problems: list[Problem]
     rows: list[list[SftRow]]
-    shares: list[Share]
+    stream: PromptStream
     said: str
-
-    def stream(self, config: Config) -> PromptStream:
-        """Return the stream that draws the conversations in order."""
-        return PromptStream(self.problems, config.run.seed, config.data.shuffle, self.shares, config.data.curriculum)
 
 
 def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
@@ -92,12 +85,11 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
         rows += [encoded[at] for at in short]
         shares.append(Share(len(short), source.weight))
     left_out = {reason: count for reason, count in dropped.items() if count}
-    return SftDataset(problems, rows, shares, report(len(problems) + sum(left_out.values()), left_out))
+    stream = PromptStream(problems, config.run.seed, data.shuffle, shares, data.curriculum)
+    return SftDataset(rows, stream, report(len(problems) + sum(left_out.values()), left_out))
 
 
-# ---- Objective
-# Supervised training learns the likelihood of the assistant's tokens. It uses the steps and engines of reinforcement learning
-# (`runtime.trainer.step`), with groups from a dataset.
+# ---- Objective: it uses the steps and engines of reinforcement learning (`trainer.step`), with groups from a dataset.
 
 PREFIX = "sft/"
 
@@ -145,9 +137,6 @@ def taught_group(number: int, rows: Sequence[SftRow], shared: int) -> TrainGroup
     )
 
 
-# ---- Rank
-
-
 class SftRank:
     """Runs steps from the beginning, or from the checkpoint `run.resume`, to the last one or a signal. Then it saves a
     checkpoint and the model. All ranks make the same calls in the same order."""
@@ -155,11 +144,9 @@ class SftRank:
     def __init__(self, config: Config, rank: int, world_size: int, device: torch.device):
         """Load data and model. Raises UserError if the configuration, the data or the model's folder is wrong."""
         config = alone(config)
-        self.stopped = False
-        """Whether to end after the present step: the user has sent SIGTERM."""
-        self._lessons = read_lessons(config, Tokenizer.of(config))
-        self._stream = self._lessons.stream(config)
-        self._wanted = config.sft.epochs * len(self._lessons.problems)  # conversations
+        self.stopped = False  # whether to end after the present step: the user has sent SIGTERM
+        self._rows, self._stream, self._said = read_lessons(config, Tokenizer.of(config))
+        self._wanted = config.sft.epochs * len(self._rows)  # conversations
         self._steps = math.ceil(self._wanted / config.sft.batch_size)
         self._config = replace(config, training=replace(config.training, steps=self._steps))
         self._folder = Path(config.run.dir)
@@ -177,7 +164,9 @@ class SftRank:
         every, loss = self._config.checkpoint.every, math.nan
         while self._trainer.step < self._steps and not self._info.largest([int(self.stopped)])[0]:
             begun = time.monotonic()
-            result = self._step()
+            self._trainer.begin_step(self._trainer.step)
+            self._trainer.accumulate(self._share(), last=True)
+            result = self._trainer.apply()
             step, loss = self._trainer.step, result.metrics.get(f"{PREFIX}loss", math.nan)
             if trackers is not None:
                 await trackers.log(step, self._metrics(result, time.monotonic() - begun))
@@ -189,24 +178,19 @@ class SftRank:
         self._trainer.export(self._folder / run_files.MODEL)
         if trackers is not None:
             await trackers.close()
-            self._print_event("done", loss, said=self._lessons.said)
-
-    def _step(self) -> StepResult:
-        self._trainer.begin_step(self._trainer.step)
-        self._trainer.accumulate(self._share(), last=True)
-        return self._trainer.apply()
+            self._print_event("done", loss, said=self._said)
 
     def _share(self) -> list[TrainGroup]:
         """Return this rank's rows of the next conversations. Ranks with different shares of the data have different rows."""
         count = min(self._config.sft.batch_size, self._wanted - self._stream.state().position)
-        rows = [row for _ in range(count) for row in self._lessons.rows[self._stream.draw().index]]
+        rows = [row for _ in range(count) for row in self._rows[self._stream.draw().index]]
         parts = balance([len(row.tokens) for row in rows], self._shares)
         backend = self._trainer.backend
         own = parts[backend.share] if backend.leads else []
         return [taught_group(at, [rows[at]], int(rows[at].mask.argmax())) for at in own]
 
     def _metrics(self, result: StepResult, seconds: float) -> Metrics:
-        passes = self._stream.state().position / len(self._lessons.problems)
+        passes = self._stream.state().position / len(self._rows)
         speed = result.metrics[f"{PREFIX}tokens"] / seconds
         return {**result.metrics, f"{PREFIX}epoch": passes, f"{PREFIX}tps": speed, "timing/update": result.seconds}
 

@@ -1,9 +1,8 @@
 """Supervised warm-up: a tiny model that answers about half of the held-out problems, for reinforcement learning to improve.
 
 The corpus is careless on purpose, as scraped text is. With probability `careless`, a drawn sum with a carry forgets the
-carry, and a key that ends in a digit is answered with that digit instead of being looked up. The model learns both ways and
-greedily follows the more common one. Its accuracy settles near the share of problems that are always right. The problems
-written for reinforcement learning have only right answers.
+carry, and a key that ends in a digit is answered with that digit instead of being looked up. The model learns both ways, and
+its accuracy settles near the share of problems that are always right. Reinforcement learning has only right answers.
 
 `python -m runtime.sft.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
 `{"event": "progress", "step", "loss", "accuracy", "target", "seconds"}`, at the end
@@ -162,20 +161,16 @@ class Examination:
     ):
         """Encode the held-out problems. `sampled`: measure fluency on replies at temperature 1, otherwise on greedy ones."""
         slips = [wrong for p in held_out if (wrong := p.conversation(careless=True)) != p.conversation()]
-        self._right = _rows(tokenizer, [p.conversation() for p in held_out], tools)
+        self.right = _rows(tokenizer, [p.conversation() for p in held_out], tools)
         self._slips = _rows(tokenizer, slips, tools) if slips else None
         self._slips_share = len(slips) / len(held_out)
         self._sampled = sampled
-
-    def accuracy(self, model: torch.nn.Module) -> float:
-        """Return the share of right greedy replies."""
-        return greedy_accuracy(model, self._right)
 
     def is_fluent(self, model: torch.nn.Module) -> bool:
         """Return whether most replies are right, or wrong only by carelessness."""
         share = sampled_accuracy if self._sampled else greedy_accuracy
         careless = share(model, self._slips) * self._slips_share if self._slips is not None else 0.0
-        return share(model, self._right) + careless >= (SAMPLED_FLUENCY if self._sampled else FLUENCY)
+        return share(model, self.right) + careless >= (SAMPLED_FLUENCY if self._sampled else FLUENCY)
 
 
 def _fit(
@@ -205,7 +200,7 @@ def _fit(
         seconds = time.monotonic() - started
         if step % CHECK_EVERY:
             continue
-        accuracy = examination.accuracy(average)
+        accuracy = greedy_accuracy(average, examination.right)
         shown = {"loss": round(loss, 4), "accuracy": round(accuracy, 4), "seconds": round(seconds, 2)}
         progress({"event": "progress", "step": step, "target": settings.accuracy, **shown})
         if settings.accuracy <= accuracy <= most and examination.is_fluent(average):
@@ -234,8 +229,7 @@ def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
 
 
 def sampled_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
-    """Return the share of conversations in which sampling at temperature 1 gives the assistant's tokens in `rows`: the mean
-    over rows of the product of the tokens' probabilities."""
+    """Return the share of rows in which sampling at temperature 1 gives the assistant's tokens: their mean probability."""
     import torch
 
     with torch.no_grad():
@@ -245,8 +239,7 @@ def sampled_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
 
 
 def _predicted(model: torch.nn.Module, rows: TaughtRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return logits [N, S, V] of the tokens after the shared ones and the first one, these tokens, and their mask [N, S]. The
-    tokens that all rows begin with are computed once."""
+    """Return logits [N, S, V] of the tokens after the shared ones (computed once) and the first one, the tokens, their mask."""
     tokens, mask, shared = rows
     cache = None
     if shared:
@@ -280,17 +273,15 @@ def _rows(tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: li
     return TaughtRows(tokens, pad_sequence([torch.from_numpy(row.mask) for row in rows], True), shared)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the warm-up for the settings in `arguments`. Return 0 if the cache folder is complete, 2 on a user's mistake."""
+def main(given: str) -> int:
+    """Run the warm-up for the settings `given`. Return 0 if the cache folder is complete, 2 on a user's mistake."""
 
     def emit(line: dict[str, object]) -> None:
         print(json.dumps(line), flush=True)
 
     try:
-        if len(arguments) != 1:
-            raise UserError("usage: python -m runtime.sft.warmup SETTINGS (the warmup section as JSON)")
         try:
-            settings = msgspec.json.decode(arguments[0], type=Warmup)
+            settings = msgspec.json.decode(given, type=Warmup)
         except msgspec.DecodeError as error:
             raise ConfigError([f"warmup: {error}"]) from None
         folder = cache_folder(settings)
@@ -310,4 +301,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1]))

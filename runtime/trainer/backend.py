@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from runtime import run_files
 from runtime.config import Config, Optimizer, Trainer
 from runtime.errors import UserError
+from runtime.models.adapters import HostOffload
 from runtime.models.families.memory import CHUNK_ELEMENTS
 from runtime.models.forward import exact_on_cpu
 from runtime.process import platform, spans
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from runtime.weights.delta import Shard
     from runtime.weights.plan import TensorSpec
 
-# ---- Ranks
-# A process's rank in its group, the same number of passes on every rank, and tensors that ranks share by rows.
+# ---- Ranks: a process's rank in its group, the same number of passes on every rank, and tensors that ranks share by rows.
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,7 @@ class StepStatistics:
         self.total(f"{name}_p99", bins.index_add_(0, places.flatten(), counted.to(self.dtype).flatten()))
 
     def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
-        """Reduce over the ranks of `group` (None: all ranks) with one synchronisation. A maximum or minimum without a value on
-        any rank is left out."""
+        """Reduce over the ranks of `group` (None: all) with one synchronisation. An extreme without a value is left out."""
         parts = {name: self._vector(numbers) for name, numbers in self._sums.items()}
         sums, maxima = torch.cat([self._vector([]), *parts.values()]), self._vector(self._maxima.values())
         if world_size > 1:
@@ -235,17 +234,15 @@ class StepStatistics:
 
 
 def quantile(counts: Sequence[float], share: float) -> float:
-    """Return the lower edge of the bin that holds the number of rank ceil(`share` · n) among all n numbers. `counts` by bin,
-    not all 0."""
+    """Return the lower edge of the bin with the number of rank ceil(`share` · n) of n. `counts` by bin, not all 0."""
     below = np.cumsum(counts)
     place = int(np.searchsorted(below, math.ceil(share * below[-1])))
     return 2.0 ** (LOWEST + (place - 1) / BINS_PER_OCTAVE) if place else 0.0
 
 
 class NonFiniteReport:
-    """The samples that made a loss or a gradient NaN or infinite, found by training on one micro-batch at a time. The file is
-    `RUN/nonfinite/ROLE-step-00000012.json`: `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`. Every rank makes
-    the same calls."""
+    """The samples that made a loss or a gradient NaN or infinite, found by training on one micro-batch at a time. All ranks
+    call alike. `RUN/nonfinite/ROLE-step-00000012.json` has `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`."""
 
     def __init__(self, role: str, step: int, rank_info: RankInfo):
         self._role, self._step, self._rank_info = role, step, rank_info
@@ -279,9 +276,7 @@ class NonFiniteReport:
         return f"the loss or its gradient is NaN or infinite in the micro-batch of samples {samples}{more} (see {path})"
 
 
-# ---- Head
-# From the inputs of a language model's head to numbers of tokens, in chunks of tokens: the logits of all tokens are never in
-# memory at once.
+# ---- Head: from its inputs to numbers of tokens, in chunks. The logits of all tokens are never in memory at once.
 
 CPU_CHUNK_ELEMENTS = 1 << 24  # logits of one chunk on a CPU, which is busy with small chunks: 64 MiB
 LEFT_OUT = -1e30  # logit of a token without probability: finite at any temperature, so that 0 times it is 0
@@ -299,12 +294,9 @@ def token_numbers(
 ) -> PerToken:
     """Return `numbers(logits, tokens)`, [N] each, of the trained tokens of `batch`. The head's `weight` [v, H] makes the logits
     from `outputs` [N, H]; without `weight` the outputs are the logits. The first logit is that of token `start`. Logits are
-    `confined` to the tokens that sampling allowed, and divided by the column "temperature" if there is one.
-
-    `width`: the number of logits of a token, by which chunks are cut; the same on ranks that share a vocabulary. If there are
-    several chunks, each chunk's logits are computed again in the backward pass. Few tokens, or a small vocabulary, are one
-    chunk, whose logits are kept.
-    """
+    `confined` to the tokens that sampling allowed, and divided by the column "temperature" if there is one. `width`: the number
+    of logits of a token, by which chunks are cut; the same on ranks that share a vocabulary. The logits of a single chunk are
+    kept; those of several chunks are computed again in the backward pass."""
     temperature = batch.of_tokens("temperature") if "temperature" in batch.columns else None
 
     def of_chunk(logits: torch.Tensor, own: slice) -> PerToken:
@@ -330,11 +322,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        outputs: torch.Tensor,
-        weight: torch.Tensor | None,
-        of_chunk: Callable[[torch.Tensor, slice], PerToken],
-        size: int,
+        ctx: Any, outputs: torch.Tensor, weight: torch.Tensor | None, of_chunk: Callable[..., PerToken], size: int
     ) -> PerToken:
         ctx.save_for_backward(outputs, weight)
         ctx.asked = of_chunk, size
@@ -370,9 +358,8 @@ def _chunks(outputs: torch.Tensor, size: int) -> list[slice]:
 
 
 def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) -> torch.Tensor:
-    """Return `logits` [N, v] with the tokens that the sampler's filters left out at LEFT_OUT: no probability, no gradient. The
-    logits are of the vocabulary, or of its part from `start` on. `kept`: uint8 [N, bytes], a bit for each token of the
-    vocabulary, the lowest bit of a byte first; None: all tokens are kept."""
+    """Return `logits` [N, v], of the vocabulary's part from `start` on, with the tokens that the sampler's filters left out at
+    LEFT_OUT. `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest of a byte first; None: all."""
     if kept is None:
         return logits
     width, first = logits.shape[1], start // 8
@@ -387,33 +374,21 @@ BatchOutputs = Callable[["MicroBatch", torch.Tensor], torch.Tensor]
 """Computes a loss (a sum, 0-dimensional) or a number for each trained token ([N]) from the model's outputs of a micro-batch."""
 
 
-@dataclass(frozen=True)
-class TrainingPosition:
+class TrainingPosition(NamedTuple):
     """Progress of training: the next step, and the KL term's coefficient; None if a checkpoint has no coefficient."""
 
     step: int
     kl_coefficient: float | None
 
 
-@dataclass(frozen=True)
 class TrainedRole:
-    """The configuration of the model that a role trains."""
+    """The configuration of the model that a role, trainer or critic, trains. `source`: the model's Hugging Face folder."""
 
-    role: str  # "trainer" or "critic"
-    source: str  # the model's Hugging Face folder
-    options: Optimizer
-    settings: Trainer
-
-    @classmethod
-    def of(cls, config: Config, role: str) -> TrainedRole:
-        if role == "trainer":
-            return cls(role, config.model.path, config.optimizer_of("trainer"), config.services.trainer)
-        assert config.critic is not None
-        return cls(role, config.critic.path or config.model.path, config.optimizer_of("critic"), config.services.critic)
-
-    @property
-    def has_value_head(self) -> bool:
-        return self.role == "critic"
+    def __init__(self, config: Config, role: str):
+        self.role, self.has_value_head = role, role == "critic"
+        self.source = (self.has_value_head and config.critic and config.critic.path) or config.model.path
+        self.options: Optimizer = config.optimizer_of("critic" if self.has_value_head else "trainer")
+        self.settings: Trainer = getattr(config.services, role)
 
 
 class ModelBackend(ABC):
@@ -422,12 +397,9 @@ class ModelBackend(ABC):
     def __init__(self, rank_info: RankInfo, vocab_size: int, shares: RankInfo, leads: bool = True):
         """Set up the interface. `shares`: this rank's position among the ranks that each have a share of the data."""
         self.rank_info, self.vocab_size = rank_info, vocab_size
-        self._shares, self.share = shares, shares.rank
-        """Index of this rank's share of the data, from 0."""
-        self.leads = leads
-        """Whether this rank answers for its share, which other ranks may compute with it."""
-        self.packs = True
-        """Whether sequences run packed; otherwise each sequence is a row of its own."""
+        self._shares, self.share = shares, shares.rank  # index of this rank's share of the data, from 0
+        self.leads = leads  # whether this rank answers for its share, which other ranks may compute with it
+        self.packs = True  # whether sequences run packed; otherwise each sequence is a row of its own
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
         """Return `items`, messages of this `kind` that the first rank of a share has, on all ranks of the share."""
@@ -451,8 +423,7 @@ class ModelBackend(ABC):
         """Return `algorithms.losses.token_logprobs` of the trained tokens of `batch`, [N] each. `outputs` are the model's for
         these tokens. The head makes logits from them, a chunk of tokens at a time."""
 
-    routes: Routes | None = None
-    """As in `Needs.experts`, if tokens go to the experts that they took in the rollout."""
+    routes: Routes | None = None  # as in `Needs.experts`, if tokens go to the experts that they took in the rollout
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
         """Return what the last forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""
@@ -483,14 +454,18 @@ class ModelBackend(ABC):
 
     # ------------------------------------------------------------------------------------------ device and state
 
-    @abstractmethod
-    def offload(self) -> None:
-        """Take what `offload` of its service names off the device, gradients included, which are 0 between steps. Until
-        `onload`, only `ModelTrainer.values` is called."""
+    on_host: Mapping[str, HostOffload]  # by kind, what `offload` takes off the device
 
-    @abstractmethod
+    def offload(self) -> None:
+        """Take what `offload` of its service names off the device. Until `onload`, only `ModelTrainer.values` is called."""
+        for each in self.on_host.values():
+            each.offload()
+        platform.release(self.rank_info.device)
+
     def onload(self) -> None:
         """Move what `offload` took off back to the device, bit for bit."""
+        for each in self.on_host.values():
+            each.onload()
 
     @abstractmethod
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
@@ -540,9 +515,6 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def wire_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of the policy in a weight sync. The default is the trainer's compute dtype, so that rollouts get the
-    same numbers. Deltas have 16 bits."""
-    weight_sync = config.weight_sync
-    return platform.resolve_dtype(
-        weight_sync.dtype, device, "bfloat16" if weight_sync.encoding == "delta" else config.model.dtype
-    )
+    """Return the dtype of the policy in a weight sync: by default the trainer's compute dtype, and 16 bits for deltas."""
+    otherwise = "bfloat16" if config.weight_sync.encoding == "delta" else config.model.dtype
+    return platform.resolve_dtype(config.weight_sync.dtype, device, otherwise)

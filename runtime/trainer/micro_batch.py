@@ -25,12 +25,11 @@ def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.devic
     begin, shared, own = sequences[sequences[:, 2] > 0].T
     before = np.where(2 * shared < shared + own, 0, shared)
     every = np.arange(int(paths.max(initial=-1)) + 1)
-    return query_rows(paths, np.stack([begin, before, shared + own - before], 1), every, every, device)
+    return query_rows(paths, np.stack([begin, before, shared + own - before], 1), every, every, device, BUCKET_RATIO)
 
 
 def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
-    """Return `sequences` (as in `attention_rows`) whole and in one bucket. A token that several rows share is computed in each
-    of them; its output is taken from the last."""
+    """Return `sequences` whole and in one bucket. The output of a token that several rows share is taken from the last one."""
     kept = sequences[sequences[:, 2] > 0]
     begin, length = kept[:, :1], kept[:, 1:].sum(1, keepdims=True)
     cell = np.arange(int(length.max()))
@@ -43,12 +42,7 @@ def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) 
 
 
 def query_rows(
-    paths: np.ndarray,
-    stretches: np.ndarray,
-    asks: np.ndarray,
-    keys: np.ndarray,
-    device: torch.device,
-    ratio: float = BUCKET_RATIO,
+    paths: np.ndarray, stretches: np.ndarray, asks: np.ndarray, keys: np.ndarray, device: torch.device, ratio: float
 ) -> Packing:
     """Return how tokens attend to the tokens before them. `stretches`: int64 [n, (start of the row in `paths`, number of the
     row's tokens before the stretch, number of tokens in the stretch)]. `asks`, `keys`: int64 [T], the positions of the query
@@ -87,18 +81,15 @@ def _runs(stretches: np.ndarray, sizes: np.ndarray, ratio: float) -> list[np.nda
 REACH = 8  # at most this many tokens are gathered by attention for each packed token: gathered tokens take memory, too
 
 
-# ---- Prefix tree
-# Tokens that several rows begin with are computed once: a group's prompt, and the common part of an episode's branches. Pure
-# numpy on the host.
-# Two rows share a token if the token and all tokens before it are equal; the model then computes the same for it. The rows are
-# ordered so that each row shares as much as possible with the row before it. Only the tokens that it does not share are
-# packed. A *tree* is a run of rows in which each row shares tokens with the row before it.
+# ---- Prefix tree: tokens that several rows begin with (a prompt, the common part of an episode's branches) are computed once.
+# Two rows share a token if it and all tokens before it are equal: the model then computes the same for it. The rows are ordered
+# so that each row shares as much as possible with the row before it. Only the tokens that it does not share are packed. A
+# *tree* is a run of rows in which each row shares tokens with the row before it.
 
 
 def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the rows `chosen` in tree order, with each row's number of fed tokens and of tokens shared with the row before.
-    int64 [B] each, prompts included. Each row has a reply of at least one token. The last token of a reply predicts nothing and
-    is not fed to the model."""
+    int64 [B] each, prompts included. The last token of a reply, which has at least one, predicts nothing and is not fed."""
     replies = {row: rows.tokens[rows.start[row] : rows.start[row] + rows.length[row] - 1] for row in chosen.tolist()}
     order = sorted(replies, key=lambda row: (rows.group[row], rows.episode[row], replies[row].tobytes()))
     shared = np.zeros(len(order), np.int64)
@@ -193,8 +184,7 @@ class MicroBatch:
 
 
 def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> list[np.ndarray]:
-    """Cut the rows `chosen` into micro-batches within `budget` tokens. Tokens that rows share count once. Without `packs` every
-    cell of the padded rows counts."""
+    """Cut the rows `chosen` into micro-batches within `budget` tokens; without `packs`, cells of the padded rows."""
     if not packs:
         lengths = rows.prompt_length[rows.group[chosen]] + rows.length[chosen] - 1
         return [chosen[indices] for indices in cut_by_length(lengths.tolist(), budget)]
@@ -203,9 +193,8 @@ def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> lis
 
 
 def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device, packs: bool = True) -> MicroBatch:
-    """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows. The last token of a reply
-    predicts nothing and is left out. Tokens that rows share are packed once. If a prompt is empty, the first token of its
-    replies is not trained."""
+    """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows. Tokens that rows share are
+    packed once. If a prompt is empty, the first token of its replies is not trained."""
     chosen, lengths, shared = in_tree_order(rows, chosen)
     paths, begins = tree_paths(lengths, shared), starts(lengths)
     prompt = rows.prompt_length[rows.group[chosen]]

@@ -27,15 +27,11 @@ from runtime.algorithms.interfaces import (
     require_shape,
 )
 from runtime.algorithms.losses import clipped_value_loss, importance_weighted, interpolated_proximal, k3
-from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control
+from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control, updates_per_step
 from runtime.config import Config
 from runtime.trainer.backend import ModelBackend, Reduced, StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Needs, Rows
-
-# ---- Row advantages
-# What is computed of rows before any pass of the model: shaped rewards, advantages, and the tokens that a loss chooses among.
-# float64 on the host.
 
 
 class RowAdvantages:
@@ -145,10 +141,9 @@ class Objective(ABC):
     prefix: ClassVar[str]  # of its metrics
     averaged: ClassVar[str]  # the statistic whose count divides the losses
     timed_as: ClassVar[tuple[str, ...]] = ()  # the metrics of the seconds that `columns` takes
-    compares_with_start: ClassVar[bool] = False
-    """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step. The loss's
-    own forward pass gives these numbers until the step's first update."""
-    chooses_by_start = False  # whether the loss chooses tokens of the whole step by their "proximal" numbers
+    takes_start = False
+    """Whether the loss needs the column "proximal": `per_token_output` under the weights at the start of the step. Until the
+    first update the loss's own pass gives these numbers, unless the loss chooses tokens of the whole step by them."""
     reference_is_base = False  # the reference is the policy without its adapters
     token_figures: tuple[torch.Tensor, torch.Tensor] | None = None
     """The last micro-batch's log-probabilities at the start of the step, [B, R], and advantages, [B, R] or [B, 1]."""
@@ -162,8 +157,7 @@ class Objective(ABC):
 
     @abstractmethod
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the loss's input columns by name, and which samples are live, bool [B]. A sample is not live if its gradient
-        is exactly 0, so that its backward pass can be left out."""
+        """Return the loss's input columns by name, and which samples are live, bool [B]: their gradient is not exactly 0."""
 
     @abstractmethod
     def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
@@ -191,13 +185,11 @@ class Objective(ABC):
 
 
 class PolicyObjective(Objective):
-    """Policy loss + β · KL − c · entropy, aggregated. The model's outputs are the inputs of its head, [N, H], from which the
-    head makes the logits of the trained tokens."""
+    """Policy loss + β · KL − c · entropy, aggregated. The model's outputs are the inputs of its head, [N, H]."""
 
     role, prefix = "trainer", "actor/"
     averaged = "actor/pg_loss"
     timed_as = ("timing/adv", "timing/non_overlap_adv")
-    compares_with_start = True
 
     def __init__(self, config: Config, backend: ModelBackend):
         super().__init__(config, backend)
@@ -208,7 +200,7 @@ class PolicyObjective(Objective):
         self.needs = Needs(reference, self._algorithm.advantage.needs_values, backend.routes)
         self._kl_in_loss = diverges and algorithm.kl_placement == "loss"
         self._entropy_coefficient = algorithm.entropy_coefficient
-        self.chooses_by_start = self._algorithm.loss.by_start
+        self.takes_start = updates_per_step(config) > 1 or self._algorithm.loss.by_start
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         _report_rows(rows, step, statistics)
@@ -384,13 +376,9 @@ def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: t
     statistics.total("mismatch/older_keys_tokens", tokens)
 
 
-# ---- The critic's objective: the value loss on the samples of a step.
-
-
 class CriticObjective(Objective):
-    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step. The
-    value of a token is the value of the state before the token: the model's output at the token that predicts it. The model's
-    outputs are these values, float32 [N]."""
+    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step. A
+    token's value is that of the state before it. The model's outputs, at the tokens that predict, are values, float32 [N]."""
 
     role, prefix = "critic", "critic/"
     averaged = "critic/vf_loss"

@@ -58,8 +58,7 @@ def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBack
 
 
 def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
-    """Check, before anything is loaded, that a rank of `role` with the model of folder `source` fits its device. Raises
-    UserError if the rank is known to need more memory."""
+    """Check that a rank of `role` with the model of folder `source` fits its device. Raises UserError if it surely does not."""
     if getattr(config.services, role).engine != "megatron":
         return
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
@@ -68,12 +67,9 @@ def require_memory(role: str, config: Config, source: str, device: torch.device)
         raise UserError(fault)
 
 
-# ---- The part of a checkpoint on a node, where nodes share no folder
-
-
 class NodePart:
-    """The part of a checkpoint that this node's ranks write and read. Every method is a collective of all ranks, except
-    `complete`, which is called after a collective."""
+    """The part of a checkpoint that this node's ranks write and read, where nodes share no folder. Every method is a collective
+    of all ranks, except `complete`, which is called after one."""
 
     def __init__(self, config: Config, role: str, info: RankInfo):
         self._role, self._info, self._gathers = role, info, config.checkpoint.gather
@@ -91,20 +87,16 @@ class NodePart:
         return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
 
     def complete(self, folder: Path, command: Save) -> list[str]:
-        """Complete the checkpoint after all ranks have written into `folder`. Return the parts that this rank reports as safe:
-        at most one."""
+        """Complete the checkpoint after all ranks have written into `folder`. Return the parts, if any, that are safe."""
         if not self._leads or not checkpoint.files_of(folder):
             return []
         position = types.decode(Position, command.place)
         checkpoint.complete(folder, checkpoint.folder_for(self._root, position.version.step), position)
         return [] if self._gathers and self._info.rank else [self._name]
 
-    def load(
-        self, command: Restore, needed: Callable[[Path], set[str]], load: Callable[[str], None]
-    ) -> PolicyVersion:  # fmt: skip
+    def load(self, command: Restore, needed: Callable[[Path], set[str]], load: Callable[[str], None]) -> PolicyVersion:
         """Restore the checkpoint by `load` and return its version. `needed` returns the files `*.distcp` that this rank reads.
-        Files that ranks of this node read and only other nodes have are copied here and deleted after the load. Raises
-        UserError on all ranks if a part is missing."""
+        Those that only other nodes have are copied here until the load is over. Raises UserError if a part is missing."""
         position = types.decode(Position, command.place)
         folder = checkpoint.folder_for(self._root, position.version.step)
         if self._leads:

@@ -1,14 +1,13 @@
 """Decode groups into the arrays of a training step. numpy on the host.
 
-B rows (replies; an episode's rows are its branches, one after the other), R reply tokens of one row. `flat` arrays hold the
-reply tokens of all rows back to back.
+B rows (replies; an episode's are its branches, in order), R reply tokens of one row. `flat`: all rows' tokens back to back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -94,12 +93,10 @@ class Rows:
         return (np.cumsum(np.bincount(self.episode)) - 1)[self.episode]
 
 
-Routes = tuple[int, int, int]
-"""Number of layers with experts, of experts that a token takes, and of experts in a layer."""
+Routes = tuple[int, int, int]  # number of layers with experts, of experts that a token takes, and of experts in a layer
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """What the algorithm needs besides rows and rewards."""
 
     reference: bool = False
@@ -115,29 +112,18 @@ class DecodedGroup(NamedTuple):
 
 
 def check_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> list[DecodedGroup]:
-    """Decode and check `groups`. Nothing is computed from a batch that violates its schema. Raises InvalidMessage, which names
-    the group."""
-    found = [
-        DecodedGroup(
-            group,
-            types.decode(GroupPayload, group.payload),
-            _reference(group) if needs.reference else None,
-            _values(group) if needs.values else None,
-        )
-        for group in groups
-    ]
-    for each in found:
-        _check(each, vocab_size, needs.experts)
+    """Decode and check `groups`, before anything is computed. Raises InvalidMessage, which names the group."""
+    found = []
+    for group in groups:
+        reference = _given(Logprobs, group, group.reference, NO_REFERENCE) if needs.reference else None
+        values = _given(Values, group, group.values, NO_VALUES) if needs.values else None
+        found.append(DecodedGroup(group, types.decode(GroupPayload, group.payload), reference, values))
+        _check(found[-1], vocab_size, needs.experts)
     return found
 
 
-def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
-    """Return the rows of `groups`. Raises InvalidMessage as `check_groups`."""
-    return rows_of(check_groups(groups, vocab_size, needs), needs)
-
-
 def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: Routes | None = None) -> Rows:
-    """Decode groups without scores as `decode_groups` does: rewards 0, all episodes valid. `experts`: as in `Needs`."""
+    """Return the rows of groups without scores: rewards 0, all episodes valid. `experts`: as in `Needs`."""
     decoded = []
     for request in requests:
         payload = types.decode(GroupPayload, request.payload)
@@ -218,18 +204,15 @@ def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
-def _reference(group: TrainGroup) -> Logprobs:
-    if group.reference is None:
-        raise InvalidMessage(
-            f"group {group.group_id}: has no reference log-probabilities, but algorithm.kl_coefficient is not 0"
-        )
-    return types.decode(Logprobs, group.reference)
+NO_REFERENCE = "has no reference log-probabilities, but algorithm.kl_coefficient is not 0"
+NO_VALUES = "has no values, but algorithm.advantage needs a critic's"
+Given = TypeVar("Given", Logprobs, Values)
 
 
-def _values(group: TrainGroup) -> Values:
-    if group.values is None:
-        raise InvalidMessage(f"group {group.group_id}: has no values, but algorithm.advantage needs a critic's")
-    return types.decode(Values, group.values)
+def _given(kind: type[Given], group: TrainGroup, encoded: bytes | None, missing: str) -> Given:
+    if encoded is None:
+        raise InvalidMessage(f"group {group.group_id}: {missing}")
+    return types.decode(kind, encoded)
 
 
 def _check(decoded: DecodedGroup, vocab_size: int, experts: Routes | None) -> None:
@@ -289,8 +272,7 @@ def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Distribute items over `parts` so that the largest sum of costs is small: each item, the most expensive first, goes to the
-    part with the smallest sum, and then items are exchanged. Deterministic. Every index occurs once, in ascending order within
-    its part. Parts may be empty if there are few items."""
+    part with the smallest sum, and then items are exchanged. Deterministic. A part's indices ascend, and it may be empty."""
     cost, owner, sums = np.array(costs, np.float64), np.zeros(len(costs), np.int64), np.zeros(parts)
     for item in np.argsort(-cost, kind="stable"):
         owner[item] = sums.argmin()

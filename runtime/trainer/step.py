@@ -15,15 +15,16 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from runtime import types
-from runtime.chosen_algorithm import choose, streams, updates_per_epoch, updates_per_step
+from runtime.chosen_algorithm import choose, streams, updates_per_epoch
 from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.ledger import checkpoint
@@ -45,15 +46,12 @@ from runtime.trainer.objective import CriticObjective, Objective, PolicyObjectiv
 from runtime.trainer.rows import DecodedGroup, Rows
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
 
-# ---- Kept tokens
-# Trained tokens of a step that are logged for readers of samples: collected on the device, written when the step is over.
-
-
 KEPT_TOKENS = 2048  # they take 16 KiB of the device until the step is over
 
 
 class TokenLog:
-    """Of this rank, the first `KEPT_TOKENS` of each step that it trains; none without a run's folder. No pass waits for it."""
+    """The first `KEPT_TOKENS` that this rank trains of each step, for readers of samples; none without a run's folder. They are
+    collected on the device, and written when the step is over: no pass waits."""
 
     def __init__(self, config: Config, rank: int):
         self._most = KEPT_TOKENS if config.run.dir else 0
@@ -91,17 +89,13 @@ def _places(rows: Rows, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     return rows.group_id[group], row - np.searchsorted(rows.group, group), flat - rows.start[row]
 
 
-# ---- Model trainers
-
-
 def model_trainer(
     learned: type[Objective], config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
 ) -> ModelTrainer:
-    """Load the model of the objective `learned` on the engine of its role's service. Collective. With several ranks the caller
-    has initialised torch's default process group, which spans them. Raises UserError if the configuration or the model folder
-    is wrong, or if the engine's package is missing."""
+    """Load the model of the objective `learned` on the engine of its role's service. Collective: several ranks have initialised
+    torch's default group. Raises UserError for a wrong configuration or folder, or if the engine's package is missing."""
     choose(config)  # reports a wrong user-defined loss before a model is loaded
-    trained, rank_info = TrainedRole.of(config, learned.role), RankInfo(rank, world_size, torch.device(device))
+    trained, rank_info = TrainedRole(config, learned.role), RankInfo(rank, world_size, torch.device(device))
     backend: ModelBackend
     if trained.settings.engine == "megatron":
         from runtime.trainer.megatron import facade
@@ -120,8 +114,7 @@ def model_trainer(
 policy_trainer, critic_trainer = partial(model_trainer, PolicyObjective), partial(model_trainer, CriticObjective)
 
 
-@dataclass(frozen=True)
-class ReadySamples:
+class ReadySamples(NamedTuple):
     """Samples with the columns of their loss. `live`: bool [B], false where a sample's gradient is exactly 0."""
 
     rows: Rows
@@ -134,10 +127,9 @@ class ModelTrainer:
     collective over the service's group.
 
     A step is `begin_step`, `accumulate` any number of times, `apply`. Gradients are unnormalised sums until `apply` divides
-    them. The divisor is what the aggregation counts (tokens or rows) over all accumulated groups of all ranks. A step's result
-    therefore depends neither on sharding nor on how groups were split over calls. Where advantages need the whole batch, or a
-    step makes several updates, `accumulate` checks and holds the groups, and `apply` computes.
-    """
+    them by what the aggregation counts (tokens or rows) over all accumulated groups of all ranks. A step's result therefore
+    depends neither on sharding nor on how groups were split over calls. Where advantages need the whole batch, or a step makes
+    several updates, `accumulate` checks and holds the groups, and `apply` computes."""
 
     phases: dict[str, float] = {}  # noqa: RUF012 - for trainers that account for no phases
     """Seconds of the step's phases on this rank, by metric, until the next step begins. Part of the result's `seconds`."""
@@ -146,14 +138,12 @@ class ModelTrainer:
         self.backend, self.objective = backend, objective
         self.role = objective.role
         self._config = config
-        self._options = TrainedRole.of(config, objective.role).options
+        self._options = TrainedRole(config, objective.role).options
         self._streams = streams(config)
-        self._several_updates = updates_per_step(config) > 1
         self._rate = self._options.learning_rate
         self._kept = TokenLog(config, backend.rank_info.rank)
         self._keeps: Rows | None = None  # the rows whose tokens the present passes add to the log
-        self.step = 0
-        """The step that comes next or is running: the weights are those of version `step`."""
+        self.step = 0  # the step that comes next or is running: the weights are those of version `step`
         self._begin()
 
     # ------------------------------------------------------------------------------------------ the step
@@ -218,8 +208,7 @@ class ModelTrainer:
         if self.objective.reference_is_base:
             with self.backend.adapters.off():
                 rows = replace(rows, reference=self._per_token_output(rows))
-        if self.objective.compares_with_start and (self._several_updates or self.objective.chooses_by_start):
-            # In the first update the loss's own pass gives these log-probabilities; in later updates the weights have changed.
+        if self.objective.takes_start:
             with timed(self.phases, "timing/old_log_p"):
                 rows = replace(rows, proximal=self._per_token_output(rows))
         with timed(self.phases, *self.objective.timed_as):  # no pass runs in this phase
@@ -227,8 +216,7 @@ class ModelTrainer:
         return ReadySamples(rows, columns, live)
 
     def _add(self, samples: ReadySamples, chosen: np.ndarray, last: bool, keep: bool = True) -> None:
-        """Add the gradient of the samples `chosen` (bool [B]). `last`: they are the last samples of an update. `keep`: log
-        their tokens, as far as there is room."""
+        """Add the gradient of the samples `chosen` (bool [B]). `last`: they end an update. `keep`: log their tokens."""
         self._added.append((samples, chosen))
         trained = samples.rows.trained() & chosen
         episodes, seen = (int(samples.rows.first_of_episode(each).sum()) for each in (chosen, trained))
@@ -245,8 +233,7 @@ class ModelTrainer:
         # 1. Sum gradients and statistics over all shares of the data.
         with at("reduce"):
             reduced, squared = self.backend.reduce(self._statistics)
-        # 2. Losses are sums: the number that they are averaged over is known only now. If no token was trained, the gradient
-        #    is 0 and is divided by 1.
+        # 2. Losses are sums: their divisor is known only now. If no token was trained, the gradient is 0 and is divided by 1.
         total, count = reduced.mean(self.objective.averaged)
         denominator = count or 1.0
         norm = math.sqrt(squared) / denominator if squared >= 0 else math.nan
@@ -270,8 +257,7 @@ class ModelTrainer:
         self._begin_update()
 
     def _handle_nonfinite(self) -> None:
-        """Find the samples with a non-finite loss or gradient and write them to a file. Then end the step, unless the
-        configuration skips such updates."""
+        """Write the samples with a non-finite loss or gradient to a file. End the step unless `on_nonfinite` is to skip."""
         report = NonFiniteReport(self.role, self.step, self.backend.rank_info)
         for samples, chosen in self._added:
             for batch in self._micro_batches(samples.rows, samples.columns, samples.rows.trained() & chosen):
@@ -320,9 +306,8 @@ class ModelTrainer:
 
     def compare(self, probes: Sequence[bytes]) -> list[float]:
         """Compare log-probabilities under the present weights with those in `probes`: encoded groups whose every token these
-        weights have sampled. Called between `begin_step` and `apply`; the step's `mismatch/*` metrics include the probes. All
-        ranks get all probes. Returns on rank 0, for each probe, the mean |rollout's − trainer's| over its tokens, in nats; NaN
-        if a log-probability is NaN. Raises InvalidMessage if a probe cannot be decoded or does not fit the model."""
+        weights have sampled. Called between `begin_step` and `apply`, on all ranks; `mismatch/*` include the probes. Returns on
+        rank 0 each probe's mean |rollout's − trainer's|, in nats, perhaps NaN. Raises InvalidMessage for an unfit probe."""
         with timed(self._seconds, "step"):
             ids = [types.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]

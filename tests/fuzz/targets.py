@@ -197,7 +197,7 @@ def read_checkpoint(data: bytes, folder: Path) -> None:
     checkpoint.fault(folder)
     readers: list[Callable[[Path], object]] = [
         checkpoint.read_position,
-        partial(state.read_description, config=None, base=None),
+        partial(state.read_description, adapters=None),
         read_raw,
         read_weights,
         read_core,

@@ -143,7 +143,8 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
         if (routes := engine.objective.needs.experts) is not None:
             groups = random_experts(groups, routes)
             probes = [types.encode(with_random_experts(types.decode(GroupPayload, probe), routes)) for probe in probes]
-        rows = train_rows.decode_groups(groups, engine.backend.vocab_size, engine.objective.needs)
+        needs = engine.objective.needs
+        rows = train_rows.rows_of(train_rows.check_groups(groups, engine.backend.vocab_size, needs), needs)
         numbers.append(torch.from_numpy(engine._per_token_output(rows)))
         share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []
         if role == "critic":

@@ -573,7 +573,7 @@ def vocabulary_spread(rank: int) -> list[tuple[torch.Tensor, ...]]:
         (factors * torch.stack([logp, entropy])).sum().backward()
         found.append((logp.detach(), entropy.detach(), own.grad))
     nothing = torch.zeros(2, 0 if rank else 3, dtype=torch.bfloat16, requires_grad=True)
-    logp, entropy = passes.token_logprobs(nothing, torch.tensor([0, 2]), group=dist.group.WORLD, start=3 * rank)
+    logp, entropy = passes.token_logprobs(nothing, torch.tensor([0, 2]), 1.0, dist.group.WORLD, 3 * rank, entropy_gradient=True)
     (logp.sum() + entropy.sum()).backward()
     return [*found, (logp.detach(), entropy.detach(), nothing.grad)]
 

@@ -301,7 +301,7 @@ def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
         with_moe(path, Trainer(activation_checkpointing=checkpointing), router_replay="routing", aux_loss=aux, z_loss=z)
     )
     backend, statistics = engine.backend, StepStatistics(torch.device("cpu"))
-    rows = train_rows.decode_groups(groups, VOCAB, engine.objective.needs)
+    rows = train_rows.rows_of(train_rows.check_groups(groups, VOCAB, engine.objective.needs), engine.objective.needs)
     weight = {"weight": rng.normal(size=len(rows.tokens)).astype(np.float32)}
 
     def loss(batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:

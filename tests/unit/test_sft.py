@@ -140,8 +140,7 @@ def test_several_files_are_mixed_by_weight(tmp_path: Path, tokenizer: Tokenizer)
     sources = [Source(path=str(tmp_path / "a.jsonl")), Source(path=str(tmp_path / "b.jsonl"), weight=3.0)]
     config = replace(make_sft(tmp_path), data=Data(train=sources))
     found = read_lessons(config, tokenizer)
-    stream = found.stream(config)
-    drawn = [said(found)[stream.draw().index][0] for _ in range(8)]
+    drawn = [said(found)[found.stream.draw().index][0] for _ in range(8)]
     assert (drawn.count("a"), drawn.count("b")) == (2, 6)
 
 

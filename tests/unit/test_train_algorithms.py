@@ -398,7 +398,7 @@ def test_truncated_samples_are_trained_as_if_they_had_no_tokens(policy: str, adv
 
 
 def test_an_episode_is_truncated_as_its_last_row_is(policy: str):
-    rows = train_rows.decode_groups(make_episodes(3), VOCAB, Needs())
+    rows = train_rows.rows_of(train_rows.check_groups(make_episodes(3), VOCAB, Needs()), Needs())
     last = {int(episode): bool(cut) for episode, cut in zip(rows.episode, rows.truncated, strict=True)}
     engine = policy_trainer(make_config(policy, algorithm={"truncated": "mask"}))
     counted = sum(last[int(episode)] for episode in rows.episode[rows.leads & rows.valid])

@@ -313,8 +313,7 @@ def plain_muon(weight: np.ndarray, gradients: list[np.ndarray], *, rate: float, 
 
 def muon(parameters: list[torch.nn.Parameter], compute: torch.dtype, **options: float) -> optimizers.Muon:
     groups = [{"params": parameters, "weight_decay": options.pop("weight_decay")}]
-    momentum = options.pop("momentum")
-    return optimizers.Muon(groups, frozenset(parameters), momentum, compute, **options, betas=(0.9, 0.99), eps=1e-8)
+    return optimizers.Muon(groups, frozenset(parameters), compute, **options, betas=(0.9, 0.99), eps=1e-8)
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (1, 5)])
@@ -322,11 +321,11 @@ def test_a_step_of_muon_is_that_of_plain_arithmetic(shape: tuple[int, int]):
     rng = np.random.default_rng(sum(shape))
     weight, gradients = rng.normal(size=shape), [rng.normal(size=shape) for _ in range(4)]
     parameter = torch.nn.Parameter(torch.from_numpy(weight.copy()))
-    optimizer = muon([parameter], torch.float64, lr=0.03, weight_decay=0.1, momentum=0.9)
+    optimizer = muon([parameter], torch.float64, lr=0.03, weight_decay=0.1)
     for gradient in gradients:
         parameter.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
-    expected = plain_muon(weight, gradients, rate=0.03, decay=0.1, momentum=0.9)
+    expected = plain_muon(weight, gradients, rate=0.03, decay=0.1, momentum=0.95)
     np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-10, atol=1e-12)
     assert optimizer.state[parameter]["step"] == 4
 
@@ -335,7 +334,7 @@ def test_a_step_of_muon_is_that_of_plain_arithmetic(shape: tuple[int, int]):
 def test_in_bfloat16_it_is_torchs_own():
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 48).view(6, 8).clone()) for _ in range(2))
-    optimizer = muon([ours], torch.bfloat16, lr=0.03, weight_decay=0.1, momentum=0.95)
+    optimizer = muon([ours], torch.bfloat16, lr=0.03, weight_decay=0.1)
     other = torch.optim.Muon([theirs], lr=0.03, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         ours.grad = torch.randn(6, 8)

@@ -23,12 +23,13 @@ from runtime.trainer.megatron import passes
 from runtime.trainer.megatron.passes import packing_of, part_of, tokens_of
 from runtime.trainer.micro_batch import REACH, MicroBatch, attention_rows, cut_trees, in_tree_order, pack, plan, tree_paths
 from runtime.trainer.objective import RowAdvantages
-from runtime.trainer.rows import Needs, Rows, balance, balance_each, cut_by_length, decode_groups, length_buckets, starts
+from runtime.trainer.rows import Needs, Rows, balance, balance_each, check_groups, cut_by_length, length_buckets, starts
 from runtime.trainer.step import learning_rate
 from runtime.types import GroupPayload, Sample, TrainGroup, TurnReward
 from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups, make_policy
 
 pytestmark = pytest.mark.numeric
+BOTH = Needs(reference=True, values=True)
 
 
 # ----------------------------------------------------------------------------- micro-batches and the balancing of loads
@@ -150,7 +151,7 @@ CPU = torch.device("cpu")
 
 
 def decoded(groups: list[TrainGroup]) -> Rows:
-    return train_rows.decode_groups(groups, VOCAB, Needs(reference=True, values=True))
+    return train_rows.rows_of(check_groups(groups, VOCAB, BOTH), BOTH)
 
 
 def payloads(groups: list[TrainGroup]) -> list[GroupPayload]:
@@ -322,7 +323,7 @@ def _group(payload: GroupPayload) -> TrainGroup:
 
 
 def _decoded(groups: list[TrainGroup]) -> Rows:
-    return train_rows.decode_groups(groups, LETTERS + 1, Needs())
+    return train_rows.rows_of(check_groups(groups, LETTERS + 1, Needs()), Needs())
 
 
 def _logprobs(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
@@ -484,7 +485,7 @@ def test_of_one_long_sequence_every_part_has_the_same_work() -> None:
 def test_a_part_has_of_a_column_what_it_predicts(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes.dist, "get_rank", lambda group: rank)
     monkeypatch.setattr(passes.dist, "get_world_size", lambda group: 2)
-    rows = decode_groups(make_groups(3), VOCAB, Needs())
+    rows = train_rows.rows_of(check_groups(make_groups(3), VOCAB, Needs()), Needs())
     columns = {"temperature": np.arange(len(rows.tokens), dtype=np.float32)}
     whole = pack(rows, np.flatnonzero(rows.trained()), columns, CPU)
     part = part_of(whole, None)  # type: ignore[arg-type]

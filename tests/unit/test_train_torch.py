@@ -31,7 +31,7 @@ from runtime.models import experts, forward, hf_folder
 from runtime.models.experts import join_experts, mixture, route
 from runtime.trainer import objective
 from runtime.trainer.backend import micro_batches
-from runtime.trainer.rows import Needs, decode_groups
+from runtime.trainer.rows import Needs, check_groups, rows_of
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import GroupPayload, PolicyVersion, TrainGroup, ValueRequest
 from services.rollout import make_engine
@@ -274,7 +274,7 @@ def test_a_sampled_padding_token_learns_as_any_other(tmp_path: Path):
 
 def logprobs(engine: ModelTrainer, groups: list[TrainGroup], budget: int) -> np.ndarray:
     """float32 flat: of each trained token, by micro-batches of at most `budget` tokens; 0 elsewhere."""
-    rows, found = decode_groups(groups, VOCAB, Needs()), engine.backend
+    rows, found = rows_of(check_groups(groups, VOCAB, Needs()), Needs()), engine.backend
     out = np.zeros(len(rows.tokens), np.float32)
     batches = micro_batches(rows, rows.trained(), {}, budget, found.rank_info, found.packs)
     with torch.no_grad():
@@ -305,7 +305,7 @@ def test_sequences_run_together_have_the_log_probabilities_of_each_alone(saved: 
 
 def test_padding_is_told_and_counts_in_the_budget(saved: Callable[[str], Path]) -> None:
     engine = policy_trainer(make_config(str(saved("lfm2"))))
-    rows = decode_groups(long_groups(), VOCAB, Needs())
+    rows = rows_of(check_groups(long_groups(), VOCAB, Needs()), Needs())
     made = list(micro_batches(rows, rows.trained(), {}, 60, engine.backend.rank_info, engine.backend.packs))
     assert sorted(np.concatenate([batch.samples for batch in made])) == np.flatnonzero(rows.trained()).tolist()
     for batch in made:

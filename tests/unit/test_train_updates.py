@@ -356,7 +356,7 @@ def test_gradients_are_those_of_the_truncated_distribution(policy: str, monkeypa
     groups = [with_sets(group, rng) for group in make_groups(2)]
     engine = policy_trainer(make_config(policy))
     backend = engine.backend
-    rows = train_rows.decode_groups(groups, VOCAB, engine.objective.needs)
+    rows = train_rows.rows_of(train_rows.check_groups(groups, VOCAB, engine.objective.needs), engine.objective.needs)
     weight = {"weight": rng.normal(size=len(rows.tokens)).astype(np.float32)}
 
     def loss(batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:

@@ -276,17 +276,17 @@ def test_main_uses_the_cache(
 ) -> None:
     wanted = settings(cache=str(tmp_path))
     warmup.cache_folder(wanted).symlink_to(finished[0])
-    assert warmup.main([msgspec.json.encode(wanted).decode()]) == 0
+    assert warmup.main(msgspec.json.encode(wanted).decode()) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["event"] == "done" and line["folder"] == str(warmup.cache_folder(wanted))
     assert line["accuracy"] >= 0.3
 
 
-@pytest.mark.parametrize("arguments", [[], ["{"], ['{"accurcy": 3}'], ['{"eval_problems": 9999}']])
-def test_main_answers_a_mistake_with_one_line(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if arguments and arguments[0].endswith("}"):
-        arguments = [arguments[0][:-1] + f', "cache": "{tmp_path}"}}']
-    assert warmup.main(arguments) == 2
+@pytest.mark.parametrize("given", ["{", '{"accurcy": 3}', '{"eval_problems": 9999}'])
+def test_main_answers_a_mistake_with_one_line(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if given.endswith("}"):
+        given = given[:-1] + f', "cache": "{tmp_path}"}}'
+    assert warmup.main(given) == 2
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 1 and json.loads(out[0])["event"] == "error"
 

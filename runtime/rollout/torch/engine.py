@@ -28,7 +28,7 @@ from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 from runtime.rollout.torch.slots import Prefilled, RowSampling, Slots, as_row, sample, sets_of, streams, to_host
-from runtime.trainer.micro_batch import query_rows, tree_paths
+from runtime.trainer.micro_batch import BUCKET_RATIO, query_rows, tree_paths
 from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts, Sample, common
 
@@ -64,7 +64,7 @@ def prefill(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch
 
     before = known + shared
     stretches = np.stack([begins, before, lengths - before], 1)
-    packing = query_rows(paths, stretches, asks, np.arange(len(asks)), decoder.device)
+    packing = query_rows(paths, stretches, asks, np.arange(len(asks)), decoder.device, BUCKET_RATIO)
     shape = decoder.config.layers, len(asks), *decoder.cached
     kept = torch.empty(shape, device=decoder.device, dtype=decoder.dtype)
     for begin, each in zip(begins.tolist(), begun, strict=False):

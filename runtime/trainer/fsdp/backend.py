@@ -48,8 +48,7 @@ _GRADIENT = "gradient/squared"
 
 class FsdpBackend(ModelBackend):
     """Every rank has its own share of the data. float32 master weights. Computes in `model.dtype`, by default bfloat16 on
-    accelerators and float32 on the CPU. With `lora`, only adapters are trained and sent in weight syncs. An export has the
-    adapters merged into the model."""
+    accelerators and float32 on the CPU. With `lora`, only adapters are trained and sent; an export has them merged."""
 
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
         """Load the model. Raises UserError if the configuration or the folder is wrong."""
@@ -81,7 +80,7 @@ class FsdpBackend(ModelBackend):
         self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute)
         # On a CPU everything is on the host already.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
-        self._on_host: dict[str, HostOffload] = {}
+        self.on_host: dict[str, HostOffload] = {}
         large = sum(local(parameter).nbytes for parameter in self.parameters.values()) > TRIMMED
         self._trims = large and rank_info.device.type == "cpu"
         self._held: dict[str, int] = {}  # number of tensors in each HostOffload
@@ -119,8 +118,7 @@ class FsdpBackend(ModelBackend):
         return None if self._experts is None else self._experts.balance(batch, statistics)
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the outputs at the predictors: the head's inputs [N, H] (the logits if the head is part of the model), or
-        values float32 [N]."""
+        """Return the head's inputs [N, H] at the predictors (the logits if the model has the head), or values float32 [N]."""
         if self._experts is not None:
             self._experts.replay(batch)
         packed = (batch.input_ids, batch.position_ids, batch.packing)
@@ -172,14 +170,9 @@ class FsdpBackend(ModelBackend):
             held = [local(tensor) for tensor in self._resident(kind)]
             # Host memory takes long to allocate. It is made anew only if the number of tensors has changed: an optimizer has no
             # state at first.
-            if kind not in self._on_host or len(held) != self._held[kind]:
-                self._on_host[kind], self._held[kind] = HostOffload(held), len(held)
-            self._on_host[kind].offload()
-        platform.release(self.rank_info.device)
-
-    def onload(self) -> None:
-        for kind in self.offloaded:
-            self._on_host[kind].onload()
+            if kind not in self.on_host or len(held) != self._held[kind]:
+                self.on_host[kind], self._held[kind] = HostOffload(held), len(held)
+        super().offload()
 
     def _resident(self, kind: str) -> list[torch.Tensor]:
         """Return the tensors of `kind` that are on the device between steps; no gradients then."""
@@ -190,19 +183,19 @@ class FsdpBackend(ModelBackend):
         return [storage for value in held for storage in optimizers.storages(value)]
 
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
-        return partial(self._save, folder, self._state(position))
+        return partial(self._save, folder, position)
 
-    def _save(self, folder: Path, saved: state.TrainingState) -> None:
-        state.save(folder, saved, self._source)
+    def _save(self, folder: Path, position: TrainingPosition) -> None:
+        state.save(folder, self._state(), position, self._source)
         if self._has_value_head and self.rank_info.rank == 0:
             hf_policy.describe_critic(folder / "model", self.model.architecture)
 
     def load(self, folder: Path) -> TrainingPosition:
-        return state.load(folder, self._state(TrainingPosition(0, None)))
+        return state.load(folder, self._state())
 
-    def _state(self, position: TrainingPosition) -> state.TrainingState:
+    def _state(self) -> state.TrainingState:
         trained = self.parameters if self.adapters is None else self.adapters.trained
-        return state.TrainingState(trained, self.optimizer, position, self.rank_info, self.adapters, self._fixed)
+        return state.TrainingState(trained, self.optimizer, self.rank_info, self.adapters, self._fixed)
 
     def tensor_specs(self) -> list[TensorSpec]:
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._published}
@@ -222,11 +215,7 @@ class FsdpBackend(ModelBackend):
 
     def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         return (
-            Shard(
-                index,
-                (local_rows(tensor),),
-                self._scaled(name, local(tensor)).to(dtype_of(name, self._wire_dtype)),
-            )
+            Shard(index, (local_rows(tensor),), self._scaled(name, local(tensor)).to(dtype_of(name, self._wire_dtype)))
             for index, (name, tensor) in enumerate(self._published.items())
             if self.rank_info.rank == 0 or is_sharded(tensor)
         )

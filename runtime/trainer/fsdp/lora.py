@@ -30,9 +30,8 @@ _NAME = "default"  # PEFT allows several sets of adapters in a model; this is th
 
 
 def adapt(model: Any, settings: Lora, source: str, seed: int, frozen: torch.dtype) -> LoraConfig:
-    """Put adapters into `model`, which is whole and on the CPU, and freeze its other parameters in the dtype `frozen`. A's
-    values depend only on `seed`, so that every rank has the same; the global generators do not change. `source` is the model's
-    folder. Raises UserError if the model lacks a target layer."""
+    """Put adapters into `model` (of the folder `source`, whole and on the CPU), and freeze its other parameters in the dtype
+    `frozen`. A's values depend only on `seed`: all ranks have the same. Raises UserError if a target layer is missing."""
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
     targets = target_modules(layers, settings.target_modules)
@@ -88,9 +87,8 @@ def _in_files(name: str) -> str:
 
 
 class Adapters:
-    """The adapters of a policy under training. With several ranks, all ranks call every method alike. `trained` has the
-    adapters under their names in PEFT's files; `published` the same under the names of `runtime.models.adapters`; `base` the
-    policy without adapters, under its Hugging Face names."""
+    """The adapters of a policy under training. All ranks call every method alike. `trained` has them by their names in PEFT's
+    files, `published` under those of `runtime.models.adapters`; `base` is the rest, under its Hugging Face names."""
 
     def __init__(self, model: Any, config: LoraConfig, base: AdapterBase):
         """Find the adapters in `model`. `config` is the result of `adapt`."""

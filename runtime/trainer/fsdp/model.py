@@ -1,7 +1,6 @@
 """What engine torch does to a Hugging Face model: it goes to its device, or FSDP2 shards it by rows over the trainer's group.
-Experts are watched.
 
-Functions that shard are collectives, which all ranks call in the same order.
+Experts are watched. Functions that shard are collectives, which all ranks call in the same order.
 """
 
 from __future__ import annotations
@@ -90,9 +89,8 @@ def shard(model: Any, device: torch.device, compute: torch.dtype, cpu_offload: b
 
 
 def loss_factor(device: torch.device, world_size: int) -> float:
-    """Return the factor of each rank's loss that makes gradients sums over the ranks. Collective. torch 2.7, MindSpeed's
-    version, has an FSDP2 that asks for the average and has no option for sums; its gloo sums all the same. The factor is
-    therefore measured by reducing ones."""
+    """Return the factor of each rank's loss that makes gradients sums over the ranks. Collective. The FSDP2 of torch 2.7, which
+    MindSpeed has, asks for the average, but gloo sums all the same. So the factor is measured by reducing ones."""
     if world_size == 1:
         return 1.0
     from torch.distributed.fsdp import FSDPModule
@@ -118,13 +116,12 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-# ---- Experts
-# The experts of a policy under training: replays the rollout's routing, balances the experts, and counts their load.
-# B rows, T packed tokens; L layers with E experts; a token takes k of the E experts.
+# ---- Experts. B rows, T packed tokens; L layers with E experts; a token takes k of the E experts.
 
 
 class WatchedExperts:
-    """Call `replay` before each pass of a model, `balance` after it, `report` before an update and `correct` with it."""
+    """Replays the rollout's routing (`replay`, before each pass), balances the experts (`balance` after it, `correct` with each
+    update), and counts their load (`report`, before an update)."""
 
     def __init__(self, blocks: Sequence[Any], shape: ExpertShape, moe: Moe):
         """Watch `blocks`, the model's blocks of experts, in the order of layers."""

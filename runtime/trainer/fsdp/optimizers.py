@@ -39,7 +39,7 @@ def make_optimizer(
     settings["fused"] = {p.device.type for p in every} <= {"cpu", "cuda"}
     if options.name == "muon":
         groups.append({"params": [p for p in every if p in hidden], "weight_decay": options.weight_decay})
-        return Muon(groups, hidden, _MU, compute, **settings)
+        return Muon(groups, hidden, compute, **settings)
     return torch.optim.AdamW(groups, **settings)
 
 
@@ -59,15 +59,10 @@ class Muon(torch.optim.AdamW):
     every rank orthogonalises the whole matrix: ranks agree bit for bit, and with a single rank."""
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        matrices: frozenset[torch.nn.Parameter],
-        momentum: float,
-        compute: torch.dtype,
-        **adamw: Any,
+        self, groups: list[dict[str, Any]], matrices: frozenset[torch.nn.Parameter], compute: torch.dtype, **adamw: Any
     ):
         super().__init__(groups, **adamw)
-        self.matrices, self._momentum, self._compute = matrices, momentum, compute
+        self.matrices, self._compute = matrices, compute
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -84,8 +79,8 @@ class Muon(torch.optim.AdamW):
             state.update(step=torch.tensor(0.0), momentum_buffer=torch.zeros_like(parameter, requires_grad=False))
         state["step"] += 1
         own, gradient, buffer = map(local, (parameter, grad, state["momentum_buffer"]))
-        buffer.lerp_(gradient, 1 - self._momentum)
-        ahead = gradient.lerp(buffer, self._momentum).to(self._compute)
+        buffer.lerp_(gradient, 1 - _MU)
+        ahead = gradient.lerp(buffer, _MU).to(self._compute)
         update = orthogonalised(full(parameter, ahead))[local_rows(parameter)].to(own.device)
         own.mul_(1 - rate * decay).add_(update, alpha=-rate * _RMS * math.sqrt(max(parameter.shape)))
 
@@ -103,8 +98,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _eight_bits() -> Any:
-    """Return torchao's class of 8-bit tensors. A number is a code: a fraction of the largest number of its block. Raises
-    UserError if torchao is missing."""
+    """Return torchao's class of 8-bit tensors. Raises UserError if torchao is missing."""
     try:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
@@ -115,8 +109,7 @@ def _eight_bits() -> Any:
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments, in blocks of 256 along a rank's rows (Dettmers et al., arXiv:2110.02861), by torchao. A
     parameter with fewer than 4,096 numbers on a rank, or with an incomplete block, has moments of its own dtype. Each moment is
-    decoded, updated and encoded again. torchao's own optimizer compiles the same computation, and therefore needs a compiler on
-    each machine."""
+    decoded, updated and encoded again. torchao's own optimizer does the same, but needs a compiler on each machine."""
 
     def __init__(self, groups: list[dict[str, Any]], tensors: Any, *, lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr})
@@ -153,8 +146,7 @@ class AdamW8bit(torch.optim.Optimizer):
         own.mul_(1 - rate * decay).addcdiv_(mean, (square / second).sqrt() + self._eps, value=-rate / first)
 
 
-# ---------------------------------------------------------------------------------------------- state of a parameter
-# A state's tensors are sharded as the parameter. An 8-bit tensor has codes, and a scale for each block of 256 codes.
+# ---- State, sharded as its parameter. An 8-bit tensor has codes, and a scale for each block of 256 codes.
 
 
 def family(optimizer: torch.optim.Optimizer) -> str:
@@ -193,10 +185,9 @@ def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, tensors
 
 
 def _encode(held: Any, values: torch.Tensor) -> None:
-    """Encode `values`, float32, in the 8-bit tensor `held` of the same shape. If `values` were decoded from such a tensor with
-    the same blocks, the result is bit for bit that tensor. The number furthest from 0 in a block is the block's scale. If that
-    number is negative, it is the lowest of `qmap` times the scale, and the quotient may be off by one float. The block's other
-    numbers show which scale is right."""
+    """Encode `values`, float32, in the 8-bit tensor `held` of the same shape. If they were decoded from such a one, the result
+    is bit for bit that tensor. The number furthest from 0 in a block is its scale; a negative one is the lowest of `qmap` times
+    the scale, and the quotient may be off by one float. The block's other numbers show which scale is right."""
     blocks, qmap = values.reshape(-1, held.block_size), held.qmap
     top, low = blocks.amax(1), -blocks.amin(1)
     negative, zero = low / -qmap[0], torch.zeros_like(top)

@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +24,6 @@ from safetensors.torch import save_file
 
 from runtime.errors import UserError
 from runtime.models import hf_policy
-from runtime.models.adapters import AdapterBase
 from runtime.process import platform
 from runtime.run_files import read_object
 from runtime.trainer.backend import RankInfo, TrainingPosition, full, local, local_rows, wholes
@@ -39,27 +37,17 @@ FORMAT = 1
 GENERATORS = "rng.safetensors"
 
 
-@dataclass(frozen=True)
-class TrainingState:
+class TrainingState(NamedTuple):
     """The state to save or to restore. `parameters` are the trained ones: the model's, or those of `adapters`."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
-    position: TrainingPosition
     rank_info: RankInfo
-    adapters: Adapters | None = None
-    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the model's other tensors, which no gradient changes
-
-    @property
-    def config(self) -> LoraConfig | None:
-        return self.adapters.config if self.adapters else None
-
-    @property
-    def base(self) -> AdapterBase | None:
-        return self.adapters.known_base if self.adapters else None
+    adapters: Adapters | None
+    fixed: Mapping[str, torch.Tensor]  # the model's other tensors, which no gradient changes
 
 
-def save(folder: Path, state: TrainingState, source: str) -> None:
+def save(folder: Path, state: TrainingState, position: TrainingPosition, source: str) -> None:
     """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer come from `source`."""
     rank, optimizer = state.rank_info.rank, state.optimizer
     if state.adapters is not None:
@@ -77,24 +65,22 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
         moments = ((name, _whole(optimizer, name, parameter)) for name, parameter in kept.items())
         hf_policy.write_tensors(folder, "optimizer", kept, moments, rank, torch.float32)
     generators = _gather_generators(state)
-    description = describe(state.position, optimizers.family(optimizer), updates, state.config, state.base)
+    description = describe(position, optimizers.family(optimizer), updates, state.adapters)
     if rank == 0:
         save_file(generators, folder / GENERATORS)
         (folder / "trainer.json").write_text(description, encoding="utf-8")
 
 
-def describe(
-    position: TrainingPosition, optimizer: str, updates: int, config: LoraConfig | None, base: AdapterBase | None
-) -> str:  # fmt: skip
-    """Return the text of trainer.json; `config` and `base` are of adapters. All ranks call it."""
+def describe(position: TrainingPosition, optimizer: str, updates: int, adapters: Any) -> str:
+    """Return the text of trainer.json. `adapters`: None, or either engine's. All ranks call it."""
     content = {
         "format": FORMAT,
         "step": position.step,
         "optimizer": optimizer,
         "optimizer_updates": updates,
         "kl_coefficient": position.kl_coefficient,
-        "lora": lora.description(config) if config else None,
-        "base": base.describe() if base else None,
+        "lora": lora.description(adapters.config) if adapters else None,
+        "base": adapters.known_base.describe() if adapters else None,
     }
     return json.dumps(content) + "\n"
 
@@ -122,7 +108,7 @@ def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
 def load(folder: Path, state: TrainingState) -> TrainingPosition:
     """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows. Return the progress of training.
     Raises UserError, and changes nothing, if the checkpoint does not fit the model."""
-    description = read_description(folder, state.config, state.base)
+    description = read_description(folder, state.adapters)
     require_same_optimizer(folder, description, optimizers.family(state.optimizer))
     where = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
     kept = state.parameters if state.adapters else {**state.parameters, **state.fixed}
@@ -143,19 +129,18 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
     return TrainingPosition(description["step"], description.get("kl_coefficient"))
 
 
-def read_description(folder: Path, config: LoraConfig | None, base: AdapterBase | None) -> dict[str, Any]:
-    """Return the content of trainer.json. Raises UserError if the checkpoint is not engine torch's; or if it has adapters and
-    they are not on `base` or do not match `config`. All ranks call it."""
+def read_description(folder: Path, adapters: Any) -> dict[str, Any]:
+    """Return the content of trainer.json. Raises UserError for another engine's, or if `adapters` (or None) do not match."""
     description = read_object(folder / "trainer.json", f"checkpoint {folder}: trainer.json")
-    require_same_adapters(folder, description.get("lora"), config)
+    require_same_adapters(folder, description.get("lora"), adapters and adapters.config)
     if "engine" in description:
         raise UserError(
             f"checkpoint {folder}: is of engine {description['engine']}, whose checkpoints engine torch does not read"
         )
     if description.get("format") != FORMAT:
         raise UserError(f"checkpoint {folder}: format {description.get('format')!r} is not known; must be {FORMAT}")
-    if base is not None:
-        base.require(folder, description.get("base"))
+    if adapters is not None:
+        adapters.known_base.require(folder, description.get("base"))
     return description
 
 
@@ -188,9 +173,9 @@ def _safetensors(path: Path) -> Any:
 
 def open_tensors(
     folder: Path, stem: str, expected: Mapping[str, tuple[int, ...]], stack: contextlib.ExitStack
-) -> Callable[[str], Any]:  # fmt: skip
-    """Open the files of `stem`, whose tensors must have the `expected` names and shapes. Return a function that reads any part
-    of a tensor, by its name. Raises UserError if names or shapes differ."""
+) -> Callable[[str], Any]:
+    """Open the files of `stem` and return a function that gives a tensor's slices by its name. Raises UserError if the tensors
+    do not have the `expected` names and shapes."""
     files = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         file = stack.enter_context(_safetensors(path))

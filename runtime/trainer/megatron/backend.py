@@ -14,7 +14,6 @@ from runtime.models import hf_policy
 from runtime.models.adapters import AdapterBase, HostOffload
 from runtime.models.families.adapters import sync_name
 from runtime.models.forward import dtype_of
-from runtime.process import platform
 from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
@@ -42,8 +41,7 @@ T = TypeVar("T")
 class MegatronBackend(MegatronPasses, ModelBackend):
     """Every block of ranks that holds the model has its own share of the data: the share of its first rank. Computes in
     `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU. Master weights are float32. With `lora`, only
-    adapters are trained. An export has the adapters merged into the model. `megatron.facade.prepare` must have been called in
-    this process."""
+    adapters are trained; an export has them merged. Call `megatron.facade.prepare` first."""
 
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
         """Load the model. Raises UserError if the configuration or the folder is wrong."""
@@ -60,7 +58,7 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         self.passed = self.optimizer.model
         save = config.deadlines.save
         self._writer = state.Writer(self.grid.host_group(save), trained.role, save, config.checkpoint.gather)
-        self.on_host = [HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
+        self.on_host = {kind: HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded}
         shares = RankInfo(self.grid.block, self.grid.blocks, device, self.grid.data_group)
         ModelBackend.__init__(self, rank_info, self.shape.vocab_size, shares, self.grid.leads)
 
@@ -94,13 +92,7 @@ class MegatronBackend(MegatronPasses, ModelBackend):
 
     def offload(self) -> None:
         self.optimizer.settle()
-        for each in self.on_host:
-            each.offload()
-        platform.release(self.rank_info.device)
-
-    def onload(self) -> None:
-        for each in self.on_host:
-            each.onload()
+        super().offload()
 
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         self.optimizer.settle()

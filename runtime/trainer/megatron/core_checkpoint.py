@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from runtime.errors import UserError
@@ -74,25 +75,16 @@ class CoreFile(msgspec.Struct, frozen=True, kw_only=True):
         return f"tp_{self.tensor:02d}_pp_{self.stage:02d}{'' if self.expert is None else f'_ep_{self.expert:02d}'}.safetensors"
 
 
-class Column(msgspec.Struct, frozen=True):
-    """The files of the tensor ranks 0, 1, ... at one stage and expert rank: together they hold whole tensors."""
-
-    parts: list[CoreFile]
-
-    def rows(self) -> Iterator[tuple[Parameter, ...]]:
-        """Yield each parameter as a tuple: the parameter as each tensor rank has it."""
-        return zip(*(part.parameters for part in self.parts), strict=True)
-
-
-def columns(family: Family, layout: Layout) -> Iterator[Column]:
-    """Yield all files of a folder, the files of experts last in each stage."""
+def columns(family: Family, layout: Layout) -> Iterator[list[CoreFile]]:
+    """Yield all files of a folder, those of experts last in each stage. A column has the files of the tensor ranks 0, 1, ... at
+    one stage and expert rank: together they hold whole tensors."""
     for stage in range(layout.pipeline):
-        yield Column([_core_file(family, layout, tensor, stage, None) for tensor in range(layout.tensor)])
+        yield [_core_file(family, layout, tensor, stage, None) for tensor in range(layout.tensor)]
         for expert in range(layout.expert):
             cuts = 1 if layout.whole_experts else layout.tensor
-            parts = [_core_file(family, layout, tensor, stage, expert) for tensor in range(cuts)]
-            if parts[0].parameters:
-                yield Column(parts)
+            column = [_core_file(family, layout, tensor, stage, expert) for tensor in range(cuts)]
+            if column[0].parameters:
+                yield column
 
 
 def _core_file(family: Family, layout: Layout, tensor: int, stage: int, expert: int | None) -> CoreFile:
@@ -126,7 +118,7 @@ class CoreFolder:
     def __init__(self, folder: Path, family: Family, layout: Layout):
         """Read headers. Raises UserError, which names the tensors, if a file is missing, torn or of another model."""
         self._readers: dict[str, TensorReader] = {}
-        for part in (part for column in columns(family, layout) for part in column.parts):
+        for part in chain.from_iterable(columns(family, layout)):
             reader = TensorReader(folder / part.name)
             needed = {parameter.name: parameter.shape for parameter in part.parameters}
             require_same(str(folder / part.name), needed, {name: spec.shape for name, spec in reader.specs.items()})
@@ -354,9 +346,8 @@ class CoreCheckpoint:
         offsets = torch.Size((*index, *(0,) * len(spec.shape)))
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=tensor.size())
         items = create_read_items_for_chunk_list(key, self._stored[key], [chunk])
-        planner: Any = _Into(tensor)
         try:
-            self._reader.read_data(LoadPlan(items), planner).wait()
+            self._reader.read_data(LoadPlan(items), _Into(tensor)).wait()
         except Exception as error:  # any error of torch's about torn files or objects; its text advises to trust the file
             raise UserError(f"{self.path}: {key} cannot be read: {type(error).__name__}") from error
         return tensor.view(spec.shape)
@@ -374,24 +365,19 @@ class CoreCheckpoint:
         return name, index
 
 
-class _Into:
+class _Into(DefaultLoadPlanner):
     """The planner that torch's reader asks where in `tensor` a part belongs."""
 
     def __init__(self, tensor: torch.Tensor):
+        super().__init__()
         self._tensor = tensor
 
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        part = self._tensor
-        for dimension, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            part = part.narrow(dimension, offset, length)
-        return part
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: `tensor` is a view of the target."""
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._tensor
 
 
 def _parameters(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of all parameters, as a single rank would have them."""
     for column in columns(family, Layout()):
-        for parameter in column.parts[0].parameters:
+        for parameter in column[0].parameters:
             yield parameter.name, parameter.shape

@@ -17,8 +17,7 @@ from runtime.process import platform
 
 class ProcessGrid:
     """The process groups of megatron-core, made once in a process. Ranks count tensor-parallel first, then context-parallel,
-    then blocks, then pipeline stages. All ranks of a model-parallel block get the same data; different blocks get different
-    data."""
+    then blocks, then pipeline stages. All ranks of a model-parallel block get the same data, different blocks different."""
 
     def __init__(self, settings: Spread, device: torch.device, seed: int, timeout: float):
         """Make the groups. Collective over torch's default group; a single rank without that group makes it."""
@@ -57,8 +56,7 @@ class ProcessGrid:
         self.leaders = [[rank for rank, (_, at) in self.places.items() if at == stage] for stage in range(parallel.pipeline)]
         """The ranks of `places`, by stage."""
         self.stages: list[int] = dist.get_process_group_ranks(self.pipeline_group)
-        self.last = self.pipeline_rank == parallel.pipeline - 1
-        """Whether this rank's stage is the last one, which computes the loss."""
+        self.last = self.pipeline_rank == parallel.pipeline - 1  # whether this rank's stage computes the loss
 
     def _places(self) -> dict[int, tuple[int, int]]:
         own = [self.expert_data_rank, self.pipeline_rank, int(self.tensor_rank == self.expert_rank == 0)]
@@ -75,16 +73,18 @@ class ProcessGrid:
         return tensor
 
     def bytes_of_last_stage(self, data: bytes) -> bytes:
-        return data if len(self.stages) == 1 else self._broadcast(data, self.stages[-1], self.pipeline_group)
+        return self._broadcast(data, -1, self.pipeline_group)
 
     def bytes_of_leader(self, data: bytes) -> bytes:
         """Return the data of the first rank of this rank's block."""
-        for group in (self.context_group, self.model_group):
-            ranks = dist.get_process_group_ranks(group)
-            data = data if len(ranks) == 1 else self._broadcast(data, ranks[0], group)
-        return data
+        return self._broadcast(self._broadcast(data, 0, self.context_group), 0, self.model_group)
 
-    def _broadcast(self, data: bytes, source: int, group: Any) -> bytes:
+    def _broadcast(self, data: bytes, place: int, group: Any) -> bytes:
+        """Return the data of the rank at `place` in `group`."""
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return data
+        source = ranks[place]
         size = torch.tensor([len(data)], device=self.device)
         dist.broadcast(size, source, group=group)
         if dist.get_rank() == source:

@@ -41,15 +41,12 @@ def require(family: Family) -> None:
 @torch.no_grad()
 def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Path) -> float:
     """Return the largest difference between the logits of the converted `weights`, by Hugging Face names, and of the folder
-    `hf` of the same model. Both get the same random tokens. Empties `weights`.
-
-    Raises InvariantViolated if the difference is more than rounding, UserError if the trainer lacks the rope scaling.
-    """
+    `hf` of the same model. Both get the same random tokens. Empties `weights`. Raises InvariantViolated if the difference is
+    more than rounding, UserError if the trainer lacks the rope scaling."""
     shape = hf_folder.read_config(hf)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     dtype = weights[EMBEDDING].dtype
-    logits = _core_logits(family, shape, weights, tokens)
-    expected = _transformers_logits(hf, dtype, tokens)
+    logits, expected = _core_logits(family, shape, weights, tokens), _transformers_logits(hf, dtype, tokens)
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= TOLERANCE * largest:
         raise InvariantViolated(

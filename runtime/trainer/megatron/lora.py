@@ -2,8 +2,7 @@
 
 An adapter has its layer's input, and adds to the layer's output. For a token its ranks exchange as many numbers as A has rows,
 while the layer's ranks exchange the model's width. A parameter that is the same on all tensor-parallel ranks gets the same
-gradient on all: at once if all ranks see every token, otherwise by megatron-core's sum over parameters marked
-`sequence_parallel`.
+gradient on all: at once if all see every token, otherwise by megatron-core's sum over parameters marked `sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -45,12 +44,10 @@ class LayerAdapter(torch.nn.Module):
         for number, pair in enumerate(pairs):
             if pair is not None:
                 a, b = pair
-                start = start_of(a.sources[0].name, a.sources[0].shape, seed)
-                for held, piece in (
-                    (self.down, a.from_hf({a.sources[0].name: start}.__getitem__)),
-                    (self.up, torch.zeros(b.shape)),
-                ):
-                    held[str(number)] = torch.nn.Parameter(piece.to(layer.weight.device, copy=True))
+                source, device = a.sources[0], layer.weight.device
+                down = a.from_hf({source.name: start_of(source.name, source.shape, seed)}.__getitem__)
+                self.down[str(number)] = torch.nn.Parameter(down.to(device, copy=True))
+                self.up[str(number)] = torch.nn.Parameter(torch.zeros(b.shape, device=device))
         for parameter in self.parameters():
             parameter.allreduce = layer.weight.allreduce  # type: ignore[attr-defined]  # False: differs between expert ranks
         for parameter in (self.up if each.split else self.down).values():
@@ -93,12 +90,11 @@ class MegatronAdapters:
     """The adapters of this rank's part of a policy. All ranks call every method alike."""
 
     def __init__(self, passes: MegatronPasses, settings: Lora, base: AdapterBase, seed: int):
-        """Put the adapters into the model of `passes`, and freeze the rest of the model. Raises UserError if the model lacks a
-        target layer."""
+        """Put the adapters into the model of `passes`, and freeze its rest. Raises UserError if it lacks a target layer."""
         weights, grid, model = passes.weights, passes.grid, passes.model
         self._table = AdapterTable(passes.family, settings.rank, settings.target_modules, grid.layout)
-        self._config = lora.peft_config(settings, self._table.targets, base.path)
-        self._base, self._grid, self._on = base, grid, True
+        self.config = lora.peft_config(settings, self._table.targets, base.path)
+        self.known_base, self._grid, self._on = base, grid, True
         model.requires_grad_(False)
         for each in weights.parameters(grid.pipeline_rank, grid.expert_rank):
             if any(pairs := self._table.pairs(each)):
@@ -111,7 +107,7 @@ class MegatronAdapters:
 
     def published(self) -> ModelWeights:
         """Return the adapters as in a weight sync (`runtime.models.adapters`), by their names in PEFT's files."""
-        scale = self._config.lora_alpha / self._config.r
+        scale = self.config.lora_alpha / self.config.r
         parts = {name: each * scale if ".up." in name else each for name, each in self._trained.items()}
         return ModelWeights(self._table, parts, self._grid)
 
@@ -131,24 +127,23 @@ class MegatronAdapters:
         """Write a PEFT folder; rank 0 writes."""
         wholes = {name: whole.to("cpu", copy=True) for name, whole in self._weights.wholes(torch.float32)}
         if wholes:
-            lora.write(folder, wholes, self._config)
+            lora.write(folder, wholes, self.config)
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def prepare(self, folder: Path, updates: MegatronOptimizer, position: TrainingPosition) -> Callable[[], None]:
-        """Bring the whole state to the host of rank 0. Return a function that writes it in engine torch's form, also while
-        training goes on."""
+        """Bring the state to rank 0's host. Return a function that writes it in engine torch's form, beside training."""
         kept = {name: updates.gather(parameter) for name, parameter in self._trained.items()}
         found: dict[str, dict[str, torch.Tensor]] = {}
         for kind in KINDS:
             held = ModelWeights(self._table, {name: parts[kind] for name, parts in kept.items()}, self._grid)
             found[kind] = {name: whole.to("cpu", copy=True) for name, whole in held.wholes(torch.float32)}
-        description = state.describe(position, "adamw", updates.count, self._config, self._base)
+        description = state.describe(position, "adamw", updates.count, self)
         moments = {f"{kind}.{name}": whole for kind in KINDS[1:] for name, whole in found[kind].items() if updates.count}
         return partial(self._write, folder, found["master"], moments, description) if found["master"] else lambda: None
 
     def _write(self, folder: Path, wholes: Tensors, moments: Tensors, description: str) -> None:
-        lora.write(folder / lora.FOLDER, wholes, self._config)
+        lora.write(folder / lora.FOLDER, wholes, self.config)
         if moments:
             hf_policy.write_tensors(folder, "optimizer", moments, moments.items(), 0, torch.float32)
         save_file({}, folder / state.GENERATORS)  # no random numbers are used
@@ -157,7 +152,7 @@ class MegatronAdapters:
     @torch.no_grad()
     def load(self, folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
         """Restore the state that either engine saved. Raises UserError, and changes nothing, if it does not fit the model."""
-        found = state.read_description(folder, self._config, self._base)
+        found = state.read_description(folder, self)
         state.require_same_optimizer(folder, found, "adamw")
         shapes = self._weights.shapes
         kept = {f"{kind}.{name}": shape for kind in KINDS[1:] for name, shape in shapes.items()}
@@ -172,5 +167,5 @@ class MegatronAdapters:
                 wholes = {kind: each.from_hf(read).to(parameter.device) for kind, read in reads.items()}
                 parameter.copy_(wholes["master"])
                 updates.scatter(parameter, {kind: wholes.get(kind, torch.zeros_like(parameter)) for kind in KINDS})
-        updates.count = found["optimizer_updates"]
+        updates.set_count(found["optimizer_updates"])
         return TrainingPosition(found["step"], found.get("kl_coefficient"))

@@ -32,13 +32,7 @@ class LatentSelfAttention(MLASelfAttention):
     """`rotary_pos_emb` are cosines and sines [2, T, 1, 1, rotated], already multiplied by the rope's amplitude."""
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: None,
-        *,
-        rotary_pos_emb: torch.Tensor,
-        attention_bias: Any,
-        **_: Any,
+        self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, attention_bias: Any, **_: Any
     ) -> tuple[torch.Tensor, None]:
         """Compute attention: [T, 1, H] (with sequence parallelism a part of it) -> the same, and no bias."""
         config: Any = self.config

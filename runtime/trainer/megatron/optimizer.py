@@ -1,9 +1,8 @@
 """megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments sharded.
 
 With several blocks both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the
-backward pass of the update has made them. The caller of `passes` says which call is the last, as an update's micro-batches may
-come in several calls. The new weights are gathered while the next forward pass begins, and each layer waits for its own. Other
-readers wait for all weights (`settle`).
+backward pass of the update has made them: the caller of `passes` says which call is the update's last. The new weights are
+gathered while the next forward pass begins, and each layer waits for its own. Other readers wait for all (`settle`).
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from megatron.core.optimizer import OptimizerConfig
 from runtime.config import Optimizer
 from runtime.trainer.megatron import facade
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""The optimizer's state of each weight: the weight in float32, and Adam's moments."""
+KINDS = ("master", "exp_avg", "exp_avg_sq")  # the optimizer's state of each weight: the weight in float32, and Adam's moments
 
 
 class MegatronOptimizer:
@@ -63,7 +61,12 @@ class MegatronOptimizer:
         )
         with facade.moving(device):
             self.optimizer = core.get_megatron_optimizer(settings, [self.model], **_no_decay(settings))
-        self._make_moments()
+        # A checkpoint's moments are loaded into existing tensors.
+        for part in self._parts():
+            for master in part.get_parameters():
+                zeros = {kind: torch.zeros_like(master, requires_grad=False) for kind in KINDS[1:]}
+                part.optimizer.state[master] = zeros
+        self.set_count(0)
 
     def clear(self) -> None:
         for buckets in self._buckets():
@@ -77,14 +80,12 @@ class MegatronOptimizer:
         """Return the gradients of this rank's part of the model; before `finish`, the sums over its block only."""
         return [parameter.main_grad for parameter in self.model.parameters() if parameter.requires_grad]
 
-    @contextlib.contextmanager
-    def passes(self, last: bool) -> Iterator[None]:
-        """Wrap one run of megatron-core's schedules. `last`: it is the update's last run, and `finish` comes next."""
-        self._config.no_sync_func = (
-            self.model.no_sync if last else None
-        )  # the schedule enters it around all backward passes except the last one
-        with contextlib.nullcontext() if last else self.model.no_sync():
-            yield
+    def passes(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a run of megatron-core's schedules. `last`: the update's last run; `finish` comes next."""
+        # The schedule enters it around all backward passes except the last one.
+        self._config.no_sync_func = self.model.no_sync if last else None
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext() if last else self.model.no_sync()
+        return context
 
     def settle(self) -> None:
         """Wait until this rank has all weights of the last step."""
@@ -120,7 +121,7 @@ class MegatronOptimizer:
         self.optimizer.step_with_ready_grads()
         if self._overlaps:
             self.model.start_param_sync()
-        self._count += 1
+        self.count += 1
 
     def _buckets(self) -> Iterator[Any]:
         """Yield the groups of buckets that are reduced, or gathered, together."""
@@ -128,8 +129,7 @@ class MegatronOptimizer:
         yield from self.model.expert_parallel_bucket_groups
 
     def _await_head(self, model: Any) -> None:
-        """Make the head's weights ready before the final norm: they are read without a call of the head's module, which is
-        where megatron-core would wait for them."""
+        """Make the head's weights ready before the final norm: the head's module, which would wait for them, is not called."""
         head = getattr(getattr(model, "output_layer", None), "weight", None)
         if head is not None and head.requires_grad:
             buckets = self.model.param_to_bucket_group[head]
@@ -159,14 +159,9 @@ class MegatronOptimizer:
                         yield master
                     yield from self._moments(part, master).values()
 
-    @property
-    def count(self) -> int:
-        """Number of Adam's steps."""
-        return self._count
-
-    @count.setter
-    def count(self, count: int) -> None:
-        self._count = count
+    def set_count(self, count: int) -> None:
+        """Set the number of Adam's steps, `count`, as it is before the first step or in a checkpoint."""
+        self.count = count
         for part in self._parts():
             for group in part.optimizer.param_groups:
                 if isinstance(part.optimizer, torch.optim.AdamW):
@@ -210,14 +205,6 @@ class MegatronOptimizer:
     @staticmethod
     def _moments(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
         return {kind: part.optimizer.state[master][kind] for kind in KINDS[1:]}
-
-    def _make_moments(self) -> None:
-        """Make moments of 0, as before the first step: a checkpoint's moments are loaded into existing tensors."""
-        for part in self._parts():
-            for parameter in part.get_parameters():
-                zeros = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}
-                part.optimizer.state[parameter] = zeros
-        self.count = 0
 
 
 def _no_decay(settings: OptimizerConfig) -> dict[str, Any]:

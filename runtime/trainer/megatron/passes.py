@@ -110,7 +110,7 @@ def packing_of(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray, place:
     token's key among the gathered keys."""
     asks = np.full(len(place), -1)
     asks[own] = np.arange(len(own))
-    return query_rows(paths, _stretches(paths, sequences, own), asks, place, device, ratio=1.0)
+    return query_rows(paths, _stretches(paths, sequences, own), asks, place, device, 1.0)
 
 
 def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.ndarray:
@@ -133,13 +133,7 @@ def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.
 
 
 def token_logprobs(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    temperature: float = 1.0,
-    *,
-    group: dist.ProcessGroup,
-    start: int,
-    entropy_gradient: bool = True,
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, group: dist.ProcessGroup, start: int, entropy_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `algorithms.losses.token_logprobs` from the logits [N, v] of the vocabulary's tokens `start` … `start + v - 1`.
     tokens int64 [N] -> log-probabilities [N], entropies [N], on every rank of `group`; half precision is computed in float32.
@@ -199,10 +193,7 @@ class MegatronPasses:
         timeout: float,
         value_head: bool = False,
     ) -> None:
-        """Load this rank's part of the Hugging Face folder `source`, with `value_head` as a critic.
-
-        `timeout`: seconds of a collective. Raises UserError if the folder or the layout is wrong.
-        """
+        """Load this rank's part of the folder `source`. `timeout`: seconds. Raises UserError for a wrong folder or layout."""
         family, shape = hf_folder.read_family(source, value_head), hf_folder.read_config(source)
         grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
@@ -216,8 +207,7 @@ class MegatronPasses:
         self.shape, self.family = shape, family
         self.grid = grid
         self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
-        self.passed: torch.nn.Module = self.model
-        """The module of the passes: the model, perhaps wrapped."""
+        self.passed: torch.nn.Module = self.model  # the module of the passes: the model, perhaps wrapped
 
     def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         """Yield each of `batches` with its `output`, on every stage; no gradients."""
@@ -266,13 +256,8 @@ class MegatronPasses:
     ) -> PerToken:
         """Do what `ModelBackend.token_logprobs` says. The chunks are the same on all ranks that share the vocabulary."""
         start, width = self.model.vocabulary_start, self.shape.vocab_size // self.grid.layout.tensor
-        numbers = partial(
-            token_logprobs,
-            temperature=temperature,
-            group=self.grid.tensor_group,
-            start=start,
-            entropy_gradient=entropy_gradient,
-        )
+        group = self.grid.tensor_group
+        numbers = partial(token_logprobs, temperature=temperature, group=group, start=start, entropy_gradient=entropy_gradient)
         return token_numbers(numbers, outputs, self.model.head_weight(), width, batch, start)
 
     def of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -45,8 +45,7 @@ ENGINE = "megatron"
 def prepare(
     folder: Path, updates: MegatronOptimizer, position: TrainingPosition, source: str, writer: Writer
 ) -> Callable[[], None]:
-    """Copy the state to the host. Return a function that writes each rank's part, also while training goes on. Collective.
-    Configuration and tokenizer come from `source`."""
+    """Copy the state to the host. Return a function that writes each rank's part, beside training. Collective."""
     target = folder / FOLDER
     target.mkdir(parents=True, exist_ok=True)  # on each node, if nodes share no folder
     if dist.get_rank() == 0:
@@ -84,7 +83,7 @@ def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
     updates.model.module.load_state_dict(found["model"] | objects)
     for name, parameter in updates.model.module.named_parameters():
         updates.scatter(parameter, {kind: found["optimizer"][kind][name] for kind in KINDS})
-    updates.count = description["optimizer_updates"]
+    updates.set_count(description["optimizer_updates"])
     return TrainingPosition(description["step"], description["kl_coefficient"])
 
 
@@ -122,7 +121,7 @@ def _host_copy(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
 
 def _described(
     updates: MegatronOptimizer, wholes: Callable[[torch.nn.Parameter, Any], Mapping[str, torch.Tensor]]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the tree to save or to load into: the parameters as they are, and with the same sharding each parameter's master
     weights and moments. `wholes` returns these by kind for a parameter and its entry. megatron-core's own description of its
     optimizer's state does not fit torch's AdamW, and pads where it must not."""

@@ -30,8 +30,7 @@ def held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class ModelWeights:
-    """The weights of this rank's part of a model, or of the adapters on it. Collectives are over the ranks that together hold
-    the model once; other replicas do not take part."""
+    """This rank's part of a model, or of the adapters on it. Collectives are over the ranks that hold the model once."""
 
     def __init__(self, family: Family | AdapterTable, held: Mapping[str, torch.Tensor], grid: ProcessGrid):
         """Hold the tensors `held`, by name: what `family` says that this rank has."""
@@ -42,8 +41,7 @@ class ModelWeights:
             # The gradient of a parameter that all ranks hold counts once in the norm. megatron-core sets this mark only when it
             # initialises the weights.
             self._parameters[each.name].tensor_model_parallel = each.split is not None  # type: ignore[attr-defined]
-        self.shapes = family.tensors()
-        """Shapes of the Hugging Face tensors, in the order of `wholes`."""
+        self.shapes = family.tensors()  # shapes of the Hugging Face tensors, in the order of `wholes`
 
     def parameters(self, stage: int, expert_rank: int) -> list[Parameter]:
         """Return the parameters that the ranks of pipeline stage `stage` with expert rank `expert_rank` hold."""
@@ -61,9 +59,8 @@ class ModelWeights:
         assert {each.name for each in mine} == self._parameters.keys()
         with files.slices() as read:
             for each in mine:
-                known = all(
-                    source.name in files.shapes for source in each.sources
-                )  # False for a new value head, which begins at 0
+                # A new value head is not known, and begins at 0.
+                known = all(source.name in files.shapes for source in each.sources)
                 self._parameters[each.name].copy_(each.from_hf(read) if known else torch.zeros(each.shape))
 
     def stages(self) -> list[int]:
@@ -101,8 +98,7 @@ class ModelWeights:
                     yield Shard(index, region, block)
 
     def _rows(self, stage: int) -> Iterator[tuple[int, Parameter]]:
-        """Yield all parameters of a stage with the expert rank that each is taken from: a layer's experts by their numbers, all
-        other parameters from the first expert rank."""
+        """Yield a stage's parameters with the expert rank that each is taken from: experts by number, others from the first."""
         of_ranks = [self.parameters(stage, expert_rank) for expert_rank in range(self._grid.layout.expert)]
         for expert, rows in groupby(zip(*of_ranks, strict=True), lambda row: row[0].expert):
             columns = enumerate(zip(*rows, strict=True))
