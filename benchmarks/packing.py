@@ -16,10 +16,10 @@ from benchmarks.packing_trial import APART, BRANCHES, PACKED, SORTED, TREES, UNS
 from benchmarks.random_groups import GroupLengths, draw_lengths
 from benchmarks.worker import Measured, Worker, total
 from runtime.config import Config
+from runtime.models.forward import starts, tree_paths
 from runtime.models.tiny_model import Shape
 from runtime.telemetry.shown import LiteralTable
-from runtime.trainer.micro_batch import cut_trees, tree_paths
-from runtime.trainer.rows import starts
+from runtime.trainer.micro_batch import cut_trees
 
 
 class PackingShape(Struct, frozen=True):

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.random_groups import GroupLengths, draw_groups, draw_lengths
 from runtime import types
 from runtime.config import Config
-from runtime.trainer.rows import cut_by_length
+from runtime.models.forward import cut_by_length
 from runtime.types import GroupPayload, PolicyVersion, Sample, TrainGroup
 
 if TYPE_CHECKING:

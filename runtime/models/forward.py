@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from runtime.errors import UserError
 
@@ -176,6 +177,7 @@ class Packing:
     queries: list[torch.Tensor] | None = None
     """Set if only some tokens are queries, int64 [rows of the bucket, at most its longest]: indices among the queries of the
     tokens at the rows' ends. `rows` are then indices of all tokens, `cells` of the queries."""
+    in_order: bool = False  # whether the only bucket has all tokens, and queries, in their order and without padding
 
 
 def exact_on_cpu(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,6 +228,113 @@ def predict(
         hook.remove()
 
 
+# ---- Plans of packed passes: which sequences run together, and where their tokens are. Pure numpy on the host.
+# Arrays hold runs of different lengths back to back. A length is the number of tokens of a whole sequence.
+
+BUCKET_RATIO = 1.5  # longest to shortest row of one attention call; trades padding against the number of calls
+
+
+def starts(lengths: np.ndarray) -> np.ndarray:
+    """Return where each run begins, int64 [n]."""
+    return np.cumsum(lengths) - lengths
+
+
+def ramps(lengths: np.ndarray) -> np.ndarray:
+    """Return 0 .. length-1 of every run, [sum of lengths]."""
+    return np.arange(int(lengths.sum())) - np.repeat(starts(lengths), lengths)
+
+
+def spans(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return begin .. begin+length-1 of every run, [sum of lengths]."""
+    return np.repeat(begins, lengths) + ramps(lengths)
+
+
+def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut the rows, sorted by length, into runs with `rows x longest` of at most `budget` tokens. Sorting keeps padding small;
+    rows of equal length stay in order. A row longer than the budget runs alone."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
+    """Cut ascending `lengths` into runs whose longest is at most `ratio` times the shortest, and return the runs' sizes."""
+    sizes: list[int] = []
+    shortest = 0
+    for length in lengths:
+        if sizes and length <= ratio * shortest:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+            shortest = length
+    return sizes
+
+
+def tree_paths(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """Return the packed indices of each row's tokens from its first on, back to back: int64 [sum of lengths]. The tokens that
+    a row does not share with the row before it are packed in the order of the rows."""
+    begins = starts(lengths)
+    paths = np.cumsum(ramps(lengths) >= np.repeat(shared, lengths)) - 1
+    for index in np.flatnonzero(shared).tolist():
+        begin, before, size = begins[index], begins[index - 1], shared[index]
+        paths[begin : begin + size] = paths[before : before + size]
+    return paths
+
+
+def query_rows(
+    paths: np.ndarray,
+    stretches: np.ndarray,
+    asks: np.ndarray,
+    keys: np.ndarray,
+    device: torch.device,
+    ratio: float = BUCKET_RATIO,
+) -> Packing:
+    """Return how tokens attend to the tokens before them. `stretches`: int64 [n, (start of the row in `paths`, number of the
+    row's tokens before the stretch, number of tokens in the stretch)]. `asks`, `keys`: int64 [T], the positions of the query
+    and the key of each packed token; -1 for a token without a query. Stretches of similar size, by `ratio`, form a bucket. All
+    stretches of a bucket begin at the position of the stretch with the fewest tokens before it."""
+    import torch
+
+    rows, queries, cells, used, in_order = [], [], np.zeros(int(asks.max(initial=-1)) + 1, np.int64), 0, True
+    for bucket, before in _buckets(stretches, ratio):
+        begin, tokens = bucket[:, :1], bucket[:, 1:].sum(1, keepdims=True)
+        cell = np.arange(int(tokens.max()))
+        valid = cell < tokens
+        packed = paths[np.where(valid, begin + cell, begin)]
+        asked = asks[packed[:, before:]]
+        real = valid[:, before:] & (asked >= 0)
+        asked = np.where(real, asked, 0)
+        cells[asked[real]] = used + np.flatnonzero(real)
+        used += real.size
+        queries.append(torch.from_numpy(asked).to(device, non_blocking=True))
+        rows.append(torch.from_numpy(keys[packed]).to(device, non_blocking=True))
+        in_order &= _counts(keys[packed], len(keys)) and _counts(asked, len(cells))
+    return Packing(rows, torch.from_numpy(cells).to(device, non_blocking=True), queries, in_order)
+
+
+def _counts(indices: np.ndarray, count: int) -> bool:
+    """Return whether `indices` are 0 .. count-1, in order."""
+    return indices.size == count and bool((indices.flat == np.arange(count)).all())
+
+
+def _buckets(stretches: np.ndarray, ratio: float) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield stretches with similar numbers of tokens before and in them, and the smallest number of tokens before one."""
+    for alike in _runs(stretches, stretches[:, 1], ratio):
+        before = int(alike[0, 1])
+        for bucket in _runs(alike, alike[:, 1:].sum(1) - before, BUCKET_RATIO):
+            yield bucket, before
+
+
+def _runs(stretches: np.ndarray, sizes: np.ndarray, ratio: float) -> list[np.ndarray]:
+    """Split `stretches` into runs of similar size, ascending."""
+    order = np.argsort(sizes, kind="stable")
+    return np.split(stretches[order], np.cumsum(length_buckets(sizes[order].tolist(), ratio))[:-1])
+
+
 # ---- Attention. For packed sequences. Several sequences may begin with the same tokens.
 
 
@@ -257,17 +366,20 @@ def packed_attention(
     queries = query[0].transpose(0, 1).reshape(tokens, heads * head_dim)
     keys = key[0].transpose(0, 1).reshape(-1, kv_heads * head_dim)
     values = value[0].transpose(0, 1).reshape(-1, kv_heads * value_dim)
+
+    def gathered(indices: torch.Tensor, states: torch.Tensor, width: int) -> torch.Tensor:
+        # An embedding look-up, as its backward is deterministic on accelerators.
+        taken = states if packing.in_order else F.embedding(indices, states)
+        return taken.view(*indices.shape, -1, width).transpose(1, 2)
+
     outputs = []
     for ends, rows in zip(packing.queries or packing.rows, packing.rows, strict=True):
-        count, length = rows.shape
-        asked = ends.shape[1]
-        # Gathers are embedding look-ups, as their backward is deterministic on accelerators.
-        q = F.embedding(ends, queries).view(count, asked, heads, head_dim).transpose(1, 2)
-        k = F.embedding(rows, keys).view(count, length, kv_heads, head_dim).transpose(1, 2)
-        v = F.embedding(rows, values).view(count, length, kv_heads, value_dim).transpose(1, 2)
+        q, k = gathered(ends, queries, head_dim), gathered(rows, keys, head_dim)
+        v = gathered(rows, values, value_dim)
         output = _attended(q, k, v, scaling or head_dim**-0.5, sliding_window or 0, s_aux)
-        outputs.append(output.transpose(1, 2).reshape(count * asked, heads * value_dim))
-    return F.embedding(packing.cells, torch.cat(outputs)).view(1, tokens, heads, value_dim), None
+        outputs.append(output.transpose(1, 2).reshape(-1, heads * value_dim))
+    made = outputs[0] if packing.in_order else F.embedding(packing.cells, torch.cat(outputs))
+    return made.view(1, tokens, heads, value_dim), None
 
 
 def _attended(
@@ -290,9 +402,9 @@ def _attended(
         block = query[:, :, start : start + step]
         end = length - asked + start + block.shape[2]
         first = max(0, end - block.shape[2] - window + 1) if window else 0
-        distance = torch.arange(end - block.shape[2], end, device=query.device)[:, None]
-        distance = distance - torch.arange(first, end, device=query.device)
-        part = block, key[:, :, first:end], value[:, :, first:end], (distance >= 0) & (distance < (window or end))
+        last = end - block.shape[2] - first  # key that the first query sees
+        mask = torch.ones(block.shape[2], end - first, dtype=torch.bool, device=query.device).tril_(last)
+        part = block, key[:, :, first:end], value[:, :, first:end], mask.triu_(last - window + 1) if window else mask
         if sinks is not None:
             part = with_sinks(*part[:3], sinks, scale, part[3])
         parts.append(F.scaled_dot_product_attention(*part, scale=scale, enable_gqa=grouped)[..., :width])

@@ -18,11 +18,11 @@ from runtime import config, types
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
 from runtime.models import hf_policy
+from runtime.models.forward import cut_by_length, ramps, starts, tree_paths
 from runtime.models.hf_policy import LABEL
 from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.scorer import column, read_replies
-from runtime.trainer.micro_batch import attention_rows, tree_paths
-from runtime.trainer.rows import cut_by_length, ramps, starts
+from runtime.trainer.micro_batch import attention_rows
 from runtime.types import REWARD_MODEL_COLUMN, GroupPayload, ScoreRequest, Scores, common
 
 log = logging.getLogger("sluice")

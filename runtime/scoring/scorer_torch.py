@@ -24,7 +24,7 @@ from runtime.rollout.torch.decoder import Decoder
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import PerToken, RankInfo, micro_batches, token_numbers
 from runtime.trainer.micro_batch import Columns, MicroBatch
-from runtime.trainer.rows import Rows, ramps
+from runtime.trainer.rows import Rows
 from runtime.types import LogprobRequest, Logprobs
 
 Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # log-probabilities [N]; column `temperature`
@@ -37,7 +37,7 @@ def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> 
         if not request.temperature > 0:
             raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
     rows = train_rows.decode_samples(requests, vocab_size)
-    predicted = ramps(rows.length) + np.repeat(rows.prompt_length[rows.group], rows.length) > 0
+    predicted = forward.ramps(rows.length) + np.repeat(rows.prompt_length[rows.group], rows.length) > 0
     rows = replace(rows, mask=predicted)  # includes tokens that are not trained
     values = np.zeros(len(rows.tokens), np.float32)
     temperatures = np.array([request.temperature for request in requests], np.float32)[rows.group]

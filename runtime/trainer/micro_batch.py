@@ -4,18 +4,16 @@ B rows, R tokens of the longest reply, T packed tokens, N trained tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from runtime.models.forward import Packing
-from runtime.trainer.rows import Rows, cut_by_length, length_buckets, ramps, spans, starts
+from runtime.models.forward import Packing, cut_by_length, query_rows, ramps, spans, starts, tree_paths
+from runtime.trainer.rows import Rows
 from runtime.types import common
-
-BUCKET_RATIO = 1.5  # longest to shortest row of one attention call; trades padding against the number of calls
 
 
 def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
@@ -25,7 +23,7 @@ def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.devic
     begin, shared, own = sequences[sequences[:, 2] > 0].T
     before = np.where(2 * shared < shared + own, 0, shared)
     every = np.arange(int(paths.max(initial=-1)) + 1)
-    return query_rows(paths, np.stack([begin, before, shared + own - before], 1), every, every, device, BUCKET_RATIO)
+    return query_rows(paths, np.stack([begin, before, shared + own - before], 1), every, every, device)
 
 
 def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
@@ -39,43 +37,6 @@ def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) 
     cells[rows[valid]] = np.flatnonzero(valid)
     made = [torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, cells)]
     return Packing(rows=made[:1], cells=made[1])
-
-
-def query_rows(
-    paths: np.ndarray, stretches: np.ndarray, asks: np.ndarray, keys: np.ndarray, device: torch.device, ratio: float
-) -> Packing:
-    """Return how tokens attend to the tokens before them. `stretches`: int64 [n, (start of the row in `paths`, number of the
-    row's tokens before the stretch, number of tokens in the stretch)]. `asks`, `keys`: int64 [T], the positions of the query
-    and the key of each packed token; -1 for a token without a query. Stretches of similar size, by `ratio`, form a bucket. All
-    stretches of a bucket begin at the position of the stretch with the fewest tokens before it."""
-    rows, queries, cells, used = [], [], np.zeros(int(asks.max(initial=-1)) + 1, np.int64), 0
-    for bucket, before in _buckets(stretches, ratio):
-        begin, tokens = bucket[:, :1], bucket[:, 1:].sum(1, keepdims=True)
-        cell = np.arange(int(tokens.max()))
-        valid = cell < tokens
-        packed = paths[np.where(valid, begin + cell, begin)]
-        asked = asks[packed[:, before:]]
-        real = valid[:, before:] & (asked >= 0)
-        asked = np.where(real, asked, 0)
-        cells[asked[real]] = used + np.flatnonzero(real)
-        used += real.size
-        queries.append(torch.from_numpy(asked).to(device, non_blocking=True))
-        rows.append(torch.from_numpy(keys[packed]).to(device, non_blocking=True))
-    return Packing(rows=rows, cells=torch.from_numpy(cells).to(device, non_blocking=True), queries=queries)
-
-
-def _buckets(stretches: np.ndarray, ratio: float) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield stretches with similar numbers of tokens before and in them, and the smallest number of tokens before one."""
-    for alike in _runs(stretches, stretches[:, 1], ratio):
-        before = int(alike[0, 1])
-        for bucket in _runs(alike, alike[:, 1:].sum(1) - before, BUCKET_RATIO):
-            yield bucket, before
-
-
-def _runs(stretches: np.ndarray, sizes: np.ndarray, ratio: float) -> list[np.ndarray]:
-    """Split `stretches` into runs of similar size, ascending."""
-    order = np.argsort(sizes, kind="stable")
-    return np.split(stretches[order], np.cumsum(length_buckets(sizes[order].tolist(), ratio))[:-1])
 
 
 REACH = 8  # at most this many tokens are gathered by attention for each packed token: gathered tokens take memory, too
@@ -111,17 +72,6 @@ def of_fed(rows: Rows, chosen: np.ndarray, prompts: np.ndarray, replies: np.ndar
     out[spans(begins, prompt)] = prompts[spans(rows.prompt_start[group], prompt)]
     out[spans(begins + prompt, fed)] = replies[spans(rows.start[chosen], fed)]
     return out
-
-
-def tree_paths(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """Return the packed indices of each row's tokens from its first on, back to back: int64 [sum of lengths]. The tokens that
-    a row does not share with the row before it are packed in the order of the rows."""
-    begins = starts(lengths)
-    paths = np.cumsum(ramps(lengths) >= np.repeat(shared, lengths)) - 1
-    for index in np.flatnonzero(shared).tolist():
-        begin, before, size = begins[index], begins[index - 1], shared[index]
-        paths[begin : begin + size] = paths[before : before + size]
-    return paths
 
 
 def cut_trees(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from runtime import types
 from runtime.errors import InvalidMessage
+from runtime.models.forward import ramps, spans, starts
 from runtime.types import GroupPayload, LogprobRequest, Logprobs, TokenSets, TrainGroup, ValueRequest, Values, fed
 
 
@@ -238,36 +239,10 @@ def _check(decoded: DecodedGroup, vocab_size: int, experts: Routes | None) -> No
             raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} do not match its replies")
 
 
-# ---- Which rows run together, and positions in arrays that hold runs of different lengths back to back. Pure functions.
-# A length is the number of tokens of a whole sequence; `cut_by_length` and `balance` return indices of sequences.
+# ---- Which rows run together. Pure functions.
 
 
 SLACK = 0.0003  # `balance` exchanges items until the largest part exceeds the lower bound by at most this fraction
-
-
-def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut the rows, sorted by length, into runs with `rows x longest` of at most `budget` tokens. Sorting keeps padding small;
-    rows of equal length stay in order. A row longer than the budget runs alone."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
-
-
-def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
-    """Cut ascending `lengths` into runs whose longest is at most `ratio` times the shortest, and return the runs' sizes."""
-    sizes: list[int] = []
-    shortest = 0
-    for length in lengths:
-        if sizes and length <= ratio * shortest:
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-            shortest = length
-    return sizes
 
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -312,18 +287,3 @@ def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> li
         for share, chosen in zip(shares, balance([costs[index] for index in items], parts), strict=True):
             share += [items[index] for index in chosen]
     return [sorted(share) for share in shares]
-
-
-def starts(lengths: np.ndarray) -> np.ndarray:
-    """Return where each run begins, int64 [n]."""
-    return np.cumsum(lengths) - lengths
-
-
-def ramps(lengths: np.ndarray) -> np.ndarray:
-    """Return 0 .. length-1 of every run, [sum of lengths]."""
-    return np.arange(int(lengths.sum())) - np.repeat(starts(lengths), lengths)
-
-
-def spans(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return begin .. begin+length-1 of every run, [sum of lengths]."""
-    return np.repeat(begins, lengths) + ramps(lengths)

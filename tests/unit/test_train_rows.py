@@ -15,15 +15,15 @@ from msgspec import structs
 from runtime import types
 from runtime.config import Config, Optimizer
 from runtime.errors import InvalidMessage
-from runtime.models.forward import Packing, packed_attention
+from runtime.models.forward import Packing, cut_by_length, length_buckets, packed_attention, starts, tree_paths
 from runtime.models.hf_policy import load_policy
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import StepStatistics
 from runtime.trainer.megatron import passes
 from runtime.trainer.megatron.passes import packing_of, part_of, tokens_of
-from runtime.trainer.micro_batch import REACH, MicroBatch, attention_rows, cut_trees, in_tree_order, pack, plan, tree_paths
+from runtime.trainer.micro_batch import REACH, MicroBatch, attention_rows, cut_trees, in_tree_order, pack, plan
 from runtime.trainer.objective import RowAdvantages
-from runtime.trainer.rows import Needs, Rows, balance, balance_each, check_groups, cut_by_length, length_buckets, starts
+from runtime.trainer.rows import Needs, Rows, balance, balance_each, check_groups
 from runtime.trainer.step import learning_rate
 from runtime.types import GroupPayload, Sample, TrainGroup, TurnReward
 from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups, make_policy

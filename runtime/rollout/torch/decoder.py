@@ -272,19 +272,20 @@ class Decoder:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         packing: Packing,
-        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+        kept: tuple[torch.Tensor, torch.Tensor | slice] | None = None,
     ) -> torch.Tensor:
         """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden].
 
-        `kept`: [layers, S, parts, heads, width], the cache entries of the S tokens that `packing` knows, and int64 [T], where
-        among them it receives the T tokens' entries. Without it the S tokens are the T tokens.
+        `kept`: [layers, S, parts, heads, width], the cache entries of the S tokens that `packing` knows, and where among them
+        it receives the T tokens' entries, an int64 [T] or a slice. Without it the S tokens are the T tokens.
         """
 
         def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
             weights, latent, window = self.weights.layers[layer], self._latent, self._windows[layer]
             entries = entries.reshape(len(entries), *self.cached)
             if kept is not None:
-                entries = kept[0][layer].index_copy_(0, kept[1], entries)
+                kept[0][layer][kept[1]] = entries
+                entries = kept[0][layer]
             query, states = query.transpose(0, 1)[None], entries.permute(1, 2, 0, 3)
             key, value = states[:, None] if latent is None else latent.expand(weights, states[0])
             made, _ = packed_attention(

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
 from runtime.models.adapters import HostOffload, merged
-from runtime.models.forward import ROUTER_BIAS
+from runtime.models.forward import ROUTER_BIAS, cut_by_length, query_rows, ramps, starts, tree_paths
 from runtime.models.hf_folder import WeightFiles
 from runtime.process import platform
 from runtime.process.spans import at
@@ -28,8 +28,6 @@ from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 from runtime.rollout.torch.slots import Prefilled, RowSampling, Slots, as_row, sample, sets_of, streams, to_host
-from runtime.trainer.micro_batch import BUCKET_RATIO, query_rows, tree_paths
-from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts, Sample, common
 
 # ---- Prefill. Computes several texts at once, packed: whole, or from the point where their keys and values are already known.
@@ -48,32 +46,30 @@ def prefill(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch
     """Compute `texts` (token ids), each behind its first keys and values, `begun` [layers, parts, heads, length, width], which
     cover less than the text. Without them, what all texts begin with, as a system prompt, is computed once."""
     lengths = np.array([len(text) for text in texts])
-    known, shared = np.zeros((2, len(texts)), np.int64)
+    shared, before = np.zeros((2, len(texts)), np.int64)
     if begun:
-        known[:] = [each.shape[3] for each in begun]
+        before[:] = [each.shape[3] for each in begun]
     elif (same := min(common(texts[0][:-1], text[:-1]) for text in texts)) >= SHARED:
-        shared[1:] = same
-    paths, begins = tree_paths(lengths, shared), starts(lengths)
-    packed = ramps(lengths) >= np.repeat(shared, lengths)
-    positions, tokens = ramps(lengths)[packed], np.concatenate(texts)[packed]
-    new = positions >= np.repeat(known, lengths)[packed]
+        shared[1:] = before[1:] = same
+    paths, begins, positions = tree_paths(lengths, shared), starts(lengths), ramps(lengths)
+    computed = positions >= np.repeat(before, lengths)
+    new = computed if begun else computed[computed]  # of the packed tokens
     asks = np.where(new, np.cumsum(new) - 1, -1)
 
     def send(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(decoder.device)
 
-    before = known + shared
     stretches = np.stack([begins, before, lengths - before], 1)
-    packing = query_rows(paths, stretches, asks, np.arange(len(asks)), decoder.device, BUCKET_RATIO)
-    shape = decoder.config.layers, len(asks), *decoder.cached
-    kept = torch.empty(shape, device=decoder.device, dtype=decoder.dtype)
+    packing = query_rows(paths, stretches, asks, np.arange(len(asks)), decoder.device)
+    kept = torch.empty(decoder.config.layers, len(asks), *decoder.cached, device=decoder.device, dtype=decoder.dtype)
     for begin, each in zip(begins.tolist(), begun, strict=False):
         kept[:, begin : begin + each.shape[3]].copy_(each.permute(0, 3, 1, 2, 4))
-    hidden = decoder.packed(send(tokens[new]), send(positions[new]), packing, (kept, send(np.flatnonzero(new))))
+    where = slice(None) if new.all() else send(np.flatnonzero(new))
+    hidden = decoder.packed(send(np.concatenate(texts)[computed]), send(positions[computed]), packing, (kept, where))
     ways = np.split(paths, begins[1:])
-    last = hidden.index_select(0, send(asks[[way[-1] for way in ways]]))
-    keys_values = [kept.index_select(1, send(way)).permute(0, 2, 3, 1, 4) for way in ways]
-    return Computed(last, keys_values, [asks[way] for way in ways], len(hidden))
+    parts = [kept.index_select(1, send(way)) for way in ways] if shared.any() else kept.split(lengths.tolist(), 1)
+    last = hidden.index_select(0, send(asks[paths[begins + lengths - 1]]))
+    return Computed(last, [part.permute(0, 2, 3, 1, 4) for part in parts], [asks[way] for way in ways], len(hidden))
 
 
 # ---- Next weights. The weights of the version that an engine takes over next.

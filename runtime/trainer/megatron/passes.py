@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from runtime.config import Spread
 from runtime.errors import UserError
 from runtime.models import hf_folder
-from runtime.models.forward import Packing
+from runtime.models.forward import Packing, query_rows
 from runtime.models.limits import uncut
 from runtime.process.spans import at
 from runtime.trainer.backend import BatchOutputs, PerToken, token_numbers
@@ -25,7 +25,7 @@ from runtime.trainer.megatron import facade
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel
 from runtime.trainer.megatron.weights import ModelWeights, held_by
-from runtime.trainer.micro_batch import MicroBatch, query_rows
+from runtime.trainer.micro_batch import MicroBatch
 
 # ---- Context parallelism: each rank of a group computes a part of each micro-batch's tokens.
 # With C ranks the packed tokens are cut into 2C chunks. Rank c has chunks c and 2C - 1 - c: under the causal mask later tokens
@@ -64,7 +64,7 @@ def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
         batch,
         input_ids=F.pad(batch.input_ids, (0, missing)),
         position_ids=F.pad(batch.position_ids, (0, missing)),
-        packing=replace(batch.packing, cells=F.pad(batch.packing.cells, (0, missing))),
+        packing=replace(batch.packing, cells=F.pad(batch.packing.cells, (0, missing)), in_order=False),
     )
 
 
