@@ -76,7 +76,7 @@ class SimulatedProcess:
         self.loop.note(f"{self.name}.{self.incarnation} {phase}")
         if self._lost:
             answer.set_exception(Unreachable(self.name, phase, self._lost))
-            return self._answered(answer, None, None)
+            return self._answered(answer, None, [])
         self._calls[answer] = phase
         seconds = self.cluster.deadlines.seconds(self.role, command)
         timer = self.loop.call_later(seconds, self._expire, answer, seconds)
@@ -178,10 +178,6 @@ class SimulatedProcess:
     async def offload(self, command: commands.Offload) -> None:
         await self.in_turn(self.cluster.costs.swap)
 
-    def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the commands."""
-        self._tasks.add(self.loop.create_task(work))
-
     def fault(self, phase: str, message: str, deadline: float | None = None) -> ServiceFault:
         return ServiceFault(self.name, phase, message, deadline)
 
@@ -224,7 +220,7 @@ class SimulatedProcess:
         self._returns = self._sent(self._returns, lambda: self.cluster.arrive(deliver, nbytes))
 
     async def _answered(
-        self, answer: asyncio.Future[Any], timer: asyncio.TimerHandle | None, carrying: list[asyncio.Task[None]] | None
+        self, answer: asyncio.Future[Any], timer: asyncio.Handle | None, carrying: list[asyncio.Task[None]]
     ) -> Any:
         try:
             return await answer
@@ -334,7 +330,7 @@ class SyncMember(SimulatedProcess):
     async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
         """Open an epoch with this process as its sender."""
         epoch = self.cluster.epochs[command.epoch] = SyncEpoch(command.names)
-        self.beside(self._meet(epoch))
+        self._tasks.add(self.loop.create_task(self._meet(epoch)))
         address = GroupAddress(
             epoch=command.epoch,
             world_size=len(command.names),
@@ -494,17 +490,8 @@ class SimulatedRollout(SyncMember):
         super().go_on()
 
     def gauges(self) -> dict[str, float]:
-        engine = self.engine
-        return {
-            "busy_seconds_total": engine.busy,
-            "decode_steps_total": engine.steps,
-            "tokens_total": engine.tokens,
-            "slots": engine.slots,
-            "running": engine.running,
-            "waiting": engine.waiting,
-            # Each slot has its own room for keys and values, and its use is not modelled.
-            **dict.fromkeys(("kv_use", "kv_shared", "preemptions_total"), 0.0),
-        }
+        # Each slot has its own room for keys and values, and its use is not modelled.
+        return self.engine.gauges() | dict.fromkeys(("kv_use", "kv_shared", "preemptions_total"), 0.0)
 
 
 class SimulatedReward(SimulatedProcess):
@@ -512,19 +499,16 @@ class SimulatedReward(SimulatedProcess):
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
-        self._workers = asyncio.Semaphore(cluster.reward_workers)
+        self._workers = asyncio.Semaphore(cluster.config.rewards.workers or 1)
 
     async def score(self, request: ScoreRequest) -> types.Scores:
         chance = random.Random(request.group_id)
-        size = self.cluster.config.sampling.group_size
-        if request.answers:
-            size = types.decode(GroupPayload, request.payload).n
+        size = types.decode(GroupPayload, request.payload).n if request.answers else self.cluster.config.sampling.group_size
         async with self._workers:
             await self.spend(self.cluster.costs.score.draw(self.chance))
         values = np.array([float(chance.random() < 0.5) for _ in range(size)], np.float32)
         answers: list[str | None] = [request.label] * size if request.answers else []
-        rules = {self.cluster.judge: values}
-        valid = np.ones(size, np.uint8)
+        valid, rules = np.ones(size, np.uint8), {self.cluster.judge: values}
         return types.Scores(group_id=request.group_id, rewards=values, valid=valid, rules=rules, answers=answers)
 
 
@@ -624,7 +608,7 @@ class SimulatedCluster(RunSupervisor):
         seed: str,
         deadlines: CommandDeadlines,
         observer: Observer,
-        nodes: int = 1,
+        nodes: int,
     ):
         self.loop, self.config, self.costs, self.seed = loop, config, costs, seed
         self.deadlines, self.observer = deadlines, observer
@@ -637,9 +621,6 @@ class SimulatedCluster(RunSupervisor):
         self.failed: asyncio.Future[None] = loop.create_future()
         """Fails if the run must end: a necessary process is not started again."""
         self.judge = config.rewards.rules[0].name.rpartition(":")[2] if config.rewards.rules else "reward"
-        self.reward_workers = config.rewards.workers or 1
-        self.began = loop.time()
-        self.progress = Progress()
         self._chance = random.Random(f"{seed}/cluster")
         self.slots = slots(config)
         self._allowances: dict[str, RestartBackoff] = {}
@@ -655,7 +636,6 @@ class SimulatedCluster(RunSupervisor):
         self.register.subscribe(self._look)
 
     def report(self, progress: Progress) -> None:
-        self.progress = progress
         self.observer.published = self.observer.published or progress.phase not in ("starting", "recovering")
         self.loop.note(f"{progress.phase} {progress.step}")
 
