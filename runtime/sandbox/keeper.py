@@ -51,10 +51,6 @@ def receive() -> list[bytes]:
     return [exactly(LENGTH.unpack(exactly(LENGTH.size))[0]) for _ in range(count)]
 
 
-def pairs(items: list[bytes]) -> dict[str, bytes]:
-    return {name.decode(): value for name, value in zip(items[::2], items[1::2], strict=False)}
-
-
 def send(data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -239,9 +235,6 @@ def keep(data: bytes, kept: bytearray, most: int) -> None:
     kept += data[: most - len(kept)]
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 def settle(settings: dict[str, bytes]) -> None:
     """Give up privileges that commands must not have, and create their folder."""
     if port := int(settings["port"]):
@@ -264,7 +257,8 @@ def settle(settings: dict[str, bytes]) -> None:
 
 def main() -> None:
     keeper = os.getpid()
-    settings = pairs(receive())
+    named = receive()
+    settings = {name.decode(): value for name, value in zip(named[::2], named[1::2], strict=False)}
     settle(settings)
     send(LENGTH.pack(0))
     try:

@@ -125,7 +125,6 @@ class SimulatedProcess:
     # ------------------------------------------------------------------------------------------ faults
 
     def kill(self) -> None:
-        """End the process at once."""
         if self.alive:
             self.alive = False
             for task in self._tasks:
@@ -153,7 +152,6 @@ class SimulatedProcess:
         """Clean up more than tasks, in subclasses."""
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of the role's service."""
         return {"busy_seconds_total": self._busy}
 
     # ------------------------------------------------------------------------------------------ inside
@@ -172,11 +170,10 @@ class SimulatedProcess:
         async with self._in_turn:
             await self.spend(seconds)
 
-    async def onload(self, command: commands.Onload) -> None:
+    async def onload(self, command: commands.Onload | commands.Offload) -> None:
         await self.in_turn(self.cluster.costs.swap)
 
-    async def offload(self, command: commands.Offload) -> None:
-        await self.in_turn(self.cluster.costs.swap)
+    offload = onload
 
     def fault(self, phase: str, message: str, deadline: float | None = None) -> ServiceFault:
         return ServiceFault(self.name, phase, message, deadline)
@@ -526,9 +523,8 @@ class SimulatedModel(SimulatedProcess):
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
-        self.state = ModelState()
+        self.state, self._computed = ModelState(), 0.0
         self._batch: list[types.TrainGroup] = []
-        self._computed = 0.0
 
     async def restore(self, command: commands.Restore) -> None:
         folder = Path(command.folder)
@@ -571,10 +567,8 @@ class SimulatedModel(SimulatedProcess):
 
 
 class SimulatedTrainer(SimulatedModel, SyncMember):
-    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
-        super().__init__(cluster, name, incarnation, machine)
-        self._held: PolicyVersion | None = None  # the last gathered version
-        self._intact = True  # whether it is unchanged since
+    _held: PolicyVersion | None = None  # the last gathered version
+    _intact = True  # whether it is unchanged since
 
     async def send_weights(self, command: SendWeights) -> WeightsSent:
         async with self._in_turn:  # gather after the commands before

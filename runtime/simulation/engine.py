@@ -173,7 +173,6 @@ class Cores:
             self._timer = self._loop.call_at(self._since + seconds, self._end)
 
     def _end(self) -> None:
-        """Complete the pieces that end now."""
         self._settle()
         limit = self._pieces[0][0] + 1e-12
         self._done = max(self._done, self._pieces[0][0])
@@ -285,7 +284,6 @@ class SimulatedEngine:
             self._timer = self._loop.call_at(self._since + seconds / self._cores.speed, self._end)
 
     def _end(self) -> None:
-        """Complete the sequences that end now."""
         self.settle()
         ended = []
         limit = self._running[0][0] + 1e-9  # includes the timer's own sequence despite rounding

@@ -128,7 +128,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._failure = self._failure or error
 
     def note(self, what: str) -> None:
-        """Add an event to the trace."""
         self._trace.update(f"{self._time!r} {what}\n".encode())
 
     @property

@@ -152,8 +152,7 @@ class Prediction(Struct):
 def simulated(
     config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, make: Callable[..., Simulation] = Simulation
 ) -> Prediction:
-    """Simulate `steps` steps of `config`, without evaluations before and after. Raises UserError if a part of the configuration
-    is not modelled, and the errors that end a real run."""
+    """Simulate `steps` steps of `config`, evaluations before and after left out. Raises what `refuse` and real runs raise."""
     refuse(config)
     given = config.cluster.nodes
     nodes = config.cluster.min_nodes or 1 if given == "auto" else len(given)
