@@ -111,11 +111,6 @@ class GatewayEpisode:
     def over(self) -> bool:
         return bool(self.stop_reason)
 
-    @property
-    def outcome(self) -> str:
-        """Stop reason, or the reason why training leaves the episode out."""
-        return LEFT_OUT + self.left_out if self.left_out else self.stop_reason
-
 
 class EpisodeRun:
     """A group of episodes that are played."""
@@ -253,7 +248,7 @@ class Episodes:
             rewards=earned if given else [],
             outcomes=Outcomes(
                 environment=request.task.environment,
-                reasons=[episode.outcome for episode in episodes],
+                reasons=[LEFT_OUT + each.left_out if each.left_out else each.stop_reason for each in episodes],
                 turns=[episode.graph.calls for episode in episodes],
                 log=log,
                 repeated=dict(group.repeated),

@@ -37,13 +37,10 @@ now = time.monotonic
 
 def exactly(size: int) -> bytes:
     """Read `size` bytes of standard input. Raises EOFError at the end of the input, which ends this process."""
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(0, min(size - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
+    data = sys.stdin.buffer.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
 
 
 def receive() -> list[bytes]:
