@@ -143,9 +143,8 @@ class SandboxHandle:
     async def run(self, *command: str, stdin: str = "", timeout: float | None = None) -> dict[str, Any]:
         """Run a command. Returns `{"code", "stdout", "stderr", "reason"}`: `reason` is empty, or the limit that ended the
         command. `timeout`: seconds; None: the sandbox's."""
-        found: dict[str, Any] = await self._channel.ask(
-            self._episode, "sandbox_run", name=self._name, command=list(command), stdin=stdin, timeout=timeout
-        )
+        given = {"name": self._name, "command": list(command), "stdin": stdin, "timeout": timeout}
+        found: dict[str, Any] = await self._channel.ask(self._episode, "sandbox_run", **given)
         return found
 
 
