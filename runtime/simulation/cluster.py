@@ -23,7 +23,7 @@ from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.weight_sync import seen
 from runtime.errors import ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.waiting import done_within
-from runtime.simulation.engine import STATE, CommandDeadlines, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples
+from runtime.simulation.engine import STATE, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples
 from runtime.simulation.loop import SimulatedLoop
 from runtime.status import Progress, Status
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, ValueRequest
@@ -38,6 +38,7 @@ from runtime.weights.plan import GroupAddress, Manifest
 
 _ASKED: dict[type, str] = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
 Versions = list[PolicyVersion]
+Deadline = Callable[[Config, str, Any], float]  # from a role and a command to the seconds until the answer
 BYTES = 8  # of a payload for each token: the token and its log-probability
 _LEAST = 1e-9  # seconds between two messages of one link, to keep their order
 
@@ -78,7 +79,7 @@ class SimulatedProcess:
             answer.set_exception(Unreachable(self.name, phase, self._lost))
             return self._answered(answer, None, [])
         self._calls[answer] = phase
-        seconds = self.cluster.deadlines.seconds(self.role, command)
+        seconds = self.cluster.deadline(self.cluster.config, self.role, command)
         timer = self.loop.call_later(seconds, self._expire, answer, seconds)
         carrying: list[asyncio.Task[None]] = []
         self._arrives = self._sent(self._arrives, lambda: carrying.append(self._take(command, answer)))
@@ -595,17 +596,10 @@ class SimulatedCluster(RunSupervisor):
     """All processes of the run, connected in `register` from the start. Also the run's supervisor."""
 
     def __init__(
-        self,
-        loop: SimulatedLoop,
-        config: Config,
-        costs: Costs,
-        seed: str,
-        deadlines: CommandDeadlines,
-        observer: Observer,
-        nodes: int,
+        self, loop: SimulatedLoop, config: Config, costs: Costs, seed: str, deadline: Deadline, observer: Observer, nodes: int
     ):
         self.loop, self.config, self.costs, self.seed = loop, config, costs, seed
-        self.deadlines, self.observer = deadlines, observer
+        self.deadline, self.observer = deadline, observer
         super().__init__(Register(), Progress())
         self.register = self._register
         self.processes: dict[str, SimulatedProcess] = {}

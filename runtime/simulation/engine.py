@@ -12,7 +12,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -95,11 +94,6 @@ class Costs(Struct, frozen=True, kw_only=True):
             else [self.reply_tokens.draw(chance) for _ in range(size)]
         )
         return [max(1, min(limit, round(length * self.length_scale))) for length in drawn]
-
-
-class CommandDeadlines(Protocol):
-    def seconds(self, role: str, command: Any) -> float:
-        """Return the contract's deadline for the answer of a process of `role` to `command`."""
 
 
 # ---- Cores
