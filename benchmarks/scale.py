@@ -24,7 +24,7 @@ from runtime.simulation.engine import ReplyLengths
 from runtime.simulation.simulate import Prediction, simulated
 from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.startup import collect_rarely
-from services.rpc.client import ContractDeadlines
+from services.rpc.client import command_deadline
 from sluice import start
 
 TRIALS = ((10, 1000), (100, 1000), (1000, 100), (10_000, 12))  # replicas and steps
@@ -148,7 +148,7 @@ def _simulated(layout: Layout, groups: list[list[float]]) -> CardsFigures:
     stretch = layout.tokens / mean
     lengths = ReplyLengths([[round(length * stretch) for length in group] for group in groups])
     costs = replace(assumed(config, "device", 0, PARAMETERS), reply_tokens=lengths, prompt_tokens=150)
-    found = simulated(config, costs, ContractDeadlines(config), CARDS_STEPS)
+    found = simulated(config, costs, command_deadline, CARDS_STEPS)
     rate = found.observed.samples_per_second
     messages = 4 * rate / config.sampling.group_size  # a group is generated, scored, annotated and trained
     samples = config.training.groups_per_step * config.sampling.group_size

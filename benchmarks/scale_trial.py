@@ -22,7 +22,7 @@ from runtime.config import Config
 from runtime.simulation.engine import Costs, Fixed, LogNormal
 from runtime.simulation.simulate import MEMORY, Simulation
 from runtime.telemetry.startup import collect_rarely
-from services.rpc.client import ContractDeadlines
+from services.rpc.client import command_deadline
 
 INTERVAL = 0.001  # seconds of processor time between two samples
 WARM = 2  # steps that are not counted
@@ -84,7 +84,7 @@ def measure(replicas: int, steps: int) -> ScaleFigures:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryDirectory(prefix="sluice-scale-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         config = configured(replicas, steps, folder)
-        run = SampledRun(config, costs(replicas), ContractDeadlines(config))
+        run = SampledRun(config, costs(replicas), command_deadline)
         signal.signal(signal.SIGPROF, run.sample)
         signal.setitimer(signal.ITIMER_PROF, INTERVAL, INTERVAL)
         try:

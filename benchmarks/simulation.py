@@ -32,7 +32,7 @@ from runtime.simulation.calibration import Calibration, Observed, observe
 from runtime.simulation.simulate import Simulation, simulated
 from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
-from services.rpc.client import ContractDeadlines
+from services.rpc.client import command_deadline
 from sluice import start
 
 STEPS = 100
@@ -139,9 +139,8 @@ async def measure(
 
 def _compared(case: Case, config: Config, measured: Observed, calibrations: list[Calibration]) -> CaseReport:
     config = replace(config, cluster=Cluster())  # namespaces share the machine's processors, as one node's processes do
-    deadlines = ContractDeadlines(config)
     found = [
-        simulated(config, each.costs, deadlines, STEPS, partial(LosingSimulation, case.lost_at)).observed
+        simulated(config, each.costs, command_deadline, STEPS, partial(LosingSimulation, case.lost_at)).observed
         for each in calibrations
     ]
     return CaseReport(

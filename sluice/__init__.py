@@ -60,8 +60,7 @@ __all__ = sorted([*_HOMES, "load_config", "train"])  # type checkers see what is
 def load_config(path: Path | str, *overrides: str) -> Config:
     """Load the configuration of a YAML file, with `overrides` of the form `key.path=value`, as `sluice train` does.
 
-    Raises UserError, with one line for each fault.
-    """
+    Raises UserError, with one line for each fault."""
     own_packages()
     from pathlib import Path
 
@@ -76,8 +75,7 @@ def train(config: Config | Path | str, *overrides: str) -> Summary:
 
     Call it in the main thread, where no event loop runs: Ctrl-C and SIGTERM stop the run in order, and it saves. No process is
     left in any case. Raises UserError for a mistake of the user, ServiceFault for a fault of the system, and KeyboardInterrupt
-    if the run was stopped at once, or before there was anything to save.
-    """
+    if the run was stopped at once, or before there was anything to save."""
     import asyncio
     import time
 

@@ -26,7 +26,7 @@ from runtime.simulation.simulate import Prediction, refuse, simulated, variation
 from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable, say
 from runtime.telemetry.startup import Startup, collect_rarely
-from services.rpc.client import ContractDeadlines
+from services.rpc.client import command_deadline
 
 STEPS = 40  # of a calibration, and of a prediction without --steps
 _NOT_MODELLED = "not modelled: caches and memory, what else the machine does, and lengths that change as a policy learns"
@@ -97,10 +97,10 @@ def calibrated(source: Path, given: Config | None = None) -> Calibration:
     with LedgerReader(source / run_files.LEDGER) as reader:
         groups = list(reader.groups())
     steps = min(STEPS, len(points))
-    deadlines, costs, started = ContractDeadlines(config), _assumed(config), Startup.read(source)
+    costs, started = _assumed(config), Startup.read(source)
     if started is not None:
         costs = replace(costs, start=Fixed(started.phases["services"]))
-    return calibrate(costs, points, groups, lambda costs: simulated(config, costs, deadlines, steps).observed)
+    return calibrate(costs, points, groups, lambda costs: simulated(config, costs, command_deadline, steps).observed)
 
 
 def _own_functions(config: Config) -> set[str]:
@@ -115,7 +115,7 @@ def _assumed(config: Config) -> Costs:
 
 def _row(name: str, config: Config, costs: Costs, steps: int) -> Row:
     try:
-        return Row(name, simulated(config, costs, ContractDeadlines(config), steps))
+        return Row(name, simulated(config, costs, command_deadline, steps))
     except UserError:
         raise
     except SluiceError as error:  # a run that would end is an answer

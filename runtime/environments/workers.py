@@ -111,8 +111,7 @@ class AgentWorkers:
                 await self._nursery.wait()
 
     async def play(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-        """Yield the events of an episode; the last event has the end. Wait first until fewer than `concurrency` episodes run.
-        To withdraw the episode, close the generator."""
+        """Yield the events of an episode, once fewer than `concurrency` run; the last has the end. Closing it withdraws it."""
         async with self._room:  # an ended or withdrawn episode frees room
             worker, playing = await self._worker_with_room(request)  # forks a worker if none has room, within AGENT_FORK
             over = False
@@ -209,7 +208,6 @@ class AgentWorkers:
             self._ready.set_result(message.get("failed", ""))
 
     async def answer(self, worker: _AgentProcess, message: dict[str, Any]) -> None:
-        """Answer the request of an agent."""
         number, playing, what = message.pop("ask"), worker.episodes.get(message.pop("episode")), message.pop("what")
         if playing is None:
             return  # the episode is over

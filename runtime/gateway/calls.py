@@ -104,12 +104,8 @@ class PolicyCalls:
         """Return the sampling of one call. `given`: new tokens in `prompt`. Raises Refused if the conversation is too long."""
         room = self._context - prompt
         if room < 1:
-            raise Refused(
-                400,
-                f"this model's maximum context length is {self._context} tokens, reply included; the messages have {prompt}",
-                "messages",
-                code=TOO_LONG,
-            )
+            why = f"this model's maximum context length is {self._context} tokens, reply included; the messages have {prompt}"
+            raise Refused(400, why, "messages", code=TOO_LONG)
         run = self._run if task is None else task.sampling
         wishes = {name: getattr(call, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         asked = {name: value for name, value in wishes.items() if value is not None}

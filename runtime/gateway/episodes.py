@@ -77,6 +77,8 @@ class GatewayEpisode:
         self.under_way: dict[str, SharedCall] = {}  # by `PolicyCall.repeats`
         self.answered: dict[str, Completion] = {}  # the newest answers to requests with an idempotency key
         self.timer: asyncio.TimerHandle | None = None
+        name = "" if group is None else group.request.task.environment
+        self._player = f"environment {name}" if name else "a program"
         self._phase, self._since = "", 0.0
         self._tools, self._tools_since = "", 0.0
 
@@ -87,11 +89,6 @@ class GatewayEpisode:
         if self._phase:
             self.trace(self._phase, self._since, now, self._player)
         self._phase, self._since = phase, now
-
-    @property
-    def _player(self) -> str:
-        name = "" if self.request is None else self.request.task.environment
-        return f"environment {name}" if name else "a program"
 
     def calls_tools(self, names: Iterable[str] = ()) -> None:
         """Note that the policy called these tools. Record a span for the tools that it called before: they are done now."""
@@ -113,11 +110,6 @@ class GatewayEpisode:
     @property
     def over(self) -> bool:
         return bool(self.stop_reason)
-
-    @property
-    def outcome(self) -> str:
-        """Stop reason, or the reason why training leaves the episode out."""
-        return LEFT_OUT + self.left_out if self.left_out else self.stop_reason
 
 
 class EpisodeRun:
@@ -232,13 +224,6 @@ class Episodes:
         for episode in list(group.episodes.values()):
             self.close_one(episode, "timeout")
 
-    def _finish(self, group: EpisodeRun) -> None:
-        """Set the result of a group whose episodes are all over."""
-        try:
-            group.done.set_result(self._result(group))
-        except SluiceError as error:
-            group.done.set_exception(error)
-
     def _result(self, group: EpisodeRun) -> GeneratedGroup:
         """Return header and encoded payload. A group without trained tokens gets the request's version."""
         request, episodes = group.request, [group.episodes[index] for index in range(group.request.n)]
@@ -263,7 +248,7 @@ class Episodes:
             rewards=earned if given else [],
             outcomes=Outcomes(
                 environment=request.task.environment,
-                reasons=[episode.outcome for episode in episodes],
+                reasons=[LEFT_OUT + each.left_out if each.left_out else each.stop_reason for each in episodes],
                 turns=[episode.graph.calls for episode in episodes],
                 log=log,
                 repeated=dict(group.repeated),
@@ -319,7 +304,6 @@ class Episodes:
             raise Refused(401, "needs the gateway's key")
 
     def open_one(self, group: EpisodeRun, index: int) -> GatewayEpisode:
-        """Open one of a group's episodes."""
         group.episodes[index] = GatewayEpisode(self._renderer, group, index)
         return self._opened(group.episodes[index])
 
@@ -410,7 +394,10 @@ class Episodes:
         if (group := episode.group) is not None:
             group.left -= 1
             if not group.left and not group.done.done():
-                self._finish(group)
+                try:
+                    group.done.set_result(self._result(group))
+                except SluiceError as error:
+                    group.done.set_exception(error)
 
     def _leave(self, episode: GatewayEpisode, stop_reason: str) -> None:
         """Close the episode, invalidate its key and withdraw its calls."""

@@ -30,8 +30,7 @@ TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
 
 
 class ReplyNode(Struct, eq=False, gc=False):
-    """One reply. `given`: int32, the tokens put before the reply, including the tokens that the reply was forced to begin with.
-    Nodes refer only to their parents: without reference cycles, the nodes of an ended episode are freed at once."""
+    """A reply behind the tokens `given`, int32. Only parents are referred to: no cycle keeps the nodes of an ended episode."""
 
     parent: ReplyNode | None
     given: np.ndarray

@@ -106,8 +106,7 @@ class _GatewayRoutes:
         name = self._episodes.model
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "sluice"}
         model = {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-        page = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
-        return _json(page)
+        return _json({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
 
     async def ask(self, parse: Callable[[bytes], Asked], request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)  # before the body is read

@@ -26,12 +26,10 @@ from runtime.run_files import read_object
 
 # ---- Conversations that test chat templates: tools, thinking, system prompts, parallel calls, Unicode, empty and long ones
 
-_NUMBER = {"type": "number"}
+_NUMBER, _QUERY = {"type": "number"}, {"type": "string", "description": "Of what."}
 _PROBE_TOOLS = (
     Tool("add", "Adds two numbers.", {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"]}),
-    Tool(
-        "look_up", "Finds a fact.", {"type": "object", "properties": {"query": {"type": "string", "description": "Of what."}}}
-    ),
+    Tool("look_up", "Finds a fact.", {"type": "object", "properties": {"query": _QUERY}}),
 )
 
 

@@ -164,7 +164,7 @@ def _answer(test: int, value: int, error: int) -> Sequence[tuple[int, int, int, 
 
 
 INSTALL = {"bwrap": "apt-get install bubblewrap", "docker": "see docs.docker.com", "apptainer": "see apptainer.org"}
-OUTPUT = 1 << 20
+KEPT = 1 << 20  # bytes of each of a command's output streams
 NOWHERE = ("127.0.0.1", 1024)  # stands for a gateway in `check`
 CONNECTIONS = 64  # from a sandbox to the gateway at once
 SHOWN = 300  # characters of a runtime's error output in a message
@@ -208,13 +208,7 @@ class Box:
         await self.close()
 
     async def run(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        source: str = "",
-        timeout: float | None = None,
-        output: int = OUTPUT,
+        self, command: Sequence[str], *, stdin: bytes = b"", source: str = "", timeout: float | None = None, output: int = KEPT
     ) -> Finished:
         """Run `command`. `source`: Python code to run instead, with `command` as its sys.argv, in the keeper's interpreter with
         this process's packages (not with docker and apptainer). `timeout`: seconds, in place of the sandbox's. `output`: bytes

@@ -37,22 +37,15 @@ now = time.monotonic
 
 def exactly(size: int) -> bytes:
     """Read `size` bytes of standard input. Raises EOFError at the end of the input, which ends this process."""
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(0, min(size - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
+    data = sys.stdin.buffer.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
 
 
 def receive() -> list[bytes]:
     (count,) = LENGTH.unpack(exactly(LENGTH.size))
     return [exactly(LENGTH.unpack(exactly(LENGTH.size))[0]) for _ in range(count)]
-
-
-def pairs(items: list[bytes]) -> dict[str, bytes]:
-    return {name.decode(): value for name, value in zip(items[::2], items[1::2], strict=False)}
 
 
 def send(data: bytes) -> None:
@@ -239,9 +232,6 @@ def keep(data: bytes, kept: bytearray, most: int) -> None:
     kept += data[: most - len(kept)]
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 def settle(settings: dict[str, bytes]) -> None:
     """Give up privileges that commands must not have, and create their folder."""
     if port := int(settings["port"]):
@@ -264,7 +254,8 @@ def settle(settings: dict[str, bytes]) -> None:
 
 def main() -> None:
     keeper = os.getpid()
-    settings = pairs(receive())
+    named = receive()
+    settings = {name.decode(): value for name, value in zip(named[::2], named[1::2], strict=False)}
     settle(settings)
     send(LENGTH.pack(0))
     try:

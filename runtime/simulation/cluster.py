@@ -23,7 +23,7 @@ from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.weight_sync import seen
 from runtime.errors import ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.waiting import done_within
-from runtime.simulation.engine import STATE, CommandDeadlines, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples
+from runtime.simulation.engine import STATE, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples
 from runtime.simulation.loop import SimulatedLoop
 from runtime.status import Progress, Status
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, ValueRequest
@@ -38,6 +38,7 @@ from runtime.weights.plan import GroupAddress, Manifest
 
 _ASKED: dict[type, str] = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
 Versions = list[PolicyVersion]
+Deadline = Callable[[Config, str, Any], float]  # from a role and a command to the seconds until the answer
 BYTES = 8  # of a payload for each token: the token and its log-probability
 _LEAST = 1e-9  # seconds between two messages of one link, to keep their order
 
@@ -76,9 +77,9 @@ class SimulatedProcess:
         self.loop.note(f"{self.name}.{self.incarnation} {phase}")
         if self._lost:
             answer.set_exception(Unreachable(self.name, phase, self._lost))
-            return self._answered(answer, None, None)
+            return self._answered(answer, None, [])
         self._calls[answer] = phase
-        seconds = self.cluster.deadlines.seconds(self.role, command)
+        seconds = self.cluster.deadline(self.cluster.config, self.role, command)
         timer = self.loop.call_later(seconds, self._expire, answer, seconds)
         carrying: list[asyncio.Task[None]] = []
         self._arrives = self._sent(self._arrives, lambda: carrying.append(self._take(command, answer)))
@@ -125,7 +126,6 @@ class SimulatedProcess:
     # ------------------------------------------------------------------------------------------ faults
 
     def kill(self) -> None:
-        """End the process at once."""
         if self.alive:
             self.alive = False
             for task in self._tasks:
@@ -153,7 +153,6 @@ class SimulatedProcess:
         """Clean up more than tasks, in subclasses."""
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of the role's service."""
         return {"busy_seconds_total": self._busy}
 
     # ------------------------------------------------------------------------------------------ inside
@@ -172,15 +171,10 @@ class SimulatedProcess:
         async with self._in_turn:
             await self.spend(seconds)
 
-    async def onload(self, command: commands.Onload) -> None:
+    async def onload(self, command: commands.Onload | commands.Offload) -> None:
         await self.in_turn(self.cluster.costs.swap)
 
-    async def offload(self, command: commands.Offload) -> None:
-        await self.in_turn(self.cluster.costs.swap)
-
-    def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the commands."""
-        self._tasks.add(self.loop.create_task(work))
+    offload = onload
 
     def fault(self, phase: str, message: str, deadline: float | None = None) -> ServiceFault:
         return ServiceFault(self.name, phase, message, deadline)
@@ -224,7 +218,7 @@ class SimulatedProcess:
         self._returns = self._sent(self._returns, lambda: self.cluster.arrive(deliver, nbytes))
 
     async def _answered(
-        self, answer: asyncio.Future[Any], timer: asyncio.TimerHandle | None, carrying: list[asyncio.Task[None]] | None
+        self, answer: asyncio.Future[Any], timer: asyncio.Handle | None, carrying: list[asyncio.Task[None]]
     ) -> Any:
         try:
             return await answer
@@ -334,7 +328,7 @@ class SyncMember(SimulatedProcess):
     async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
         """Open an epoch with this process as its sender."""
         epoch = self.cluster.epochs[command.epoch] = SyncEpoch(command.names)
-        self.beside(self._meet(epoch))
+        self._tasks.add(self.loop.create_task(self._meet(epoch)))
         address = GroupAddress(
             epoch=command.epoch,
             world_size=len(command.names),
@@ -494,17 +488,8 @@ class SimulatedRollout(SyncMember):
         super().go_on()
 
     def gauges(self) -> dict[str, float]:
-        engine = self.engine
-        return {
-            "busy_seconds_total": engine.busy,
-            "decode_steps_total": engine.steps,
-            "tokens_total": engine.tokens,
-            "slots": engine.slots,
-            "running": engine.running,
-            "waiting": engine.waiting,
-            # Each slot has its own room for keys and values, and its use is not modelled.
-            **dict.fromkeys(("kv_use", "kv_shared", "preemptions_total"), 0.0),
-        }
+        # Each slot has its own room for keys and values, and its use is not modelled.
+        return self.engine.gauges() | dict.fromkeys(("kv_use", "kv_shared", "preemptions_total"), 0.0)
 
 
 class SimulatedReward(SimulatedProcess):
@@ -512,19 +497,16 @@ class SimulatedReward(SimulatedProcess):
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
-        self._workers = asyncio.Semaphore(cluster.reward_workers)
+        self._workers = asyncio.Semaphore(cluster.config.rewards.workers or 1)
 
     async def score(self, request: ScoreRequest) -> types.Scores:
         chance = random.Random(request.group_id)
-        size = self.cluster.config.sampling.group_size
-        if request.answers:
-            size = types.decode(GroupPayload, request.payload).n
+        size = types.decode(GroupPayload, request.payload).n if request.answers else self.cluster.config.sampling.group_size
         async with self._workers:
             await self.spend(self.cluster.costs.score.draw(self.chance))
         values = np.array([float(chance.random() < 0.5) for _ in range(size)], np.float32)
         answers: list[str | None] = [request.label] * size if request.answers else []
-        rules = {self.cluster.judge: values}
-        valid = np.ones(size, np.uint8)
+        valid, rules = np.ones(size, np.uint8), {self.cluster.judge: values}
         return types.Scores(group_id=request.group_id, rewards=values, valid=valid, rules=rules, answers=answers)
 
 
@@ -542,9 +524,8 @@ class SimulatedModel(SimulatedProcess):
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
-        self.state = ModelState()
+        self.state, self._computed = ModelState(), 0.0
         self._batch: list[types.TrainGroup] = []
-        self._computed = 0.0
 
     async def restore(self, command: commands.Restore) -> None:
         folder = Path(command.folder)
@@ -587,10 +568,8 @@ class SimulatedModel(SimulatedProcess):
 
 
 class SimulatedTrainer(SimulatedModel, SyncMember):
-    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
-        super().__init__(cluster, name, incarnation, machine)
-        self._held: PolicyVersion | None = None  # the last gathered version
-        self._intact = True  # whether it is unchanged since
+    _held: PolicyVersion | None = None  # the last gathered version
+    _intact = True  # whether it is unchanged since
 
     async def send_weights(self, command: SendWeights) -> WeightsSent:
         async with self._in_turn:  # gather after the commands before
@@ -617,17 +596,10 @@ class SimulatedCluster(RunSupervisor):
     """All processes of the run, connected in `register` from the start. Also the run's supervisor."""
 
     def __init__(
-        self,
-        loop: SimulatedLoop,
-        config: Config,
-        costs: Costs,
-        seed: str,
-        deadlines: CommandDeadlines,
-        observer: Observer,
-        nodes: int = 1,
+        self, loop: SimulatedLoop, config: Config, costs: Costs, seed: str, deadline: Deadline, observer: Observer, nodes: int
     ):
         self.loop, self.config, self.costs, self.seed = loop, config, costs, seed
-        self.deadlines, self.observer = deadlines, observer
+        self.deadline, self.observer = deadline, observer
         super().__init__(Register(), Progress())
         self.register = self._register
         self.processes: dict[str, SimulatedProcess] = {}
@@ -637,9 +609,6 @@ class SimulatedCluster(RunSupervisor):
         self.failed: asyncio.Future[None] = loop.create_future()
         """Fails if the run must end: a necessary process is not started again."""
         self.judge = config.rewards.rules[0].name.rpartition(":")[2] if config.rewards.rules else "reward"
-        self.reward_workers = config.rewards.workers or 1
-        self.began = loop.time()
-        self.progress = Progress()
         self._chance = random.Random(f"{seed}/cluster")
         self.slots = slots(config)
         self._allowances: dict[str, RestartBackoff] = {}
@@ -655,7 +624,6 @@ class SimulatedCluster(RunSupervisor):
         self.register.subscribe(self._look)
 
     def report(self, progress: Progress) -> None:
-        self.progress = progress
         self.observer.published = self.observer.published or progress.phase not in ("starting", "recovering")
         self.loop.note(f"{progress.phase} {progress.step}")
 

@@ -12,7 +12,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -97,11 +96,6 @@ class Costs(Struct, frozen=True, kw_only=True):
         return [max(1, min(limit, round(length * self.length_scale))) for length in drawn]
 
 
-class CommandDeadlines(Protocol):
-    def seconds(self, role: str, command: Any) -> float:
-        """Return the contract's deadline for the answer of a process of `role` to `command`."""
-
-
 # ---- Cores
 # The processors of a node in a simulation. Concurrent computations get equal shares, as from a fair scheduler.
 
@@ -173,7 +167,6 @@ class Cores:
             self._timer = self._loop.call_at(self._since + seconds, self._end)
 
     def _end(self) -> None:
-        """Complete the pieces that end now."""
         self._settle()
         limit = self._pieces[0][0] + 1e-12
         self._done = max(self._done, self._pieces[0][0])
@@ -189,9 +182,9 @@ class SimulatedEngine:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, costs: Costs, slots: int, cores: Cores):
         self.busy = 0.0  # seconds
-        self.tokens = self.steps = 0.0  # decoded so far
-        self.slots = slots
-        self._loop, self._costs, self._slots, self._cores = loop, costs, slots, cores
+        self._tokens = self._steps = 0.0  # decoded so far
+        self._slots = self._all_slots = slots
+        self._loop, self._costs, self._cores = loop, costs, cores
         self._queue: deque[tuple[object, int, int, Callable[[], None], Callable[[], None]]] = deque()
         self._running: list[tuple[float, int, object, Callable[[], None], int]] = []  # the last: tokens of the whole text
         self._count = 0.0  # tokens so far of a sequence that began with the engine
@@ -202,14 +195,9 @@ class SimulatedEngine:
         self._numbers = count()
         self._idle = asyncio.Event()  # set when the last sequence ends
 
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    def waiting(self) -> int:
-        """Sequences without a slot."""
-        return len(self._queue)
+    def gauges(self) -> dict[str, float]:
+        found = {"busy_seconds_total": self.busy, "decode_steps_total": self._steps, "tokens_total": self._tokens}
+        return found | {"slots": self._all_slots, "running": len(self._running), "waiting": len(self._queue)}
 
     def submit(self, owner: object, prompt: int, tokens: int, begun: Callable[[], None], done: Callable[[], None]) -> None:
         """Queue a sequence. Calls `begun` when the sequence gets a slot, and `done` at its last token."""
@@ -242,13 +230,13 @@ class SimulatedEngine:
 
     async def drained(self) -> None:
         """Wait until no sequence runs. Starts no queued sequence meanwhile."""
-        self._slots, slots = 0, self._slots
+        self._slots = 0
         try:
             while self._running:
                 self._idle.clear()
                 await self._idle.wait()
         finally:
-            self._slots = slots
+            self._slots = self._all_slots
             self._update()
 
     def _step(self) -> float:
@@ -266,8 +254,8 @@ class SimulatedEngine:
         self._prefill -= prefill
         steps = (computed - prefill) / self._step()
         self._count += steps
-        self.steps += steps
-        self.tokens += steps * len(self._running)
+        self._steps += steps
+        self._tokens += steps * len(self._running)
 
     def _update(self) -> None:
         """Begin the queued sequences that get a slot, and wait for the nearest end."""
@@ -290,7 +278,6 @@ class SimulatedEngine:
             self._timer = self._loop.call_at(self._since + seconds / self._cores.speed, self._end)
 
     def _end(self) -> None:
-        """Complete the sequences that end now."""
         self.settle()
         ended = []
         limit = self._running[0][0] + 1e-9  # includes the timer's own sequence despite rounding

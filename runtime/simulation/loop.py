@@ -84,7 +84,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._work: dict[Any, deque[Callable[[], None]]] = {}  # by executor, in order
         self._trace = xxhash.xxh3_64()
         self._failure: BaseException | None = None
-        self._closed = False
 
     # ------------------------------------------------------------------------------------------ called by a simulation
 
@@ -120,7 +119,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                 self._run_ready()
         finally:
             asyncio._set_running_loop(around)
-            self._closed = True
             self._ready, self._timers, self._work = [], [], {}
 
     def fail(self, error: BaseException) -> None:
@@ -128,7 +126,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._failure = self._failure or error
 
     def note(self, what: str) -> None:
-        """Add an event to the trace."""
         self._trace.update(f"{self._time!r} {what}\n".encode())
 
     @property
@@ -252,12 +249,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def get_debug(self) -> bool:
         return False
 
-    def is_running(self) -> bool:
-        return not self._closed
-
-    def is_closed(self) -> bool:
-        return self._closed
-
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Count a cancelled timer. It is dropped when its time comes, or once half of all timers are cancelled."""
         self._cancelled += 1
@@ -265,6 +256,3 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self._timers = [each for each in self._timers if not each[2].cancelled()]
             heapq.heapify(self._timers)
             self._cancelled = 0
-
-    async def shutdown_asyncgens(self) -> None:
-        """Do nothing: no generator outlives the task that runs it."""

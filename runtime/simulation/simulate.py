@@ -25,8 +25,8 @@ from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.reader import LedgerReader
 from runtime.process.waiting import first_error, unless_failed
 from runtime.simulation.calibration import Observed, observe
-from runtime.simulation.cluster import ROLES, Observer, SimulatedCluster
-from runtime.simulation.engine import CommandDeadlines, Costs, Fixed
+from runtime.simulation.cluster import ROLES, Deadline, Observer, SimulatedCluster
+from runtime.simulation.engine import Costs, Fixed
 from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
@@ -66,7 +66,7 @@ class Simulation(SimulatedWorld):
 
     problems = 1000  # of the training data
 
-    def __init__(self, config: Config, costs: Costs, deadlines: CommandDeadlines, seed: int = 0, nodes: int = 1):
+    def __init__(self, config: Config, costs: Costs, deadline: Deadline, seed: int = 0, nodes: int = 1):
         self.config = config
         self.metrics: list[tuple[int, Metrics]] = []  # of the steps
         self.lives = 1  # of the coordinator
@@ -75,7 +75,7 @@ class Simulation(SimulatedWorld):
         self.training: TrainingRun | None = None
         self.cluster: SimulatedCluster | None = None
         self.observer = Observer()
-        self._costs, self._deadlines, self._seed, self._nodes = costs, deadlines, seed, nodes
+        self._costs, self._deadline, self._seed, self._nodes = costs, deadline, seed, nodes
         tokens = costs.prompt_tokens
         self._train = prompts("train", self.problems, tokens)
         self._held_out = [HeldOut(each, prompts(each.name, each.problems or 16, tokens)) for each in evaluation_sets(config)]
@@ -105,7 +105,7 @@ class Simulation(SimulatedWorld):
     async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> None:
         """Execute the run in the folder of `config`. `clock`: offset of the wall clock in seconds."""
         life = f"{self._seed}/{self.lives}"
-        cluster = self.cluster = SimulatedCluster(loop, config, self._costs, life, self._deadlines, self.observer, self._nodes)
+        cluster = self.cluster = SimulatedCluster(loop, config, self._costs, life, self._deadline, self.observer, self._nodes)
         ledger = await LedgerWriter.open(Path(config.run.dir) / run_files.LEDGER)
         try:
             context = RunContext(
@@ -150,10 +150,9 @@ class Prediction(Struct):
 
 
 def simulated(
-    config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, make: Callable[..., Simulation] = Simulation
+    config: Config, costs: Costs, deadline: Deadline, steps: int, make: Callable[..., Simulation] = Simulation
 ) -> Prediction:
-    """Simulate `steps` steps of `config`, without evaluations before and after. Raises UserError if a part of the configuration
-    is not modelled, and the errors that end a real run."""
+    """Simulate `steps` steps of `config`, evaluations before and after left out. Raises what `refuse` and real runs raise."""
     refuse(config)
     given = config.cluster.nodes
     nodes = config.cluster.min_nodes or 1 if given == "auto" else len(given)
@@ -166,7 +165,7 @@ def simulated(
             evaluation=replace(config.evaluation, before=False, after=False),
             trackers=[],
         )
-        simulation = make(settings, costs, deadlines, nodes=nodes)
+        simulation = make(settings, costs, deadline, nodes=nodes)
         simulation.run()
         with LedgerReader(Path(settings.run.dir) / run_files.LEDGER) as reader:
             observed = observe([point for _, point in simulation.metrics], reader.groups())

@@ -501,11 +501,6 @@ def client(role: str, sessions: Sequence[Session], config: Config, incarnation: 
     return GroupClient(service, sessions, config, data_leaders(getattr(config.services, role)), incarnation)
 
 
-class ContractDeadlines:
-    """Seconds until the answer to a command, for callers without a session."""
-
-    def __init__(self, config: Config):
-        self._config = config
-
-    def seconds(self, role: str, command: Any) -> float:
-        return contract.method_of(contract.service_of(role, self._config), command).seconds(self._config)
+def command_deadline(config: Config, role: str, command: Any) -> float:
+    """Return the seconds until the answer of a process of `role` to `command`, for callers without a session."""
+    return contract.method_of(contract.service_of(role, config), command).seconds(config)

@@ -8,13 +8,5 @@ from sluice.agents.command import CommandAgent
 from sluice.agents.episode import DataError, Episode, EpisodeBranch, InfrastructureError, PolicyRefused
 from sluice.agents.functions import ToolAgent, Toolset
 
-__all__ = [
-    "CommandAgent",
-    "DataError",
-    "Episode",
-    "EpisodeBranch",
-    "InfrastructureError",
-    "PolicyRefused",
-    "ToolAgent",
-    "Toolset",
-]
+__all__ = ["CommandAgent", "DataError", "Episode", "EpisodeBranch"]
+__all__ += ["InfrastructureError", "PolicyRefused", "ToolAgent", "Toolset"]

@@ -27,8 +27,7 @@ class CommandAgent:
     `{question}` stands for the column of the row. `check`: a command that judges the first; exit code 0 gives 1, else 0.
 
     Both find the gateway as programs that know OpenAI's or Anthropic's API do. The task is on standard input, in SLUICE_TASK
-    and in the file SLUICE_TASK_FILE. The reward is in the last line of output that is a number or has `{"reward": number}`.
-    """
+    and in the file SLUICE_TASK_FILE. The reward is in the last line of output that is a number or has `{"reward": number}`."""
 
     def __init__(self, *command: str, check: str | Sequence[str] = (), env: Mapping[str, str] | None = None):
         """Create the agent. `env`: variables of both commands, besides this process's own."""

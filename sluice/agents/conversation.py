@@ -40,8 +40,7 @@ class Conversation:
         """Play a game in text, of at most `turns` replies. `step`: from the text of a reply to the next observation, the
         reward, and whether the game is over. It raises ValueError for a text that is no move, which ends the game.
 
-        Returns the sum of the rewards; None with `turn_rewards`, which rewards each turn by itself.
-        """
+        Returns the sum of the rewards; None with `turn_rewards`, which rewards each turn by itself."""
         total, episode = 0.0, self.episode
         for turn in range(turns):
             if (message := await self.reply()) is None:

@@ -1,7 +1,7 @@
 """An episode, as the agent that plays it sees it. The standard library alone.
 
 agent ── chat, generate ──► the run's gateway          by HTTP, as every client of OpenAI's API
-  └──── reward, log, sandbox ──► the environment's process (`AgentChannel`)
+  └──── reward, log, sandbox ──► the environment's process (the `channel`: sluice/agents/worker.py)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 STOP_REASONS = (
     *("completed", "max_turns", "max_tokens", "context_overflow", "parse_error", "tool_failed", "timeout", "cancelled"),
@@ -33,16 +33,6 @@ class PolicyRefused(Exception):
     def __init__(self, status: int, message: str, code: str = ""):
         super().__init__(f"{status}: {message}")
         self.status, self.code = status, code
-
-
-class AgentChannel(Protocol):
-    """The channel to the process that has the episode played."""
-
-    def notify(self, episode: str, **news: Any) -> None:
-        """Send news, which gets no answer."""
-
-    async def ask(self, episode: str, what: str, **fields: Any) -> Any:
-        """Return the answer. Raises InfrastructureError if there is none."""
 
 
 class EpisodeBranch:
@@ -67,7 +57,7 @@ class Episode:
     of Anthropic's takes the URL without /v1, `root`. `seed`: in [0, 2^63), the same when the episode is played again.
     `purpose`: "train" or "evaluate"."""
 
-    def __init__(self, fields: Mapping[str, Any], channel: AgentChannel, tools: Any = None):
+    def __init__(self, fields: Mapping[str, Any], channel: Any, tools: Any = None):
         """Create the episode. `fields`: from the environment's process. `tools`: of the agent, a Toolset."""
         self.id: str = fields["id"]
         self.data: dict[str, Any] = fields["task"]
@@ -101,8 +91,7 @@ class Episode:
         return EpisodeBranch(self, name)
 
     def sandbox(self, spec: Mapping[str, Any] | None = None) -> SandboxHandle:
-        """Return a sandbox, for `async with episode.sandbox() as box:`. `spec`: stricter keys of
-        `services.environment.NAME.sandbox`."""
+        """Return a sandbox, for `async with`. `spec`: stricter keys of `services.environment.NAME.sandbox`."""
         return SandboxHandle(self._channel, self.id, dict(spec or {}))
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], *, base_url: str = "", **fields: Any) -> dict[str, Any]:
@@ -140,7 +129,7 @@ class Episode:
 class SandboxHandle:
     """A sandbox with a folder of its own, which runs commands one after the other."""
 
-    def __init__(self, channel: AgentChannel, episode: str, spec: dict[str, Any]):
+    def __init__(self, channel: Any, episode: str, spec: dict[str, Any]):
         self._channel, self._episode, self._spec = channel, episode, spec
         self._name = ""
 
@@ -154,9 +143,8 @@ class SandboxHandle:
     async def run(self, *command: str, stdin: str = "", timeout: float | None = None) -> dict[str, Any]:
         """Run a command. Returns `{"code", "stdout", "stderr", "reason"}`: `reason` is empty, or the limit that ended the
         command. `timeout`: seconds; None: the sandbox's."""
-        found: dict[str, Any] = await self._channel.ask(
-            self._episode, "sandbox_run", name=self._name, command=list(command), stdin=stdin, timeout=timeout
-        )
+        given = {"name": self._name, "command": list(command), "stdin": stdin, "timeout": timeout}
+        found: dict[str, Any] = await self._channel.ask(self._episode, "sandbox_run", **given)
         return found
 
 

@@ -134,7 +134,6 @@ class Toolset:
                 self._add(schema, partial(connection.call, schema["function"]["name"]))
 
     async def close(self) -> None:
-        """Close the connections to the servers."""
         await self._open.aclose()
 
     async def answers(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -181,8 +180,7 @@ class ToolAgent:
     """An agent that asks the policy until a reply calls no tool.
 
     `tools`: as for Toolset. `reward(data, messages)`: the episode's reward, from all messages. It may be async and may take
-    `episode`. `turns`: replies at most. `system`: text before the row's `messages` or `prompt`.
-    """
+    `episode`. `turns`: replies at most. `system`: text before the row's `messages` or `prompt`."""
 
     def __init__(self, tools: Iterable[Any] = (), *, reward: Any, turns: int = 8, system: str = ""):
         self.tools, self._reward, self._turns, self._system = list(tools), reward, turns, system

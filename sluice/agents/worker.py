@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import operator
 import os
 import random
 import select
@@ -139,9 +140,7 @@ def imported(file: str, name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found = module
-    for part in name.split("."):
-        found = getattr(found, part)
+    found = operator.attrgetter(name)(module)
     if not callable(getattr(found, "run", found)):
         raise TypeError(f"{name} must be a function, or have a method run")
     Toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool without a schema
@@ -158,8 +157,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Zygote:
-    """The nursery. On "fork" with a descriptor it starts a worker on the descriptor and sends its pid. On "kill PID" it ends
-    that worker. It reports which workers ended, and how."""
+    """The nursery. "fork" with a descriptor starts a worker on it; "kill PID" ends one. Reports how workers ended."""
 
     def __init__(self, own: socket.socket, made: Any, per_process: int):
         self._own, self._made, self._per_process = own, made, per_process
@@ -275,7 +273,7 @@ def work(made: Any, own: socket.socket, per_process: int) -> None:
 
 
 class _EpisodeWorker:
-    """Plays the episodes of one process. Also their AgentChannel."""
+    """Plays the episodes of one process. Also the channel by which they reach the environment's process."""
 
     def __init__(self, agent: Any, per_process: int):
         self._agent, self._threads = agent, ThreadPoolExecutor(4 * per_process, "agent")
@@ -321,6 +319,7 @@ class _EpisodeWorker:
         self._write({"episode": episode, **news})
 
     async def ask(self, episode: str, what: str, **fields: Any) -> Any:
+        """Return the answer of the environment's process. Raises InfrastructureError if it cannot give one."""
         number = len(self._asked) + 1 + max(self._asked, default=0)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         self._write({"episode": episode, "ask": number, "what": what, **fields})

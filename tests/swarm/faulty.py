@@ -15,8 +15,8 @@ from runtime import run_files, timeouts
 from runtime.config import Config
 from runtime.errors import StorageFull
 from runtime.ledger import checkpoint, reader
-from runtime.simulation.cluster import SimulatedCluster, SimulatedModel
-from runtime.simulation.engine import CommandDeadlines, Costs
+from runtime.simulation.cluster import Deadline, SimulatedCluster, SimulatedModel
+from runtime.simulation.engine import Costs
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop
 from runtime.simulation.simulate import Simulation
 from tests.swarm.faults import DAMAGES, Fault, Faults
@@ -26,13 +26,11 @@ from tests.swarm.witness import Witness
 class FaultySimulation(Simulation):
     problems = 50
 
-    def __init__(
-        self, config: Config, costs: Costs, deadlines: CommandDeadlines, seed: int, faults: Sequence[Fault] = (), **more: Any
-    ):
+    def __init__(self, config: Config, costs: Costs, deadline: Deadline, seed: int, faults: Sequence[Fault] = (), **more: Any):
         training, every = config.training, config.checkpoint.every
         redone = min(training.steps, every or training.steps)
         self.witness = Witness(training.staleness, training.groups_per_step, _patience(config), redone)
-        super().__init__(config, costs, deadlines, seed, **more)
+        super().__init__(config, costs, deadline, seed, **more)
         self.observer = self.witness
         self.said: list[str] = []  # of damaged ledgers
         self._faults = Faults(faults, random.Random(f"{seed}/faults"))

@@ -29,7 +29,7 @@ from runtime.config import Config
 from runtime.coordinator.weight_sync import TRIES
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.simulation.engine import Costs, Fixed, LogNormal, Pareto
-from services.rpc.client import ContractDeadlines
+from services.rpc.client import command_deadline
 from tests.swarm.faults import KINDS, Fault, draw
 from tests.swarm.faulty import FaultySimulation
 
@@ -118,8 +118,7 @@ def simulation(case: Case) -> Iterator[FaultySimulation]:
         mock.patch.object(timeouts, "SYNC_ABORT", 5.0),
     ):
         settings = replace(case.config, run=replace(case.config.run, dir=f"{folder}/run"))
-        deadlines = ContractDeadlines(settings)
-        yield FaultySimulation(settings, case.costs, deadlines, case.seed, case.faults, nodes=case.nodes)
+        yield FaultySimulation(settings, case.costs, command_deadline, case.seed, case.faults, nodes=case.nodes)
 
 
 def verdict(case: Case) -> str:

@@ -47,7 +47,7 @@ from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError
 from runtime.simulation.simulate import Simulation
 from runtime.telemetry.summary import Totals
-from services.rpc.client import ContractDeadlines
+from services.rpc.client import command_deadline
 from tests.closeness import STEP, assert_close
 
 
@@ -480,7 +480,7 @@ def calls(replicas: int, folder: Path) -> float:
         found += event == "call" and name.startswith(scale_trial.RUNTIME) and not name.startswith(scale_trial.MODELS)
 
     config = scale_trial.configured(replicas, STEPS, str(folder / str(replicas)))
-    simulation = Simulation(config, scale_trial.costs(replicas), ContractDeadlines(config))
+    simulation = Simulation(config, scale_trial.costs(replicas), command_deadline)
     before = sys.getprofile()
     sys.setprofile(count)
     try:

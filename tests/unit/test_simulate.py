@@ -23,7 +23,7 @@ from runtime.simulation.calibration import calibrate, observe
 from runtime.simulation.engine import Cores, Costs, Fixed, LogNormal, SimulatedEngine
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop, SimulatedWorld, Stuck
 from runtime.simulation.simulate import Simulation, simulated, variations
-from services.rpc.client import ContractDeadlines
+from services.rpc.client import command_deadline
 
 HOUR = 3600.0
 NAMES = tuple("abcdefgh")
@@ -241,7 +241,7 @@ def configured(folder: Path, staleness: int = 2) -> Config:
 def real(folder: Path, costs: Costs) -> tuple[Config, list[dict[str, Any]], list[GroupRow]]:
     """What a run leaves whose costs are known."""
     config = configured(folder)
-    simulation = Simulation(config, costs, ContractDeadlines(config))
+    simulation = Simulation(config, costs, command_deadline)
     simulation.run()
     with LedgerReader(folder / "ledger") as reader:
         return config, [point for _, point in simulation.metrics], list(reader.groups())
@@ -255,13 +255,14 @@ def test_calibration_finds_costs_that_predict_another_configuration(tmp_path: Pa
     train = {"score": Fixed(4e-3), "reference_token": 3e-5, "train_token": 4e-4, "update": 1e-2, "coordinator_message": 5e-4}
     true = Costs(**reply, **train, cores=cores)  # type: ignore[arg-type]
     config, points, groups = real(tmp_path / "run", true)
-    deadlines = ContractDeadlines(config)
-    found = calibrate(Costs(cores=cores), points, groups, lambda costs: simulated(config, costs, deadlines, STEPS).observed)
+    found = calibrate(
+        Costs(cores=cores), points, groups, lambda costs: simulated(config, costs, command_deadline, STEPS).observed
+    )
     assert found.measured is not None and found.simulated is not None
     assert found.simulated.seconds == pytest.approx(found.measured.seconds, rel=0.05)
     strict = configured(tmp_path / "other", staleness=0)
-    expected = simulated(strict, true, deadlines, STEPS).observed
-    predicted = simulated(strict, found.costs, deadlines, STEPS).observed
+    expected = simulated(strict, true, command_deadline, STEPS).observed
+    predicted = simulated(strict, found.costs, command_deadline, STEPS).observed
     assert predicted.samples_per_second == pytest.approx(expected.samples_per_second, rel=0.1)
 
 

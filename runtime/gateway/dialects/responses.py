@@ -211,8 +211,7 @@ def _add(messages: list[Message], given: Any, where: str) -> None:
 
 
 def _joined(last: Message | None, added: Message) -> list[Message]:
-    """Join two messages of the assistant if they belong to one reply. `added` may hold calls, or content or reasoning that
-    `last` lacks while it has no calls."""
+    """Join two messages of the assistant if one reply may be both: `added` has calls, or what `last` lacks before any call."""
     if last is None:
         return [added]
     twice = (last.content and added.content) or (last.reasoning and added.reasoning)
