@@ -48,10 +48,8 @@ from sluice import start
 
 
 async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
-    """Make the tiny model and its problems, unless they are cached; return the configuration that names them.
-
-    A model or data that the user names stays; with both there is nothing to make.
-    """
+    """Make the tiny model and its problems, unless they are cached; return the configuration that names them. A model or data
+    that the user names stays; with both there is nothing to make."""
     settings = config.warmup
     assert settings is not None
     if config.model.path and config.data.train:

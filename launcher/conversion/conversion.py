@@ -86,12 +86,10 @@ def to_core(
     check_logits: bool = False,
     show: Show,
 ) -> ConversionReport:
-    """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again.
-
-    The parameters get `dtype`; None: the dtype of their tensors. `check_logits` needs memory for both models. Raises UserError,
+    """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again. The
+    parameters get `dtype`; None: the dtype of their tensors. `check_logits` needs memory for both models. Raises UserError,
     before it allocates memory, for an unsupported model or layout, missing or unknown tensors, an existing folder, and too
-    little room.
-    """
+    little room."""
     require_new(folder)
     model = open_hf(source, dtype, value_head)
     layout.require(model.family.shape)
@@ -136,11 +134,9 @@ def to_megatron(
 
 def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> ConversionReport:
     """Convert `source` into the new Hugging Face folder `folder`, and check it. `source` is in any of megatron-core's layouts,
-    or a checkpoint of the trainer on megatron-core.
-
-    Raises UserError, before it allocates memory, if a file of `source` is missing, torn or of another model, for an existing
-    folder, and too little room. Raises UserError later if ranks that should hold the same do not.
-    """
+    or a checkpoint of the trainer on megatron-core. Raises UserError, before it allocates memory, if a file of `source` is
+    missing, torn or of another model, for an existing folder, and too little room. Raises UserError later if ranks that should
+    hold the same do not."""
     require_new(folder)
     if check_logits and is_checkpoint(source):
         raise UserError(f"--check-logits: is for folders with {LAYOUT}; {source} is a checkpoint")
@@ -151,10 +147,8 @@ def megatron_to_hf(
     source: Path, folder: Path, hf_config: Path | None, *, check_logits: bool = False, show: Show
 ) -> ConversionReport:
     """Convert as `to_hf` does, from a checkpoint in Megatron-LM's own layout. `hf_config` has the model's config.json and
-    tokenizer; None: config.json is made from the checkpoint's arguments, without a tokenizer.
-
-    Raises UserError also if config.json and the arguments disagree, or the arguments do not suffice.
-    """
+    tokenizer; None: config.json is made from the checkpoint's arguments, without a tokenizer. Raises UserError also if
+    config.json and the arguments disagree, or the arguments do not suffice."""
     require_new(folder)
     return _to_hf(_open_classic(source, hf_config), folder, check_logits, show)
 

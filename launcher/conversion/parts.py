@@ -161,11 +161,9 @@ def require_same_bits(
     read: Callable[[str], Sliceable],
     checked: Callable[[str, int], None],
 ) -> None:
-    """Check that the blocks of every piece of every rank equal the Hugging Face tensors, bit for bit.
-
-    Calls `checked` with the phase and the bytes of each piece. Raises UserError if ranks that should hold the same do not, and
-    InvariantViolated for any other difference, since the conversion has not written such a piece.
-    """
+    """Check that the blocks of every piece of every rank equal the Hugging Face tensors, bit for bit. Calls `checked` with the
+    phase and the bytes of each piece. Raises UserError if ranks that should hold the same do not, and InvariantViolated for any
+    other difference, since the conversion has not written such a piece."""
     for parameter, reader in pieces:
         if (wrong := _first_difference(parameter, reader, read)) is not None:
             where = f"{reader.path}: {parameter.name}"

@@ -75,10 +75,8 @@ class ArchiveTensor:
         return math.prod(self.shape)
 
     def part(self, first: int, shape: tuple[int, ...], *, transposed: bool = False) -> ArchiveTensor:
-        """Return the elements from `first` on as a tensor of `shape`; `transposed`: the file has the transposed matrix.
-
-        Raises UserError if the file does not have the elements one after the other.
-        """
+        """Return the elements from `first` on as a tensor of `shape`; `transposed`: the file has the transposed matrix. Raises
+        UserError if the file does not have the elements one after the other."""
         if self._extent != self.elements or list(self._stride) != sorted(self._stride, reverse=True):
             raise UserError(f"{self.path}: a tensor {list(self.shape)} is not contiguous")
         stride = torch.empty(shape[::-1] if transposed else shape, device="meta").stride()
@@ -86,10 +84,8 @@ class ArchiveTensor:
         return ArchiveTensor(self._memory, self._offset + first, shape, stride)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a new, contiguous tensor. The whole tensor is read first.
-
-        Raises UserError if the file ends within the tensor, or its elements share memory, as their number has no bound then.
-        """
+        """Return a new, contiguous tensor. The whole tensor is read first. Raises UserError if the file ends within the tensor,
+        or its elements share memory, as their number has no bound then."""
         if self.elements > (size := self._memory.elements):
             raise UserError(f"{self.path}: a tensor {list(self.shape)} has {self.elements} elements in the memory of {size}")
         memory = torch.empty(self._extent, dtype=getattr(torch, self.dtype))
@@ -105,11 +101,8 @@ class ArchiveTensor:
 
 
 def read_archive(path: Path) -> Any:
-    """Return the values of a file, tensors as `ArchiveTensor`.
-
-    Raises UserError if the file is missing, torn or of another format, or its pickle wants anything but tensors and plain
-    values; the message names the unwanted value.
-    """
+    """Return the values of a file, tensors as `ArchiveTensor`. Raises UserError if the file is missing, torn or of another
+    format, or its pickle wants anything but tensors and plain values; the message names the unwanted value."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             return _Archive(path, file, archive).load()

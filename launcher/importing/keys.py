@@ -80,11 +80,9 @@ class Setting(Struct, frozen=True):
 
 
 class TranslatedSettings:
-    """Reads keys, and records what becomes of them.
-
-    `without`: keys that the user leaves out, by the ends of their paths. They are neither translated nor refused, and the keys
-    that they would have decided keep Sluice's defaults. Keys that say what is trained cannot be left out.
-    """
+    """Reads keys, and records what becomes of them. `without`: keys that the user leaves out, by the ends of their paths. They
+    are neither translated nor refused, and the keys that they would have decided keep Sluice's defaults. Keys that say what is
+    trained cannot be left out."""
 
     def __init__(self, table: KeyTable, read: Read, without: Collection[str]):
         self.table = table
@@ -435,10 +433,8 @@ def _is(value: Any, kind: str) -> bool:
 
 class KeyTable:
     """The keys of one program's files, by section (`rl_config`), then by name; `mtp.*` stands for all names that begin so.
-
     `program`: its name. `command`: ours that imports its files. `places`: for a section of a file, the sections of the table in
-    which its keys are looked up, in order. Keys of other sections are looked up in their own section alone.
-    """
+    which its keys are looked up, in order. Keys of other sections are looked up in their own section alone."""
 
     def __init__(self, program: str, command: str, file: Path, places: Mapping[str, tuple[str, ...]] | None = None):
         self.program = program

@@ -87,10 +87,8 @@ _PARTS = {"actor_rollout_ref": ("actor_rollout", "ref")}
 
 
 def read(file: Path, models: Path | None = None) -> Read:
-    """Read `file`, and the models that it names, from the folder `models`; None is the folder `model` beside the file.
-
-    Raises ConfigError, one line per fault, each with the key's path in its file.
-    """
+    """Read `file`, and the models that it names, from the folder `models`; None is the folder `model` beside the file. Raises
+    ConfigError, one line per fault, each with the key's path in its file."""
     faults: list[str] = []
     raw = _underscored(read_mapping(file, "MindSpeed-RL's sections are needed"), "", faults)
     format, before = _format(file, raw), len(faults)

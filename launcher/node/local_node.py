@@ -106,9 +106,7 @@ def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
 
 def on_this_machine(config: Config, address: str = "") -> Config:
     """Return the configuration with this machine's address as `network.interface`: `address`, else one that fits the key.
-
-    Raises UserError if there is no such address, or other nodes cannot reach it.
-    """
+    Raises UserError if there is no such address, or other nodes cannot reach it."""
     key, given = ("--address", address) if address else ("network.interface", config.network.interface)
     own = own_address(given, config.services.coordinator.host, key)
     if has_several_nodes(config.cluster) and is_loopback(own):

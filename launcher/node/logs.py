@@ -34,11 +34,8 @@ class LineView(Protocol):
 
 
 class Log:
-    """The output of one process. `path` is the file being written; PATH.1 is the one before it, and so on.
-
-    The log's own thread notifies `view` once when the file cannot be written. A verbose `view` gets every line with the
-    process's `name`.
-    """
+    """The output of one process. `path` is the file being written; PATH.1 is the one before it, and so on. The log's own thread
+    notifies `view` once when the file cannot be written. A verbose `view` gets every line with the process's `name`."""
 
     def __init__(self, path: Path, settings: Logs, name: str, view: LineView | None = None):
         self.path = path

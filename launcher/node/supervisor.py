@@ -528,11 +528,8 @@ class Supervisor:
             await child.process.wait()
 
     async def wait_all(self, timeout: float) -> list[Child]:
-        """Wait for every child to end. Return the children that did not.
-
-        Kill a child that was started during the run AGENT_END_GRACE after the others: the processes that would ask it to end
-        may never have known it.
-        """
+        """Wait for every child to end. Return the children that did not. Kill a child that was started during the run
+        AGENT_END_GRACE after the others: the processes that would ask it to end may never have known it."""
         ends = {child: asyncio.create_task(child.process.wait()) for child in self.children}
         until = time.monotonic() + timeout
         if those := [end for child, end in ends.items() if not child.late]:

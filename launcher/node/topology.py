@@ -157,12 +157,9 @@ def affinity(role: Process) -> tuple[int, ...]:
 
 def hccl_ports(used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
     """Return by process the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether
-    child processes, on any node, use HCCL on the same NPU.
-
-    No variables are needed if no NPU has two processes: HCCL's defaults do. Otherwise every process gets ranges of its own: all
-    members of a communicator must set ranges, and processes of one NPU must have different ranges. Child processes take ports
-    of their parent's ranges.
-    """
+    child processes, on any node, use HCCL on the same NPU. No variables are needed if no NPU has two processes: HCCL's defaults
+    do. Otherwise every process gets ranges of its own: all members of a communicator must set ranges, and processes of one NPU
+    must have different ranges. Child processes take ports of their parent's ranges."""
     taken = [npu for npus in used.values() for npu in npus]
     if not used or (not shared and len(taken) == len(set(taken))):
         return {}
@@ -174,10 +171,8 @@ def hccl_ports(used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[
 
 
 def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
-    """Return `count` adjacent ranges FIRST-LAST of equal length, at most HCCL_PORTS, from `ports` (first and last port).
-
-    Raises ValueError if there are fewer ports than ranges.
-    """
+    """Return `count` adjacent ranges FIRST-LAST of equal length, at most HCCL_PORTS, from `ports` (first and last port). Raises
+    ValueError if there are fewer ports than ranges."""
     first, last = ports
     size = min(HCCL_PORTS, (last - first + 1) // count)
     if size < 1:

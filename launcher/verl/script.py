@@ -77,10 +77,8 @@ class ShellBlock:
 
 
 class Script:
-    """Carries out `text` as far as it is known. `calls`: those of trainers, each with all its words from the module on.
-
-    Raises ValueError if a quote or bracket is not closed.
-    """
+    """Carries out `text` as far as it is known. `calls`: those of trainers, each with all its words from the module on. Raises
+    ValueError if a quote or bracket is not closed."""
 
     def __init__(self, text: str, environment: Mapping[str, str]):
         self.calls: list[list[str]] = []

@@ -44,10 +44,8 @@ _DEPTH = 8  # of references to references
 
 
 def read(file: Path, models: Path | None = None) -> Read:
-    """Read `file`. A model that is named as on the Hub is a folder of `models`, if it is there.
-
-    Raises ConfigError, one line per fault, each with the key's path in its file.
-    """
+    """Read `file`. A model that is named as on the Hub is a folder of `models`, if it is there. Raises ConfigError, one line
+    per fault, each with the key's path in its file."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
