@@ -42,14 +42,10 @@ from runtime.telemetry.startup import Startup
 from services.rpc import client
 from sluice import start
 
-# ---- Warm up
-#
-# The warm-up runs once, before the services start, in a process of its own.
-
 
 async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
-    """Make the tiny model and its problems, unless they are cached; return the configuration that names them. A model or data
-    that the user names stays; with both there is nothing to make."""
+    """Make the tiny model and its problems in a process of its own, unless they are cached; return the configuration that names
+    them. A model or data that the user names stays; with both there is nothing to make."""
     settings = config.warmup
     assert settings is not None
     if config.model.path and config.data.train:

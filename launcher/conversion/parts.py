@@ -157,9 +157,7 @@ class ParameterReader(Protocol):
 
 
 def require_same_bits(
-    pieces: Iterable[tuple[Parameter, ParameterReader]],
-    read: Callable[[str], Sliceable],
-    checked: Callable[[str, int], None],
+    pieces: Iterable[tuple[Parameter, ParameterReader]], read: Callable[[str], Sliceable], checked: Callable[[str, int], None]
 ) -> None:
     """Check that the blocks of every piece of every rank equal the Hugging Face tensors, bit for bit. Calls `checked` with the
     phase and the bytes of each piece. Raises UserError if ranks that should hold the same do not, and InvariantViolated for any

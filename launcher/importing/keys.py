@@ -19,7 +19,7 @@ import yaml
 from msgspec import Struct
 
 from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run, loading
-from runtime.config.yaml_text import at_home
+from runtime.config.yaml_text import at_home, flat
 from runtime.errors import ConfigError
 
 # ---- Settings: the keys of another program's files, and a record of what became of each
@@ -293,20 +293,17 @@ class Translation(Struct, frozen=True):
     advice: tuple[str, ...]
 
 
-def check(keys: TranslatedSettings) -> None:
-    """Check the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
+def translation(keys: TranslatedSettings, advice: Sequence[str]) -> Translation:
+    """Return the translation of `keys`. `advice`: what the user should know besides the single keys. Raises ConfigError: a line
+    for each key that is unknown, of a wrong type, or impossible in Sluice."""
     if faults := keys.faults or _schema_faults(keys):
         raise ConfigError(list(dict.fromkeys(faults)))
-
-
-def translation(keys: TranslatedSettings, advice: Sequence[str]) -> Translation:
-    """Return the translation of `keys`. `advice`: what the user should know besides the single keys."""
     return Translation(
         keys.table.program,
         keys.table.command,
         _raw(keys.values),
         tuple(keys.rows()),
-        tuple(keys.carried(frozenset(f"{path}={shown(value)}" for path, value in _paths(_defaults())))),
+        tuple(keys.carried(frozenset(f"{path}={shown(value)}" for path, value in flat(_defaults())))),
         tuple(advice),
     )
 
@@ -360,13 +357,6 @@ def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, An
         elif value != other:
             made[key] = value
     return made
-
-
-def _paths(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        yield f"{prefix}{key}", value
-        if isinstance(value, dict):
-            yield from _paths(value, f"{prefix}{key}.")
 
 
 Outcome = Literal["mapped", "ignored", "to decide", "refused", "left out"]

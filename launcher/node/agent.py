@@ -30,14 +30,10 @@ from runtime.process.keys import Keys
 from runtime.status import Progress
 from services.rpc import client, contract
 
-# ---- Coordinator
-#
-# The coordinator as a child of the node that leads the run. A coordinator that is killed is replaced; the new one takes over
-# the processes that live.
-
 
 class CoordinatorKeeper:
-    """Keeps the coordinator of this node alive. `child`: the newest coordinator; None before the first start."""
+    """Keeps the coordinator alive on the node that leads the run: if it is killed, a new one takes over the living processes.
+    `child`: the newest coordinator; None before the first start."""
 
     def __init__(self, supervisor: Supervisor):
         self.child: Child | None = None
@@ -77,13 +73,7 @@ class Agent:
     """The agent of one node. Its task is `follow`; the supervisor has the processes."""
 
     def __init__(
-        self,
-        node: NodeRegistration,
-        config: Config,
-        coordinator: str,
-        supervisor: Supervisor,
-        machine: Machine,
-        python: str,
+        self, node: NodeRegistration, config: Config, coordinator: str, supervisor: Supervisor, machine: Machine, python: str
     ):
         """Start with `config`, the configuration of this node's command line; the coordinator sends the full one later."""
         self._node = node

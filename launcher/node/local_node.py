@@ -25,9 +25,7 @@ from runtime.process import keys, network, os_process
 from runtime.process.network import is_loopback, own_address
 from runtime.telemetry.shown import LiteralTable
 
-# ---- Cpus
-#
-# Lists of processors as Linux writes them, such as 0-15,32. Pure.
+# ---- Lists of processors as Linux writes them, such as 0-15,32. Pure.
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -55,9 +53,7 @@ def shown_cpus(cpus: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-# ---- Machine
-#
-# The properties of this machine on which the environment and placement of processes depend. Loads no torch.
+# ---- The properties of this machine on which the environment and placement of processes depend. Loads no torch.
 
 Kind = Literal["npu", "cuda", "cpu"]
 

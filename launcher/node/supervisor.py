@@ -88,12 +88,9 @@ class Child:
         code = self.process.returncode or 0
         if self.advice:
             return UserError(f"{self.spec.name}: {self.starved}, twice: {self.advice}")
-        if self.starved:
-            return ServiceFault(self.spec.name, "run", self.starved + self.last)
-        if self.given_up:
-            return ServiceFault(self.spec.name, "run", self.given_up + self.last)
-        if code < 0:
-            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        if why := self.starved or self.given_up or killed:
+            return ServiceFault(self.spec.name, "run", why + self.last)
         lines = self.output.tail().strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
         if own and self.mistaken:
@@ -103,12 +100,7 @@ class Child:
         return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
 
 
-# ---- Oom
-#
-# Find which processes the kernel has killed for want of memory.
-#
-# The kernel's log names each process, where this process may read it. Elsewhere, as in a container, the counter of the control
-# group says only that the kernel killed some process.
+# ---- Processes that the kernel has killed for want of memory
 
 _LOG = Path("/dev/kmsg")
 _RECORD = 8192  # bytes of the longest record
@@ -128,7 +120,8 @@ ADVICE = {
 
 
 class OomKills:
-    """Processes that the kernel has killed between `open` and `close`."""
+    """Processes that the kernel has killed between `open` and `close`. Its log names each, where this process may read it.
+    Elsewhere, as in a container, the counter of the control group says only that the kernel killed some process."""
 
     def __init__(self) -> None:
         self._log = -1
@@ -186,16 +179,13 @@ def _count(counter: Path | None) -> int:
     return 0
 
 
-# ---- Orphans
-#
-# End what a node's processes leave behind, such as the programs of agents after their environment was killed.
-#
-# Orphans lead sessions of their own, so no signal to a process group reaches them. The kernel makes them children of the
-# agent. The agent recognizes them by an environment variable that all of its processes and their children have.
+# ---- What a node's processes leave behind, such as the programs of agents after their environment was killed
 
 
 class Orphans:
-    """Children of this process that it has not started. Each gets SIGTERM, and SIGKILL AGENT_END_GRACE later."""
+    """Children of this process that it has not started. Each gets SIGTERM, and SIGKILL AGENT_END_GRACE later. Orphans lead
+    sessions of their own, so no signal to a process group reaches them; the kernel makes them children of the agent. It
+    recognizes them by an environment variable that all of its processes and their children have."""
 
     def __init__(self) -> None:
         self.variable = f"{os.environ.get(os_process.AGENTS, '')} {os.getpid()}".strip()

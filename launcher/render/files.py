@@ -260,7 +260,7 @@ def _watched(config: Config) -> dict[str, str]:
 
 
 def _write(texts: dict[str, str], private: dict[str, str], folder: Path) -> list[Path]:
-    """Write the  A file that differs is not overwritten: raises UserError. A `private` file is written only once."""
+    """Write the files. A file that differs is not overwritten: raises UserError. A `private` file is written only once."""
     paths = {folder / name: text for name, text in texts.items()}
     try:
         for path, text in paths.items():
