@@ -1,7 +1,5 @@
-"""`sluice accept`: checks of this machine, one after the other, and one report to send back.
-
-Every check is a process with a deadline, so a check that hangs or crashes on a device becomes a line of the report.
-"""
+"""`sluice accept`: checks of this machine, one after the other, and one report to send back. Every check is a process
+with a deadline, so a check that hangs or crashes on a device becomes a line of the report."""
 
 from __future__ import annotations
 

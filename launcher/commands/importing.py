@@ -19,8 +19,7 @@ _PRINTED = 200  # columns if the output is no terminal
 
 
 def run(options: argparse.Namespace) -> None:
-    """Translate the file, and print and report what became of each key. Raises UserError, a line per fault, and writes nothing
-    then."""
+    """Translate the file, and print and report what became of each key. Raises UserError, a line per fault."""
     if options.command == "import-verl":
         from launcher.verl.translate import TABLE, read, translate
     else:

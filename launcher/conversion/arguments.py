@@ -65,8 +65,7 @@ DECISIVE = tuple(name for name, argument in _ARGUMENTS.items() if not argument.l
 
 
 def require_types(found: Mapping[str, Any], where: str, keys: Iterable[str] = _ARGUMENTS) -> None:
-    """Check the types and sizes of the arguments `keys`. Raises UserError for the first wrong one. An argument that is missing
-    or None is not checked."""
+    """Check the types and sizes of the arguments `keys` that are there. Raises UserError for the first wrong one."""
     for key in keys:
         kind = _TYPES[_ARGUMENTS[key].type]
         if (value := found.get(key)) is not None and not kind.suits(value):
@@ -192,8 +191,7 @@ def require_supported(found: Mapping[str, Any], where: str) -> None:
 
 
 def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a Hugging Face config.json made from the arguments. Raises UserError for the first argument that is missing, of
-    another type, or does not suffice."""
+    """Return a Hugging Face config.json made from the arguments. Raises UserError for the first that is missing or wrong."""
     require_types(found, where)
     require_supported(found, where)
 

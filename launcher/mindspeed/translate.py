@@ -349,8 +349,7 @@ OF_A_MACHINE = 16  # devices at most: of Atlas A3, and of 200T A2 Box16; others 
 
 def _services(keys: RoleSettings) -> None:
     """Translate `services`, `lora`, `reference` and the token budgets."""
-    environment = keys.of("rl_config", "runtime_env_path")
-    keys.put("services.platform", ASCEND, *given(environment))
+    keys.put("services.platform", ASCEND, *given(keys.of("rl_config", "runtime_env_path")))
     lora = _lora(keys)
     (_current if keys.rl else _older)(keys, lora)
     _budgets(keys)
@@ -494,8 +493,7 @@ def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, l
         return
     role = "actor" if shared else "reference"
     count = actor.value if shared else own.value if not isinstance(own.value, list) else keys.summed(own)
-    counted = [actor if shared else own]
-    _spread(keys, role, "reference", counted, count)
+    _spread(keys, role, "reference", [actor if shared else own], count)
     if shared:
         keys.put(f"{path}.colocate", "trainer", keys.of("rl_config", "use_integrated_worker"))
     start = keys.role("actor", "load").value

@@ -239,8 +239,7 @@ WHOLE = 1 << 20  # bytes up to which a whole file is read; of a larger file, so 
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash of a file, or of a folder's files with their names; "" if there is no such path. Hidden files do not count:
-    a download keeps its time in them."""
+    """Return a hash of a file, or of a folder's files, with their names, that are not hidden; "" if there is no such path."""
     digest = xxhash.xxh3_64()
     try:
         if path.is_dir():

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
+from launcher.view import View
 from runtime import timeouts
 from runtime.config import Logs
 
@@ -23,21 +23,11 @@ PIPE_BYTES = 1 << 20  # the most that Linux lets every user have: a process can 
 TAIL_BYTES = 1 << 20  # of the newest part of a log, which says why the process ended
 
 
-class LineView(Protocol):
-    """Shows lines, from any thread; if `verbose`, also the lines that processes write."""
-
-    verbose: bool
-
-    def say(self, line: str) -> None: ...
-
-    def output(self, name: str, line: str) -> None: ...
-
-
 class Log:
     """The output of one process. `path` is the file being written; PATH.1 is the one before it, and so on. The log's own thread
     notifies `view` once when the file cannot be written. A verbose `view` gets every line with the process's `name`."""
 
-    def __init__(self, path: Path, settings: Logs, name: str, view: LineView | None = None):
+    def __init__(self, path: Path, settings: Logs, name: str, view: View | None = None):
         self.path = path
         self._settings = settings
         self._name = name

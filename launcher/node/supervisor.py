@@ -21,9 +21,10 @@ from typing import Any
 import psutil
 
 from launcher.node import local_node
-from launcher.node.logs import LineView, Log
+from launcher.node.logs import Log
 from launcher.node.topology import ProcessSpec
 from launcher.node.watchdog import HeartbeatMonitor, is_stopped, keep_stacks, stalled
+from launcher.view import View
 from runtime import timeouts
 from runtime.cluster.placement import RestartBackoff
 from runtime.config import Logs
@@ -270,17 +271,12 @@ def _terminate(pid: int) -> str:
 class Supervisor:
     """The children of one run, in the order in which they were started."""
 
-    def __init__(
-        self,
-        logs: Path,
-        view: LineView | None = None,
-        settings: Logs = Logs(),  # noqa: B008  immutable
-    ):
+    def __init__(self, logs: Path, view: View | None = None, settings: Logs | None = None):
         """Keep logs in `logs`. `view` shows what became of processes; if verbose, also every line that they write."""
         os_process.raise_descriptor_limit()  # each child takes some descriptors of this process
         self._logs = logs
         self._view = view
-        self._settings = settings
+        self._settings = settings or Logs()
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Called for each process that died and that this supervisor does not start again."""
@@ -507,8 +503,7 @@ class Supervisor:
             await child.process.wait()
 
     async def finish(self, timeout: float) -> None:
-        """Wait for every child to end once the run has ended well and all is saved. Kill and report a child that does not end
-        in time; also report a child that ends badly."""
+        """Wait for every child to end once all is saved. Report a child that ends badly; kill and report one that is late."""
         self.stop_restarts()
         self._ended_well = True
         for child in await self.wait_all(timeout):
