@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -119,14 +119,10 @@ class Job(ABC, Generic[Result]):
         self.view = view
         self._here = here
         self.folder = Path(config.run.dir)
-        self.supervisor: Supervisor
-        self._coordinator: CoordinatorKeeper
-        self._lock: IO[bytes]
         self._signals = 0
         self._signalled = 0.0
         self._twice = asyncio.Event()
         self._too_late: asyncio.TimerHandle | None = None  # ends an orderly stop that takes too long
-        self._agent: Agent
         self._startup_shown = False
         self._lost: set[str] = set()
         self._began = False  # whether there is something to keep

@@ -81,8 +81,7 @@ class Agent:
         self.coordinator = coordinator  # the address of the newest coordinator
         self._supervisor = supervisor
         self._machine, self._python = machine, python
-        self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
-        """The configuration as this node's processes read it."""
+        self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"  # the configuration for this node's processes
         self.keys: Keys | None = None  # this node's keys, once it has read the run's secret
         self._assignment = Assignment(config="")
         self.began = False  # whether the run is under way

@@ -109,7 +109,7 @@ _KILLED = re.compile(rb"Killed process (\d+) .*?anon-rss:(\d+)kB")
 _GROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # by the controller, in cgroup v2 and v1
 
-ADVICE = {
+ADVICE = {  # by role: the keys to lower if it needs more memory than the machine has
     "rollout": "lower services.rollout.max_num_seqs, sampling.max_new_tokens or data.max_prompt_tokens",
     "trainer": "lower training.max_tokens_per_microbatch, or raise services.trainer.processes",
     "critic": "lower training.max_tokens_per_microbatch, or raise services.critic.processes",
@@ -117,7 +117,6 @@ ADVICE = {
     "reward_model": "lower services.reward_model.max_tokens_per_microbatch",
     "reward": "lower rewards.workers, or see what the rules of rewards.rules keep",
 }
-"""Advice by role: the keys to lower if the role needs more memory than the machine has."""
 
 
 class OomKills:
@@ -278,17 +277,14 @@ class Supervisor:
         self._view = view
         self._settings = settings or Logs()
         self._outputs: list[Log] = []
-        self.on_exit: Callable[[Child], None] = lambda child: None
-        """Called for each process that died and that this supervisor does not start again."""
+        self.on_exit: Callable[[Child], None] = lambda child: None  # called for each process that dies and is not replaced here
         self.keys: Keys | None = None  # the secret from which the keys of the services are made; None if they need no keys
         self.children: list[Child] = []
         self._started = asyncio.Event()
-        self.incarnations: dict[str, int] = {}
-        """The newest incarnation by name that was not ended; it may have died, or be about to start."""
+        self.incarnations: dict[str, int] = {}  # by name, the newest that was not ended; it may have died, or be about to start
         self._restarts: Mapping[str, int] = {}
         self._decided_elsewhere: Collection[str] = ()
-        self.followed: Collection[str] = ()
-        """Names of processes that another part of this process looks after once they are killed."""
+        self.followed: Collection[str] = ()  # names of processes that others look after once they are killed
         self._under_way = False
         self.stopping = False  # whether the run is ending: a lost trainer or critic is not replaced then, as no step follows
         self._ended_well = False
