@@ -1,7 +1,5 @@
-"""One check of `sluice accept`, in a process of its own: prints its figures as one JSON line, or ends with an error.
-
-`python -m launcher.accept.worker CHECK DEVICE FOLDER`
-"""
+"""One check of `sluice accept`, in a process of its own: prints its figures as one JSON line, or ends with an error. `python -m
+launcher.accept.worker CHECK DEVICE FOLDER`"""
 
 from __future__ import annotations
 

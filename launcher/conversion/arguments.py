@@ -242,9 +242,8 @@ def noop_layers(found: Mapping[str, Any]) -> list[Any]:
 
 
 def _groups(found: Mapping[str, Any]) -> Any:
-    """Return the number of key-value heads; None if the arguments do not have it. Without grouped attention `num_query_groups`
-    is 1, and unused. MindSpeed-LLM's converter always writes that grouped attention is off. Its checkpoint also has Hugging
-    Face's own key, which is right."""
+    """Return the number of key-value heads; None if it is unknown. Without grouped attention `num_query_groups` is 1, and
+    unused. MindSpeed-LLM's converter always writes that it is off, but also Hugging Face's own key, which is right."""
     if found.get("num_key_value_heads") is not None:
         return found["num_key_value_heads"]
     return found.get("num_query_groups" if found.get("group_query_attention", True) else "num_attention_heads")

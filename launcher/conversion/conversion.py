@@ -1,8 +1,6 @@
 """Converts model folders between Hugging Face's layout and megatron-core's, one tensor at a time. Checks them before renaming.
-
 Memory holds at most one parameter of one rank, or the whole of a layer's row-parallel matrix. In Megatron-LM's own layout it
-holds a rank's whole file while that is written.
-"""
+holds a rank's whole file while that is written."""
 
 from __future__ import annotations
 
@@ -86,10 +84,9 @@ def to_core(
     check_logits: bool = False,
     show: Show,
 ) -> ConversionReport:
-    """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again. The
-    parameters get `dtype`; None: the dtype of their tensors. `check_logits` needs memory for both models. Raises UserError,
-    before it allocates memory, for an unsupported model or layout, missing or unknown tensors, an existing folder, and too
-    little room."""
+    """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again.
+    `dtype`: None for that of the tensors. `check_logits` needs memory for both models. Raises UserError, before it allocates
+    memory, for an unsupported model or layout, missing or unknown tensors, an existing folder, and too little room."""
     require_new(folder)
     model = open_hf(source, dtype, value_head)
     layout.require(model.family.shape)
@@ -133,10 +130,9 @@ def to_megatron(
 
 
 def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> ConversionReport:
-    """Convert `source` into the new Hugging Face folder `folder`, and check it. `source` is in any of megatron-core's layouts,
-    or a checkpoint of the trainer on megatron-core. Raises UserError, before it allocates memory, if a file of `source` is
-    missing, torn or of another model, for an existing folder, and too little room. Raises UserError later if ranks that should
-    hold the same do not."""
+    """Convert `source`, in any of megatron-core's layouts or a checkpoint of the trainer on it, into the new folder `folder`,
+    and check it. Raises UserError, before it allocates memory, if a file is missing, torn or of another model, for an existing
+    folder, and too little room; and later if ranks that should hold the same do not."""
     require_new(folder)
     if check_logits and is_checkpoint(source):
         raise UserError(f"--check-logits: is for folders with {LAYOUT}; {source} is a checkpoint")

@@ -1,10 +1,8 @@
-"""Reads files of `torch.save` without running any of their code: plain values, and tensors that are read on demand.
-
-Such a file is a zip, not compressed: `data.pkl`, a pickle of the values, and the tensors' memory beside it. torch's loading of
-weights alone knows only protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. `plain_pickle` reads both. A
-name in a pickle stands for an entry in the tables below, never for the object of that name in Python. Nothing is imported, and
-other names are refused.
-"""
+"""Reads files of `torch.save` without running any of their code: plain values, and tensors that are read on demand. Such a file
+is a zip, not compressed: `data.pkl`, a pickle of the values, and the tensors' memory beside it. torch's loading of weights
+alone knows only protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. `plain_pickle` reads both. A name in a
+pickle stands for an entry in the tables below, never for the object of that name in Python. Nothing is imported, and other
+names are refused."""
 
 from __future__ import annotations
 
@@ -226,11 +224,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "torch.Size": _sizes,
     "argparse.Namespace": lambda *_: Attributes("argparse.Namespace", {}),
     "types.SimpleNamespace": lambda *_: Attributes("types.SimpleNamespace", {}),
-    "collections.OrderedDict": lambda *_: {},
     # MindSpeed-LLM's converter saves a model in a defaultdict.
-    "collections.defaultdict": lambda *_: {},
-    "collections.Counter": lambda *_: {},
-    "collections.deque": _listed,
-    "builtins.set": _listed,
-    "builtins.frozenset": _listed,
+    **{f"collections.{name}": lambda *_: {} for name in ("OrderedDict", "defaultdict", "Counter")},
+    **dict.fromkeys(("collections.deque", "builtins.set", "builtins.frozenset"), _listed),
 }

@@ -1,8 +1,6 @@
-"""The translation of each key of another program's configuration: a typed table, from a `keys.yaml`.
-
-The table names the keys of ours that a key of theirs decides. Values that differ here are translated by code. Names have
-underscores; those of the other program may have dashes.
-"""
+"""The translation of each key of another program's configuration: a typed table, from a `keys.yaml`. The table names the keys
+of ours that a key of theirs decides. Values that differ here are translated by code. Names have underscores; those of the other
+program may have dashes."""
 
 from __future__ import annotations
 
@@ -81,8 +79,7 @@ class Setting(Struct, frozen=True):
 
 class TranslatedSettings:
     """Reads keys, and records what becomes of them. `without`: keys that the user leaves out, by the ends of their paths. They
-    are neither translated nor refused, and the keys that they would have decided keep Sluice's defaults. Keys that say what is
-    trained cannot be left out."""
+    are neither translated nor refused, and ours keep their defaults. Keys that say what is trained cannot be left out."""
 
     def __init__(self, table: KeyTable, read: Read, without: Collection[str]):
         self.table = table

@@ -1,7 +1,5 @@
-"""From MindSpeed-RL's files to one flat list of keys and values: the file itself, and the models' files that it names.
-
-The format is the current one, or the older one of R1-Zero: the file's sections decide. Names may have dashes.
-"""
+"""From MindSpeed-RL's files to one flat list of keys and values: the file itself, and the models' files that it names. The
+format is the current one, or the older one of R1-Zero: the file's sections decide. Names may have dashes."""
 
 from __future__ import annotations
 

@@ -63,9 +63,8 @@ _FILES: dict[Kind, re.Pattern[str]] = {"npu": re.compile(r"davinci\d+"), "cuda":
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """`devices`: accelerators of one kind that the launcher's environment allows, named as the kind's variable names them
-    (usually by index). `cpus`: processors for processes. `jemalloc`: the library's path, or "". `variables`: the names of the
-    environment's variables."""
+    """`devices`: accelerators of one kind that the environment allows, named as the kind's variable does (usually by index).
+    `cpus`: processors for processes. `jemalloc`: the library's path, or "". `variables`: names in the environment."""
 
     kind: Kind = "cpu"
     devices: tuple[str, ...] = ()

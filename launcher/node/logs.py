@@ -1,8 +1,6 @@
-"""Keeps what a process writes to its standard output and error in files of limited size.
-
-A thread for each process carries the output from a pipe to the file, whether Python, a C library or a child process wrote it.
-So nothing is lost when a file is full, and nothing waits for the launcher's event loop.
-"""
+"""Keeps what a process writes to its standard output and error in files of limited size. A thread for each process carries the
+output from a pipe to the file, whether Python, a C library or a child process wrote it. So nothing is lost when a file is full,
+and nothing waits for the launcher's event loop."""
 
 from __future__ import annotations
 

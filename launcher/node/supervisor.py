@@ -1,8 +1,5 @@
-"""Starts a run's processes, watches them, and leaves none behind.
-
-Each process leads a process group of its own: Ctrl-C reaches only the launcher, and one signal can end a whole role. Each
-process writes to a log of its own.
-"""
+"""Starts a run's processes, watches them, and leaves none behind. Each process leads a process group of its own: Ctrl-C reaches
+only the launcher, and one signal can end a whole role. Each process writes to a log of its own."""
 
 from __future__ import annotations
 
@@ -303,9 +300,8 @@ class Supervisor:
             self._view.say(line)
 
     def enable_restarts(self, restarts: Mapping[str, int], decided_elsewhere: Collection[str] = ()) -> None:
-        """Start a process named in `restarts` again when it dies, as often as is said there, while the others go on. What
-        becomes of those in `decided_elsewhere` is not this supervisor's to say: it calls `on_exit` with their death. One that
-        makes no progress is ended."""
+        """Start a process in `restarts` again when it dies, as often as is said there, while the others go on. With the death
+        of one in `decided_elsewhere` only call `on_exit`. End one that makes no progress."""
         self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
         if self._watch is None:

@@ -111,9 +111,8 @@ _SHORT_LOOKUPS = {"RES_OPTIONS": f"timeout:{timeouts.NAME_LOOKUP} attempts:1"}
 
 
 def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str | FromEnvironment]:
-    """Return the variables of the role's processes: its own over Sluice's. `devices`: the indices of the machine's devices for
-    the process; empty = the devices that it inherits. Thread counts are limited: several thread pools on the same cores slow
-    each other down severely."""
+    """Return the variables of the role's processes: its own over Sluice's. `devices`: indices of the machine's; empty = what it
+    inherits. Thread counts are limited: several thread pools on the same cores slow each other down severely."""
     count = role.env.get("OMP_NUM_THREADS") or str(min(threads, len(affinity(role)) or threads))
     own: dict[str, str] = {}
     if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
