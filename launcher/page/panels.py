@@ -93,12 +93,6 @@ class Panel:
     x: str = "step"
 
 
-@dataclass(frozen=True)
-class PanelSection:
-    title: str
-    panels: list[Panel]
-
-
 class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
     """A panel of metrics by name, with their legends. `needed`: show it even if nothing was measured."""
 
@@ -114,8 +108,8 @@ class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
 _WANTED = msgspec.yaml.decode(Path(__file__).with_name("panels.yaml").read_bytes(), type=dict[str, list[_Wanted]])
 
 
-def sections(history: LoggedHistory) -> list[PanelSection]:
-    """Return all sections of a run's figures, in order."""
+def sections(history: LoggedHistory) -> list[dict[str, Any]]:
+    """Return `title` and `panels` of all sections of a run's figures, in order."""
     columns = MetricColumns(history.steps)
     learning = _panels(_WANTED["learning"], columns)
     learning[1:1] = [_accuracy(history.evaluations)]
@@ -129,13 +123,9 @@ def sections(history: LoggedHistory) -> list[PanelSection]:
     rate = np.divide(columns["samples"], wall, out=np.full(len(wall), np.nan), where=wall > 0)
     rates = _curves([("samples a second", columns.steps, rate, True)])
     speed[2:2] = [Panel("Samples a second", "samples/s", rates)]
-    return [
-        PanelSection("Learning", learning),
-        PanelSection("Optimisation", _panels([*_WANTED["optimisation"], *_of_the_loss(columns)], columns)),
-        PanelSection("Off-policy", off_policy),
-        PanelSection("Speed", speed),
-        *_environments(columns),
-    ]
+    optimisation = _panels([*_WANTED["optimisation"], *_of_the_loss(columns)], columns)
+    found = {"Learning": learning, "Optimisation": optimisation, "Off-policy": off_policy, "Speed": speed}
+    return [{"title": title, "panels": own} for title, own in (found | _environments(columns)).items()]
 
 
 def _of_the_loss(columns: MetricColumns) -> list[_Wanted]:
@@ -145,10 +135,10 @@ def _of_the_loss(columns: MetricColumns) -> list[_Wanted]:
     return [_Wanted(metric, "", {metric: metric.removeprefix("actor/")}) for metric in own]
 
 
-def _environments(columns: MetricColumns) -> list[PanelSection]:
+def _environments(columns: MetricColumns) -> dict[str, list[Panel]]:
     """Return one section for each environment: rewards, how episodes ended, and the figures that agents logged."""
     found = [match for metric in columns.names if (match := _ENVIRONMENT.fullmatch(metric))]
-    sections = []
+    sections = {}
     for name in sorted({match["name"] for match in found}):
         own = {match["figure"]: match[0] for match in found if match["name"] == name}
         counted = {own[figure]: figure.removeprefix("ended/") for figure in own if figure.startswith("ended/")}
@@ -160,7 +150,7 @@ def _environments(columns: MetricColumns) -> list[PanelSection]:
             _Wanted("Calls of the policy", "calls", {f"environment/{name}/turns": "mean of an episode"}),
             *logged,
         ]
-        sections.append(PanelSection(f"Environment {name}", _panels(wanted, columns)))
+        sections[f"Environment {name}"] = _panels(wanted, columns)
     return sections
 
 

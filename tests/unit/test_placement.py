@@ -448,13 +448,9 @@ def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() ->
     found = specs(config, trains=False)
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in found} == {"rollout-0": "4", "rollout-1": "4", "reward-0": "1"}
     assert {instance.name for instance in instances(config, trains=False)} == {spec.name for spec in found}
-    assert (
-        "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0, False, Machine()).command
-    )
-    assert (
-        "--evaluate"
-        not in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0, True, Machine()).command
-    )
+    for trains in (False, True):
+        led = coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0, trains, Machine())
+        assert ("--evaluate" in led.command) is not trains
 
 
 def test_a_section_is_one_or_a_list_or_a_mapping_or_nothing() -> None:
