@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from launcher.conversion import classic_folder
 from launcher.conversion.arguments import config_of, require_arguments
@@ -57,16 +57,15 @@ _PLAIN = Naming()
 Pieces = list[tuple[Parameter, ParameterReader]]
 
 
-@dataclass(frozen=True)
-class _Core:
+class _Core(Struct, frozen=True):
     """A model in one of megatron-core's layouts. Its tensors are not read yet."""
 
     family: Family
     columns: list[Column]
     source: CoreFolder | CoreCheckpoint | ClassicCheckpoint
     describe: Callable[[Path, torch.dtype], None]  # writes the other files of a Hugging Face folder, for weights of a dtype
-    copies: Pieces = field(default_factory=list)  # the same parameters on further ranks
-    left_out: list[str] = field(default_factory=list)
+    copies: Pieces = []  # the same parameters on further ranks
+    left_out: list[str] = []
 
     def pieces(self) -> Pieces:
         """Return every parameter of every file, and its reader."""

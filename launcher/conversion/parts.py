@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,8 +36,7 @@ class ConversionReport(msgspec.Struct, kw_only=True):
     difference: float | None  # of the logits, if they were compared
 
 
-@dataclass(frozen=True)
-class HfModel:
+class HfModel(msgspec.Struct, frozen=True):
     """A Hugging Face folder that was checked to be a model of `family`."""
 
     config: dict[str, Any]

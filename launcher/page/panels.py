@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -70,8 +69,7 @@ _SET = re.compile(r"eval/(.+)/pass@1")
 Kind = Literal["curves", "stack", "bars"]
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(Struct, frozen=True):
     """One curve: `x` [N] and `y` [N], where `y` may have NaNs. `smooth` [N]: the moving mean, if it is drawn."""
 
     name: str
@@ -80,8 +78,7 @@ class Series:
     smooth: list[float] | None = None
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(Struct, frozen=True):
     """One figure. `share`: values are fractions. Without `series` nothing was measured. A stack's last series is a line."""
 
     title: str
