@@ -189,7 +189,8 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
     pieces = core.pieces()
     specs = _hf_specs(core.family, pieces)
     progress = counted(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
-    require_room(folder, sum(spec.nbytes for spec in specs))
+    nbytes = sum(spec.nbytes for spec in specs)
+    require_room(folder, nbytes)
     with checkpoint.atomic_folder(folder) as unfinished:
         started = time.monotonic()
         core.describe(unfinished, getattr(torch, specs[0].dtype))
@@ -202,12 +203,7 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
         require_same_bits(pieces, TensorReader(*files).get, progress)
         difference = _difference(core, unfinished, show) if check_logits else None
     return ConversionReport(
-        nbytes=sum(spec.nbytes for spec in specs),
-        files=len(files),
-        tensors=len(specs),
-        seconds=seconds,
-        left_out=core.left_out,
-        difference=difference,
+        nbytes=nbytes, files=len(files), tensors=len(specs), seconds=seconds, left_out=core.left_out, difference=difference
     )
 
 
