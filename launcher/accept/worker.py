@@ -248,9 +248,7 @@ def trainer(device: str, folder: Path) -> Figures:
     return {"step_seconds": seconds, "grad_norm": found["actor/grad_norm"][-1]}
 
 
-CHECKS: dict[str, Callable[[str, Path], Figures]] = {
-    check.__name__: check for check in (platform, weight_sync, rollout, trainer)
-}
+CHECKS: dict[str, Callable[[str, Path], Figures]] = {each.__name__: each for each in (platform, weight_sync, rollout, trainer)}
 
 
 def main(arguments: list[str]) -> None:

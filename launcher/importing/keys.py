@@ -138,9 +138,8 @@ class TranslatedSettings:
         assert found is not None, f"the table has {section}.{name}"
         place, key = found
         if entry is None or (entry.value is None and entry.path not in self._left_out):
-            return Setting(
-                entry.path if entry else f"{place}.{name}".lstrip("."), self._typed(key, at_home(key.default)), False
-            )
+            path = entry.path if entry else f"{place}.{name}".lstrip(".")
+            return Setting(path, self._typed(key, at_home(key.default)), False)
         if entry.path in self._left_out or isinstance(entry.value, Unresolved) or key.fault(entry.value):
             return Setting(entry.path, None, True)  # the fault is known; no more is said of the key
         return Setting(entry.path, self._typed(key, entry.value), True)

@@ -293,12 +293,10 @@ def _facts(keys: RoleSettings) -> dict[str, Any]:
     lora = bool(keys.role("actor", "lora_target_modules").value)
     keys.put("critic", {} if gae else None)
     keys.put("lora", {} if lora else None)
-    first, older, in_reward, higher = keys.each(
-        "rl_config", "init_kl_coef", "kl_coef", "use_kl_in_reward", "clip_higher_enable"
-    )
+    first, older, reward, higher = keys.each("rl_config", "init_kl_coef", "kl_coef", "use_kl_in_reward", "clip_higher_enable")
     current = older if older.given else first
     # ray_grpo has its KL term in the loss, ray_ppo in the rewards if asked for, as the older format always, and ray_dapo none.
-    has_term = not keys.rl or stage == "ray_grpo" or (stage == "ray_ppo" and gae and bool(in_reward.value))
+    has_term = not keys.rl or stage == "ray_grpo" or (stage == "ray_ppo" and gae and bool(reward.value))
     coefficient = current if keys.rl else keys.at("algorithm.kl_ctrl.kl_coef")
     return {
         "gae": gae,

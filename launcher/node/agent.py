@@ -179,9 +179,8 @@ class Agent:
     async def _forget(self, assignment: Assignment) -> None:
         """End all processes of the former run: the coordinator of the new run does not know them."""
         self._supervisor.stop_restarts()
-        await asyncio.gather(
-            *(self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
-        )
+        ends = (self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
+        await asyncio.gather(*ends)
         self._assignment, self.began = replace(assignment, launches=[]), False
 
     def _read(self, assignment: Assignment) -> None:

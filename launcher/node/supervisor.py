@@ -376,9 +376,8 @@ class Supervisor:
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
             except subprocess.SubprocessError:  # setting the processors is the only step between fork and exec that may fail
-                raise UserError(
-                    f"services.{spec.role}.cpus: this machine has none of {local_node.shown_cpus(spec.cpus)}"
-                ) from None
+                cpus = local_node.shown_cpus(spec.cpus)
+                raise UserError(f"services.{spec.role}.cpus: this machine has none of {cpus}") from None
             self._processes.append(process)
         self._started.set()
         child = Child(spec, process, output, incarnation)
@@ -402,9 +401,8 @@ class Supervisor:
                 for child in self.children:
                     if child not in waits.values() and child.running:
                         waits[asyncio.create_task(child.process.wait())] = child
-                if failed := next(
-                    (one for one in list(self.children) if one.process.returncode and not self._replace(one)), None
-                ):
+                dead = [child for child in self.children if child.process.returncode]
+                if failed := next((child for child in dead if not self._replace(child)), None):
                     return failed
                 self._started.clear()
                 another = asyncio.create_task(self._started.wait())
