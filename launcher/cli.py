@@ -144,7 +144,7 @@ def outlive_readers(ends: bool = False) -> None:
         stream.ends = ends
 
 
-def _bench(options: argparse.Namespace) -> None:
+def bench(options: argparse.Namespace) -> None:
     root = Path(__file__).parents[1]
     if not (root / "benchmarks" / "command.py").is_file():
         raise UserError(f"bench {options.name}: the benchmarks are not installed; take `sluice` from a clone of the source")
@@ -157,9 +157,6 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> int | None:
-    if options.command == "bench":
-        _bench(options)
-        return None
     module, _, name = _MODULES.get(options.command, f"commands.{options.command}").partition(":")
     code: int | None = getattr(importlib.import_module(f"launcher.{module}"), name or "run")(options)
     return code
@@ -167,6 +164,7 @@ def _run(options: argparse.Namespace) -> int | None:
 
 _MODULES = {  # of the commands that have no module of their name in launcher.commands, and the function if it is not run
     "accept": "accept.checks",
+    "bench": "cli:bench",
     "check-template": "commands.check_template",
     "data": "commands.prepare",
     "eval": "commands.evaluate",

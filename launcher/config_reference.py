@@ -1,7 +1,5 @@
-"""The meaning of each key, and the JSON Schema of a configuration file.
-
-The string under a field is its meaning. It is read from the source, since loading a configuration does not need it.
-"""
+"""The meaning of each key, and the JSON Schema of a configuration file. The string under a field is its meaning. It is read
+from the source, since loading a configuration does not need it."""
 
 from __future__ import annotations
 

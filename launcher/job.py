@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -42,16 +42,10 @@ from runtime.telemetry.startup import Startup
 from services.rpc import client
 from sluice import start
 
-# ---- Warm up
-#
-# The warm-up runs once, before the services start, in a process of its own.
-
 
 async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
-    """Make the tiny model and its problems, unless they are cached; return the configuration that names them.
-
-    A model or data that the user names stays; with both there is nothing to make.
-    """
+    """Make the tiny model and its problems in a process of its own, unless they are cached; return the configuration that names
+    them. A model or data that the user names stays; with both there is nothing to make."""
     settings = config.warmup
     assert settings is not None
     if config.model.path and config.data.train:
@@ -125,14 +119,10 @@ class Job(ABC, Generic[Result]):
         self.view = view
         self._here = here
         self.folder = Path(config.run.dir)
-        self.supervisor: Supervisor
-        self._coordinator: CoordinatorKeeper
-        self._lock: IO[bytes]
         self._signals = 0
         self._signalled = 0.0
         self._twice = asyncio.Event()
         self._too_late: asyncio.TimerHandle | None = None  # ends an orderly stop that takes too long
-        self._agent: Agent
         self._startup_shown = False
         self._lost: set[str] = set()
         self._began = False  # whether there is something to keep

@@ -39,10 +39,8 @@ def known_names() -> dict[str, list[str]]:
 
 
 def faults_of_own_files(config: Config) -> Iterator[str]:
-    """Yield why functions that are named FILE.py:NAME cannot be found, or not called with their options.
-
-    Imports their files, as the processes would that call them. Files for another interpreter are left to that interpreter.
-    """
+    """Yield why functions that are named FILE.py:NAME cannot be found, or not called with their options. Imports their files,
+    as the processes would that call them. Files for another interpreter are left to that interpreter."""
     from runtime.chosen_algorithm import choose
     from runtime.config.checks import chosen_names
     from runtime.errors import UserError

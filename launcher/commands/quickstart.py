@@ -1,7 +1,5 @@
-"""`sluice quickstart`: the packaged configurations, the files that they need, and what to look at after a run.
-
-The command parser imports this module, so slow imports are inside functions.
-"""
+"""`sluice quickstart`: the packaged configurations, the files that they need, and what to look at after a run. The command
+parser imports this module, so slow imports are inside functions."""
 
 from __future__ import annotations
 

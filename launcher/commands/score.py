@@ -1,7 +1,6 @@
 """`sluice score FILE`: judges each reply in a file of JSON lines with a verifier, in the order of the lines, as in training.
-
-Cases pass a screen, then a pool of workers with a configuration's default limits. docs/guides/rewards.md has the lines' fields.
-"""
+Cases pass a screen, then a pool of workers with a configuration's default limits. docs/guides/rewards.md has the lines'
+fields."""
 
 from __future__ import annotations
 

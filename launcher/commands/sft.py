@@ -40,8 +40,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 async def sft(config: Config, view: View) -> str:
-    """Tune in the folder `run.dir`, and return lines on the result. Raises UserError, ServiceFault, Interrupted. Ends all
-    processes in every case."""
+    """Tune in `run.dir`, and return lines on the result. Raises UserError, ServiceFault, Interrupted. Ends all processes."""
     here, folder = LocalNode.of(config), Path(config.run.dir)
     faults = [*tune_faults(config, known_names(), here.memory(alone(config)))]
     if faults := faults or [*topology.machine_faults(alone(config), here.machine)]:

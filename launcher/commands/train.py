@@ -45,9 +45,8 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> None
 
 
 async def train(config: Config, view: View, here: LocalNode | None = None, asked: float | None = None) -> Summary:
-    """Run to the end, with this machine as the coordinator's node. `asked`: when the user asked for the run, on the clock of
-    time.monotonic; None = when this process began. Raises UserError for a user's mistake, ServiceFault for a fault. Ends all
-    processes in every case."""
+    """Run to the end, with this machine as the coordinator's node. `asked`: when the user asked for it, by time.monotonic; None
+    = when this process began. Raises UserError for a user's mistake, ServiceFault for a fault. Ends all processes."""
     job = _TrainJob(config, view, here or LocalNode.of(config))
     if asked is not None:
         job.started = job.launched = asked

@@ -24,12 +24,7 @@ from runtime.models import tiny_model
 from runtime.telemetry.shown import say
 
 # By key: what version 0.1 did if a file did not name the key.
-_IN_0_1 = {
-    "checkpoint.every": 0,
-    "network.security": "none",
-    "training.depth": "bound",
-    "training.lr_staleness_power": 0.0,
-}
+_IN_0_1 = {"checkpoint.every": 0, "network.security": "none", "training.depth": "bound", "training.lr_staleness_power": 0.0}
 
 
 def run(options: argparse.Namespace) -> None:

@@ -73,10 +73,6 @@ def run(options: argparse.Namespace) -> None:
 Spans = Mapping[str, Sequence[TracedSpan]]
 
 
-def by_process(folder: Path) -> Spans:
-    return SpanFolder(folder).by_process()
-
-
 def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans] | None = None) -> list[StepPath]:
     """Return the critical path of each step. `spans`: reads the run's spans, if the caller has them."""
     wanted = range_of("--steps", steps, int, MOST_STEPS)
@@ -86,7 +82,7 @@ def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans]
     found = [step for step in found if wanted is None or step.step >= wanted[0]]
     if not found:
         raise UserError(f"{folder}: no step was made" + (f" of --steps {steps}" if steps else " yet"))
-    every = by_process(folder) if spans is None else spans()
+    every = (spans or SpanFolder(folder).by_process)()
     start = found[0].start
     index = ProcessSpans({process: [span for span in own if span.end > start] for process, own in every.items()})
     return [index.explain(step) for step in found]
@@ -138,7 +134,7 @@ def run_trace(options: argparse.Namespace) -> None:
 
 def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
     """Write the trace and return its path. Raises UserError as `sluice why` does, or if the file cannot be written."""
-    spans = by_process(folder)
+    spans = SpanFolder(folder).by_process()
     found = explained(folder, steps, lambda: spans)
     path = output or folder / FILE
     made = {"displayTimeUnit": "ms", "traceEvents": list(events(found, spans))}

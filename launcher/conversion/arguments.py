@@ -65,10 +65,7 @@ DECISIVE = tuple(name for name, argument in _ARGUMENTS.items() if not argument.l
 
 
 def require_types(found: Mapping[str, Any], where: str, keys: Iterable[str] = _ARGUMENTS) -> None:
-    """Check the types and sizes of the arguments `keys`. Raises UserError for the first wrong one.
-
-    An argument that is missing or None is not checked.
-    """
+    """Check the types and sizes of the arguments `keys` that are there. Raises UserError for the first wrong one."""
     for key in keys:
         kind = _TYPES[_ARGUMENTS[key].type]
         if (value := found.get(key)) is not None and not kind.suits(value):
@@ -169,10 +166,8 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[str, Any], where: str) -> None:
-    """Check that the arguments `found` suit the model of `config`. Raises UserError with both values of a mismatch.
-
-    An argument that is missing or None is not checked. `where`: the name of the checkpoint's file in messages.
-    """
+    """Check that the arguments `found` suit the model of `config`. Raises UserError with both values of a mismatch. An argument
+    that is missing or None is not checked. `where`: the name of the checkpoint's file in messages."""
     require_supported(found, where)
     needed = arguments_of(family, config)
     needed["num_layers"] += len(noop_layers(found))
@@ -196,10 +191,7 @@ def require_supported(found: Mapping[str, Any], where: str) -> None:
 
 
 def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a Hugging Face config.json made from the arguments.
-
-    Raises UserError for the first argument that is missing, of another type, or does not suffice.
-    """
+    """Return a Hugging Face config.json made from the arguments. Raises UserError for the first that is missing or wrong."""
     require_types(found, where)
     require_supported(found, where)
 
@@ -250,11 +242,8 @@ def noop_layers(found: Mapping[str, Any]) -> list[Any]:
 
 
 def _groups(found: Mapping[str, Any]) -> Any:
-    """Return the number of key-value heads; None if the arguments do not have it.
-
-    Without grouped attention `num_query_groups` is 1, and unused. MindSpeed-LLM's converter always writes that grouped
-    attention is off. Its checkpoint also has Hugging Face's own key, which is right.
-    """
+    """Return the number of key-value heads; None if it is unknown. Without grouped attention `num_query_groups` is 1, and
+    unused. MindSpeed-LLM's converter always writes that it is off, but also Hugging Face's own key, which is right."""
     if found.get("num_key_value_heads") is not None:
         return found["num_key_value_heads"]
     return found.get("num_query_groups" if found.get("group_query_attention", True) else "num_attention_heads")

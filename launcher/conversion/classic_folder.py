@@ -307,11 +307,9 @@ class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rank_files(source: Path) -> RankFiles:
-    """Read the newest checkpoint in `source`, by its tracker, without the tensors' data.
-
-    Raises UserError, which names the file, if the folder is no such checkpoint, a rank's file is missing, torn, or holds more
-    than tensors and plain values, there is one file too many, or ranks disagree on the iteration or the arguments.
-    """
+    """Read the newest checkpoint in `source`, by its tracker, without the tensors' data. Raises UserError, which names the
+    file, if the folder is no such checkpoint, a rank's file is missing, torn, or holds more than tensors and plain values,
+    there is one file too many, or ranks disagree on the iteration or the arguments."""
     folder = _newest(source)
     names = sorted(path.name for path in folder.iterdir() if _RANK.fullmatch(path.name))
     if not names:
@@ -468,8 +466,7 @@ def target_for(
     extended: bool = False,
 ) -> Target:
     """Return the target. `layout` is the requested layout: its stages and expert ranks are processes. `expert_tensor`: None for
-    the number of tensor ranks. Raises UserError, which names the option, if options do not fit each other or the model.
-    """
+    the number of tensor ranks. Raises UserError, which names the option, if options do not fit each other or the model."""
     latent = shape.latent
     if naming.latent is LatentStorage.JOINED and (naming.fused or latent is None or latent.query_rank is None):
         raise UserError("--mindspeed-mla: is for latent attention with a q_lora_rank, and not with --transformer-impl")

@@ -1,21 +1,19 @@
 """Converts model folders between Hugging Face's layout and megatron-core's, one tensor at a time. Checks them before renaming.
-
 Memory holds at most one parameter of one rank, or the whole of a layer's row-parallel matrix. In Megatron-LM's own layout it
-holds a rank's whole file while that is written.
-"""
+holds a rank's whole file while that is written."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from launcher.conversion import classic_folder
 from launcher.conversion.arguments import config_of, require_arguments
@@ -59,16 +57,15 @@ _PLAIN = Naming()
 Pieces = list[tuple[Parameter, ParameterReader]]
 
 
-@dataclass(frozen=True)
-class _Core:
+class _Core(Struct, frozen=True):
     """A model in one of megatron-core's layouts. Its tensors are not read yet."""
 
     family: Family
     columns: list[list[CoreFile]]  # as of `core_checkpoint.columns`
     source: CoreFolder | CoreCheckpoint | ClassicCheckpoint
     describe: Callable[[Path, torch.dtype], None]  # writes the other files of a Hugging Face folder, for weights of a dtype
-    copies: Pieces = field(default_factory=list)  # the same parameters on further ranks
-    left_out: list[str] = field(default_factory=list)
+    copies: Pieces = []  # the same parameters on further ranks
+    left_out: list[str] = []
 
     def pieces(self) -> Pieces:
         """Return every parameter of every file, and its reader."""
@@ -87,11 +84,8 @@ def to_core(
     show: Show,
 ) -> ConversionReport:
     """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again.
-
-    The parameters get `dtype`; None: the dtype of their tensors. `check_logits` needs memory for both models. Raises UserError,
-    before it allocates memory, for an unsupported model or layout, missing or unknown tensors, an existing folder, and too
-    little room.
-    """
+    `dtype`: None for that of the tensors. `check_logits` needs memory for both models. Raises UserError, before it allocates
+    memory, for an unsupported model or layout, missing or unknown tensors, an existing folder, and too little room."""
     require_new(folder)
     model = open_hf(source, dtype, value_head)
     layout.require(model.family.shape)
@@ -135,12 +129,9 @@ def to_megatron(
 
 
 def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> ConversionReport:
-    """Convert `source` into the new Hugging Face folder `folder`, and check it. `source` is in any of megatron-core's layouts,
-    or a checkpoint of the trainer on megatron-core.
-
-    Raises UserError, before it allocates memory, if a file of `source` is missing, torn or of another model, for an existing
-    folder, and too little room. Raises UserError later if ranks that should hold the same do not.
-    """
+    """Convert `source`, in any of megatron-core's layouts or a checkpoint of the trainer on it, into the new folder `folder`,
+    and check it. Raises UserError, before it allocates memory, if a file is missing, torn or of another model, for an existing
+    folder, and too little room; and later if ranks that should hold the same do not."""
     require_new(folder)
     if check_logits and is_checkpoint(source):
         raise UserError(f"--check-logits: is for folders with {LAYOUT}; {source} is a checkpoint")
@@ -151,10 +142,8 @@ def megatron_to_hf(
     source: Path, folder: Path, hf_config: Path | None, *, check_logits: bool = False, show: Show
 ) -> ConversionReport:
     """Convert as `to_hf` does, from a checkpoint in Megatron-LM's own layout. `hf_config` has the model's config.json and
-    tokenizer; None: config.json is made from the checkpoint's arguments, without a tokenizer.
-
-    Raises UserError also if config.json and the arguments disagree, or the arguments do not suffice.
-    """
+    tokenizer; None: config.json is made from the checkpoint's arguments, without a tokenizer. Raises UserError also if
+    config.json and the arguments disagree, or the arguments do not suffice."""
     require_new(folder)
     return _to_hf(_open_classic(source, hf_config), folder, check_logits, show)
 
@@ -200,7 +189,8 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
     pieces = core.pieces()
     specs = _hf_specs(core.family, pieces)
     progress = counted(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
-    require_room(folder, sum(spec.nbytes for spec in specs))
+    nbytes = sum(spec.nbytes for spec in specs)
+    require_room(folder, nbytes)
     with checkpoint.atomic_folder(folder) as unfinished:
         started = time.monotonic()
         core.describe(unfinished, getattr(torch, specs[0].dtype))
@@ -213,12 +203,7 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
         require_same_bits(pieces, TensorReader(*files).get, progress)
         difference = _difference(core, unfinished, show) if check_logits else None
     return ConversionReport(
-        nbytes=sum(spec.nbytes for spec in specs),
-        files=len(files),
-        tensors=len(specs),
-        seconds=seconds,
-        left_out=core.left_out,
-        difference=difference,
+        nbytes=nbytes, files=len(files), tensors=len(specs), seconds=seconds, left_out=core.left_out, difference=difference
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,8 +36,7 @@ class ConversionReport(msgspec.Struct, kw_only=True):
     difference: float | None  # of the logits, if they were compared
 
 
-@dataclass(frozen=True)
-class HfModel:
+class HfModel(msgspec.Struct, frozen=True):
     """A Hugging Face folder that was checked to be a model of `family`."""
 
     config: dict[str, Any]
@@ -157,15 +155,11 @@ class ParameterReader(Protocol):
 
 
 def require_same_bits(
-    pieces: Iterable[tuple[Parameter, ParameterReader]],
-    read: Callable[[str], Sliceable],
-    checked: Callable[[str, int], None],
+    pieces: Iterable[tuple[Parameter, ParameterReader]], read: Callable[[str], Sliceable], checked: Callable[[str, int], None]
 ) -> None:
-    """Check that the blocks of every piece of every rank equal the Hugging Face tensors, bit for bit.
-
-    Calls `checked` with the phase and the bytes of each piece. Raises UserError if ranks that should hold the same do not, and
-    InvariantViolated for any other difference, since the conversion has not written such a piece.
-    """
+    """Check that the blocks of every piece of every rank equal the Hugging Face tensors, bit for bit. Calls `checked` with the
+    phase and the bytes of each piece. Raises UserError if ranks that should hold the same do not, and InvariantViolated for any
+    other difference, since the conversion has not written such a piece."""
     for parameter, reader in pieces:
         if (wrong := _first_difference(parameter, reader, read)) is not None:
             where = f"{reader.path}: {parameter.name}"

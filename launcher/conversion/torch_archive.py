@@ -1,10 +1,8 @@
-"""Reads files of `torch.save` without running any of their code: plain values, and tensors that are read on demand.
-
-Such a file is a zip, not compressed: `data.pkl`, a pickle of the values, and the tensors' memory beside it. torch's loading of
-weights alone knows only protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. `plain_pickle` reads both. A
-name in a pickle stands for an entry in the tables below, never for the object of that name in Python. Nothing is imported, and
-other names are refused.
-"""
+"""Reads files of `torch.save` without running any of their code: plain values, and tensors that are read on demand. Such a file
+is a zip, not compressed: `data.pkl`, a pickle of the values, and the tensors' memory beside it. torch's loading of weights
+alone knows only protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. `plain_pickle` reads both. A name in a
+pickle stands for an entry in the tables below, never for the object of that name in Python. Nothing is imported, and other
+names are refused."""
 
 from __future__ import annotations
 
@@ -75,10 +73,8 @@ class ArchiveTensor:
         return math.prod(self.shape)
 
     def part(self, first: int, shape: tuple[int, ...], *, transposed: bool = False) -> ArchiveTensor:
-        """Return the elements from `first` on as a tensor of `shape`; `transposed`: the file has the transposed matrix.
-
-        Raises UserError if the file does not have the elements one after the other.
-        """
+        """Return the elements from `first` on as a tensor of `shape`; `transposed`: the file has the transposed matrix. Raises
+        UserError if the file does not have the elements one after the other."""
         if self._extent != self.elements or list(self._stride) != sorted(self._stride, reverse=True):
             raise UserError(f"{self.path}: a tensor {list(self.shape)} is not contiguous")
         stride = torch.empty(shape[::-1] if transposed else shape, device="meta").stride()
@@ -86,10 +82,8 @@ class ArchiveTensor:
         return ArchiveTensor(self._memory, self._offset + first, shape, stride)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a new, contiguous tensor. The whole tensor is read first.
-
-        Raises UserError if the file ends within the tensor, or its elements share memory, as their number has no bound then.
-        """
+        """Return a new, contiguous tensor. The whole tensor is read first. Raises UserError if the file ends within the tensor,
+        or its elements share memory, as their number has no bound then."""
         if self.elements > (size := self._memory.elements):
             raise UserError(f"{self.path}: a tensor {list(self.shape)} has {self.elements} elements in the memory of {size}")
         memory = torch.empty(self._extent, dtype=getattr(torch, self.dtype))
@@ -105,11 +99,8 @@ class ArchiveTensor:
 
 
 def read_archive(path: Path) -> Any:
-    """Return the values of a file, tensors as `ArchiveTensor`.
-
-    Raises UserError if the file is missing, torn or of another format, or its pickle wants anything but tensors and plain
-    values; the message names the unwanted value.
-    """
+    """Return the values of a file, tensors as `ArchiveTensor`. Raises UserError if the file is missing, torn or of another
+    format, or its pickle wants anything but tensors and plain values; the message names the unwanted value."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             return _Archive(path, file, archive).load()
@@ -233,11 +224,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "torch.Size": _sizes,
     "argparse.Namespace": lambda *_: Attributes("argparse.Namespace", {}),
     "types.SimpleNamespace": lambda *_: Attributes("types.SimpleNamespace", {}),
-    "collections.OrderedDict": lambda *_: {},
     # MindSpeed-LLM's converter saves a model in a defaultdict.
-    "collections.defaultdict": lambda *_: {},
-    "collections.Counter": lambda *_: {},
-    "collections.deque": _listed,
-    "builtins.set": _listed,
-    "builtins.frozenset": _listed,
+    **{f"collections.{name}": lambda *_: {} for name in ("OrderedDict", "defaultdict", "Counter")},
+    **dict.fromkeys(("collections.deque", "builtins.set", "builtins.frozenset"), _listed),
 }

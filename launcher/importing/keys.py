@@ -1,8 +1,6 @@
-"""The translation of each key of another program's configuration: a typed table, from a `keys.yaml`.
-
-The table names the keys of ours that a key of theirs decides. Values that differ here are translated by code. Names have
-underscores; those of the other program may have dashes.
-"""
+"""The translation of each key of another program's configuration: a typed table, from a `keys.yaml`. The table names the keys
+of ours that a key of theirs decides. Values that differ here are translated by code. Names have underscores; those of the other
+program may have dashes."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import yaml
 from msgspec import Struct
 
 from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run, loading
-from runtime.config.yaml_text import at_home
+from runtime.config.yaml_text import at_home, flat
 from runtime.errors import ConfigError
 
 # ---- Settings: the keys of another program's files, and a record of what became of each
@@ -80,11 +78,8 @@ class Setting(Struct, frozen=True):
 
 
 class TranslatedSettings:
-    """Reads keys, and records what becomes of them.
-
-    `without`: keys that the user leaves out, by the ends of their paths. They are neither translated nor refused, and the keys
-    that they would have decided keep Sluice's defaults. Keys that say what is trained cannot be left out.
-    """
+    """Reads keys, and records what becomes of them. `without`: keys that the user leaves out, by the ends of their paths. They
+    are neither translated nor refused, and ours keep their defaults. Keys that say what is trained cannot be left out."""
 
     def __init__(self, table: KeyTable, read: Read, without: Collection[str]):
         self.table = table
@@ -143,9 +138,8 @@ class TranslatedSettings:
         assert found is not None, f"the table has {section}.{name}"
         place, key = found
         if entry is None or (entry.value is None and entry.path not in self._left_out):
-            return Setting(
-                entry.path if entry else f"{place}.{name}".lstrip("."), self._typed(key, at_home(key.default)), False
-            )
+            path = entry.path if entry else f"{place}.{name}".lstrip(".")
+            return Setting(path, self._typed(key, at_home(key.default)), False)
         if entry.path in self._left_out or isinstance(entry.value, Unresolved) or key.fault(entry.value):
             return Setting(entry.path, None, True)  # the fault is known; no more is said of the key
         return Setting(entry.path, self._typed(key, entry.value), True)
@@ -295,20 +289,17 @@ class Translation(Struct, frozen=True):
     advice: tuple[str, ...]
 
 
-def check(keys: TranslatedSettings) -> None:
-    """Check the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
+def translation(keys: TranslatedSettings, advice: Sequence[str]) -> Translation:
+    """Return the translation of `keys`. `advice`: what the user should know besides the single keys. Raises ConfigError: a line
+    for each key that is unknown, of a wrong type, or impossible in Sluice."""
     if faults := keys.faults or _schema_faults(keys):
         raise ConfigError(list(dict.fromkeys(faults)))
-
-
-def translation(keys: TranslatedSettings, advice: Sequence[str]) -> Translation:
-    """Return the translation of `keys`. `advice`: what the user should know besides the single keys."""
     return Translation(
         keys.table.program,
         keys.table.command,
         _raw(keys.values),
         tuple(keys.rows()),
-        tuple(keys.carried(frozenset(f"{path}={shown(value)}" for path, value in _paths(_defaults())))),
+        tuple(keys.carried(frozenset(f"{path}={shown(value)}" for path, value in flat(_defaults())))),
         tuple(advice),
     )
 
@@ -362,13 +353,6 @@ def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, An
         elif value != other:
             made[key] = value
     return made
-
-
-def _paths(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        yield f"{prefix}{key}", value
-        if isinstance(value, dict):
-            yield from _paths(value, f"{prefix}{key}.")
 
 
 Outcome = Literal["mapped", "ignored", "to decide", "refused", "left out"]
@@ -435,10 +419,8 @@ def _is(value: Any, kind: str) -> bool:
 
 class KeyTable:
     """The keys of one program's files, by section (`rl_config`), then by name; `mtp.*` stands for all names that begin so.
-
     `program`: its name. `command`: ours that imports its files. `places`: for a section of a file, the sections of the table in
-    which its keys are looked up, in order. Keys of other sections are looked up in their own section alone.
-    """
+    which its keys are looked up, in order. Keys of other sections are looked up in their own section alone."""
 
     def __init__(self, program: str, command: str, file: Path, places: Mapping[str, tuple[str, ...]] | None = None):
         self.program = program

@@ -1,7 +1,5 @@
-"""From MindSpeed-RL's files to one flat list of keys and values: the file itself, and the models' files that it names.
-
-The format is the current one, or the older one of R1-Zero: the file's sections decide. Names may have dashes.
-"""
+"""From MindSpeed-RL's files to one flat list of keys and values: the file itself, and the models' files that it names. The
+format is the current one, or the older one of R1-Zero: the file's sections decide. Names may have dashes."""
 
 from __future__ import annotations
 
@@ -87,10 +85,8 @@ _PARTS = {"actor_rollout_ref": ("actor_rollout", "ref")}
 
 
 def read(file: Path, models: Path | None = None) -> Read:
-    """Read `file`, and the models that it names, from the folder `models`; None is the folder `model` beside the file.
-
-    Raises ConfigError, one line per fault, each with the key's path in its file.
-    """
+    """Read `file`, and the models that it names, from the folder `models`; None is the folder `model` beside the file. Raises
+    ConfigError, one line per fault, each with the key's path in its file."""
     faults: list[str] = []
     raw = _underscored(read_mapping(file, "MindSpeed-RL's sections are needed"), "", faults)
     format, before = _format(file, raw), len(faults)

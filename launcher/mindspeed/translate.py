@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from difflib import get_close_matches
 from itertools import accumulate
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
-from launcher.importing.keys import Read, Setting, Translation, check, given, scaled, translation
+from launcher.importing.keys import Read, Setting, Translation, given, scaled, translation
 from launcher.mindspeed.reading import TABLE as TABLE
-from launcher.mindspeed.reading import RoleSettings, read
+from launcher.mindspeed.reading import RoleSettings
+from launcher.mindspeed.reading import read as read
 from runtime.data.prepare import LABELS
 
 _DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow")
@@ -25,11 +26,6 @@ _SWANLAB_MODES = dict.fromkeys(("", "cloud", "online"), "online") | dict.fromkey
 _SWANLAB_MODES["disabled"] = "disabled"
 
 
-def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
-    """Return the translation of `file`, with models from the folder `models`. Raises ConfigError, a line for each fault."""
-    return translate(read(file, models), without)
-
-
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
     """Translate the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
     settings = RoleSettings(read, without)
@@ -39,12 +35,12 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     settings.put("model.path", settings.role("actor", "tokenizer_name_or_path").value, settings.role("actor", "load"))
     _data(settings)
     _lengths(settings)
-    _rewards(settings)
+    _rules(settings)
+    _reward_model(settings)
     _algorithm(settings, facts)
     _training(settings, facts["dapo"])
     _services(settings)
     _trackers(settings)
-    check(settings)
     return translation(settings, _advice(settings))
 
 
@@ -208,17 +204,11 @@ _OLDER_RULES = {"acc": "r1_zero_acc", "format": "r1_zero_format"}
 _TOP_K = 50  # the default of the current format
 
 
-def _rewards(keys: RoleSettings) -> None:
-    """Translate `rewards`: rules by their names and weights, and a reward model if it is given devices."""
+def _rules(keys: RoleSettings) -> None:
+    """Translate the rules of `rewards` by their names and weights."""
     ruled = keys.either("rl_config.rule_reward", "reward.verifier")
-    if ruled.value:
-        _rules(keys, ruled)
-    _reward_model(keys)
-
-
-def _rules(keys: RoleSettings, ruled: Setting) -> None:
     names, weights = keys.each("rl_config" if keys.rl else "algorithm", "verifier_function", "verifier_weight")
-    if names.value is None or weights.value is None:
+    if not ruled.value or names.value is None or weights.value is None:
         return
     known = _RULES | (_OLDER_RULES if keys.format == "r1_zero" else {})
     for name in names.value:
@@ -246,6 +236,7 @@ def _rules(keys: RoleSettings, ruled: Setting) -> None:
 
 
 def _reward_model(keys: RoleSettings) -> None:
+    """Translate the reward model of `rewards` if it is given devices."""
     pool, load = keys.either("rl_config.reward_resource.num_npus", "resource_pool.reward"), keys.role("reward", "load")
     count = pool.value if keys.rl else keys.summed(pool)
     if not count or not pool.given or (not keys.rl and keys.of("reward", "verifier").value):
@@ -294,24 +285,18 @@ def _estimator(keys: RoleSettings) -> Setting:
     return keys.either("rl_config.adv_estimator", "algorithm.adv_estimator")
 
 
-def stage_of(keys: RoleSettings) -> str:
-    """Return one of STAGES: the kind of their trainer and loss. If the file does not say, the estimator decides."""
-    stage = keys.role("actor", "stage").value
-    return stage if stage in STAGES else "ray_ppo" if _estimator(keys).value == "gae" else "ray_grpo"
-
-
 def _facts(keys: RoleSettings) -> dict[str, Any]:
     """Return the facts that other keys depend on: `when` in the table."""
-    gae, stage = _estimator(keys).value == "gae", stage_of(keys)
+    gae, stage = _estimator(keys).value == "gae", keys.role("actor", "stage").value
+    if stage not in STAGES:  # the file does not say
+        stage = "ray_ppo" if gae else "ray_grpo"
     lora = bool(keys.role("actor", "lora_target_modules").value)
     keys.put("critic", {} if gae else None)
     keys.put("lora", {} if lora else None)
-    first, older, in_reward, higher = keys.each(
-        "rl_config", "init_kl_coef", "kl_coef", "use_kl_in_reward", "clip_higher_enable"
-    )
+    first, older, reward, higher = keys.each("rl_config", "init_kl_coef", "kl_coef", "use_kl_in_reward", "clip_higher_enable")
     current = older if older.given else first
     # ray_grpo has its KL term in the loss, ray_ppo in the rewards if asked for, as the older format always, and ray_dapo none.
-    has_term = not keys.rl or stage == "ray_grpo" or (stage == "ray_ppo" and gae and bool(in_reward.value))
+    has_term = not keys.rl or stage == "ray_grpo" or (stage == "ray_ppo" and gae and bool(reward.value))
     coefficient = current if keys.rl else keys.at("algorithm.kl_ctrl.kl_coef")
     return {
         "gae": gae,
@@ -362,8 +347,7 @@ OF_A_MACHINE = 16  # devices at most: of Atlas A3, and of 200T A2 Box16; others 
 
 def _services(keys: RoleSettings) -> None:
     """Translate `services`, `lora`, `reference` and the token budgets."""
-    environment = keys.of("rl_config", "runtime_env_path")
-    keys.put("services.platform", ASCEND, *given(environment))
+    keys.put("services.platform", ASCEND, *given(keys.of("rl_config", "runtime_env_path")))
     lora = _lora(keys)
     (_current if keys.rl else _older)(keys, lora)
     _budgets(keys)
@@ -507,8 +491,7 @@ def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, l
         return
     role = "actor" if shared else "reference"
     count = actor.value if shared else own.value if not isinstance(own.value, list) else keys.summed(own)
-    counted = [actor if shared else own]
-    _spread(keys, role, "reference", counted, count)
+    _spread(keys, role, "reference", [actor if shared else own], count)
     if shared:
         keys.put(f"{path}.colocate", "trainer", keys.of("rl_config", "use_integrated_worker"))
     start = keys.role("actor", "load").value
@@ -573,21 +556,16 @@ def tokens(keys: RoleSettings, samples: Setting) -> int | None:
     return int(samples.value * (prompt + reply))
 
 
-def token_limit(keys: RoleSettings) -> Setting | None:
-    """Return max_tokens_to_oom, if the file has it."""
-    found = [keys.role("actor", "max_tokens_to_oom")]
-    if keys.rl:
-        found += [keys.of(section, "max_tokens_to_oom") for section in ("rl_config", "generate_config")]
-    return next((each for each in found if each.given and each.value is not None), None)
-
-
 def _budgets(keys: RoleSettings) -> None:
     """Translate budgets: with use_dynamic_bsz max_tokens_to_oom or the packed size, else micro_batch_size samples in tokens."""
-    micro, limit, own = keys.role("actor", "micro_batch_size"), token_limit(keys), "training.max_tokens_per_microbatch"
+    micro, own = keys.role("actor", "micro_batch_size"), "training.max_tokens_per_microbatch"
     scored = "services.reference.max_tokens_per_microbatch"
     names = ("use_dynamic_bsz", "update_max_packing_token_size", "ref_max_packing_token_size")
     dynamic, update, reference = keys.each("rl_config", *names)
-    budget = limit if limit is not None else update
+    limits = [keys.role("actor", "max_tokens_to_oom")]
+    if keys.rl:
+        limits += [keys.of(section, "max_tokens_to_oom") for section in ("rl_config", "generate_config")]
+    budget = next((each for each in limits if each.given and each.value is not None), update)
     if dynamic.value:
         keys.put(own, budget.value, budget, dynamic)
     else:

@@ -114,7 +114,7 @@ class WorkerNode:
         with lock:
             self._view.say(f"the coordinator's node is lost: {self._here.name} leads the run, at {self._own_address}")
             config, where, machine = self._agent.config, ("--address", self._own_address), self._here.machine
-            spec = coordinator_spec(config, self._agent.path, sys.executable, where, time.monotonic(), machine=machine)
+            spec = coordinator_spec(config, self._agent.path, sys.executable, where, time.monotonic(), True, machine)
             former = len(list((folder / run_files.LOGS).glob("coordinator*.log")))  # so that former logs stay
             await self._coordinator.start(spec, incarnation=former)
             # Waits for the run's end, across restarts of the coordinator. This node's other processes end after that.

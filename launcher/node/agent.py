@@ -30,14 +30,10 @@ from runtime.process.keys import Keys
 from runtime.status import Progress
 from services.rpc import client, contract
 
-# ---- Coordinator
-#
-# The coordinator as a child of the node that leads the run. A coordinator that is killed is replaced; the new one takes over
-# the processes that live.
-
 
 class CoordinatorKeeper:
-    """Keeps the coordinator of this node alive. `child`: the newest coordinator; None before the first start."""
+    """Keeps the coordinator alive on the node that leads the run: if it is killed, a new one takes over the living processes.
+    `child`: the newest coordinator; None before the first start."""
 
     def __init__(self, supervisor: Supervisor):
         self.child: Child | None = None
@@ -77,13 +73,7 @@ class Agent:
     """The agent of one node. Its task is `follow`; the supervisor has the processes."""
 
     def __init__(
-        self,
-        node: NodeRegistration,
-        config: Config,
-        coordinator: str,
-        supervisor: Supervisor,
-        machine: Machine,
-        python: str,
+        self, node: NodeRegistration, config: Config, coordinator: str, supervisor: Supervisor, machine: Machine, python: str
     ):
         """Start with `config`, the configuration of this node's command line; the coordinator sends the full one later."""
         self._node = node
@@ -91,8 +81,7 @@ class Agent:
         self.coordinator = coordinator  # the address of the newest coordinator
         self._supervisor = supervisor
         self._machine, self._python = machine, python
-        self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
-        """The configuration as this node's processes read it."""
+        self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"  # the configuration for this node's processes
         self.keys: Keys | None = None  # this node's keys, once it has read the run's secret
         self._assignment = Assignment(config="")
         self.began = False  # whether the run is under way
@@ -190,9 +179,8 @@ class Agent:
     async def _forget(self, assignment: Assignment) -> None:
         """End all processes of the former run: the coordinator of the new run does not know them."""
         self._supervisor.stop_restarts()
-        await asyncio.gather(
-            *(self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
-        )
+        ends = (self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
+        await asyncio.gather(*ends)
         self._assignment, self.began = replace(assignment, launches=[]), False
 
     def _read(self, assignment: Assignment) -> None:
@@ -249,10 +237,7 @@ WHOLE = 1 << 20  # bytes up to which a whole file is read; of a larger file, so 
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash of a file, or of a folder's files with their names; "" if there is no such path.
-
-    Hidden files do not count: a download keeps its time in them.
-    """
+    """Return a hash of a file, or of a folder's files, with their names, that are not hidden; "" if there is no such path."""
     digest = xxhash.xxh3_64()
     try:
         if path.is_dir():

@@ -25,9 +25,7 @@ from runtime.process import keys, network, os_process
 from runtime.process.network import is_loopback, own_address
 from runtime.telemetry.shown import LiteralTable
 
-# ---- Cpus
-#
-# Lists of processors as Linux writes them, such as 0-15,32. Pure.
+# ---- Lists of processors as Linux writes them, such as 0-15,32. Pure.
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -55,9 +53,7 @@ def shown_cpus(cpus: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-# ---- Machine
-#
-# The properties of this machine on which the environment and placement of processes depend. Loads no torch.
+# ---- The properties of this machine on which the environment and placement of processes depend. Loads no torch.
 
 Kind = Literal["npu", "cuda", "cpu"]
 
@@ -67,9 +63,8 @@ _FILES: dict[Kind, re.Pattern[str]] = {"npu": re.compile(r"davinci\d+"), "cuda":
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """`devices`: accelerators of one kind that the launcher's environment allows, named as the kind's variable names them
-    (usually by index). `cpus`: processors for processes. `jemalloc`: the library's path, or "". `variables`: the names of the
-    environment's variables."""
+    """`devices`: accelerators of one kind that the environment allows, named as the kind's variable does (usually by index).
+    `cpus`: processors for processes. `jemalloc`: the library's path, or "". `variables`: names in the environment."""
 
     kind: Kind = "cpu"
     devices: tuple[str, ...] = ()
@@ -106,9 +101,7 @@ def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
 
 def on_this_machine(config: Config, address: str = "") -> Config:
     """Return the configuration with this machine's address as `network.interface`: `address`, else one that fits the key.
-
-    Raises UserError if there is no such address, or other nodes cannot reach it.
-    """
+    Raises UserError if there is no such address, or other nodes cannot reach it."""
     key, given = ("--address", address) if address else ("network.interface", config.network.interface)
     own = own_address(given, config.services.coordinator.host, key)
     if has_several_nodes(config.cluster) and is_loopback(own):

@@ -1,8 +1,6 @@
-"""Keeps what a process writes to its standard output and error in files of limited size.
-
-A thread for each process carries the output from a pipe to the file, whether Python, a C library or a child process wrote it.
-So nothing is lost when a file is full, and nothing waits for the launcher's event loop.
-"""
+"""Keeps what a process writes to its standard output and error in files of limited size. A thread for each process carries the
+output from a pipe to the file, whether Python, a C library or a child process wrote it. So nothing is lost when a file is full,
+and nothing waits for the launcher's event loop."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
+from launcher.view import View
 from runtime import timeouts
 from runtime.config import Logs
 
@@ -23,24 +21,11 @@ PIPE_BYTES = 1 << 20  # the most that Linux lets every user have: a process can 
 TAIL_BYTES = 1 << 20  # of the newest part of a log, which says why the process ended
 
 
-class LineView(Protocol):
-    """Shows lines, from any thread; if `verbose`, also the lines that processes write."""
-
-    verbose: bool
-
-    def say(self, line: str) -> None: ...
-
-    def output(self, name: str, line: str) -> None: ...
-
-
 class Log:
-    """The output of one process. `path` is the file being written; PATH.1 is the one before it, and so on.
+    """The output of one process. `path` is the file being written; PATH.1 is the one before it, and so on. The log's own thread
+    notifies `view` once when the file cannot be written. A verbose `view` gets every line with the process's `name`."""
 
-    The log's own thread notifies `view` once when the file cannot be written. A verbose `view` gets every line with the
-    process's `name`.
-    """
-
-    def __init__(self, path: Path, settings: Logs, name: str, view: LineView | None = None):
+    def __init__(self, path: Path, settings: Logs, name: str, view: View | None = None):
         self.path = path
         self._settings = settings
         self._name = name

@@ -1,8 +1,5 @@
-"""Starts a run's processes, watches them, and leaves none behind.
-
-Each process leads a process group of its own: Ctrl-C reaches only the launcher, and one signal can end a whole role. Each
-process writes to a log of its own.
-"""
+"""Starts a run's processes, watches them, and leaves none behind. Each process leads a process group of its own: Ctrl-C reaches
+only the launcher, and one signal can end a whole role. Each process writes to a log of its own."""
 
 from __future__ import annotations
 
@@ -21,9 +18,10 @@ from typing import Any
 import psutil
 
 from launcher.node import local_node
-from launcher.node.logs import LineView, Log
+from launcher.node.logs import Log
 from launcher.node.topology import ProcessSpec
 from launcher.node.watchdog import HeartbeatMonitor, is_stopped, keep_stacks, stalled
+from launcher.view import View
 from runtime import timeouts
 from runtime.cluster.placement import RestartBackoff
 from runtime.config import Logs
@@ -88,12 +86,9 @@ class Child:
         code = self.process.returncode or 0
         if self.advice:
             return UserError(f"{self.spec.name}: {self.starved}, twice: {self.advice}")
-        if self.starved:
-            return ServiceFault(self.spec.name, "run", self.starved + self.last)
-        if self.given_up:
-            return ServiceFault(self.spec.name, "run", self.given_up + self.last)
-        if code < 0:
-            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        if why := self.starved or self.given_up or killed:
+            return ServiceFault(self.spec.name, "run", why + self.last)
         lines = self.output.tail().strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
         if own and self.mistaken:
@@ -103,12 +98,7 @@ class Child:
         return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
 
 
-# ---- Oom
-#
-# Find which processes the kernel has killed for want of memory.
-#
-# The kernel's log names each process, where this process may read it. Elsewhere, as in a container, the counter of the control
-# group says only that the kernel killed some process.
+# ---- Processes that the kernel has killed for want of memory
 
 _LOG = Path("/dev/kmsg")
 _RECORD = 8192  # bytes of the longest record
@@ -116,7 +106,7 @@ _KILLED = re.compile(rb"Killed process (\d+) .*?anon-rss:(\d+)kB")
 _GROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # by the controller, in cgroup v2 and v1
 
-ADVICE = {
+ADVICE = {  # by role: the keys to lower if it needs more memory than the machine has
     "rollout": "lower services.rollout.max_num_seqs, sampling.max_new_tokens or data.max_prompt_tokens",
     "trainer": "lower training.max_tokens_per_microbatch, or raise services.trainer.processes",
     "critic": "lower training.max_tokens_per_microbatch, or raise services.critic.processes",
@@ -124,11 +114,11 @@ ADVICE = {
     "reward_model": "lower services.reward_model.max_tokens_per_microbatch",
     "reward": "lower rewards.workers, or see what the rules of rewards.rules keep",
 }
-"""Advice by role: the keys to lower if the role needs more memory than the machine has."""
 
 
 class OomKills:
-    """Processes that the kernel has killed between `open` and `close`."""
+    """Processes that the kernel has killed between `open` and `close`. Its log names each, where this process may read it.
+    Elsewhere, as in a container, the counter of the control group says only that the kernel killed some process."""
 
     def __init__(self) -> None:
         self._log = -1
@@ -186,16 +176,13 @@ def _count(counter: Path | None) -> int:
     return 0
 
 
-# ---- Orphans
-#
-# End what a node's processes leave behind, such as the programs of agents after their environment was killed.
-#
-# Orphans lead sessions of their own, so no signal to a process group reaches them. The kernel makes them children of the
-# agent. The agent recognizes them by an environment variable that all of its processes and their children have.
+# ---- What a node's processes leave behind, such as the programs of agents after their environment was killed
 
 
 class Orphans:
-    """Children of this process that it has not started. Each gets SIGTERM, and SIGKILL AGENT_END_GRACE later."""
+    """Children of this process that it has not started. Each gets SIGTERM, and SIGKILL AGENT_END_GRACE later. Orphans lead
+    sessions of their own, so no signal to a process group reaches them; the kernel makes them children of the agent. It
+    recognizes them by an environment variable that all of its processes and their children have."""
 
     def __init__(self) -> None:
         self.variable = f"{os.environ.get(os_process.AGENTS, '')} {os.getpid()}".strip()
@@ -280,29 +267,21 @@ def _terminate(pid: int) -> str:
 class Supervisor:
     """The children of one run, in the order in which they were started."""
 
-    def __init__(
-        self,
-        logs: Path,
-        view: LineView | None = None,
-        settings: Logs = Logs(),  # noqa: B008  immutable
-    ):
+    def __init__(self, logs: Path, view: View | None = None, settings: Logs | None = None):
         """Keep logs in `logs`. `view` shows what became of processes; if verbose, also every line that they write."""
         os_process.raise_descriptor_limit()  # each child takes some descriptors of this process
         self._logs = logs
         self._view = view
-        self._settings = settings
+        self._settings = settings or Logs()
         self._outputs: list[Log] = []
-        self.on_exit: Callable[[Child], None] = lambda child: None
-        """Called for each process that died and that this supervisor does not start again."""
+        self.on_exit: Callable[[Child], None] = lambda child: None  # called for each process that dies and is not replaced here
         self.keys: Keys | None = None  # the secret from which the keys of the services are made; None if they need no keys
         self.children: list[Child] = []
         self._started = asyncio.Event()
-        self.incarnations: dict[str, int] = {}
-        """The newest incarnation by name that was not ended; it may have died, or be about to start."""
+        self.incarnations: dict[str, int] = {}  # by name, the newest that was not ended; it may have died, or be about to start
         self._restarts: Mapping[str, int] = {}
         self._decided_elsewhere: Collection[str] = ()
-        self.followed: Collection[str] = ()
-        """Names of processes that another part of this process looks after once they are killed."""
+        self.followed: Collection[str] = ()  # names of processes that others look after once they are killed
         self._under_way = False
         self.stopping = False  # whether the run is ending: a lost trainer or critic is not replaced then, as no step follows
         self._ended_well = False
@@ -321,9 +300,8 @@ class Supervisor:
             self._view.say(line)
 
     def enable_restarts(self, restarts: Mapping[str, int], decided_elsewhere: Collection[str] = ()) -> None:
-        """Start a process named in `restarts` again when it dies, as often as is said there, while the others go on. What
-        becomes of those in `decided_elsewhere` is not this supervisor's to say: it calls `on_exit` with their death. One that
-        makes no progress is ended."""
+        """Start a process in `restarts` again when it dies, as often as is said there, while the others go on. With the death
+        of one in `decided_elsewhere` only call `on_exit`. End one that makes no progress."""
         self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
         if self._watch is None:
@@ -398,9 +376,8 @@ class Supervisor:
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
             except subprocess.SubprocessError:  # setting the processors is the only step between fork and exec that may fail
-                raise UserError(
-                    f"services.{spec.role}.cpus: this machine has none of {local_node.shown_cpus(spec.cpus)}"
-                ) from None
+                cpus = local_node.shown_cpus(spec.cpus)
+                raise UserError(f"services.{spec.role}.cpus: this machine has none of {cpus}") from None
             self._processes.append(process)
         self._started.set()
         child = Child(spec, process, output, incarnation)
@@ -424,9 +401,8 @@ class Supervisor:
                 for child in self.children:
                     if child not in waits.values() and child.running:
                         waits[asyncio.create_task(child.process.wait())] = child
-                if failed := next(
-                    (one for one in list(self.children) if one.process.returncode and not self._replace(one)), None
-                ):
+                dead = [child for child in self.children if child.process.returncode]
+                if failed := next((child for child in dead if not self._replace(child)), None):
                     return failed
                 self._started.clear()
                 another = asyncio.create_task(self._started.wait())
@@ -517,8 +493,7 @@ class Supervisor:
             await child.process.wait()
 
     async def finish(self, timeout: float) -> None:
-        """Wait for every child to end once the run has ended well and all is saved. Kill and report a child that does not end
-        in time; also report a child that ends badly."""
+        """Wait for every child to end once all is saved. Report a child that ends badly; kill and report one that is late."""
         self.stop_restarts()
         self._ended_well = True
         for child in await self.wait_all(timeout):
@@ -528,11 +503,8 @@ class Supervisor:
             await child.process.wait()
 
     async def wait_all(self, timeout: float) -> list[Child]:
-        """Wait for every child to end. Return the children that did not.
-
-        Kill a child that was started during the run AGENT_END_GRACE after the others: the processes that would ask it to end
-        may never have known it.
-        """
+        """Wait for every child to end. Return the children that did not. Kill a child that was started during the run
+        AGENT_END_GRACE after the others: the processes that would ask it to end may never have known it."""
         ends = {child: asyncio.create_task(child.process.wait()) for child in self.children}
         until = time.monotonic() + timeout
         if those := [end for child, end in ends.items() if not child.late]:

@@ -35,13 +35,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
 
 
 def coordinator_spec(
-    config: Config,
-    config_path: Path,
-    python: str,
-    where: Sequence[str],
-    launched: float,
-    trains: bool = True,
-    machine: Machine = Machine(),  # noqa: B008  immutable
+    config: Config, config_path: Path, python: str, where: Sequence[str], launched: float, trains: bool, machine: Machine
 ) -> ProcessSpec:
     """Return how to start the coordinator. `where`: `--ready-fd` and the descriptor on which it reports its address, or
     `--address` and the address of the coordinator that it replaces. `launched`: when the user asked for the run."""
@@ -58,13 +52,7 @@ def coordinator_spec(
 
 
 def service_specs(
-    config: Config,
-    launches: Sequence[Launch],
-    config_path: Path,
-    python: str,
-    coordinator: str,
-    cores: int,
-    machine: Machine = Machine(),  # noqa: B008
+    config: Config, launches: Sequence[Launch], config_path: Path, python: str, coordinator: str, cores: int, machine: Machine
 ) -> dict[str, ProcessSpec]:
     """Return by name how each launch is started. Processes that compute share `cores`, unless `env` sets OMP_NUM_THREADS."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
@@ -78,11 +66,13 @@ def service_specs(
         role, world = roles[launch.name], len(group_of(config, Instance(launch.role, launch.name)))
         own = "" if isinstance(role, Environment) else role.python  # an environment's interpreter is its agents'
         env = environment(role, threads if isinstance(role, Computing) else 1, machine, launch.devices)
+        # The key of a group across nodes. Other users can read command lines, but not environments.
+        key = {} if launch.rendezvous is None else {os_process.STORE_KEY: launch.rendezvous.key.hex()}
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,
             command=_command(launch, world, own or python, arguments),
-            env={**ports.get(launch.name, {}), **env, **_key(launch), os_process.NODE: config_path.stem},
+            env={**ports.get(launch.name, {}), **env, **key, os_process.NODE: config_path.stem},
             cpus=affinity(role),
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
             ends_by=signal.SIGINT,
@@ -95,11 +85,6 @@ def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, int]:
     """Return by name the settings of what this node restarts by itself: all but its parts of groups that span nodes."""
     own = [Instance(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
     return {instance.name: settings_of(config, instance).restarts for instance in own}
-
-
-def _key(launch: Launch) -> dict[str, str]:
-    """Return the variable with the key of a group across nodes. Other users can read command lines, but not environments."""
-    return {} if launch.rendezvous is None else {os_process.STORE_KEY: launch.rendezvous.key.hex()}
 
 
 def _command(launch: Launch, world: int, python: str, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -126,9 +111,8 @@ _SHORT_LOOKUPS = {"RES_OPTIONS": f"timeout:{timeouts.NAME_LOOKUP} attempts:1"}
 
 
 def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str | FromEnvironment]:
-    """Return the variables of the role's processes: its own over Sluice's. `devices`: the indices of the machine's devices for
-    the process; empty = the devices that it inherits. Thread counts are limited: several thread pools on the same cores slow
-    each other down severely."""
+    """Return the variables of the role's processes: its own over Sluice's. `devices`: indices of the machine's; empty = what it
+    inherits. Thread counts are limited: several thread pools on the same cores slow each other down severely."""
     count = role.env.get("OMP_NUM_THREADS") or str(min(threads, len(affinity(role)) or threads))
     own: dict[str, str] = {}
     if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
@@ -157,12 +141,9 @@ def affinity(role: Process) -> tuple[int, ...]:
 
 def hccl_ports(used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
     """Return by process the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether
-    child processes, on any node, use HCCL on the same NPU.
-
-    No variables are needed if no NPU has two processes: HCCL's defaults do. Otherwise every process gets ranges of its own: all
-    members of a communicator must set ranges, and processes of one NPU must have different ranges. Child processes take ports
-    of their parent's ranges.
-    """
+    child processes, on any node, use HCCL on the same NPU. No variables are needed if no NPU has two processes: HCCL's defaults
+    do. Otherwise every process gets ranges of its own: all members of a communicator must set ranges, and processes of one NPU
+    must have different ranges. Child processes take ports of their parent's ranges."""
     taken = [npu for npus in used.values() for npu in npus]
     if not used or (not shared and len(taken) == len(set(taken))):
         return {}
@@ -174,10 +155,8 @@ def hccl_ports(used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[
 
 
 def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
-    """Return `count` adjacent ranges FIRST-LAST of equal length, at most HCCL_PORTS, from `ports` (first and last port).
-
-    Raises ValueError if there are fewer ports than ranges.
-    """
+    """Return `count` adjacent ranges FIRST-LAST of equal length, at most HCCL_PORTS, from `ports` (first and last port). Raises
+    ValueError if there are fewer ports than ranges."""
     first, last = ports
     size = min(HCCL_PORTS, (last - first + 1) // count)
     if size < 1:
@@ -188,17 +167,11 @@ def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
 def machine_faults(config: Config, machine: Machine) -> Iterator[str]:
     """Return one line for each thing that the configuration asks for and this machine lacks."""
     for path, role in processes(config).items():
-        yield from _cpu_faults(f"{path}.cpus", role, machine)
+        try:
+            if missing_cpus := set(affinity(role)) - machine.cpus:
+                lacks = f"this machine has no {local_node.shown_cpus(missing_cpus)}"
+                yield f"{path}.cpus: {role.cpus}, but {lacks}; must be of {local_node.shown_cpus(machine.cpus)}"
+        except ValueError as error:
+            yield f"{path}.cpus: {error}; must be a list such as 0-15,32"
         if not config.services.coordinator.host:  # with a host there may be other nodes, and the role may run there
             yield from (missing(key, name) for key, name in references(role, path).items() if name not in machine.variables)
-
-
-def _cpu_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
-    try:
-        missing = set(affinity(role)) - machine.cpus
-    except ValueError as error:
-        yield f"{key}: {error}; must be a list such as 0-15,32"
-        return
-    if missing:
-        given = local_node.shown_cpus(machine.cpus)
-        yield f"{key}: {role.cpus}, but this machine has no {local_node.shown_cpus(missing)}; must be of {given}"

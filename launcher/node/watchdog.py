@@ -47,12 +47,10 @@ class ReceivedHeartbeat(Struct):
 
 
 def stalled(ranks: Mapping[int, ReceivedHeartbeat], now: float, stopped: Collection[int] = ()) -> tuple[int, str] | None:
-    """Return which rank of a group has stalled, and why; None if no rank has stalled. Pure.
-
-    A silent rank comes first: the other ranks wait for it. A rank that a signal has `stopped` neither loads nor compiles, so
-    its limit is lower. Next come ranks that have entered fewer collectives of a group than other ranks. The others wait for
-    these, and are not overdue until these are. If such a rank has no work, the rank that has waited too long has stalled.
-    """
+    """Return which rank of a group has stalled, and why; None if no rank has stalled. Pure. A silent rank comes first: the
+    other ranks wait for it. A rank that a signal has `stopped` neither loads nor compiles, so its limit is lower. Next come
+    ranks that have entered fewer collectives of a group than other ranks. The others wait for these, and are not overdue until
+    these are. If such a rank has no work, the rank that has waited too long has stalled."""
     for rank, heard in sorted(ranks.items()):
         limit = min(heard.beat.loop, timeouts.STALL_LEAST) if rank in stopped else heard.beat.loop
         if (silent := now - heard.when) > limit:

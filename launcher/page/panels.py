@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -70,8 +69,7 @@ _SET = re.compile(r"eval/(.+)/pass@1")
 Kind = Literal["curves", "stack", "bars"]
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(Struct, frozen=True):
     """One curve: `x` [N] and `y` [N], where `y` may have NaNs. `smooth` [N]: the moving mean, if it is drawn."""
 
     name: str
@@ -80,8 +78,7 @@ class Series:
     smooth: list[float] | None = None
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(Struct, frozen=True):
     """One figure. `share`: values are fractions. Without `series` nothing was measured. A stack's last series is a line."""
 
     title: str
@@ -91,12 +88,6 @@ class Panel:
     log: bool = False
     share: bool = False
     x: str = "step"
-
-
-@dataclass(frozen=True)
-class PanelSection:
-    title: str
-    panels: list[Panel]
 
 
 class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,8 +105,8 @@ class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
 _WANTED = msgspec.yaml.decode(Path(__file__).with_name("panels.yaml").read_bytes(), type=dict[str, list[_Wanted]])
 
 
-def sections(history: LoggedHistory) -> list[PanelSection]:
-    """Return all sections of a run's figures, in order."""
+def sections(history: LoggedHistory) -> list[dict[str, Any]]:
+    """Return `title` and `panels` of all sections of a run's figures, in order."""
     columns = MetricColumns(history.steps)
     learning = _panels(_WANTED["learning"], columns)
     learning[1:1] = [_accuracy(history.evaluations)]
@@ -129,13 +120,9 @@ def sections(history: LoggedHistory) -> list[PanelSection]:
     rate = np.divide(columns["samples"], wall, out=np.full(len(wall), np.nan), where=wall > 0)
     rates = _curves([("samples a second", columns.steps, rate, True)])
     speed[2:2] = [Panel("Samples a second", "samples/s", rates)]
-    return [
-        PanelSection("Learning", learning),
-        PanelSection("Optimisation", _panels([*_WANTED["optimisation"], *_of_the_loss(columns)], columns)),
-        PanelSection("Off-policy", off_policy),
-        PanelSection("Speed", speed),
-        *_environments(columns),
-    ]
+    optimisation = _panels([*_WANTED["optimisation"], *_of_the_loss(columns)], columns)
+    found = {"Learning": learning, "Optimisation": optimisation, "Off-policy": off_policy, "Speed": speed}
+    return [{"title": title, "panels": own} for title, own in (found | _environments(columns)).items()]
 
 
 def _of_the_loss(columns: MetricColumns) -> list[_Wanted]:
@@ -145,10 +132,10 @@ def _of_the_loss(columns: MetricColumns) -> list[_Wanted]:
     return [_Wanted(metric, "", {metric: metric.removeprefix("actor/")}) for metric in own]
 
 
-def _environments(columns: MetricColumns) -> list[PanelSection]:
+def _environments(columns: MetricColumns) -> dict[str, list[Panel]]:
     """Return one section for each environment: rewards, how episodes ended, and the figures that agents logged."""
     found = [match for metric in columns.names if (match := _ENVIRONMENT.fullmatch(metric))]
-    sections = []
+    sections = {}
     for name in sorted({match["name"] for match in found}):
         own = {match["figure"]: match[0] for match in found if match["name"] == name}
         counted = {own[figure]: figure.removeprefix("ended/") for figure in own if figure.startswith("ended/")}
@@ -160,7 +147,7 @@ def _environments(columns: MetricColumns) -> list[PanelSection]:
             _Wanted("Calls of the policy", "calls", {f"environment/{name}/turns": "mean of an episode"}),
             *logged,
         ]
-        sections.append(PanelSection(f"Environment {name}", _panels(wanted, columns)))
+        sections[f"Environment {name}"] = _panels(wanted, columns)
     return sections
 
 

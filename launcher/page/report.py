@@ -1,8 +1,6 @@
-"""`sluice report`: the page of a run as one HTML file, at any time: during the run, after its end, after a kill.
-
-The file holds page.html, page.css, the scripts, and the data of views, lanes and samples. Its script takes from `held` what it
-would ask a server for.
-"""
+"""`sluice report`: the page of a run as one HTML file, at any time: during the run, after its end, after a kill. The file holds
+page.html, page.css, the scripts, and the data of views, lanes and samples. Its script takes from `held` what it would ask a
+server for."""
 
 from __future__ import annotations
 

@@ -87,8 +87,7 @@ def _is_run(folder: Path) -> bool:
 
 class PageGuard:
     """Admits requests with the token: in the address first, then in a cookie. Other users of this machine do not have it. On a
-    loopback address the Host header must be the page's own. Otherwise a page of another site, whose name now leads here (DNS
-    rebinding), could read a run."""
+    loopback address the Host header must be the page's own, or a page of another site could read a run by DNS rebinding."""
 
     def __init__(self, host: str, token: str):
         self._token, self._names = token, {*LOCAL, host} if host in LOCAL else None

@@ -28,7 +28,7 @@ from launcher.page import panels
 from runtime import run_files
 from runtime.config import Config, Run
 from runtime.config.secret_values import without_secrets
-from runtime.config.yaml_text import read_texts
+from runtime.config.yaml_text import flat, read_texts
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import DATABASE, LedgerReader
@@ -378,8 +378,8 @@ class RunView:
     def configuration(self, other: RunView | None) -> dict[str, Any]:
         """Return the configuration as YAML, and its differences from the defaults or from another run's."""
         text = self.record().configuration
-        base = _defaults() if other is None else _flat(read_texts(other.record().configuration) or {})
-        own = _flat(read_texts(text) or {})
+        base = _defaults() if other is None else dict(flat(read_texts(other.record().configuration) or {}))
+        own = dict(flat(read_texts(text) or {}))
         sections = {key.rpartition(".")[0] for key in {*own, *base}}
         differing = sorted(key for key in {*own, *base} if own.get(key) != base.get(key) and key not in sections)
         return {"text": text, "differs": [[key, base.get(key), own.get(key)] for key in differing]}
@@ -471,14 +471,4 @@ def _tail(path: Path) -> list[str]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return _flat(read_texts(yaml.safe_dump(without_secrets(Config(run=Run(name=""))))))
-
-
-def _flat(section: Any, path: str = "") -> dict[str, Any]:
-    """Return every value by its dotted key; lists stay whole."""
-    if not isinstance(section, dict) or not section:
-        return {path: section}
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        found |= _flat(value, f"{path}.{key}" if path else str(key))
-    return found
+    return dict(flat(read_texts(yaml.safe_dump(without_secrets(Config(run=Run(name="")))))))

@@ -1,8 +1,6 @@
-"""`sluice render`: the files that start a run's nodes under Slurm, Kubernetes or Docker Compose, and its monitoring files.
-
-A YAML template is rendered, read, and written anew below its first comment. So a template may have short forms and further
-comments, and no name in a plan acts as YAML.
-"""
+"""`sluice render`: the files that start a run's nodes under Slurm, Kubernetes or Docker Compose, and its monitoring files. A
+YAML template is rendered, read, and written anew below its first comment. So a template may have short forms and further
+comments, and no name in a plan acts as YAML."""
 
 from __future__ import annotations
 
@@ -133,9 +131,8 @@ def _groups(plan: Plan) -> list[_JobNodes]:
 
 
 def monitoring(config: Config, host: str, note: str = "") -> dict[str, str]:
-    """Render what Prometheus needs to watch a run: the address to ask, the alarms (alerts.yaml), and a dashboard for Grafana
-    (panels.yaml). Text by file name; nothing if no metrics are served. `host`: where the coordinator is reached. `note`: a
-    comment on that address."""
+    """Render what Prometheus needs to watch a run: the address to ask, alerts.yaml, and a dashboard for Grafana (panels.yaml).
+    Text by file name; nothing if no metrics are served. `host`: the coordinator's. `note`: a comment on the address."""
     settings = config.metrics.prometheus
     if settings is None:
         return {}
@@ -260,7 +257,7 @@ def _watched(config: Config) -> dict[str, str]:
 
 
 def _write(texts: dict[str, str], private: dict[str, str], folder: Path) -> list[Path]:
-    """Write the  A file that differs is not overwritten: raises UserError. A `private` file is written only once."""
+    """Write the files. A file that differs is not overwritten: raises UserError. A `private` file is written only once."""
     paths = {folder / name: text for name, text in texts.items()}
     try:
         for path, text in paths.items():

@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from runtime.cluster.placement import NodeResources
 from runtime.cluster.topology import processes, warm_up_seconds
 from runtime.config import Config
 from runtime.config.secret_values import references
@@ -31,19 +32,13 @@ LONGEST_LABEL = 63
 _IMAGES: dict[Device, str] = {"cpu": "sluice", "cuda": "sluice:cuda", "npu": "sluice:ascend"}
 
 
-class PlannedNode(Struct, frozen=True):
-    """`devices`: accelerators, 0 on CPUs. `name` is "" if the scheduler gives it."""
-
-    name: str
-    devices: int
-
-
 class Plan(Struct, frozen=True, kw_only=True):
-    """`nodes`: the first one runs the coordinator. `named`: the configuration names the nodes; otherwise any node may join."""
+    """`nodes`: the first one runs the coordinator; a name is "" if the scheduler gives it. `named`: the configuration names the
+    nodes; otherwise any node may join."""
 
     name: str  # of the run, fit for host names
     config: Config
-    nodes: tuple[PlannedNode, ...]
+    nodes: tuple[NodeResources, ...]
     named: bool
     device: Device
     port: int
@@ -94,9 +89,10 @@ def plan(config: Config, device: Device | None = None, devices: int | None = Non
     named = cluster.nodes != "auto"
     if cluster.nodes == "auto":
         cluster = replace(cluster, min_nodes=max(1, cluster.min_nodes))
-        nodes = [PlannedNode("", devices or 0)] * cluster.min_nodes
+        nodes = [NodeResources("", devices or 0)] * cluster.min_nodes
     else:
-        nodes = [PlannedNode(node.name, (devices if node.devices is None else node.devices) or 0) for node in cluster.nodes]
+        counts = [devices if node.devices is None else node.devices for node in cluster.nodes]
+        nodes = [NodeResources(node.name, count or 0) for node, count in zip(cluster.nodes, counts, strict=True)]
     if is_loopback(network.interface):
         network = replace(network, interface="auto")
     if (settings := metrics.prometheus) is not None:

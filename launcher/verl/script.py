@@ -1,10 +1,7 @@
-"""The arguments that a shell script passes to verl's trainer. The script is read, not run: it starts no program.
-
-Known are assignments, arrays, `$NAME` and `${NAME:-...}`, arithmetic, `if` with `[ ]`, and `case`. Anything else that decides a
-value, such as a command, makes it unknown. This is reported only if the value reaches the trainer. `date` is empty, for names.
-
-Whether a statement is carried out is 1, 0, or 0.5 if that is unknown: then what it sets is unknown.
-"""
+"""The arguments that a shell script passes to verl's trainer. The script is read, not run: it starts no program. Known are
+assignments, arrays, `$NAME` and `${NAME:-...}`, arithmetic, `if` with `[ ]`, and `case`. Anything else that decides a value,
+such as a command, makes it unknown. This is reported only if the value reaches the trainer. `date` is empty, for names. Whether
+a statement is carried out is 1, 0, or 0.5 if that is unknown: then what it sets is unknown."""
 
 from __future__ import annotations
 
@@ -77,10 +74,8 @@ class ShellBlock:
 
 
 class Script:
-    """Carries out `text` as far as it is known. `calls`: those of trainers, each with all its words from the module on.
-
-    Raises ValueError if a quote or bracket is not closed.
-    """
+    """Carries out `text` as far as it is known. `calls`: those of trainers, each with all its words from the module on. Raises
+    ValueError if a quote or bracket is not closed."""
 
     def __init__(self, text: str, environment: Mapping[str, str]):
         self.calls: list[list[str]] = []

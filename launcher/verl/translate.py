@@ -20,13 +20,12 @@ from launcher.importing.keys import (
     TranslatedSettings,
     Translation,
     Unresolved,
-    check,
     given,
     scaled,
     translation,
 )
 from launcher.verl.script import TRAINERS, UNKNOWN, Script
-from runtime.config.yaml_text import at_home, read_mapping, read_value
+from runtime.config.yaml_text import at_home, flat, read_mapping, read_value
 from runtime.errors import ConfigError
 
 # ---- Reading a file: YAML, the printout of verl's trainer, or a script that calls the trainer
@@ -44,10 +43,8 @@ _DEPTH = 8  # of references to references
 
 
 def read(file: Path, models: Path | None = None) -> Read:
-    """Read `file`. A model that is named as on the Hub is a folder of `models`, if it is there.
-
-    Raises ConfigError, one line per fault, each with the key's path in its file.
-    """
+    """Read `file`. A model that is named as on the Hub is a folder of `models`, if it is there. Raises ConfigError, one line
+    per fault, each with the key's path in its file."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -113,17 +110,9 @@ def _sections(file: Path, text: str) -> dict[str, Any]:
         hint = f"; {other} reads it" if other else f" ({', '.join(_SECTIONS)})"
         raise ConfigError([f"{file}: is no configuration of verl's, and no script that calls its trainer{hint}"])
     names = [each for each in raw.pop("defaults", None) or [] if isinstance(each, str) and "trainer" in each]
-    return dict([("config_name", name) for name in names[:1]] + _flat(raw, ""))
-
-
-def _flat(section: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
-    found = []
-    for name, value in section.items():
-        if isinstance(value, dict):
-            found += _flat(value, f"{prefix}{name}.")
-        elif name != "_target_" and value != "???":  # Hydra's mark of a missing value
-            found.append((f"{prefix}{name}", value))
-    return found
+    found = [("config_name", name) for name in names[:1]] + list(flat(raw))
+    # Hydra's ??? marks a missing value.
+    return {path: value for path, value in found if path.rpartition(".")[2] != "_target_" and value not in ({}, "???")}
 
 
 def _resolved(path: str, value: Any, values: Mapping[str, Any], depth: int = _DEPTH) -> Any:
@@ -171,10 +160,9 @@ _TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 _MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
 
 
-def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
-    """Translate `file`, with models from the folder `models`. Raises ConfigError: a line for each key that is unknown, of a
-    wrong type, or impossible in Sluice."""
-    keys = TranslatedSettings(TABLE, read(file, models), without)
+def translate(read: Read, without: Collection[str]) -> Translation:
+    """Translate the keys. Raises ConfigError: a line for each key that is unknown, of a wrong type, or impossible in Sluice."""
+    keys = TranslatedSettings(TABLE, read, without)
     facts = _facts(keys)
     keys.copy(facts)
     _run(keys)
@@ -186,7 +174,6 @@ def imported(file: Path, models: Path | None, without: Collection[str]) -> Trans
     if facts["gae"]:
         _critics_optimizer(keys)
     _services(keys, facts)
-    check(keys)
     return translation(keys, keys.advice)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,15 @@ def at_home(value: Any) -> Any:
     """Return `value` with the home directory of the user, or of NAME, for `~/` or `~NAME/` at the start of each text."""
     # An unknown NAME is left as it is.
     return changed(value, lambda text: os.path.expanduser(text) if text.startswith("~") and "/" in text else text)  # noqa: PTH111
+
+
+def flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value with its dotted key; lists and empty mappings stay whole."""
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _yaml_fault(error: yaml.YAMLError) -> str:

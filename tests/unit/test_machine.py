@@ -69,7 +69,7 @@ def test_each_role_has_its_own() -> None:
     specs = service_specs(config, launches, CONFIG, "python", "host:1", 8, MACHINE)
     assert specs["rollout-0"].cpus == (0, 1, 2, 3)
     assert specs["trainer-0"].cpus == ()
-    assert coordinator_spec(config, CONFIG, "python", ("--ready-fd", "3"), 0.0, machine=MACHINE).cpus == (7,)
+    assert coordinator_spec(config, CONFIG, "python", ("--ready-fd", "3"), 0.0, True, MACHINE).cpus == (7,)
 
 
 def test_there_are_no_more_threads_than_processors_unless_asked_for() -> None:

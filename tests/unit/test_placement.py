@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.node.topology import ProcessSpec, coordinator_spec, restarts, service_specs
+from launcher.node.topology import Machine, ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeResources, Placement, offers, place, table
 from runtime.cluster.topology import Instance, group_of, instances, replicas, sections, uses_reference
@@ -318,7 +318,7 @@ def started(config: Config, trains: bool = True) -> list[Launch]:
 
 
 def specs(config: Config, trains: bool = True) -> list[ProcessSpec]:
-    return list(service_specs(config, started(config, trains), Path("c.yaml"), "python", "host:1", 8).values())
+    return list(service_specs(config, started(config, trains), Path("c.yaml"), "python", "host:1", 8, Machine()).values())
 
 
 def names(config: Config) -> list[str]:
@@ -396,7 +396,7 @@ def test_a_part_of_a_group_that_spans_nodes_is_not_this_nodes_to_start_again() -
     meeting = Rendezvous(host="10.0.0.1", port=7001, key=b"\x01\xff")
     part = Launch(role="trainer", name="trainer-1", ranks=[1], rendezvous=meeting)
     assert restarts(config, [part]) == {}
-    spec = service_specs(config, [part], Path("c.yaml"), "python", "host:1", 8)["trainer-1"]
+    spec = service_specs(config, [part], Path("c.yaml"), "python", "host:1", 8, Machine())["trainer-1"]
     where = ("--group", "trainer-1", "--ranks", "1", "--world", "2", "--at", "10.0.0.1:7001")
     assert spec.command[2 : 3 + len(where)] == ("launcher.node.ranks", *where)
     assert spec.env["SLUICE_STORE_KEY"] == "01ff" and "01ff" not in " ".join(spec.command)
@@ -448,8 +448,9 @@ def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() ->
     found = specs(config, trains=False)
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in found} == {"rollout-0": "4", "rollout-1": "4", "reward-0": "1"}
     assert {instance.name for instance in instances(config, trains=False)} == {spec.name for spec in found}
-    assert "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0, trains=False).command
-    assert "--evaluate" not in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0).command
+    for trains in (False, True):
+        led = coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0, trains, Machine())
+        assert ("--evaluate" in led.command) is not trains
 
 
 def test_a_section_is_one_or_a_list_or_a_mapping_or_nothing() -> None:
