@@ -44,8 +44,7 @@ Layers = Annotated[int, in_unit("layers", ge=1)]
 
 
 def computed_dtype(dtype: DType, policy: DType, on_cpus: bool) -> str:
-    """Return the name of a process's compute dtype. "auto" is `policy`, the configured `model.dtype`. If that is "auto" too, it
-    is float32 on CPUs and bfloat16 on accelerators."""
+    """Return the name of a compute dtype. "auto": that of `policy`; if that is "auto" too, float32 on CPUs, else bfloat16."""
     chosen = (each for each in (dtype, policy) if each != "auto")
     return next(chosen, "float32" if on_cpus else "bfloat16")
 

@@ -38,8 +38,7 @@ class RewardModel(Section, frozen=True):
     """A model that scores replies, in its own services."""
 
     path: str
-    """A Hugging Face folder of a sequence classifier with one label, or a critic's checkpoint
-    (`checkpoints/step-*/critic/model`)."""
+    """A Hugging Face folder of a sequence classifier with one label, or a critic's `checkpoints/step-*/critic/model`."""
     weight: float = 1.0
     """Factor in the sum."""
     input: Literal["auto", "tokens", "text"] = "auto"
@@ -71,5 +70,4 @@ class Rewards(Section, frozen=True):
     cache_entries: NonNegative = 65_536
     """Values that each reward service caches by rule, text, label and context, about 200 bytes each. 0: none."""
     on_error: Literal["mask", "fail"] = "mask"
-    """After a rule, a remote reward or the model failed on a sample: `mask` the sample out of the loss and count it, or `fail`
-    the run."""
+    """If a rule, remote reward or the model failed on a sample: `mask` it out of the loss and count it, or `fail` the run."""

@@ -1,6 +1,4 @@
-"""Checks of the roles: nodes, addresses, ports, devices, colocation, rollout engines and the weight sync.
-
-Loads neither torch nor vLLM."""
+"""Checks of the roles: nodes, addresses, ports, devices, colocation, engines, weight sync. Loads neither torch nor vLLM."""
 
 from __future__ import annotations
 
