@@ -116,13 +116,12 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     async def ready(self) -> None:
         """Wait for the first message: the rules are imported. Raises ServiceFault after timeouts.REWARD_WORKER_START."""
+        seconds = timeouts.REWARD_WORKER_START
         try:
-            if await asyncio.wait_for(self._message(), timeouts.REWARD_WORKER_START) is None:
+            if await asyncio.wait_for(self._message(), seconds) is None:
                 raise ServiceFault("reward", "start a worker", "the worker ended early; see the service's log")
         except TimeoutError as error:
-            raise ServiceFault(
-                "reward", "start a worker", "the rules are not imported", timeouts.REWARD_WORKER_START
-            ) from error
+            raise ServiceFault("reward", "start a worker", "the rules are not imported", seconds) from error
 
     async def work(self, jobs: Sequence[WorkerTask]) -> bool:
         """Send `jobs` and wait for their verdicts. Return False if the worker is lost: `self.jobs` were not begun."""

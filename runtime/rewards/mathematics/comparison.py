@@ -391,9 +391,8 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if verdict or ("percent" in kinds[0]) == ("percent" in kinds[1]):
         return verdict
     with_sign, without = (prediction, truth) if "percent" in kinds[0] else (truth, prediction)
-    return _equal(
-        with_sign, ExpressionNode("multiply", (without, number(100)))
-    )  # the sign is a unit (25) or a hundredth (0.25)
+    hundredth = ExpressionNode("multiply", (without, number(100)))  # the sign may be a unit (25 for 25%) or a hundredth (0.25)
+    return _equal(with_sign, hundredth)
 
 
 _SCALAR = words("number decimal symbol add multiply divide negate power percent call opaque")
