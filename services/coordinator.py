@@ -54,8 +54,7 @@ class Peers:
 
     def __init__(self, config: Config, register: Register, keys: Keys | None = None):
         self._keys = keys
-        self.term = 0
-        """The term of this coordinator, which its calls carry."""
+        self.term = 0  # the term of this coordinator, which its calls carry
         self._config = config
         self._register = register
         self._began = False  # no session opens before all units are there
@@ -65,7 +64,6 @@ class Peers:
 
     @property
     def processes(self) -> list[Registration]:
-        """The newest registration of each process."""
         return [process for unit in self._register.units() for process in unit.processes if process is not None]
 
     def admit(self, registration: Registration) -> None:

@@ -198,8 +198,7 @@ class RolloutSessions:
         return len(self._sessions)
 
     async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
-        """Generate, see `runtime.gateway.calls.Rollouts`. If the rollout is lost, another one takes the call. The same holds
-        for a rollout whose version is older than `least`: the coordinator has lost that rollout."""
+        """Generate, see `runtime.gateway.calls.Rollouts`. Another rollout replaces one that is lost or older than `least`."""
         until = now() + self._config.deadlines.generate
         while True:
             to, session = await self._choose(kept, until)

@@ -326,7 +326,6 @@ class Method:
         return snake(self.name)
 
     def key_of(self, command: Any) -> str:
-        """Return the key by which calls are the same, or "" if there is none."""
         if not self.key or getattr(command, "group_id", 0) < 0:
             return ""
         return "/".join((self.name, *(str(getattr(command, field)) for field in self.key)))
