@@ -46,7 +46,6 @@ from services.rpc.client import Channel, Session
 from services.rpc.server import OPTIONS
 
 # ---- Environment channels
-# Channels to environments: the run's own processes, which the coordinator names, and the user's servers.
 
 DESCRIBE, RUN, CANCEL = (contract.METHODS["Environment", name] for name in ("Describe", "Run", "Cancel"))
 

@@ -196,7 +196,6 @@ class SendQueue:
 
 
 # ---- Wire errors
-# Errors as messages: the caller gets the error that the process raised.
 
 # Errors that arrive unchanged, but not Unreachable and Unanswered: a caller's caller would take them for its own peer's.
 UNCHANGED = (
