@@ -254,7 +254,9 @@ class CoordinatorProcess(RunSupervisor):
             return
         if self._left is not None:
             log.info("takes over from the earlier coordinator: version %s is done", self._left.course.history.version)
-        placed = time.monotonic() if self._left is not None else await self._place()
+        if self._left is None:
+            await self._nodes.placed(self._started, self._wait_for_nodes)
+        placed = time.monotonic()
         context = await self._context(self._ledger)  # reads the data while the services start
         async with _closed(context.trackers, context.ledger):
             if self._left is not None:
@@ -276,7 +278,8 @@ class CoordinatorProcess(RunSupervisor):
     async def _evaluate(self) -> None:
         """Run the evaluation. With `gateway.serve`, only serve the gateway until the run is stopped."""
         config, serves = self._config, self._config.gateway is not None and self._config.gateway.serve
-        placed = await self._place()  # the rollouts load their weights while this process reads the data
+        await self._nodes.placed(self._started, self._wait_for_nodes)
+        placed = time.monotonic()  # the rollouts load their weights while this process reads the data
         tokenizer = Tokenizer.of(config)
         held_out = [] if serves else load_held_out(config, tokenizer)
         trackers = Trackers(self._config, self._folder)
@@ -295,11 +298,6 @@ class CoordinatorProcess(RunSupervisor):
             if self.interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
-
-    async def _place(self) -> float:
-        """Have the nodes start the processes. Returns when that was, on the clock of time.monotonic."""
-        await self._nodes.placed(self._started, self._wait_for_nodes)
-        return time.monotonic()
 
     async def _context(self, ledger: LedgerWriter) -> RunContext:
         """Read the data while the services start."""

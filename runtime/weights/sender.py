@@ -436,7 +436,8 @@ class WeightSender:
         """Host the rendezvous of an epoch as rank 0, and begin to connect. Raises Cancelled once the epoch is left.
 
         Known limit: a server of names that never answers holds up every later epoch of this process."""
-        settings, left = self._settings, self._enter(command.epoch)
+        settings = self._settings
+        left, self._epoch = self.close(), command.epoch  # `gather` finds no group until `_connect`
         address = GroupAddress(
             epoch=command.epoch,
             world_size=len(self._names) + command.world_size - 1,
@@ -471,7 +472,8 @@ class WeightSender:
 
     async def join(self, address: GroupAddress) -> None:
         """Join the group of `address`, which rank 0 of the senders hosts. Raises Cancelled once the epoch is left."""
-        left, own = self._enter(address.epoch), replace(address, rank=self.buffers.number)
+        left, self._epoch = self.close(), address.epoch  # `gather` finds no group until `_connect`
+        own = replace(address, rank=self.buffers.number)
         # Wait until the epoch before is left, then check that no `close` came meanwhile.
         await asyncio.wrap_future(left)
         self._require_in(address.epoch, left)
@@ -532,14 +534,8 @@ class WeightSender:
         self._left = in_thread("leave-weights", leave)
         return self._left
 
-    def _enter(self, epoch: int) -> Future[None]:
-        """Leave the current epoch, and set `epoch`. `gather` finds no group until `_connect`."""
-        left = self.close()
-        self._epoch = epoch
-        return left
-
     def _require_in(self, epoch: int, left: Future[None]) -> None:
-        """Raise Cancelled if the epoch was left. `left`: of `_enter`; the number may be of an epoch that was opened again."""
+        """Raise Cancelled if the epoch was left. `left`: of `close`; the number may be of an epoch that was opened again."""
         if self._left is not left:
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")
 
