@@ -54,8 +54,7 @@ class Peers:
 
     def __init__(self, config: Config, register: Register, keys: Keys | None = None):
         self._keys = keys
-        self.term = 0
-        """The term of this coordinator, which its calls carry."""
+        self.term = 0  # the term of this coordinator, which its calls carry
         self._config = config
         self._register = register
         self._began = False  # no session opens before all units are there
@@ -65,7 +64,6 @@ class Peers:
 
     @property
     def processes(self) -> list[Registration]:
-        """The newest registration of each process."""
         return [process for unit in self._register.units() for process in unit.processes if process is not None]
 
     def admit(self, registration: Registration) -> None:
@@ -256,7 +254,9 @@ class CoordinatorProcess(RunSupervisor):
             return
         if self._left is not None:
             log.info("takes over from the earlier coordinator: version %s is done", self._left.course.history.version)
-        placed = time.monotonic() if self._left is not None else await self._place()
+        if self._left is None:
+            await self._nodes.placed(self._started, self._wait_for_nodes)
+        placed = time.monotonic()
         context = await self._context(self._ledger)  # reads the data while the services start
         async with _closed(context.trackers, context.ledger):
             if self._left is not None:
@@ -278,7 +278,8 @@ class CoordinatorProcess(RunSupervisor):
     async def _evaluate(self) -> None:
         """Run the evaluation. With `gateway.serve`, only serve the gateway until the run is stopped."""
         config, serves = self._config, self._config.gateway is not None and self._config.gateway.serve
-        placed = await self._place()  # the rollouts load their weights while this process reads the data
+        await self._nodes.placed(self._started, self._wait_for_nodes)
+        placed = time.monotonic()  # the rollouts load their weights while this process reads the data
         tokenizer = Tokenizer.of(config)
         held_out = [] if serves else load_held_out(config, tokenizer)
         trackers = Trackers(self._config, self._folder)
@@ -297,11 +298,6 @@ class CoordinatorProcess(RunSupervisor):
             if self.interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
-
-    async def _place(self) -> float:
-        """Have the nodes start the processes. Returns when that was, on the clock of time.monotonic."""
-        await self._nodes.placed(self._started, self._wait_for_nodes)
-        return time.monotonic()
 
     async def _context(self, ledger: LedgerWriter) -> RunContext:
         """Read the data while the services start."""

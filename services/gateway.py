@@ -46,7 +46,6 @@ from services.rpc.client import Channel, Session
 from services.rpc.server import OPTIONS
 
 # ---- Environment channels
-# Channels to environments: the run's own processes, which the coordinator names, and the user's servers.
 
 DESCRIBE, RUN, CANCEL = (contract.METHODS["Environment", name] for name in ("Describe", "Run", "Cancel"))
 
@@ -198,8 +197,7 @@ class RolloutSessions:
         return len(self._sessions)
 
     async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
-        """Generate, see `runtime.gateway.calls.Rollouts`. If the rollout is lost, another one takes the call. The same holds
-        for a rollout whose version is older than `least`: the coordinator has lost that rollout."""
+        """Generate, see `runtime.gateway.calls.Rollouts`. Another rollout replaces one that is lost or older than `least`."""
         until = now() + self._config.deadlines.generate
         while True:
             to, session = await self._choose(kept, until)

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from runtime import timeouts
 from runtime.errors import UserError
 from runtime.process import keys, network, os_process
+from runtime.process.keys import Keys
 from runtime.telemetry.shown import shown
 from services.rpc import security
 
@@ -45,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if serves else 1
 
 
-def check(
-    address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK, own: keys.Keys | None = None
-) -> tuple[bool, str]:
+def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK, own: Keys | None = None) -> tuple[bool, str]:
     """Return whether `service` of the process at `address` serves ("" = the process as a whole), and a word for its state."""
     with security.connection(grpc, address, own, "", _OPTIONS) as channel:
         try:

@@ -108,8 +108,7 @@ class SpmdService(process.Service):
         return loop.create_task(self._answer(loop.run_in_executor(self._thread, self._carry_out, command)))
 
     def _require_own_folder(self, command: Any) -> None:
-        """Check that the command names a folder in the run's folder, or for Restore the checkpoint that the run started from.
-        Raises Forbidden: the sender of a command may not have other files read or written."""
+        """Check that a command's folder is in the run's folder, or what the run resumed from. Raises Forbidden otherwise."""
         run = self.config.run
         known = [run.dir, run.resume] if isinstance(command, Restore) else [run.dir]
         if isinstance(command, (Save, Export, Restore)):
@@ -184,9 +183,7 @@ class Request:
 
 
 class Actor:
-    """Runs `behaviour` behind its requests. `batch`: how many data requests are handed over at once, at most.
-
-    An exception out of `advance` ends the actor: every request fails with it, and `run` raises it."""
+    """Runs `behaviour` behind its requests, up to `batch` of data at once. An exception of `advance` ends it and them all."""
 
     def __init__(self, name: str, behaviour: ActorService, *, batch: int = 1):
         self.name = name
@@ -291,9 +288,7 @@ class ActorService(process.Service):
 
 
 class FrozenModelService(ActorService):
-    """A process around a frozen model, forward only: a replica of the reference, or the reward model.
-
-    Requests that arrive while the model computes are computed next, as one batch, in a thread of their own."""
+    """A frozen model, forward only, in a thread. Requests that arrive while it computes are its next batch."""
 
     batch = 256
 

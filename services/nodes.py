@@ -31,11 +31,9 @@ class Nodes:
 
     def __init__(self, config: Config, trains: bool, register: Register):
         """Create it without nodes. `trains`: False for an evaluation alone."""
-        self.config = config
-        """The configuration, with the number of rollouts that the run has now."""
+        self.config = config  # the configuration, with the number of rollouts that the run has now
         self._yaml = loading.to_yaml(config)
-        self.run = uuid.uuid4().hex
-        """Changes when all processes begin anew: agents then end what they ran before."""
+        self.run = uuid.uuid4().hex  # changes when all processes begin anew: agents then end what they ran before
         self._secret = secrets.token_bytes(32)  # for the keys of groups that span nodes
         self._trains = trains
         self._register = register

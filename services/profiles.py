@@ -26,13 +26,12 @@ from runtime.process import os_process
 from runtime.status import Profile, Profiled
 
 Unit = Literal["steps", "seconds"]
-Take = Callable[[Profile], Awaitable[list[Path]]]
 
 
 class Profiles:
     """The profiles of one process, one at a time."""
 
-    def __init__(self, name: str, take: Take, unit: Unit = "seconds"):
+    def __init__(self, name: str, take: Callable[[Profile], Awaitable[list[Path]]], unit: Unit = "seconds"):
         self._name, self._take, self._unit = name, take, unit
         self._taken: asyncio.Future[list[Path]] | None = None
 

@@ -17,12 +17,8 @@ class RewardModelService(FrozenModelService):
         device, rewards = platform.device(), self.config.rewards
         assert rewards.model is not None
         settings = self.config.services.reward_model
-        model = TorchRewardModel(
-            rewards.model.path,
-            device=device,
-            dtype=platform.resolve_dtype(settings.dtype, device),
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-        )
+        dtype, most = platform.resolve_dtype(settings.dtype, device), settings.max_tokens_per_microbatch
+        model = TorchRewardModel(rewards.model.path, device=device, dtype=dtype, max_tokens_per_microbatch=most)
         self.answers = ModelScorer(rewards.model, self.config.model.path, model, fail=rewards.on_error == "fail").score
 
 

@@ -62,7 +62,7 @@ async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
 def let_in(request: web.Request) -> None:
     """Mark the request's connection as trusted, after it has shown a key or needs none. It is never ended to make room."""
     if (connection := _connection(request)) is not None:
-        connection.is_friend()
+        connection.server.know(connection)
 
 
 def _connection(request: web.Request) -> Connection | None:
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
     """The protocol between a client's connection and aiohttp, with limits."""
 
     def __init__(self, server: HttpServer):
-        self._server, self._inner, self._taken = server, server.runner.server(), False  # type: ignore[misc]
+        self.server, self._inner, self._taken = server, server.runner.server(), False  # type: ignore[misc]
         self._waiting: asyncio.TimerHandle | None = None  # ends the connection without a first request
         self._writing: asyncio.TimerHandle | None = None  # checks that the client reads
         self._left = 0  # bytes that the client had not read at the last check
@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
         self.host = str((transport.get_extra_info("peername") or [""])[0])
-        self._taken = self._server.take(self)
+        self._taken = self.server.take(self)
         if not self._taken:
             self.end()
             return
@@ -165,9 +165,6 @@ class Connection(asyncio.Protocol):
         if self._waiting is not None:
             self._waiting.cancel()
 
-    def is_friend(self) -> None:
-        self._server.know(self)
-
     def end(self) -> None:
         self.transport.abort()
 
@@ -176,7 +173,7 @@ class Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         if self._taken:
-            self._server.lose(self)
+            self.server.lose(self)
             self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:

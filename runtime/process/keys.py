@@ -102,7 +102,6 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
         return hmac.digest(key, f"call {caller} {called}".encode(), "sha256").hex()
 
     def of_process(self, name: str, incarnation: int) -> Keys:
-        """Return the keys for a process that this party starts."""
         party = process(name, incarnation)
         made = None if self.certificates is None else _issued(self.secret, party, self.address)
         return msgspec.structs.replace(self, name=party, secret=_derived(self.secret, party), certificates=made)

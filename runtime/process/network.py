@@ -66,13 +66,11 @@ def interface_of(address: str) -> str:
 
 
 def transport_variables(address: str) -> dict[str, str]:
-    """Return the environment variables that bind torch's own connections to the device with `address`.
-
-    On loopback only gloo's: NCCL and HCCL find the devices of one machine themselves. Raises UserError."""
+    """Return the variables that bind torch's own connections to the device with `address`. Raises UserError."""
     device = interface_of(address)
     gloo = {"GLOO_SOCKET_IFNAME": device}
     if is_loopback(address):
-        return gloo
+        return gloo  # NCCL and HCCL find the devices of one machine themselves
     # NCCL reads a name as a prefix, unless it follows "=".
     return gloo | {"NCCL_SOCKET_IFNAME": f"={device}", "HCCL_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device}
 
@@ -103,14 +101,12 @@ def is_host_port(text: str) -> bool:
 
 
 def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
-    """Yield the ports to try to listen on: 0 for any, or the unused ports of the range, then raise UserError.
-
-    Begins at a random port, so that callers of an ended process hardly ever reach a new process on the same port."""
+    """Yield the ports to try to listen on: 0 for any, or the unused ports of the range, then raise UserError."""
     if ports is None:
         yield 0
         return
     first, last = ports
-    begin = random.randint(first, last)
+    begin = random.randint(first, last)  # callers of an ended process then hardly ever reach a new one on its port
     for port in (*range(begin, last + 1), *range(first, begin)):
         if _is_free(host, port):
             yield port

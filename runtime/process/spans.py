@@ -135,8 +135,7 @@ class Work:
                     self._over("loop", now() - began)
 
 
-work = Work()
-"""The phases of this process."""
+work = Work()  # the phases of this process
 at = work.at
 
 
@@ -350,8 +349,7 @@ def joined(spans: Iterable[TracedSpan]) -> list[TracedSpan]:
     return found
 
 
-log = SpanLog()
-"""The span log of this process."""
+log = SpanLog()  # the span log of this process
 
 
 class LineStates:

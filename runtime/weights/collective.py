@@ -113,8 +113,6 @@ def reason(error: BaseException) -> str:
 
 
 def _let_go(ending: list[Any]) -> None:
-    """Drop the contents of `ending` in a thread."""
-
     def clear() -> None:
         ending.clear()
         _leaving.discard(thread)
@@ -132,8 +130,7 @@ def _await_leaving() -> None:
 
 
 def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
-    """Return a new gloo device bound to `host`, and its address: of the listener that appears with it, since gloo does not
-    report the port. Tries again if another thread opened a listener in the same instant."""
+    """Return a new gloo device bound to `host`, and its address: of the listener that appears, as gloo reports none."""
     with _device_lock:
         for _ in range(16):
             before = listeners()

@@ -29,7 +29,6 @@ from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import DTYPES, TRAILER, TensorSpec
 
 # ---- Tensor files
-# safetensors files, read and written a part of a tensor at a time.
 # The `safetensors` package needs all tensors of a new file in memory. To read, it maps the file, and the mapped pages count as
 # the process's memory. This module holds only the requested part. The format: 8 bytes of length, a JSON header with dtype,
 # shape and range of each tensor, then the tensors, without gaps.
@@ -202,7 +201,7 @@ class TensorChanges(list[ShardChange]):
     """One tensor's changes since the last sent version."""
 
     def apply(self, tensor: torch.Tensor) -> Positions:
-        """Apply the changes to `tensor`. Returns the words that may have changed, unordered. Raises RuntimeError."""
+        """Apply the changes to `tensor`. Returns unordered positions of words that may have changed. Raises RuntimeError."""
         changed = [np.empty(0, np.int64)]
         for change in self:
             span, payload = change.span, np.frombuffer(change.payload, np.uint8)

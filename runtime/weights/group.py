@@ -39,7 +39,6 @@ _TAGGED = struct.Struct("<16sqI")  # xxh3-128 of a bucket, its packed version, i
 
 
 def new_key() -> bytes:
-    """Return `KEY_BYTES` random bytes, the key of one group."""
     return secrets.token_bytes(KEY_BYTES)
 
 
@@ -53,12 +52,9 @@ class ForgedValue(RuntimeError):
 
 
 class AuthenticatedStore(dist.Store):
-    """A store of torch.distributed whose names are hashed with the group's key, and whose values carry a tag by it.
-
-    A stranger can list names, delete values and overwrite values. A stranger cannot predict a name, write a value that passes
-    the check, or move a value to another name. Counters (`add`) have hashed names, but no tags.
-
-    torch's C++ code calls these methods without a reference to the Python object: the caller of torch keeps the reference."""
+    """A torch.distributed store with names hashed by the group's key, and values tagged by it. A stranger can list, delete and
+    overwrite, but not predict a name, write a value that passes the check, or move one to another name. Counters (`add`) have
+    no tags. torch's C++ code holds no reference to the Python object: the caller of torch keeps it."""
 
     def __init__(self, inner: Any, key: bytes, prefix: str = ""):
         super().__init__()
@@ -265,8 +261,7 @@ the latest."""
 class Link(ABC):
     """A sender, rank 0 of the link, and the receivers. All move the same buckets in the same order, each from one thread."""
 
-    sent_bytes = 0
-    """Rank 0: the bytes sent to each receiver so far."""
+    sent_bytes = 0  # rank 0: the bytes sent to each receiver so far
 
     def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
         """Set at rank 0 the changed words of the next bucket, as `DeltaLink.set_changed` does."""

@@ -239,8 +239,7 @@ def called(function: Any, arguments: Any) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """Check and return a dict key. Raises Malformed for keys that allow slow lookups: a sender can choose numbers with equal
-    hashes, and a tuple's hash is computed at each use, so a few such keys take hours."""
+    """Check and return a dict key. Raises Malformed for keys that allow slow lookups: a few with equal hashes take hours."""
     if isinstance(key, tuple):
         good = len(key) <= 8 and all(isinstance(item, str) and len(item) <= _LONGEST for item in key)
     elif isinstance(key, (str, bytes)):

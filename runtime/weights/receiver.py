@@ -45,8 +45,7 @@ class StagedWeights:
         """Plan the buckets. `shared`: other processes can map them. Raises InvalidMessage for a manifest without a plan."""
         self.manifest = manifest
         self.buckets = plan_buckets(manifest)
-        self.version: PolicyVersion | None = None
-        """The version in the buckets; None during a reception."""
+        self.version: PolicyVersion | None = None  # the version in the buckets; None during a reception
         self.taken = False
         self._shared = shared
         self._buffers: list[torch.Tensor] = []
@@ -178,8 +177,7 @@ class WeightReceiver:
         return None if self._committed is None else next(kept, None)
 
     async def join(self, command: commands.JoinWeights, require_base: Callable[[str], None]) -> None:
-        """Join the group of an epoch. Leaves the epoch before, also an epoch that this rollout hosts. `require_base` raises if
-        the adapters' base model, given by its fingerprint, is not this rollout's model."""
+        """Join an epoch's group, and leave the epoch before. `require_base` raises for adapters of another base model."""
         self.leave()
         # Set the epoch before the first await: an abort may come at any time, and names the epoch.
         self.epoch = epoch = command.address.epoch

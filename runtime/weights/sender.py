@@ -96,12 +96,8 @@ class WeightGroup:
     def _link_from(self, sender: int, store: AuthenticatedStore, labels: Sequence[str], timeout: float) -> Link:
         """Connect and return the link from `sender`. The sender is the link's rank 0; the receivers follow."""
         address, first = self.address, self.address.senders
-        part = replace(
-            address,
-            rank=0 if address.rank < first else address.rank - first + 1,
-            world_size=address.world_size - first + 1,
-            timeout=timeout,
-        )
+        rank = 0 if address.rank < first else address.rank - first + 1
+        part = replace(address, rank=rank, world_size=address.world_size - first + 1, timeout=timeout)
         apart = store.within(f"sender/{sender}")
         link = LINKS[address.transport](apart, part, [labels[sender], *labels[first:]], self.name, self._interface)
         return DeltaLink(link, address.full_every) if address.full_every else link
@@ -150,7 +146,6 @@ class WeightGroup:
         return f"part/{self._transfers}/{sender}"
 
     def _await_part(self, sender: int, give_up: float) -> int:
-        """Wait until the receivers have the sender's part, and return its bytes."""
         store, label = self._running_store(), self.address.label(sender)
         try:
             message = store.await_value(self._part(sender), max(give_up - time.monotonic(), timeouts.TORCH_LEAST)).decode()
@@ -260,8 +255,7 @@ class SendBuffers:
         self._digests: dict[int, int] = {}  # of this version's buckets at their first send, made by `_first`
         self._first: BucketTags | None = None
         self._held = held  # the version that the buckets hold, or are being filled with
-        self.filled = False
-        """Whether the buckets hold all tensors of the last `fill`."""
+        self.filled = False  # whether the buckets hold all tensors of the last `fill`
         self._intact = True  # False once a bucket has changed since it was gathered
         self._group: WeightGroup | None = None  # of the transfer under way
         self._taken = 0  # buckets that the transfer's receivers have
@@ -424,9 +418,7 @@ class _Joining(NamedTuple):
 
 
 class WeightSender:
-    """A sender of weights: a rank of the trainer, or a rollout that sends its version to other rollouts.
-
-    The event loop calls every method except `gather`. Only the event loop changes the epoch of this sender."""
+    """A sender of weights: a rank of the trainer, or a rollout for others. The event loop calls every method but `gather`."""
 
     def __init__(
         self, buffers: SendBuffers, config: Config, name: str, *, backend: str, names: tuple[str, ...] = (), full_every: int = 0
@@ -444,7 +436,8 @@ class WeightSender:
         """Host the rendezvous of an epoch as rank 0, and begin to connect. Raises Cancelled once the epoch is left.
 
         Known limit: a server of names that never answers holds up every later epoch of this process."""
-        settings, left = self._settings, self._enter(command.epoch)
+        settings = self._settings
+        left, self._epoch = self.close(), command.epoch  # `gather` finds no group until `_connect`
         address = GroupAddress(
             epoch=command.epoch,
             world_size=len(self._names) + command.world_size - 1,
@@ -479,7 +472,8 @@ class WeightSender:
 
     async def join(self, address: GroupAddress) -> None:
         """Join the group of `address`, which rank 0 of the senders hosts. Raises Cancelled once the epoch is left."""
-        left, own = self._enter(address.epoch), replace(address, rank=self.buffers.number)
+        left, self._epoch = self.close(), address.epoch  # `gather` finds no group until `_connect`
+        own = replace(address, rank=self.buffers.number)
         # Wait until the epoch before is left, then check that no `close` came meanwhile.
         await asyncio.wrap_future(left)
         self._require_in(address.epoch, left)
@@ -540,14 +534,8 @@ class WeightSender:
         self._left = in_thread("leave-weights", leave)
         return self._left
 
-    def _enter(self, epoch: int) -> Future[None]:
-        """Leave the current epoch, and set `epoch`. `gather` finds no group until `_connect`."""
-        left = self.close()
-        self._epoch = epoch
-        return left
-
     def _require_in(self, epoch: int, left: Future[None]) -> None:
-        """Raise Cancelled if the epoch was left. `left`: of `_enter`; the number may be of an epoch that was opened again."""
+        """Raise Cancelled if the epoch was left. `left`: of `close`; the number may be of an epoch that was opened again."""
         if self._left is not left:
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")
 

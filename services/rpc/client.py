@@ -32,7 +32,6 @@ from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
 # ---- Session
-# The caller's end: one channel and one session stream per peer.
 
 HEALTH = "/grpc.health.v1.Health/Check"
 WATCH = contract.METHODS["Coordinator", "Watch"]

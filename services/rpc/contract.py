@@ -196,7 +196,6 @@ class SendQueue:
 
 
 # ---- Wire errors
-# Errors as messages: the caller gets the error that the process raised.
 
 # Errors that arrive unchanged, but not Unreachable and Unanswered: a caller's caller would take them for its own peer's.
 UNCHANGED = (
@@ -326,7 +325,6 @@ class Method:
         return snake(self.name)
 
     def key_of(self, command: Any) -> str:
-        """Return the key by which calls are the same, or "" if there is none."""
         if not self.key or getattr(command, "group_id", 0) < 0:
             return ""
         return "/".join((self.name, *(str(getattr(command, field)) for field in self.key)))

@@ -286,8 +286,7 @@ class _SessionHandler:
         answer.add_done_callback(partial(self._reply, call.id, key, method, stream))
 
     def _reply(self, id_: int, key: str, method: contract.Method, stream: _CallStream, answer: asyncio.Future[Any]) -> None:
-        """Put `answer`, or its error, into the stream as the reply to call `id_`: Cancelled if the caller has withdrawn the
-        call. A successful reply is kept under `key`, if there is one, for a repeated call."""
+        """Put `answer`, or its error, into the stream as the reply to call `id_`. A good reply is kept under `key`, if any."""
         stream.answering.pop(id_, None)
         if self._running.get(key) is answer:  # else it was withdrawn and sent again
             del self._running[key]
