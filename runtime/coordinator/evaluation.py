@@ -142,7 +142,6 @@ class Evaluator:
         self._thread = ThreadPoolExecutor(1, "evaluation")
 
     async def _close(self) -> None:
-        """Write the replies so far, and close the files."""
         loop = asyncio.get_running_loop()
         closing = [loop.run_in_executor(self._thread, transcript.close) for transcript in self._transcripts]
         self._thread.shutdown(wait=False)

@@ -146,7 +146,6 @@ class FailoverState(Struct, frozen=True):
 
     @property
     def having(self) -> list[Member]:
-        """The rollouts that may generate with `version`."""
         return [member for member, theirs in self.held.items() if theirs >= self.version]
 
     def has_since(self, who: Member, step: int) -> bool:

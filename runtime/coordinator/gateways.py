@@ -131,7 +131,6 @@ class GatewayPeers:
     """Sends the serving rollouts and environments to every gateway."""
 
     def __init__(self, pool: RolloutPool, own_keys: Keys | None):
-        """Update all gateways from now on. `own_keys`: the coordinator's."""
         self._pool, self._register, self._keys = pool, pool.register, own_keys
         self._known: dict[Member, UpdateEndpoints] = {}  # the last UpdateEndpoints that each gateway confirmed
         self._updates: dict[Member, asyncio.Task[None]] = {}

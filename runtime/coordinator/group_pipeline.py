@@ -115,7 +115,6 @@ class GroupStage:
         return rollout if same else None
 
     async def close(self) -> None:
-        """Withdraw every group under way."""
         self._pool.unsubscribe(self._look)
         if self._alarm is not None:
             self._alarm.cancel()
@@ -137,7 +136,6 @@ class GroupStage:
         self._buffer.room_changed.set()
 
     def measured(self, load: Load) -> None:
-        """Adapt the concurrency to the load that rollouts and gateways reported."""
         if self._concurrency is not None:
             self._concurrency.look(load, self._buffer.generating)
             self._look()
@@ -193,7 +191,6 @@ class GroupStage:
         await self._annotate(group)
 
     async def _annotate(self, group: Group) -> None:
-        """Get the marks that a generated group lacks."""
         assert group.payload is not None
         payload = await self._ledger.bytes_of(group.payload)
         missing = group.state.needs & ~group.state.marks

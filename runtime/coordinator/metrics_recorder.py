@@ -145,7 +145,6 @@ class RunContext(EvaluationContext):
 
     @property
     def sampling(self) -> SamplingParams:
-        """How replies for training are sampled."""
         sampling = self.config.sampling
         return SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
@@ -192,7 +191,6 @@ class RunSupervisor:
         """Note that trainer or critic is lost and its devices are free: another may begin there."""
 
     def report(self, progress: Progress) -> None:
-        """Show the progress to all that watch it."""
         lost = self._register.units("", UnitState.LOST)
         losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
         self._progress = replace(progress, lost=losses, stopping=self.interrupted)
@@ -313,7 +311,6 @@ class BusyMeter:
             await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
     def _add(self, before: dict[str, float], counts: dict[str, float], seconds: float) -> None:
-        """Add the growth of one process in an interval."""
         if "loop_lag_p99" in counts:
             self._grown["gateways"] += 1
             self._grown["loop_lag_p99"] = max(self._grown["loop_lag_p99"], counts["loop_lag_p99"])
@@ -325,7 +322,6 @@ class BusyMeter:
             self._grown[name] += counts[name] - before[name]
 
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
-        """Return the gauges of each process that answers."""
         asked = [*self._pool.units(), *self._pool.units(GATEWAY)]
         found: dict[RolePort, dict[str, float]] = {}
         self._heard = {each: self._heard.get(each, now()) for each in asked}
@@ -388,7 +384,6 @@ class MetricsRecorder:
         return self._evaluate is not None and every > 0 and step % every == 0 and step < self._buffer.last_step
 
     def report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
-        """Report the run's progress to its supervisor."""
         figures, history = self.figures, self._context.history
         if (newest := history.newest_accuracy) is not None:
             figures["eval/accuracy"] = newest

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from msgspec.structs import replace
 
+from runtime import types
 from runtime.commands import RolePort, TrainerPort
 from runtime.config import Config
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitChange, UnitState, member_of
@@ -23,17 +24,7 @@ from runtime.process.keys import GATEWAY
 from runtime.process.waiting import done_within, now, still_missing
 from runtime.rewards.scorer import combine, played
 from runtime.telemetry.metrics import SpanClock
-from runtime.types import (
-    SCORERS,
-    Command,
-    EpisodeTask,
-    GeneratedGroup,
-    GroupRequest,
-    PolicyVersion,
-    RunEpisodesRequest,
-    ScoreRequest,
-    Scores,
-)
+from runtime.types import Command, GeneratedGroup, GroupRequest, PolicyVersion, RunEpisodesRequest, ScoreRequest, Scores
 
 UPDATED = ("trainer", "critic")  # the roles whose state no other process can get, except from a checkpoint
 
@@ -41,7 +32,6 @@ R = TypeVar("R")
 
 
 def models(register: Register) -> list[Unit]:
-    """Return the units of trainer and critic."""
     return [unit for role in UPDATED for unit in register.units(role)]
 
 
@@ -68,7 +58,6 @@ class Replicas:
         self._register, self._role, self._patience = register, role, patience
 
     def __bool__(self) -> bool:
-        """Return True if the run has this role."""
         return bool(self._register.units(self._role))
 
     @property
@@ -109,11 +98,8 @@ class Replicas:
         self._register.lose(replica, error.reason if isinstance(error, Unreachable) else str(error))
 
     async def _choose(self, turn: int) -> RolePort:
-        def missing() -> list[str]:
-            return [] if self._serving else [self._role]
-
         while not (serving := self._serving):  # check again: the replica may be lost before this task runs
-            if await wait_for(self._register, missing, now() + self._patience):
+            if await wait_for(self._register, lambda: () if self._serving else (self._role,), now() + self._patience):
                 why = "; ".join(f"{unit.name}: {unit.reason}" for unit in self._register.units(self._role) if unit.reason)
                 raise ServiceFault(self._role, "run", f"{why}; no replacement has come", self._patience)
         return cast(RolePort, serving[turn % len(serving)].port)
@@ -121,7 +107,7 @@ class Replicas:
 
 def scorers(register: Register, patience: float) -> dict[str, Replicas]:
     """Return the scorers of replies by phase. `patience`: see `Replicas`."""
-    return {phase: Replicas(register, role, patience) for role, phase in SCORERS.items()}
+    return {phase: Replicas(register, role, patience) for role, phase in types.SCORERS.items()}
 
 
 class Roles:
@@ -280,11 +266,8 @@ class RolloutPool:
         """Watch until cancelled. Raises ServiceFault with the lost rollouts once none has served for `patience` seconds. While
         the pool is closed, where a newcomer cannot begin to serve, a living rollout is enough."""
 
-        def served() -> bool:
-            return bool(self.membership.serving or (self._closed and self.membership.living))
-
         while True:
-            await self._until(served)
+            await self._until(lambda: bool(self.membership.serving or (self._closed and self.membership.living)))
             self._changed.clear()
             await self._changed.wait()
 
@@ -303,7 +286,6 @@ class RolloutPool:
     # ------------------------------------------------------------------------------------------ groups
 
     def units(self, role: str = ROLLOUT) -> list[RolePort]:
-        """Return the serving units of the role."""
         return [unit.port for unit in self.register.units(role, UnitState.SERVING)]
 
     @property
@@ -405,5 +387,5 @@ def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: An
     """Build the request for replies to `prompt`, or for episodes of the task with gateways. `rest`: the other fields."""
     if config.gateway is None:
         return GroupRequest(prompt=prompt, **rest)
-    task = EpisodeTask(environment=problem.environment, **_of_scoring(problem))
+    task = types.EpisodeTask(environment=problem.environment, **_of_scoring(problem))
     return RunEpisodesRequest(task=task, **rest)

@@ -118,9 +118,8 @@ class Recovery:
         return supervisor.restarts and self.begun and not supervisor.interrupted
 
     def _find_lost(self, error: BaseException) -> None:
-        """Mark a model as lost if it failed a weight sync."""
-        for model in self._models:
-            if isinstance(error, ServiceFault) and error.phase == "publish" and model.name in error.service.split(", "):
+        if isinstance(error, ServiceFault) and error.phase == "publish":  # a model failed a weight sync
+            for model in [each for each in self._models if each.name in error.service.split(", ")]:
                 self._register.lose(model, error.reason)
 
 
@@ -129,10 +128,8 @@ async def models_back(config: Config, register: Register) -> None:
     allowed = max(getattr(config.services, unit.role).restarts for unit in models(register))
     timeout = config.deadlines.start + backoff(max(0, allowed - 1))
 
-    def missing() -> list[str]:
-        return [unit.name for unit in models(register) if unit.port is None]
-
-    if late := await wait_for(register, missing, now() + timeout):
+    late = await wait_for(register, lambda: [unit.name for unit in models(register) if unit.port is None], now() + timeout)
+    if late:
         raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
 
 
@@ -205,7 +202,8 @@ class Checkpoints:
     async def unless_full(self, step: int, saving: Awaitable[None]) -> None:
         """Await `saving` of version `step`. Without room, go on with the checkpoint before as the newest."""
         try:
-            await saving
+            with self._context.spans.span("checkpoint"):
+                await saving
         except StorageFull as error:
             self._no_room(f"no checkpoint of step {step}: no room in {Path(error.path).parent}")
 
@@ -305,7 +303,6 @@ async def _raised(error: StorageFull) -> None:
 
 @contextmanager
 def _as_service_fault(folder: Path) -> Iterator[None]:
-    """Turn an error of the file system into StorageFull or ServiceFault."""
     with checkpoint.as_storage_full(folder):
         try:
             yield

@@ -171,7 +171,6 @@ class Register:
         return self._view(role, states)[0]
 
     def members(self, role: str, *states: UnitState) -> tuple[Member, ...]:
-        """Return the members of `units(role, *states)`."""
         return self._view(role, states)[1]
 
     def _view(self, role: str, states: tuple[UnitState, ...]) -> tuple[tuple[Unit, ...], tuple[Member, ...]]:

@@ -29,6 +29,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,7 @@ class Attempt:
         await self._context.ledger.flush()
         return loss is not None
 
-    def _go_beside(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do `work` until `_close`."""
+    def _go_beside(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:  # until `_close`
         self._beside.append(self._tasks.create_task(work))
         return self._beside[-1]
 
@@ -259,17 +259,12 @@ class Attempt:
         """Evaluate before or after training. Return None if not wanted or cancelled."""
         if self._evaluator is None or not wanted or self._context.supervisor.interrupted:
             return None
-        step = self.buffer.committed
-
-        def report(done: int, total: int) -> None:
-            self.recorder.report("evaluating", done, total)
-
+        step, report = self.buffer.committed, partial(self.recorder.report, "evaluating")
         evaluating = self._evaluating = self._go_beside(self._evaluator.run(step, alone=True, progress=report))
         await asyncio.wait([evaluating])
         return None if evaluating.cancelled() else await self._note(step, evaluating.result())
 
     async def _note(self, step: int, found: EvaluationResult) -> float:
-        """Record the result. Return the accuracy."""
         self._history.accuracy[step], self._history.evaluating = found.accuracy, None
         await self.recorder.evaluation(step, evaluation.metrics(found))
         return found.accuracy
@@ -398,7 +393,6 @@ class TrainingRun:
         return self.attempt.buffer
 
     def gauges(self) -> dict[str, float]:
-        """Return figures for the status call."""
         membership = self.pool.membership
         counts = {name: float(number) for name, number in self.buffer.counts().items()}
         return counts | {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}

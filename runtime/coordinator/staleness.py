@@ -24,9 +24,8 @@ group with deadline d. A step that can take no group waits for one in generation
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 from runtime.errors import InvariantViolated
@@ -135,37 +134,27 @@ def deadline(oldest_step: int, staleness: int) -> int:
 def select(live: Iterable[OpenGroup], step: int, places: int, groups_per_step: int, whole: bool = False) -> list[int]:
     """Return the group ids that `step` takes now, in order of deadline, then id: as many as possible, at most `places`, its
     room. With `whole`, `places` ids or none. Raises InvariantViolated if (1) does not hold beforehand."""
-    taken: list[int] = []
-    limit = places
-    due = 0
-    for last, groups in groupby(sorted(live), attrgetter("deadline")):
-        for group in groups:
-            due += 1
-            if group.ready and len(taken) < limit:
-                taken.append(group.group_id)
-        limit = min(limit, _room(due, last, step, places, groups_per_step) - due + len(taken))
-    return taken if len(taken) == places or not whole else []
+    ordered = sorted(live)
+    opened, ready = Counter(group.deadline for group in ordered), Counter(group.deadline for group in ordered if group.ready)
+    count = takeable({last: (opened[last], ready[last]) for last in opened}, step, places, groups_per_step)
+    taken = [group.group_id for group in ordered if group.ready][:count]
+    return taken if count == places or not whole else []
 
 
 def takeable(due_by: Mapping[int, Sequence[int]], step: int, places: int, groups_per_step: int) -> int:
-    """Return how many groups `select` would take. `due_by` has the number of open and of ready groups for each deadline; there
-    are at most η + 1 deadlines. Raises InvariantViolated as `select` does."""
+    """Return how many groups `select` takes. `due_by` has the numbers of open and of ready groups for each deadline; there are
+    at most η + 1 deadlines. Raises InvariantViolated if more groups are due by a step than fit into the steps up to it."""
     taken = due = 0
     limit = places
     for last in sorted(due_by):
         opened, ready = due_by[last]
         due += opened
+        room = places + (last - step) * groups_per_step
+        if last < step or due > room:
+            raise InvariantViolated(f"{due} groups are due by step {last}, but from step {step} on only {max(room, 0)} fit")
         taken += min(ready, limit - taken)
-        limit = min(limit, _room(due, last, step, places, groups_per_step) - due + taken)
+        limit = min(limit, room - due + taken)
     return taken
-
-
-def _room(due: int, last: int, step: int, places: int, groups_per_step: int) -> int:
-    """Return how many groups fit into the steps up to `last`. Raises InvariantViolated if more are `due` by then."""
-    room = places + (last - step) * groups_per_step
-    if last < step or due > room:
-        raise InvariantViolated(f"{due} groups are due by step {last}, but from step {step} on only {max(room, 0)} fit")
-    return room
 
 
 def overdue(live: Iterable[OpenGroup], step: int, groups_per_step: int) -> list[int]:

@@ -100,9 +100,8 @@ class TrainLoop:
     def _goes_on(self) -> bool:
         """Return True if there is a batch for another step before the rollouts need the newest version."""
         buffer = self._buffer
-        if self.next < buffer.step:
-            return True
-        return buffer.step < buffer.last_step and not self._recorder.evaluates(buffer.step) and self._devices.have_batch()
+        goes_on = buffer.step < buffer.last_step and not self._recorder.evaluates(buffer.step)
+        return self.next < buffer.step or (goes_on and self._devices.have_batch())
 
     async def _apply(self, step: int) -> list[asyncio.Task[StepResult]]:
         """Order the update. Return the tasks of the trainer's result and of the critic's, if there is one."""
@@ -121,12 +120,9 @@ class TrainLoop:
     def _save(self, step: int, position: Position, written: asyncio.Future[None] | None = None) -> None:
         """Order the checkpoint of version `step`, behind the commands before. `written`: see `Checkpoints.save`."""
 
-        async def save(saving: Coroutine[Any, Any, None]) -> None:
-            with self._spans.span("checkpoint"):
-                await self._checkpoints.unless_full(step, saving)
-
         self._recorded = asyncio.get_running_loop().create_future()
-        self._saving = self._tasks.create_task(save(self._checkpoints.save(step, position, self._recorded, written)))
+        saving = self._checkpoints.save(step, position, self._recorded, written)
+        self._saving = self._tasks.create_task(self._checkpoints.unless_full(step, saving))
 
     async def _fill(self, step: int) -> list[Group] | None:
         """Take the groups of `step` as they become ready, and send them to the models. Return None if the run ends first."""
@@ -224,7 +220,6 @@ class ModelUpdates:
     alternating = False
 
     def __init__(self, models: Sequence[RolePort], spans: SpanClock):
-        """Create for the trainer and, if there is one, the critic."""
         self._models, self._spans = models, spans
 
     def begin(self, tasks: asyncio.TaskGroup, step: int) -> None:

@@ -199,7 +199,6 @@ class WeightPublisher:
         self._held = True
 
     def free(self) -> None:
-        """Allow sending the committed version to newcomers again."""
         self._held = False
         self._lock.release()
 
@@ -429,7 +428,6 @@ class Lease:
     """The right to use a role's devices. On shared devices, versions are published only at its end, for lack of memory."""
 
     def __init__(self, publisher: WeightPublisher | None = None):
-        """Create a lease. `publisher`: None on shared devices."""
         self._publisher = publisher
         self.version: PolicyVersion | None = None  # which the trainer has, to be published at the lease's end
         self.figures: WeightSyncFigures | None = None  # of this version

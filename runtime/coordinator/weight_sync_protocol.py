@@ -52,7 +52,6 @@ class Membership:
 
     @property
     def serving(self) -> tuple[Member, ...]:
-        """The rollouts that may generate."""
         return self._register.members(ROLLOUT, UnitState.SERVING)
 
     @property
@@ -72,7 +71,6 @@ class Membership:
         return self.epoch
 
     def break_up(self, epoch: int) -> None:
-        """Mark the group of `epoch` as unusable."""
         self._broken = self._broken or epoch == self.epoch.number
 
     def commit(self, epoch: int, version: PolicyVersion, swapped: Iterable[Member]) -> None:
@@ -167,7 +165,6 @@ class SyncAttempt:
         self.next_deadline: float | None = None if self.final else now + self._seconds[phase]
 
     def _advance(self, now: float) -> list[SyncOrder]:
-        """Leave every phase whose answers are complete."""
         orders: list[SyncOrder] = []
         while not self.final and not self._missing[self.phase]:
             self._enter(_NEXT[self.phase], now)

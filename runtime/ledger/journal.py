@@ -70,7 +70,6 @@ class Change(Struct, kw_only=True):
     handles: dict[str, Handle] = field(default_factory=dict)
 
     def parts(self) -> dict[str, bytes]:
-        """Return what goes into the segment files."""
         payload = None if self.generated is None else self.generated.payload
         parts = {"payload": payload, "reference": self.reference, "values": self.values}
         return {part: data for part, data in parts.items() if data is not None}
@@ -105,7 +104,6 @@ LOST = "lost with a part of the ledger"  # the reason for dropping such groups
 
 
 def _column(value: Any) -> Any:
-    """Return a value as SQLite keeps it."""
     if isinstance(value, PolicyVersion):
         return value.pack()
     return value if value is None or isinstance(value, int) else types.encode(value)
@@ -363,7 +361,6 @@ class PayloadStore:
         return handle
 
     def sync(self) -> None:
-        """Make everything appended so far survive a power cut."""
         os.fsync(self._fd)
 
     def retain(self, needed: Collection[int], retain_bytes: int) -> list[int]:
