@@ -30,14 +30,15 @@ class MegatronScorer:
         from runtime.trainer.megatron import facade
 
         facade.prepare(device)  # before any other import of megatron-core
+        from runtime.trainer.megatron.grid import ProcessGrid
         from runtime.trainer.megatron.passes import MegatronPasses
 
         settings = config.services.reference
         source = config.model.reference or config.model.path
         compute = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
-        seed, timeout = config.run.seed, config.deadlines.score
-        self._passes = MegatronPasses(source, settings, compute, device, seed=seed, timeout=timeout)
-        self._grid, self._budget = self._passes.grid, settings.max_tokens_per_microbatch
+        self._grid = ProcessGrid(settings, device, config.run.seed, config.deadlines.score)
+        self._passes = MegatronPasses(source, settings, compute, self._grid, value_head=False)
+        self._budget = settings.max_tokens_per_microbatch
         self._rank_info, self.device = RankInfo(dist.get_rank(), world_size, device), device
         self.weights: Iterable[torch.Tensor] = self._passes.model.eval().requires_grad_(False).parameters()
 

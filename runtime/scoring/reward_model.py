@@ -128,7 +128,8 @@ class TorchRewardModel:
         """Return one float32 for each text (int token ids, none empty) of each group."""
         texts = [text for group in groups for text in group]
         sizes = np.array([len(group) for group in groups], np.int64)
-        owner, shared = np.repeat(np.arange(len(groups)), sizes), np.array([_common(group) for group in groups], np.int64)
+        begins = [min((common(group[0], text) for text in group), default=0) for group in groups]  # equal tokens
+        owner, shared = np.repeat(np.arange(len(groups)), sizes), np.array(begins, np.int64)
         values = np.empty(len(texts), np.float32)
         for batch in cut_by_length([len(text) for text in texts], self._budget):
             values[batch] = self._forward([texts[index] for index in batch], owner[batch], shared)
@@ -161,8 +162,3 @@ class TorchRewardModel:
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _common(texts: Sequence[np.ndarray]) -> int:
-    """Return the number of equal tokens that all `texts` begin with; 0 without texts."""
-    return min((common(texts[0], text) for text in texts), default=0)

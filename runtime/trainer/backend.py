@@ -386,7 +386,8 @@ class TrainedRole:
 
     def __init__(self, config: Config, role: str):
         self.role, self.has_value_head = role, role == "critic"
-        self.source = (self.has_value_head and config.critic and config.critic.path) or config.model.path
+        own = config.critic.path if self.has_value_head and config.critic is not None else ""
+        self.source = own or config.model.path
         self.options: Optimizer = config.optimizer_of("critic" if self.has_value_head else "trainer")
         self.settings: Trainer = getattr(config.services, role)
 

@@ -27,6 +27,7 @@ from runtime.trainer.backend import (
 )
 from runtime.trainer.fsdp.lora import FOLDER
 from runtime.trainer.megatron import state
+from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.lora import MegatronAdapters
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
@@ -46,10 +47,11 @@ class MegatronBackend(MegatronPasses, ModelBackend):
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
         """Load the model. Raises UserError if the configuration or the folder is wrong."""
         device, settings, compute = rank_info.device, trained.settings, compute_dtype(config, rank_info.device)
-        self._source, seed, timeout, valued = trained.source, config.run.seed, config.deadlines.train, trained.has_value_head
-        MegatronPasses.__init__(self, self._source, settings, compute, device, seed=seed, timeout=timeout, value_head=valued)
+        self._source, seed = trained.source, config.run.seed
+        grid = ProcessGrid(settings, device, seed, config.deadlines.train)
+        MegatronPasses.__init__(self, self._source, settings, compute, grid, trained.has_value_head)
         self.adapters: MegatronAdapters | None = None
-        if not valued:
+        if not trained.has_value_head:
             self._wire_dtype = wire_dtype(config, device)
             if config.lora is not None:
                 self.adapters = MegatronAdapters(self, config.lora, AdapterBase(self._source), seed)

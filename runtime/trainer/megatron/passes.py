@@ -182,26 +182,15 @@ class _TokenLogprobs(torch.autograd.Function):
 class MegatronPasses:
     """A model on megatron-core, for training or inference. `facade.prepare` must have been called in this process."""
 
-    def __init__(
-        self,
-        source: str,
-        settings: Spread,
-        compute: torch.dtype,
-        device: torch.device,
-        *,
-        seed: int,
-        timeout: float,
-        value_head: bool = False,
-    ) -> None:
-        """Load this rank's part of the folder `source`. `timeout`: seconds. Raises UserError for a wrong folder or layout."""
+    def __init__(self, source: str, settings: Spread, compute: torch.dtype, grid: ProcessGrid, value_head: bool) -> None:
+        """Load this rank's part of the folder `source`. Raises UserError for a wrong folder or layout."""
         family, shape = hf_folder.read_family(source, value_head), hf_folder.read_config(source)
-        grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
         if fault := uncut(family.tied, settings.parallel.pipeline, megatron.core.__version__):
             raise UserError(fault)
-        with facade.moving(device):
+        with facade.moving(grid.device):
             made = PackedModel(shape, settings, compute, grid.layout.padded_vocab(family.shape), value_head)
-        self.model = made.to(device, compute)
+        self.model = made.to(grid.device, compute)
         self.weights = ModelWeights(family, held_by(self.model), grid)
         self.weights.load(source)
         self.shape, self.family = shape, family
