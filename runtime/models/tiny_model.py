@@ -83,10 +83,8 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 def byte_symbols() -> list[str]:
-    """Return the character of each byte value in a byte-level vocabulary (GPT-2's reversible mapping).
-
-    Printable characters of Latin-1 stand for themselves; the others take code points from 256 on, in order.
-    """
+    """Return the character of each byte value in a byte-level vocabulary (GPT-2's reversible mapping). Printable characters of
+    Latin-1 stand for themselves; the others take code points from 256 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -216,10 +214,8 @@ def fault(path: str) -> str:
 
 
 def described(path: str, *, scores: bool = False) -> dict[str, Any] | None:
-    """Return the config.json that `tiny:FAMILY` stands for; None for a folder or an unknown family.
-
-    `scores`: for a reward model, a sequence classifier with one label.
-    """
+    """Return the config.json that `tiny:FAMILY` stands for; None for a folder or an unknown family. `scores`: for a reward
+    model, a sequence classifier with one label."""
     name = path.removeprefix(PREFIX)
     if not path.startswith(PREFIX) or name not in FAMILIES:
         return None
@@ -244,10 +240,8 @@ def described(path: str, *, scores: bool = False) -> dict[str, Any] | None:
 
 
 def made(config: Config) -> Config:
-    """Return the configuration with a folder in place of every `tiny:FAMILY`; write the folders that are missing.
-
-    Raises UserError if a folder cannot be written.
-    """
+    """Return the configuration with a folder in place of every `tiny:FAMILY`; write the folders that are missing. Raises
+    UserError if a folder cannot be written."""
     cache = Path((config.warmup or Warmup()).cache)
 
     def folder(path: str, *, scores: bool = False) -> str:

@@ -270,11 +270,9 @@ class Decoder:
         packing: Packing,
         kept: tuple[torch.Tensor, torch.Tensor | slice] | None = None,
     ) -> torch.Tensor:
-        """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden].
-
-        `kept`: [layers, S, parts, heads, width], the cache entries of the S tokens that `packing` knows, and where among them
-        it receives the T tokens' entries, an int64 [T] or a slice. Without it the S tokens are the T tokens.
-        """
+        """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden]. `kept`: [layers, S,
+        parts, heads, width], the cache entries of the S tokens that `packing` knows, and where among them it receives the T
+        tokens' entries, an int64 [T] or a slice. Without it the S tokens are the T tokens."""
 
         def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
             weights, latent, window = self.weights.layers[layer], self._latent, self._windows[layer]
@@ -292,11 +290,9 @@ class Decoder:
         return self._run(tokens, positions, attend)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
-        """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab].
-
-        `tokens` and `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n
-        slots, so that short sequences are not attended over the longest length.
-        """
+        """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab]. `tokens` and
+        `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n slots, so that
+        short sequences are not attended over the longest length."""
         config, latent, n = self.config, self._latent, len(tokens)
         where, parts = cache.locate(positions), []
         for start, end, longest in spans:

@@ -56,10 +56,8 @@ class SharedWeights:
         self._whole: dict[str, torch.Tensor] = {}  # the result of `_merged`; {} before its first call
 
     def prepare(self, tensors: Tensors) -> tuple[list[Location], list[torch.Tensor]]:
-        """Return the locations of the weights, and the copies made here, to be kept until the workers have read them.
-
-        Raises InvalidMessage for a set that is neither whole nor adapters to the folder's weights.
-        """
+        """Return the locations of the weights, and the copies made here, to be kept until the workers have read them. Raises
+        InvalidMessage for a set that is neither whole nor adapters to the folder's weights."""
         if are_adapters(tensors):
             tensors = self._merged(tensors)
         else:
