@@ -23,10 +23,8 @@ from runtime.models.hf_folder import WeightFiles, fingerprint
 
 
 def start_of(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Return the initial A, float32 [rank, in], by its name in PEFT's files: uniform within 1 / √in, as in PEFT.
-
-    The values depend only on `seed` and `name`, not on the engine or on the rank's other tensors.
-    """
+    """Return the initial A, float32 [rank, in], by its name in PEFT's files: uniform within 1 / √in, as in PEFT. The values
+    depend only on `seed` and `name`, not on the engine or on the rank's other tensors."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     start = torch.empty(*shape)
@@ -60,10 +58,8 @@ class AdapterBase:
 
 
 class HostOffload:
-    """The storages of some tensors, on their device or on the host. After `onload` every view of them is valid again.
-
-    The host's memory, page-locked if the device is an accelerator, is kept for the next time: it takes long to allocate.
-    """
+    """The storages of some tensors, on their device or on the host. After `onload` every view of them is valid again. The
+    host's memory, page-locked if the device is an accelerator, is kept for the next time: it takes long to allocate."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = True, frozen: bool = False):
         """Hold the tensors' storages, each once. Without `keep` their content is lost, and they come back as zeros. `frozen`:
@@ -124,9 +120,7 @@ def require_base(base: str, folder: str) -> None:
 def merged(files: WeightFiles, adapters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the policy's weights, one at a time, in the order of `files`: adapted weights in float32, all others as in the
     folder. The files are read each time, from the system's cache if there is room: no copy of the base stays in the process.
-
-    Raises InvalidMessage, before the first weight, if adapters do not fit.
-    """
+    Raises InvalidMessage, before the first weight, if adapters do not fit."""
     _require_fit(files.shapes, adapters)
     for name, weight in files:
         if name + UP in adapters:

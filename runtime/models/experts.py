@@ -80,9 +80,7 @@ def mixture(
     gated: Callable[[torch.Tensor], torch.Tensor] = swiglu,
 ) -> torch.Tensor:
     """Return the outputs of each token's `chosen` experts [m, k], summed with `weights` [m, k]: [m, H] from `x` [m, H].
-
-    `gate_up` are E of [2 · I, H], `down` E of [H, I]; `biases` [E, 2 · I] and [E, H] are added to the products.
-    """
+    `gate_up` are E of [2 · I, H], `down` E of [H, I]; `biases` [E, 2 · I] and [E, H] are added to the products."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     token, counts = order // chosen.shape[1], torch.bincount(flat, minlength=len(down))

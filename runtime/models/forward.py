@@ -117,10 +117,8 @@ def yarn_growth(factor: float, mscale: float = 1.0) -> float:
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> Rope:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
-
-    Raises UserError if the kind is unknown or a key is missing or wrong. `where` is the file's name in messages.
-    """
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). Raises UserError if the kind is
+    unknown or a key is missing or wrong. `where` is the file's name in messages."""
     options = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if isinstance(options, Mapping):
         options = options.get("full_attention", options)  # layers with a window may have options of their own
@@ -181,11 +179,9 @@ class Packing:
 
 
 def exact_on_cpu(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two factors of the logits as float32 on a CPU, as they are on an accelerator.
-
-    Products of bfloat16 are summed in float32. Rounding the logits afterwards would make half of the gap between rollouts and
-    trainer. Known limit: accelerators do round them, as torch has no gradient of a product with a result of another dtype.
-    """
+    """Return the two factors of the logits as float32 on a CPU, as they are on an accelerator. Products of bfloat16 are summed
+    in float32. Rounding the logits afterwards would make half of the gap between rollouts and trainer. Known limit:
+    accelerators do round them, as torch has no gradient of a product with a result of another dtype."""
     return (hidden.float(), head.float()) if hidden.device.type == "cpu" else (hidden, head)
 
 
@@ -318,7 +314,7 @@ def query_rows(
 
 def _counts(indices: np.ndarray, count: int) -> bool:
     """Return whether `indices` are 0 .. count-1, in order."""
-    return indices.size == count and bool((indices.flat == np.arange(count)).all())
+    return np.array_equal(indices.ravel(), np.arange(count))
 
 
 def _buckets(stretches: np.ndarray, ratio: float) -> Iterator[tuple[np.ndarray, int]]:
@@ -352,10 +348,8 @@ def packed_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend, as a Hugging Face attention function. query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads,
-    d]. With `packing.queries`, key and value have more tokens. `s_aux` [heads]: the model's attention sinks.
-
-    Raises UserError if the model's attention is more than a scaled softmax.
-    """
+    d]. With `packing.queries`, key and value have more tokens. `s_aux` [heads]: the model's attention sinks. Raises UserError
+    if the model's attention is more than a scaled softmax."""
     import torch
     import torch.nn.functional as F
 

@@ -93,11 +93,8 @@ def shard_names(index: Path) -> list[str]:
 
 def described_files(folder: str | Path) -> list[Path]:
     """Return the files, by path within `folder`, that also hold for a model trained from this one: all except the weights and
-    files about them.
-
-    A link must lead to a file within, or, in the hub's cache, to its blobs: otherwise a foreign folder could publish any file
-    of this machine. Raises UserError for other links and for anything that is not a file.
-    """
+    files about them. A link must lead to a file within, or, in the hub's cache, to its blobs: otherwise a foreign folder could
+    publish any file of this machine. Raises UserError for other links and for anything that is not a file."""
     root = Path(folder).resolve()
     homes = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
     found = []

@@ -142,10 +142,8 @@ def fixed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def take_head(model: Any) -> nn.Linear | None:
     """Make `model` return its head's input instead of logits, and return the head, which stays in the model. The head's weight
-    times that input is the logits.
-
-    Returns None for a model that may do more than this product; the model then returns logits as before.
-    """
+    times that input is the logits. Returns None for a model that may do more than this product; the model then returns logits
+    as before."""
     head: nn.Linear = model.get_output_embeddings()
     capped = getattr(model.config, "final_logit_softcapping", None) is not None
     if model.config.model_type not in FAMILIES or head.bias is not None or capped:
@@ -165,11 +163,9 @@ def declared_dtype(path: str) -> torch.dtype:
 
 
 def write_description(source: str | Path, folder: Path, dtype: torch.dtype | None, but: Collection[str] = ()) -> None:
-    """Copy the files of a model folder that stay true, without weights: configuration, tokenizer, templates, code, licence. Not
-    the files named in `but`.
-
-    `dtype` is the dtype to declare in config.json; None: the declared one. Raises UserError as `described_files`.
-    """
+    """Copy the files of a model folder that stay true, without weights: configuration, tokenizer, templates, code, licence.
+    Not the files named in `but`. `dtype` is the dtype to declare in config.json; None: the declared one. Raises UserError as
+    `described_files`."""
     for name in hf_folder.described_files(source):
         if str(name) not in but:
             (folder / name).parent.mkdir(exist_ok=True)
@@ -194,10 +190,8 @@ def write_model(
     dtype: torch.dtype,
     source: str,
 ) -> None:
-    """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes.
-
-    `whole` yields its tensors, in the order, with the names and with the sizes of `like`.
-    """
+    """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes. `whole` yields its tensors, in
+    the order, with the names and with the sizes of `like`."""
     write_tensors(folder, "model", like, whole, rank, dtype)
     if rank == 0:
         write_description(source, folder, dtype)
@@ -289,10 +283,8 @@ def describe_critic(folder: Path, architecture: str) -> None:
 
 
 def load_critic(path: str) -> ValueModel:
-    """Load a critic: float32, on the CPU, without dropout. Without a `score` head in the folder, the head is 0.
-
-    Raises UserError if `path` is no model folder, weights of the body are missing, or the head has more than one output.
-    """
+    """Load a critic: float32, on the CPU, without dropout. Without a `score` head in the folder, the head is 0. Raises
+    UserError if `path` is no model folder, weights of the body are missing, or the head has more than one output."""
     model = load_model("AutoModelForSequenceClassification", path, "critic.path", new={VALUE_HEAD}, trained=True, num_labels=1)
     if VALUE_HEAD not in WeightFiles(path).shapes:
         nn.init.zeros_(model.score.weight)

@@ -47,10 +47,8 @@ def longest_text(config: Config) -> int:
 
 def kv_cache_bytes(model: Mapping[str, Any], slots: int, max_len: int, dtype_bytes: int) -> int:
     """Return the bytes of a static KV cache: keys and values, 2 · layers · kv_heads · head_dim · bytes · slots · length; with
-    latent attention layers · (kv_lora_rank + qk_rope_head_dim) · bytes · slots · length.
-
-    `model` is a config.json of the Llama family; `num_key_value_heads` and `head_dim` have the family's defaults.
-    """
+    latent attention layers · (kv_lora_rank + qk_rope_head_dim) · bytes · slots · length. `model` is a config.json of the Llama
+    family; `num_key_value_heads` and `head_dim` have the family's defaults."""
     if isinstance(rank := model.get("kv_lora_rank"), int):
         return model["num_hidden_layers"] * (rank + model["qk_rope_head_dim"]) * dtype_bytes * slots * max_len
     heads = model["num_attention_heads"]

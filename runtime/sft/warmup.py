@@ -16,7 +16,6 @@ import hashlib
 import json
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -105,10 +104,8 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
     fluent, with an accuracy between `accuracy` and `margin` above it, within `max_seconds`."""
     recipe = recipe or RECIPES[settings.task]
     train, held_out, tools = _task(settings, recipe)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        whole = Path(scratch) / "whole"
-        (whole / "model").mkdir(parents=True)
+    with tiny_model.appearing(folder) as whole:
+        (whole / "model").mkdir()
         tokenizer = tiny_model.write_tokenizer(whole / "model")
         model = tiny_model.make_model(recipe.shape, tokenizer, seed=settings.seed)
         model.save_pretrained(whole / "model")
@@ -119,11 +116,6 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
         arithmetic.write_jsonl(whole / "train.jsonl", train)
         arithmetic.write_jsonl(whole / "eval.jsonl", held_out)
         (whole / "warmup.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-        try:
-            whole.rename(folder)
-        except OSError:  # rename never replaces a folder that is not empty
-            if not (folder / "warmup.json").exists():
-                raise
     progress({"event": "done", "folder": str(folder), **result})
 
 

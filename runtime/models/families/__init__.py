@@ -25,10 +25,8 @@ def family_for(
     config: Mapping[str, Any], where: str = "config.json", *, value_head: bool = False, mapped: bool = True
 ) -> Family:
     """Return the mapping of the model that a Hugging Face config.json describes. `where` is the file's name in messages.
-
     `value_head`: for a critic, with one number a token instead of the language model's head. `mapped`: a mapping to
-    megatron-core is needed, not only names and shapes. Raises UserError, which names a family or feature without mapping.
-    """
+    megatron-core is needed, not only names and shapes. Raises UserError, which names a family or feature without mapping."""
     name = config.get("model_type")
     allowed = f"must be one of {', '.join(name for name, family in FAMILIES.items() if not (mapped and family.unmapped))}"
     if name not in FAMILIES:

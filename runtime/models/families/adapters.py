@@ -81,9 +81,7 @@ class AdapterTable:
 
 def target_modules(layers: Iterable[str], wanted: Sequence[str]) -> list[str]:
     """Return the names by which adapters are put on linear `layers`: `wanted`, or all except routers; ends of layers' names.
-
-    Raises UserError if a wanted layer does not exist.
-    """
+    Raises UserError if a wanted layer does not exist."""
     found = list(layers)
     names = sorted({name.rpartition(".")[2] for name in found})
     for target in wanted:

@@ -97,11 +97,9 @@ class Family:
         ]
 
     def require_tensors(self, found: Mapping[str, tuple[int, ...]], where: str) -> None:
-        """Check that the tensors `found`, names and shapes, are exactly this model's. Raises UserError if not.
-
-        With a value head, the language model's head is ignored, and the value head may be missing: it begins at 0. A tied model
-        may have a stored head.
-        """
+        """Check that the tensors `found`, names and shapes, are exactly this model's. Raises UserError if not. With a value
+        head, the language model's head is ignored, and the value head may be missing: it begins at 0. A tied model may have a
+        stored head."""
         left_out = {LM_HEAD} if self.value_head or self.tied else set()
         given = {VALUE_HEAD} if self.value_head else set()
         needed = {name: shape for name, shape in self.tensors().items() if name in found or name not in given}

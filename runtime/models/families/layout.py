@@ -32,10 +32,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return range(first, first + counts[pipeline_rank])
 
     def padded_vocab(self, shape: ModelShape) -> int:
-        """Return the rows of the embedding and of the output layer, on all tensor ranks together. Padding rows are 0.
-
-        Their logits are 0 too, not minus infinity: a softmax must leave them out.
-        """
+        """Return the rows of the embedding and of the output layer, on all tensor ranks together. Padding rows are 0. Their
+        logits are 0 too, not minus infinity: a softmax must leave them out."""
         multiple = self.make_vocab_size_divisible_by * self.tensor
         return -(-shape.vocab_size // multiple) * multiple
 

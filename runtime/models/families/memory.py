@@ -87,8 +87,7 @@ def _logits(family: Family, layout: Layout, work: ModelWork, stage: int) -> tupl
 
 def _activations(family: Family, layout: Layout, work: ModelWork, stage: int) -> int:
     """Return the bytes of the micro-batches in flight on the stage, one for each stage from it to the last. With checkpointing
-    they keep each layer's input, and one layer is recomputed. Logits and data sent between experts are left out.
-    """
+    they keep each layer's input, and one layer is recomputed. Logits and data sent between experts are left out."""
     shape = family.shape
     row = work.tokens * shape.hidden_size * work.width  # a layer's input
     layer = (row * _LAYER // 2 + work.tokens * work.width * _beyond(shape)) // layout.tensor

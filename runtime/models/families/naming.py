@@ -77,10 +77,8 @@ def places(name: str) -> Iterator[tuple[Naming, Place]]:
 
 
 def place(name: str, naming: Naming, names: Collection[str]) -> Place:
-    """Return where `naming` stores the parameter, on a rank that has `names`.
-
-    A norm without its matrix, such as the one before experts, stays on its own.
-    """
+    """Return where `naming` stores the parameter, on a rank that has `names`. A norm without its matrix, such as the one
+    before experts, stays on its own."""
     for kind, found in places(name):
         matrix = found.name.removesuffix("layer_norm_weight") + "weight"
         if (kind.fused and naming.fused and matrix in names) or (

@@ -37,10 +37,8 @@ class SourceTensor(msgspec.Struct, frozen=True):
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter as one rank of a layout holds it.
-
-    `from_hf` makes it from Hugging Face tensors; `to_hf` makes these again from the pieces of the tensor-parallel ranks.
-    """
+    """A parameter as one rank of a layout holds it. `from_hf` makes it from Hugging Face tensors; `to_hf` makes these again
+    from the pieces of the tensor-parallel ranks."""
 
     name: str  # megatron-core's on this rank: layers and experts count from 0 on each pipeline stage and expert rank
     sources: tuple[SourceTensor, ...]
@@ -64,11 +62,9 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.split is None else self.tensor
 
     def from_hf(self, read: Callable[[str], Sliceable]) -> torch.Tensor:
-        """Return this rank's piece. Of each source that `read` returns by name, only the rank's part is taken.
-
-        The sources must have the declared shapes (`Family.require_tensors`). The piece has their dtype, and may share memory
-        with the sources. Raises UserError if the sources have several dtypes.
-        """
+        """Return this rank's piece. Of each source that `read` returns by name, only the rank's part is taken. The sources
+        must have the declared shapes (`Family.require_tensors`). The piece has their dtype, and may share memory with the
+        sources. Raises UserError if the sources have several dtypes."""
         import torch
 
         blocks: list[torch.Tensor] = [self._cut(source, read(source.name)) for source in self.sources]
@@ -81,10 +77,8 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def to_hf(self, pieces: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the sources, whole, by name, from the pieces of tensor ranks 0, 1, ...: `self.pieces` of them.
-
-        They may share memory with the pieces. Raises InvariantViolated if number or shape of the pieces differ.
-        """
+        """Yield the sources, whole, by name, from the pieces of tensor ranks 0, 1, ...: `self.pieces` of them. They may share
+        memory with the pieces. Raises InvariantViolated if number or shape of the pieces differ."""
         import torch
 
         if len(pieces) != self.pieces or any(tuple(piece.shape) != self.shape for piece in pieces):

@@ -75,10 +75,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_shape(config: Mapping[str, Any], where: str) -> ModelShape:
-    """Read the shape of a model without experts. `where` is the file's name in messages.
-
-    Raises UserError if a key is missing or of a wrong type, or heads are no multiple of key-value heads.
-    """
+    """Read the shape of a model without experts. `where` is the file's name in messages. Raises UserError if a key is missing
+    or of a wrong type, or heads are no multiple of key-value heads."""
     heads = number(config, "num_attention_heads", where)
     # null has the same meaning for these two keys as leaving them out.
     kv_heads = heads if config.get("num_key_value_heads") is None else number(config, "num_key_value_heads", where)
@@ -108,9 +106,7 @@ def number(config: Mapping[str, Any], key: str, where: str) -> int:
 
 def windows(config: Mapping[str, Any], where: str, kinds: Any) -> tuple[int, ...]:
     """Return for each layer the tokens in reach of attention, its own included; 0: all tokens. (): all tokens in all layers.
-
-    `kinds`: each layer's, as in `layer_types`. Raises UserError for layers of another kind.
-    """
+    `kinds`: each layer's, as in `layer_types`. Raises UserError for layers of another kind."""
     layers = number(config, "num_hidden_layers", where)
     if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise UserError(f"{where}: layer_types is {kinds!r}; must be full_attention or sliding_attention for each layer")
@@ -122,10 +118,8 @@ def windows(config: Mapping[str, Any], where: str, kinds: Any) -> tuple[int, ...
 
 def read_routed(config: Mapping[str, Any], where: str, count_key: str, **own: Any) -> ModelShape:
     """Read the shape of a model with experts; `count_key` is the key of the number of experts in a layer. All layers have
-    experts, experts are as wide as an MLP, and weights add up to 1, unless `own`, fields of ExpertShape, says otherwise.
-
-    Also raises UserError if the number of experts a token is impossible.
-    """
+    experts, experts are as wide as an MLP, and weights add up to 1, unless `own`, fields of ExpertShape, says otherwise. Also
+    raises UserError if the number of experts a token is impossible."""
     shape = read_shape(config, where)
     given: dict[str, Any] = {
         "count": number(config, count_key, where),

@@ -66,14 +66,14 @@ class LatentAttention:
     """The part of latent attention that depends on weights, without the output projection."""
 
     def __init__(self, heads: int, latent: LatentShape):
-        self._heads, self._shape = heads, latent
+        self._heads, self.shape = heads, latent
 
     def project(
         self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project the normed input [m, hidden] to queries [m, heads, head] and cache entries [m, cached]. cos, sin
         [m, 1, rotated]."""
-        shape, assembled = self._shape, F.linear(x, layer.qkv)
+        shape, assembled = self.shape, F.linear(x, layer.qkv)
         query, latent, rotated = assembled.split((assembled.shape[1] - shape.cached, shape.rank, shape.rotated), 1)
         if layer.query_up is not None:
             query = F.linear(F.rms_norm(query, query.shape[1:], layer.query_norm, LATENT_EPS), layer.query_up)
@@ -84,7 +84,7 @@ class LatentAttention:
 
     def expand(self, layer: LayerWeights, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys [b, heads, t, head] and values [b, heads, t, value] of cache entries [b, t, cached]."""
-        shape = self._shape
+        shape = self.shape
         latent, rotated = entries.split((shape.rank, shape.rotated), 2)
         assert layer.latent_up is not None
         plain, value = (
@@ -97,14 +97,10 @@ class LatentAttention:
 
     def absorb(self, layer: LayerWeights, query: torch.Tensor) -> torch.Tensor:
         """Turn queries [m, heads, head] into queries for cache entries as keys, [m, 1, heads, cached]."""
-        plain, rotated = query.split((self._shape.plain, self._shape.rotated), 2)
+        plain, rotated = query.split((self.shape.plain, self.shape.rotated), 2)
         keys, _ = self._up(layer)
         latent = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
         return torch.cat((latent, rotated), 2).unsqueeze(1)
-
-    def means(self, entries: torch.Tensor) -> torch.Tensor:
-        """Return the latents of cache entries [..., cached], as a view [..., rank]: the values of attention."""
-        return entries[..., : self._shape.rank]
 
     def values(self, layer: LayerWeights, mean: torch.Tensor) -> torch.Tensor:
         """Turn means of latents [m, heads · rank] into the output projection's input, [m, heads · value]."""
@@ -115,7 +111,7 @@ class LatentAttention:
     def _up(self, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the up-projections of keys, [heads, plain, rank], and of values, [heads, value, rank]."""
         assert layer.latent_up is not None
-        keys, values = layer.latent_up.view(self._heads, -1, self._shape.rank).split((self._shape.plain, self._shape.value), 1)
+        keys, values = layer.latent_up.view(self._heads, -1, self.shape.rank).split((self.shape.plain, self.shape.value), 1)
         return keys, values
 
 
@@ -274,11 +270,9 @@ class Decoder:
         packing: Packing,
         kept: tuple[torch.Tensor, torch.Tensor | slice] | None = None,
     ) -> torch.Tensor:
-        """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden].
-
-        `kept`: [layers, S, parts, heads, width], the cache entries of the S tokens that `packing` knows, and where among them
-        it receives the T tokens' entries, an int64 [T] or a slice. Without it the S tokens are the T tokens.
-        """
+        """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden]. `kept`: [layers, S,
+        parts, heads, width], the cache entries of the S tokens that `packing` knows, and where among them it receives the T
+        tokens' entries, an int64 [T] or a slice. Without it the S tokens are the T tokens."""
 
         def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
             weights, latent, window = self.weights.layers[layer], self._latent, self._windows[layer]
@@ -296,11 +290,9 @@ class Decoder:
         return self._run(tokens, positions, attend)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
-        """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab].
-
-        `tokens` and `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n
-        slots, so that short sequences are not attended over the longest length.
-        """
+        """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab]. `tokens` and
+        `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n slots, so that
+        short sequences are not attended over the longest length."""
         config, latent, n = self.config, self._latent, len(tokens)
         where, parts = cache.locate(positions), []
         for start, end, longest in spans:
@@ -317,7 +309,7 @@ class Decoder:
             cache.append(layer, where, entries)
             for slots, views, biases in parts:
                 keys = views[2 * layer if latent is None else layer]
-                values = views[2 * layer + 1] if latent is None else latent.means(keys)
+                values = views[2 * layer + 1] if latent is None else keys[..., : latent.shape.rank]
                 out.append(self._attend_cached(query[slots], keys, values, biases[window], self._scale, weights.sinks))
             made = out[0] if len(out) == 1 else torch.cat(out)
             return made if latent is None else latent.values(weights, made)

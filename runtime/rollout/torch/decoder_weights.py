@@ -147,10 +147,8 @@ class DecoderWeights:
 
 
 def mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Return in one line why a set of weights of these names and shapes is not complete; None if it is.
-
-    The name lm_head.weight may be present or absent if the head is tied to the embedding.
-    """
+    """Return in one line why a set of weights of these names and shapes is not complete; None if it is. The name
+    lm_head.weight may be present or absent if the head is tied to the embedding."""
     return misfit(_shapes(config), shapes, LM_HEAD if config.tied else "")
 
 

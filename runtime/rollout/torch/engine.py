@@ -127,10 +127,8 @@ class NextWeights:
 
 
 class RoutingRecord:
-    """Experts by running sequence and position; L layers with experts, k experts a token. Records nothing without `replays`.
-
-    A token keeps its first experts if its keys and values are recomputed: the tokens after it were sampled with these.
-    """
+    """Experts by running sequence and position; L layers with experts, k experts a token. Records nothing without `replays`. A
+    token keeps its first experts if its keys and values are recomputed: the tokens after it were sampled with these."""
 
     def __init__(self, decoder: Decoder, sequences: int, length: int, replays: bool):
         self._decoder, experts = decoder, decoder.config.experts
@@ -260,12 +258,9 @@ class _TorchGroup(EngineGroup):
 
 
 class TorchRolloutEngine(RolloutEngine):
-    """Prefills a group's prompt once. Its samples take slots one by one as slots become free, at any step.
-
-    If a request says `keep`, the engine keeps the cached keys and values at the end of a sample. The next turn's prompt begins
-    with them, and only its own tokens are computed. A swap drops them: no prompt continues with the keys and values of other
-    weights.
-    """
+    """Prefills a group's prompt once. Its samples take slots one by one as slots become free, at any step. If a request says
+    `keep`, the engine keeps the cached keys and values at the end of a sample. The next turn's prompt begins with them, and
+    only its own tokens are computed. A swap drops them: no prompt continues with the keys and values of other weights."""
 
     def __init__(
         self,
@@ -277,10 +272,8 @@ class TorchRolloutEngine(RolloutEngine):
         max_model_len: int,
         replays: bool = False,
     ):
-        """Load the model. `replays`: whether requests may ask for the tokens' experts.
-
-        Raises UserError if the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
-        """
+        """Load the model. `replays`: whether requests may ask for the tokens' experts. Raises UserError if the model cannot be
+        loaded, is too short for `max_model_len`, or the cache does not fit."""
         self._decoder = Decoder.from_pretrained(model_path, device, dtype)
         config = self._decoder.config
         if max_model_len > config.max_positions:

@@ -39,11 +39,9 @@ class DrawnTokens(NamedTuple):
 
 
 def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
-    """Return the first `count` numbers of the stream of (seed, sample): float32 [count], multiples of 2**-23 in [0, 1).
-
-    Philox (Salmon et al. 2011) is counter-based: streams of different keys are independent. With 23 bits,
-    u * total < total holds in float32 for every total.
-    """
+    """Return the first `count` numbers of the stream of (seed, sample): float32 [count], multiples of 2**-23 in [0, 1). Philox
+    (Salmon et al. 2011) is counter-based: streams of different keys are independent. With 23 bits, u * total < total holds in
+    float32 for every total."""
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF, sample], np.uint64)
     bits = np.random.Philox(key=key).random_raw(count)
     return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
@@ -81,11 +79,9 @@ class RowSampling:
 
 
 def sample(logits: torch.Tensor, u: torch.Tensor, rows: RowSampling) -> DrawnTokens:
-    """Draw a token for each row of float32 `logits` [n, vocab] with the uniform numbers `u` float32 [n].
-
-    The log-probability is that of the distribution drawn from: after temperature and filters. Greedy rows report the
-    untempered log-softmax. Filters come in the order min-p, top-k, top-p, each on what the one before left.
-    """
+    """Draw a token for each row of float32 `logits` [n, vocab] with the uniform numbers `u` float32 [n]. The log-probability
+    is that of the distribution drawn from: after temperature and filters. Greedy rows report the untempered log-softmax.
+    Filters come in the order min-p, top-k, top-p, each on what the one before left."""
     if rows.inverse_temperature is not None:
         logits = logits * rows.inverse_temperature
     logp = torch.log_softmax(logits, -1)
@@ -329,10 +325,8 @@ class Slots:
         self._sequence[one], self._sequence[other] = self._sequence[other], self._sequence[one]
 
     def spans(self) -> list[Span]:
-        """Put long sequences before short ones if that saves much attention. Return the slots of both.
-
-        Lengths are long-tailed: otherwise every sequence is attended over the length of the longest.
-        """
+        """Put long sequences before short ones if that saves much attention. Return the slots of both. Lengths are
+        long-tailed: otherwise every sequence is attended over the length of the longest."""
         n = self._top
         positions = self._position[self._sequence[:n]]
         longest = int(positions.max()) + 1

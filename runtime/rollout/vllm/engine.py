@@ -56,15 +56,15 @@ class SharedWeights:
         self._whole: dict[str, torch.Tensor] = {}  # the result of `_merged`; {} before its first call
 
     def prepare(self, tensors: Tensors) -> tuple[list[Location], list[torch.Tensor]]:
-        """Return the locations of the weights, and the copies made here, to be kept until the workers have read them.
-
-        Raises InvalidMessage for a set that is neither whole nor adapters to the folder's weights.
-        """
+        """Return the locations of the weights, and the copies made here, to be kept until the workers have read them. Raises
+        InvalidMessage for a set that is neither whole nor adapters to the folder's weights."""
         if are_adapters(tensors):
             tensors = self._merged(tensors)
         else:
             self._check(tensors)
-        return locate({**self._tied(tensors), **tensors})
+        # vLLM may keep a converted copy of a tied head, and renews it only if the head is given by its own name.
+        head = {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
+        return locate({**head, **tensors})
 
     def _merged(self, adapters: Tensors) -> Tensors:
         """Merge the adapters into the policy's weights, in reused memory. This happens here, during generation: each worker
@@ -77,11 +77,6 @@ class SharedWeights:
         for name, weight in merged(self._files, adapters):
             self._whole[name].copy_(weight)
         return self._whole
-
-    def _tied(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Return the head of a model that ties it to its embedding, by its own name. vLLM may keep a converted copy of the
-        head, and renews the copy only if the head is given. Otherwise vLLM ignores the name."""
-        return {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
 
     def _check(self, tensors: Tensors) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -51,10 +51,8 @@ def last_error(printed: str) -> str:
 
 
 class OutputRelay:
-    """While entered, redirects this process's standard output and error, which its children inherit.
-
-    A thread passes on what the children print to the former destination, as long as there are children.
-    """
+    """While entered, redirects this process's standard output and error, which its children inherit. A thread passes on what
+    the children print to the former destination, as long as there are children."""
 
     def __init__(self) -> None:
         self._tail = bytearray()

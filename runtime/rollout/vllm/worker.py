@@ -127,11 +127,9 @@ class WeightLoading:
         model_config: Any
 
     def sluice_load(self, locations: Sequence[Sequence[Any]]) -> str:
-        """Load a whole set of weights over the model's; this worker takes its part.
-
-        Return the fault, or "". An exception would end the call with the first worker's answer, and the other workers' answers
-        would be taken for the next call's. After a fault the weights are a mixture.
-        """
+        """Load a whole set of weights over the model's; this worker takes its part. Return the fault, or "". An exception
+        would end the call with the first worker's answer, and the other workers' answers would be taken for the next call's.
+        After a fault the weights are a mixture."""
         try:
             self._sluice_reload(locations)
         except UserError as error:
@@ -144,8 +142,7 @@ class WeightLoading:
     def _sluice_reload(self, locations: Sequence[Sequence[Any]]) -> None:
         """Load weights layer by layer. Some of vLLM's layers keep weights in a layout of the device, so they cannot be copied
         into. vLLM makes layers of the checkpoint's shape, fills and converts each, and copies it over the old one. This is
-        finished even if a tensor was missing, so that the next load finds the model in order.
-        """
+        finished even if a tensor was missing, so that the next load finds the model in order."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
