@@ -347,7 +347,7 @@ def test_in_bfloat16_it_is_torchs_own():
 
 def test_a_gradient_of_0_moves_nothing():
     parameter = torch.nn.Parameter(torch.ones(2, 3))
-    optimizer = muon([parameter], torch.float32, lr=0.1, weight_decay=0.0, momentum=0.9)
+    optimizer = muon([parameter], torch.float32, lr=0.1, weight_decay=0.0)
     parameter.grad = torch.zeros(2, 3)
     optimizer.step()
     assert torch.equal(parameter, torch.ones(2, 3))
