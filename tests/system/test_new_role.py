@@ -104,7 +104,7 @@ def run_in(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_role_that_scores_is_three_files_and_trains(tiny: Path, tmp_path: Path) -> None:
     tree, folder = copied(tmp_path / "tree"), tmp_path / "run"
     (tree / "services" / "judge.py").write_text(JUDGE)
-    edited(tree / "runtime" / "config" / "services.py", *SECTION)
+    edited(tree / "runtime" / "config" / "__init__.py", *SECTION)
     edited(tree / "runtime" / "types.py", *SCORERS)
     config = write_config(tmp_path / "config.yaml", tiny, services={"judge": {"replicas": 2}})
     run = run_in(tree, "-m", "launcher.cli", "train", str(config), f"run.dir={folder}")
