@@ -43,6 +43,13 @@ def worker_environment(named: Container[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in wanted} | {"PYTHONPATH": modules}
 
 
+def withdraw(futures: Iterable[asyncio.Future[Verdict]]) -> None:
+    """Cancel futures that have no waiter any more, and mark their errors as seen."""
+    for future in futures:
+        if not future.cancel() and not future.cancelled():
+            future.exception()
+
+
 class WorkerTask(msgspec.Struct, eq=False):
     """An encoded task of `rule`, and the futures that wait for its verdict. `seconds`: from the verdict."""
 
@@ -274,10 +281,8 @@ class KillablePool:
         futures = [self.submit(task) for task in tasks]
         try:
             return [verdict.outcome for verdict in await asyncio.gather(*futures)]
-        finally:  # cancel those that have no waiter any more, and mark their errors as seen
-            for future in futures:
-                if not future.cancel() and not future.cancelled():
-                    future.exception()
+        finally:
+            withdraw(futures)
 
     async def close(self) -> None:
         """Kill the workers. Running calls of `submit` and `run` raise Cancelled."""
