@@ -175,6 +175,6 @@ class ScrapeServer:
 
     async def _discovery(self, _: web.Request) -> web.Response:
         assert self._figures is not None
-        serving = [each for each in (self._status(), *self._figures().processes) if each.metrics]
-        found = [{"targets": [each.metrics], "labels": labels(self._config.run.name, each)} for each in serving]
+        every: list[Status | Registration] = [self._status(), *self._figures().processes]
+        found = [{"targets": [each.metrics], "labels": labels(self._config.run.name, each)} for each in every if each.metrics]
         return web.json_response(found)  # in the format of Prometheus' HTTP service discovery
