@@ -144,7 +144,7 @@ class Checkpoints:
         self._context, self._roles, self._stream, self._buffer = context, roles, stream, buffer
         self._folder, self._settings, self._seconds = context.folder, config.checkpoint, config.deadlines.save
         self._lineage = checkpoint.lineage(config)
-        self._history = context.history
+        self._history, self._spans = context.history, context.spans
         self._alarm = ""  # the newest alarm about missing room
 
     def take_up(self) -> None:
@@ -202,7 +202,7 @@ class Checkpoints:
     async def unless_full(self, step: int, saving: Awaitable[None]) -> None:
         """Await `saving` of version `step`. Without room, go on with the checkpoint before as the newest."""
         try:
-            with self._context.spans.span("checkpoint"):
+            with self._spans.span("checkpoint"):
                 await saving
         except StorageFull as error:
             self._no_room(f"no checkpoint of step {step}: no room in {Path(error.path).parent}")
