@@ -164,9 +164,7 @@ class SftRank:
         every, loss = self._config.checkpoint.every, math.nan
         while self._trainer.step < self._steps and not self._info.largest([int(self.stopped)])[0]:
             begun = time.monotonic()
-            self._trainer.begin_step(self._trainer.step)
-            self._trainer.accumulate(self._share(), last=True)
-            result = self._trainer.apply()
+            result = self._step()
             step, loss = self._trainer.step, result.metrics.get(f"{PREFIX}loss", math.nan)
             if trackers is not None:
                 await trackers.log(step, self._metrics(result, time.monotonic() - begun))
@@ -179,6 +177,11 @@ class SftRank:
         if trackers is not None:
             await trackers.close()
             self._print_event("done", loss, said=self._said)
+
+    def _step(self) -> StepResult:
+        self._trainer.begin_step(self._trainer.step)
+        self._trainer.accumulate(self._share(), last=True)
+        return self._trainer.apply()
 
     def _share(self) -> list[TrainGroup]:
         """Return this rank's rows of the next conversations. Ranks with different shares of the data have different rows."""
