@@ -10,7 +10,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import uvloop
@@ -71,7 +71,7 @@ async def _echo(data: bytes, _: Any) -> bytes:
 
 
 async def serve() -> None:
-    actor = Actor("rollout-0", Answering(), batch=1024)
+    actor = Actor("rollout-0", cast(Any, Answering()), batch=1024)
     working = asyncio.create_task(actor.run())
 
     handlers = {
