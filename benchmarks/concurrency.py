@@ -76,11 +76,7 @@ class ConcurrencySettings(Struct, frozen=True):
 
 
 QUICK = ConcurrencySettings(
-    rounds=1,
-    paces=(
-        ToolPace(0.0, (1, 2, 4), 10.0, 5.0, 10.0),
-        ToolPace(1.0, (2, 4, 8), 40.0, 10.0, 15.0),
-    ),
+    rounds=1, paces=(ToolPace(0.0, (1, 2, 4), 10.0, 5.0, 10.0), ToolPace(1.0, (2, 4, 8), 40.0, 10.0, 15.0))
 )
 
 

@@ -90,10 +90,7 @@ class Speaker:
 
     def opening(self) -> list[dict[str, Any]]:
         """How a conversation begins."""
-        return [
-            {"role": "system", "content": self.words(SYSTEM)},
-            {"role": "user", "content": self.words(QUESTION)},
-        ]
+        return [{"role": "system", "content": self.words(SYSTEM)}, {"role": "user", "content": self.words(QUESTION)}]
 
     def environment(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
         """What follows an assistant's message: what its tools say, or the user."""

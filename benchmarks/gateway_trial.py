@@ -171,14 +171,7 @@ def _answer(reply: str) -> dict[str, Any]:
         "object": "chat.completion",
         "created": int(time.time()),
         "model": "model",
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "logprobs": None,
-                "finish_reason": "tool_calls" if opener else "stop",
-            }
-        ],
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls" if opener else "stop"}],
         "usage": {"prompt_tokens": 1000, "completion_tokens": 50, "total_tokens": 1050},
     }
 

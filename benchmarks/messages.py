@@ -142,9 +142,7 @@ async def _peer() -> AsyncIterator[_Peer]:
     from benchmarks.messages_trial import PLAIN as PATH
 
     process = await asyncio.create_subprocess_exec(
-        *start.command("benchmarks.messages_trial"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+        *start.command("benchmarks.messages_trial"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdin is not None and process.stdout is not None
     try:

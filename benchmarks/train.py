@@ -216,11 +216,7 @@ async def measure(
         show(say(f"a run of {settings.steps} steps"))
         windows.append(await _run(config, settings))
         # Workers end before TRL begins: each of them has a model and its optimizer in memory.
-        async with (
-            Worker.started(config, 1) as first,
-            Worker.started(config, 1) as second,
-            Worker.started(config, 2) as both,
-        ):
+        async with Worker.started(config, 1) as first, Worker.started(config, 1) as second, Worker.started(config, 2) as both:
             show(say("the plain loop"))
             for seconds in (0.1, settings.seconds):  # the first time warms up
                 threaded = await both.measure("plain", seconds)

@@ -22,11 +22,7 @@ from sluice import start
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 NO_POWER = "training.lr_staleness_power=0"
-VARIANTS = {
-    "naive": (NO_POWER, "algorithm.loss=ppo"),
-    "decoupled": (NO_POWER, "algorithm.loss=decoupled"),
-    "default": (),
-}
+VARIANTS = {"naive": (NO_POWER, "algorithm.loss=ppo"), "decoupled": (NO_POWER, "algorithm.loss=decoupled"), "default": ()}
 """What each changes of the configuration."""
 OTHERS = {
     "m2po": (NO_POWER, "algorithm.loss=m2po"),

@@ -18,12 +18,7 @@ from openenv_client import OpenEnvClient
 from trl_environment import TrlEnvironment
 from verifiers_taskset import VerifiersTaskset
 
-from sluice.agents import (
-    CommandAgent,
-    DataError,
-    InfrastructureError,
-    ToolAgent,
-)
+from sluice.agents import CommandAgent, DataError, InfrastructureError, ToolAgent
 from tests.agents.adapters import play, played
 from tests.agents.conftest import PATIENCE, ROOT, Gateway
 from tests.agents.servers import mcp_time, openenv_echo

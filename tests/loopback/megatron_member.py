@@ -43,10 +43,7 @@ from tests.unit.training_steps import make_probes, rolled_out, run_step
 STEPS, SAVED, EPISODES = 5, 3, 1
 CRITIC = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
 OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-3, "eps": 1e-2, "max_grad_norm": 0.5}  # so that no rounding becomes a sign
-SECTIONS = {
-    "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
-    "optimizer": {**OPTIMIZER, "weight_decay": 0.1},
-}
+SECTIONS = {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, "optimizer": {**OPTIMIZER, "weight_decay": 0.1}}
 
 
 class Layout(NamedTuple):

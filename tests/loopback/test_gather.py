@@ -244,11 +244,7 @@ def test_what_the_targets_have_is_the_tensors_as_they_are(tmp_path: Path, count:
 @pytest.mark.parametrize("way", ["collective+delta", "shared_memory+delta"])
 def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(way: str) -> None:
     manifest = Manifest(tuple(TensorSpec(str(place), "bfloat16", shape) for place, shape in enumerate(SHAPES)), 600)
-    groups, receiver, sender = (
-        connected(way, 2),
-        StagedWeights(manifest),
-        SendBuffers(manifest, takes_changes=True),
-    )
+    groups, receiver, sender = (connected(way, 2), StagedWeights(manifest), SendBuffers(manifest, takes_changes=True))
     random, wholes = np.random.default_rng(1), [torch.zeros(shape, dtype=torch.bfloat16) for shape in SHAPES]
     took = []
     for version in range(6):
@@ -361,9 +357,7 @@ def assert_served(rollout: Any, here: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "weight_sync",
-    [{}, {"transport": "collective", "encoding": "delta", "dtype": "bfloat16"}],
-    ids=["shared_memory", "delta"],
+    "weight_sync", [{}, {"transport": "collective", "encoding": "delta", "dtype": "bfloat16"}], ids=["shared_memory", "delta"]
 )
 @on_a_loop
 async def test_rollouts_have_the_policy_and_so_has_a_late_one(weight_sync: dict[str, str], tmp_path: Path) -> None:

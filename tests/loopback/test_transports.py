@@ -22,16 +22,7 @@ import torch.distributed as dist
 from runtime.errors import ServiceFault, UserError
 from runtime.process.waiting import in_thread
 from runtime.weights import shared_memory
-from runtime.weights.group import (
-    AuthenticatedStore,
-    BucketTags,
-    ForgedValue,
-    Link,
-    arena,
-    file_of,
-    memory_file,
-    new_key,
-)
+from runtime.weights.group import AuthenticatedStore, BucketTags, ForgedValue, Link, arena, file_of, memory_file, new_key
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress
 from runtime.weights.receiver import StagedWeights
 from runtime.weights.sender import SendBuffers, WeightGroup, join_rendezvous, open_rendezvous

@@ -254,11 +254,7 @@ class Member(Helper):
 
 
 def connect(
-    members: list[Member],
-    epoch: int,
-    timeout: float = PATIENCE,
-    backend: str = "gloo",
-    transport: str = "collective",
+    members: list[Member], epoch: int, timeout: float = PATIENCE, backend: str = "gloo", transport: str = "collective"
 ) -> WeightGroup:
     for one in members:
         one.ready()

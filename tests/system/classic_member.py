@@ -169,10 +169,7 @@ def make_model(case: Case, chunk: int) -> Any:
         **sparse,
     )
     spec = get_gpt_layer_local_spec(
-        num_experts=4 if case.sparse else None,
-        moe_grouped_gemm=case.grouped,
-        qk_layernorm=qk_norm,
-        normalization="RMSNorm",
+        num_experts=4 if case.sparse else None, moe_grouped_gemm=case.grouped, qk_layernorm=qk_norm, normalization="RMSNorm"
     )
     stage = chunk * case.pipeline + coordinates()[1]
     last = stage == case.chunks * case.pipeline - 1
@@ -192,13 +189,7 @@ def make_model(case: Case, chunk: int) -> Any:
     config.bf16 |= case.grouped  # it computes in no other dtype, it says
     if case.head == "rm_head" and last:  # as MindSpeed's reward models have it, beside the language model's head
         model.rm_head = RowParallelLinear(
-            32,
-            1,
-            config=config,
-            init_method=config.init_method,
-            bias=True,
-            input_is_parallel=False,
-            skip_bias_add=False,
+            32, 1, config=config, init_method=config.init_method, bias=True, input_is_parallel=False, skip_bias_add=False
         )
         if case.load:
             model.output_layer = None  # of which a converted critic has no weights

@@ -21,13 +21,7 @@ TORCHRUN = ("--rdzv-backend", "sluice", "--nproc-per-node", "1", "--max-restarts
 AGENT = ("-m", "torch.distributed.run", *TORCHRUN, "-m", "sluice.node")
 
 # What a shell that is itself within a torchrun would hand on, which the agents must not take for theirs.
-OUTER = {
-    "RANK": "3",
-    "WORLD_SIZE": "8",
-    "MASTER_ADDR": "192.0.2.99",
-    "MASTER_PORT": "1",
-    "TORCHELASTIC_RUN_ID": "outer",
-}
+OUTER = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.99", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "outer"}
 
 
 @dataclass

@@ -63,10 +63,7 @@ def test_a_run_over_three_nodes_outlives_what_happens_to_them(nodes: Path, tmp_p
     """Without IPv4, where this machine has IPv6. The trainer has ranks on two of them, whose groups are formed over the bridge,
     although this machine's name stands for loopback on every node. The third comes late."""
     network = NETWORK_6 if is_own("::1") else NETWORK
-    group = (
-        "services.trainer.processes=2",
-        "services.trainer.placement=[first, second]",
-    )
+    group = ("services.trainer.processes=2", "services.trainer.placement=[first, second]")
     settings = (*LONG, *group, "checkpoint.every=2", "cluster.min_nodes=2", "deadlines.stop=60", f"network.interface={network}")
     with cluster(nodes, *settings, folder=tmp_path / "run", start=2, network=network) as run:
         first, second, third = run.network.nodes

@@ -14,11 +14,7 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_deltas_are_a_small_part_of_the_weights(config: Path, tmp_path: Path, processes: int) -> None:
-    way = (
-        f"services.trainer.processes={processes}",
-        "weight_sync.encoding=delta",
-        "weight_sync.dtype=bfloat16",
-    )
+    way = (f"services.trainer.processes={processes}", "weight_sync.encoding=delta", "weight_sync.dtype=bfloat16")
     run = trained(
         config, "training.steps=6", "training.optimizer.learning_rate=1e-6", *way, folder=tmp_path / "run", timeout=150.0
     )

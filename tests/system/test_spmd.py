@@ -15,18 +15,7 @@ from runtime.ledger.states import Phase
 from runtime.telemetry.record import read_jsonl
 from tests.system.conftest import make_tiny
 from tests.system.listeners import check_run
-from tests.system.runs import (
-    LEARNS,
-    ROOT,
-    Live,
-    check_gone,
-    one_line,
-    started,
-    steps,
-    summary,
-    trained,
-    write_config,
-)
+from tests.system.runs import LEARNS, ROOT, Live, check_gone, one_line, started, steps, summary, trained, write_config
 from tests.unit.training_steps import assert_metrics
 
 pytestmark = pytest.mark.timeout(600)

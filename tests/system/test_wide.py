@@ -32,10 +32,7 @@ def test_five_steps(tmp_path: Path, family: str) -> None:
         algorithm={"entropy_coefficient": 0.05},  # random weights earn no reward, and yet are to move
         training={"steps": 5, "optimizer": {"learning_rate": 1e-3}},
         weight_sync={"in_flight": "recompute"},  # tokens after a swap would be of new weights on older ones' keys
-        services={
-            "trainer": {"processes": 2},
-            "rollout": {"engine": "vllm", "replicas": 1, "python": str(VLLM_PYTHON)},
-        },
+        services={"trainer": {"processes": 2}, "rollout": {"engine": "vllm", "replicas": 1, "python": str(VLLM_PYTHON)}},
         deadlines={"start": START},
     )
     run = trained(config, *OVERRIDES.get(family, ()), folder=tmp_path / "run", timeout=START)

@@ -97,16 +97,7 @@ def test_plain_gradient_is_grpos(loop: PlainLoop, monkeypatch: pytest.MonkeyPatc
 
 def test_every_measure_counts_what_was_done(config: Config) -> None:
     bench = Bench(replace(config, training=replace(config.training, groups_per_step=2)))
-    for what in (
-        "decode",
-        "generate",
-        "reference",
-        "train",
-        "plain",
-        "plain decode",
-        "train products",
-        "products",
-    ):
+    for what in ("decode", "generate", "reference", "train", "plain", "plain decode", "train products", "products"):
         measured = bench.measures[what](0.001)
         assert measured.seconds >= 0.001 and measured.count == int(measured.count) > 0, what
 

@@ -504,10 +504,7 @@ def test_what_templates_need_is_there_and_no_more(monkeypatch: pytest.MonkeyPatc
             "{% for x in messages if x.role == 'user' %}{{ loop.first }}{{ loop.length }}{{ loop.last }}{% endfor %}",
             "True1True",
         ),
-        (
-            "{% for x in [0, 1, 2] %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% break %}{% endfor %}",
-            "0",
-        ),
+        ("{% for x in [0, 1, 2] %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% break %}{% endfor %}", "0"),
         (
             "{% for x in [] %}{% else %}no{% endfor %}{% macro m() %}1{{ caller() }}{% endmacro %}{% call m() %}y{% endcall %}",
             "no1y",

@@ -29,16 +29,7 @@ from runtime.coordinator.failover import reopened
 from runtime.errors import InvariantViolated, UserError
 from runtime.ledger import journal
 from runtime.ledger.journal import CheckpointSaved, LedgerWriter, Note, PayloadStore
-from runtime.ledger.reader import (
-    DATABASE,
-    GroupRow,
-    Handle,
-    LedgerReader,
-    PayloadLost,
-    read_payload,
-    segment_path,
-    segments,
-)
+from runtime.ledger.reader import DATABASE, GroupRow, Handle, LedgerReader, PayloadLost, read_payload, segment_path, segments
 from runtime.ledger.states import Mark, Phase
 from runtime.types import Outcomes
 from tests.unit.test_buffer import KeptChanges, generated, ids, scores, ticket

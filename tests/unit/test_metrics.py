@@ -19,15 +19,7 @@ from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter, Load
 from runtime.errors import Unanswered
 from runtime.status import Status
 from runtime.telemetry import metrics
-from runtime.telemetry.metrics import (
-    SpanClock,
-    StepFigures,
-    WeightSyncFigures,
-    covered,
-    ours,
-    step_metrics,
-    union,
-)
+from runtime.telemetry.metrics import SpanClock, StepFigures, WeightSyncFigures, covered, ours, step_metrics, union
 from runtime.types import GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
 
 

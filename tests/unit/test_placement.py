@@ -182,11 +182,7 @@ def spread(processes: int) -> dict[str, Any]:
         (spread(2) | {"rollout": VLLM_2}, (1, 1), "rollout.colocate: rollout-0 would have devices of two nodes of trainer"),
         ({"trainer": {"devices": [0]}, "critic": {"devices": [0]}}, (4,), OF_TRAINER.format("critic")),
         ({"trainer": {"devices": [0]}, "rollout": {"devices": [0]}}, (2,), OF_TRAINER.format("rollout")),
-        (
-            {"rollout": {"devices": [2]}},
-            (2, 2),
-            NO_DEVICE,
-        ),
+        ({"rollout": {"devices": [2]}}, (2, 2), NO_DEVICE),
         ({"trainer": {"processes": 3}}, (2,), f"trainer: 3 processes do not fit; {FREE.format(0, 2)}"),
         (
             {"rollout": {"replicas": 2}},

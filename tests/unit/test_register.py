@@ -12,16 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from runtime.coordinator.register import (
-    ROLLOUT,
-    Member,
-    Register,
-    Unit,
-    UnitChange,
-    UnitState,
-    member_of,
-    moved,
-)
+from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitChange, UnitState, member_of, moved
 from runtime.coordinator.weight_sync_protocol import Epoch, Membership
 from runtime.errors import InvariantViolated, UserError
 from runtime.types import PolicyVersion

@@ -122,14 +122,8 @@ def test_two_files_may_have_a_function_of_one_name(file: str, tmp_path: Path) ->
     ("name", "told"),
     [
         ("ids", "rule 'ids' takes completion_ids, but rules get no token ids; take completions"),
-        (
-            "strange",
-            "rule 'strange' takes tools; verl's reward functions do not get it; allowed: data_source, solution_str, ",
-        ),
-        (
-            "two",
-            r"rule 'two' takes \(text, label\); it is called with \(text, label, context\), or as verl or TRL calls it",
-        ),
+        ("strange", "rule 'strange' takes tools; verl's reward functions do not get it; allowed: data_source, solution_str, "),
+        ("two", r"rule 'two' takes \(text, label\); it is called with \(text, label, context\), or as verl or TRL calls it"),
         ("number", "unknown name 'number'; .*people.py neither registers nor defines it"),
         ("absent", "unknown name 'absent'; .*people.py neither registers nor defines it"),
     ],

@@ -25,18 +25,7 @@ from runtime.config import UNIT, Config, Run, loading
 from services.rpc import contract
 from sluice import start
 from tests.unit import import_diagram, reference_page, timeouts_page
-from tests.unit.source_tree import (
-    FILES,
-    PACKAGES,
-    ROOT,
-    TREES,
-    imports_of,
-    last_name,
-    loaded_by_name,
-    named_by,
-    nodes,
-    text,
-)
+from tests.unit.source_tree import FILES, PACKAGES, ROOT, TREES, imports_of, last_name, loaded_by_name, named_by, nodes, text
 
 PURE = (
     *("runtime/algorithms/", "runtime/models/families/", "runtime/models/forward.py"),

@@ -83,9 +83,7 @@ def plain_policy(path: str, made: Config) -> oracle.PolicyLoop:
 
 class TestSeveralUpdates:
     @pytest.mark.parametrize(
-        ("training", "proximal"),
-        [({}, "interpolated"), (SEVERAL[0], "recomputed"), (SEVERAL[2], "interpolated")],
-        ids=str,
+        ("training", "proximal"), [({}, "interpolated"), (SEVERAL[0], "recomputed"), (SEVERAL[2], "interpolated")], ids=str
     )
     def test_steps_are_those_of_a_plain_loop(self, policy: str, training: dict[str, int], proximal: str):
         """With samples that are up to two versions old, from the third step on."""

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator.weight_sync_protocol import (
-    Answer,
-    Phase,
-    SyncAttempt,
-    SyncOrder,
-)
+from runtime.coordinator.weight_sync_protocol import Answer, Phase, SyncAttempt, SyncOrder
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
 

@@ -23,17 +23,7 @@ from runtime.types import PolicyVersion
 from runtime.weights import receiver
 from runtime.weights import sender as sender_module
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
-from runtime.weights.group import (
-    BucketReceipt,
-    BucketTags,
-    Link,
-    Transfer,
-    allocate,
-    arena,
-    new_key,
-    populate,
-    tensors_of,
-)
+from runtime.weights.group import BucketReceipt, BucketTags, Link, Transfer, allocate, arena, new_key, populate, tensors_of
 from runtime.weights.plan import ITEM_BYTES, Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.receiver import StagedWeights
 from runtime.weights.sender import SendBuffers, WeightGroup

@@ -75,12 +75,7 @@ class GptOss(Family):
         "num_local_experts": 128,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
         "sliding_window": 128,
     }
 

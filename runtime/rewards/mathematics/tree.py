@@ -253,7 +253,7 @@ _EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "mod": _integers(operator.mod),
 }
 _EXACT_HEADS: dict[str, Callable[[ExpressionNode, Values], Fraction]] = {
-    **dict.fromkeys(("number", "decimal"), lambda node, values: node.value),  # type: ignore[arg-type]
+    **dict.fromkeys(("number", "decimal"), lambda node, values: node.value),  # type: ignore[arg-type, return-value]
     "symbol": lambda node, values: _known(values, node.value),
     "add": lambda node, values: reduce(lambda total, term: _bounded(total + exact(term, values)), node.args, Fraction(0)),
     "multiply": lambda node, values: reduce(lambda total, term: _bounded(total * exact(term, values)), node.args, Fraction(1)),

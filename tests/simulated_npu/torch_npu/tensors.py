@@ -21,12 +21,7 @@ class SimulatedTensor(torch.Tensor):
     def __new__(cls, host: torch.Tensor) -> SimulatedTensor:
         with torch.inference_mode(False):  # a view that is made in inference mode has to be what its base is
             made = torch.Tensor._make_wrapper_subclass(
-                cls,
-                host.size(),
-                strides=host.stride(),
-                storage_offset=host.storage_offset(),
-                dtype=host.dtype,
-                device="npu:0",
+                cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device="npu:0"
             )
         made.host = host
         return made
