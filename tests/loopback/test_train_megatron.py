@@ -488,7 +488,7 @@ def reference_member(rank: int, folder: Path) -> None:
         from runtime.scoring.reference_rank import MegatronScorer
 
         scorer = MegatronScorer(config, 2, CPU)
-        assert not any(parameter.requires_grad for parameter in scorer._model.parameters())
+        assert not any(parameter.requires_grad for parameter in scorer._passes.model.parameters())
         leaders = data_leaders(config.services.reference)
         share = reference_requests()[leaders.index(rank) :: len(leaders)] if rank in leaders else []
         found = scorer.logprobs(share)
