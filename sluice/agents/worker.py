@@ -238,7 +238,8 @@ class Zygote:
                 os.kill(child, signal.SIGKILL)
 
     def _send(self, **news: Any) -> None:
-        self._own.send(json.dumps(news).encode())
+        with suppress(BrokenPipeError, ConnectionResetError):  # the service has closed its end: `_hear` ends the loop
+            self._own.send(json.dumps(news).encode())
 
 
 def children() -> set[int]:
