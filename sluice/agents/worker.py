@@ -180,6 +180,7 @@ class Zygote:
                 ended.recv(MESSAGE)
                 self._reap()
             if self._own in readable and not self._hear():
+                signal.set_wakeup_fd(-1)  # `wake` closes as this method returns
                 return
 
     def _hear(self) -> bool:
