@@ -220,7 +220,7 @@ def test_where_an_agent_failed_is_told_with_its_traceback(capfd: pytest.CaptureF
 
     asyncio.run(work())
     said = capfd.readouterr().err
-    assert said.count("Traceback") == said.count(f'agents_of_all_kinds.py", line {at}, in kinds') == 2
+    assert said.count("Traceback") == said.count(f'agents_of_all_kinds.py", line {at}, in kinds') == 2, said
 
 
 def test_who_leaves_takes_the_agents_work_along() -> None:
