@@ -184,7 +184,9 @@ class Zygote:
                 return
 
     def _hear(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._own, MESSAGE, 1)
+        data = b""
+        with suppress(ConnectionResetError):  # the service closed its end before it had read all that was sent
+            data, descriptors, _, _ = socket.recv_fds(self._own, MESSAGE, 1)
         if not data:
             return False
         word, _, pid = data.decode().partition(" ")
