@@ -123,9 +123,9 @@ class AuthenticatedStore(dist.Store):
 
 
 class BucketTags:
-    """The tags of a group's buckets. The digest is xxh3-128 of the bucket, with a seed derived from the key. The tag has BLAKE2b
-    under the key, of digest, version and bucket index. So a universal hash feeds a pseudorandom function, as in UMAC (RFC
-    4418). xxh3 is as fast as memory, but not proven universal: few seeds kept a digest in tests."""
+    """The tags of a group's buckets. The digest is xxh3-128 of the bucket, with a seed derived from the key. The tag has
+    BLAKE2b under the key, of digest, version and bucket index. So a universal hash feeds a pseudorandom function, as in UMAC
+    (RFC 4418). xxh3 is as fast as memory, but not proven universal: few seeds kept a digest in tests."""
 
     def __init__(self, key: bytes):
         self._key = key
@@ -256,7 +256,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Target(NamedTuple):
-    """Memory for a bucket of `nbytes`. `parts`: each with its first byte in the bucket, [bytes] or [rows, bytes of a row]; there
+    """Memory for a bucket of `nbytes`. `parts`: each with its first byte in the bucket, [bytes] or [rows, bytes of a row]. There
     may be padding between them. `run`: the whole bucket if it lies in one run, else None."""
 
     nbytes: int
@@ -303,7 +303,7 @@ def copy_and_hash(source: Bytes, parts: Sequence[tuple[int, Bytes]], hasher: Any
         hasher.update(source[end:offset].data)
         end = offset + target.size
         block = source[offset:end].reshape(target.shape)
-        step = max(1, _PIECE // (target.strides[0] and target[:1].size))
+        step = max(1, _PIECE // max(1, target[:1].size))
         for start in range(0, len(target), step):
             check()
             piece = slice(start, start + step)
@@ -334,8 +334,8 @@ the latest."""
 
 
 class Link(ABC):
-    """A member that passes buckets on, rank 0 of the link, and those that get them. All move the same buckets in the same order,
-    each from one thread."""
+    """A member that passes buckets on, rank 0 of the link, and members that get them. All move the same buckets in the same
+    order, each from one thread."""
 
     sent_bytes = 0  # rank 0: the bytes sent so far
     scatters = False  # whether `receive` takes targets that are not one run
