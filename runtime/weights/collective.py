@@ -1,4 +1,4 @@
-"""Transport `collective`: each bucket is one broadcast, over gloo, NCCL or HCCL.
+"""Transport `collective`: each bucket is one broadcast to the next member, over gloo, NCCL or HCCL.
 
 Buffers lie in host memory: NCCL and HCCL copy them through the device. So all else is the same on every backend."""
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from runtime import timeouts
 from runtime.errors import ServiceFault
 from runtime.process import platform
-from runtime.weights.group import ForgedValue, Link, Transfer
+from runtime.weights.group import ForgedValue, Link, Target, Transfer
 from runtime.weights.plan import GroupAddress
 
 # Connections between each two members. With one gloo connection, both ends wait for each other part of the time. A second
@@ -208,8 +208,9 @@ class GlooLink(Link):
         self.sent_bytes += buffer.nbytes
         return self._broadcast(buffer)
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._broadcast(buffer)
+    def receive(self, index: int, target: Target) -> Transfer:
+        assert target.run is not None
+        return self._broadcast(target.run)
 
     def _broadcast(self, buffer: torch.Tensor) -> Transfer:
         gloo = self.gloo
@@ -286,8 +287,9 @@ class DeviceLink(Link):
         self.sent_bytes += buffer.nbytes
         return self._broadcast(buffer, True)
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._broadcast(buffer, False)
+    def receive(self, index: int, target: Target) -> Transfer:
+        assert target.run is not None
+        return self._broadcast(target.run, False)
 
     def _broadcast(self, buffer: torch.Tensor, sends: bool) -> Transfer:
         pg = self._running()

@@ -246,18 +246,18 @@ def typed(buffer: torch.Tensor, spec: TensorSpec, shape: Sequence[int]) -> torch
     return buffer[:nbytes].view(getattr(torch, spec.dtype)).view(*shape)
 
 
-def tensors_of(manifest: Manifest, whole: torch.Tensor) -> list[torch.Tensor]:
-    """Return the manifest's tensors, as views into the arena `whole`, uint8."""
-    offsets, _ = arena_offsets(manifest.tensors)
-    return [typed(whole[offsets[index] :], spec, spec.shape) for index, spec in enumerate(manifest.tensors)]
+def tensors_of(specs: Sequence[TensorSpec], whole: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of `specs`, as views into the arena `whole`, uint8."""
+    offsets, _ = arena_offsets(specs)
+    return [typed(whole[offsets[index] :], spec, spec.shape) for index, spec in enumerate(specs)]
 
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Target(NamedTuple):
-    """Memory for a bucket of `nbytes`. `parts`: each with its first byte in the bucket, [bytes] or [rows, bytes of a row]. There
-    may be padding between them. `run`: the whole bucket if it lies in one run, else None."""
+    """Memory for a bucket of `nbytes`. `parts`: each with its first byte in the bucket, [bytes] or [rows, bytes of a row].
+    There may be padding between them. `run`: the whole bucket if it lies in one run, else None."""
 
     nbytes: int
     parts: Sequence[tuple[int, Bytes]]
@@ -272,7 +272,7 @@ class Target(NamedTuple):
 def targets_of(manifest: Manifest, buckets: Sequence[Bucket], whole: torch.Tensor) -> list[Target]:
     """Return where each bucket belongs in the arena `whole`, uint8."""
     offsets, _ = arena_offsets(manifest.tensors)
-    tensors = tensors_of(manifest, whole)
+    tensors = tensors_of(manifest.tensors, whole)
     found = []
     for bucket in buckets:
         begin = run_of(manifest, bucket, offsets)
@@ -314,6 +314,17 @@ def copy_and_hash(source: Bytes, parts: Sequence[tuple[int, Bytes]], hasher: Any
             hashing += time.monotonic() - copied
     hasher.update(source[end:].data)
     return BucketReceipt(int(hasher.intdigest()), time.monotonic() - began - hashing, hashing)
+
+
+def digest_of(target: Target, hasher: Any) -> int:
+    """Return the digest, by `hasher`, of the bucket in `target`, whose padding is taken as zero."""
+    end = 0
+    for offset, part in target.parts:
+        hasher.update(bytes(offset - end))
+        hasher.update(np.ascontiguousarray(part).data)
+        end = offset + part.size
+    hasher.update(bytes(target.nbytes - end))
+    return int(hasher.intdigest())
 
 
 # ---- Links
