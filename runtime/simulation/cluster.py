@@ -327,17 +327,16 @@ class SyncMember(SimulatedProcess):
 
     async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
         """Open an epoch with this process as its sender."""
-        epoch = self.cluster.epochs[command.epoch] = SyncEpoch(command.names)
+        epoch = self.cluster.epochs[command.epoch] = SyncEpoch((self.name, *command.names))
         self._tasks.add(self.loop.create_task(self._meet(epoch)))
         address = GroupAddress(
             epoch=command.epoch,
-            world_size=len(command.names),
+            world_size=len(epoch.names),
             backend="gloo",
             timeout=self.cluster.config.weight_sync.join_timeout,
             host=self.machine,
             port=1,
-            transport=command.transport,
-            names=command.names,
+            names=epoch.names,
         )
         return WeightGroupReady(address, Manifest(tensors=(), bucket_bytes=1))
 

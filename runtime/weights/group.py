@@ -348,7 +348,7 @@ class Link(ABC):
     """A member that passes buckets on, rank 0 of the link, and members that get them. All move the same buckets in the same
     order, each from one thread."""
 
-    sent_bytes = 0  # rank 0: the bytes sent so far
+    sent_bytes = 0  # rank 0: the bytes sent to each other member so far
     scatters = False  # whether `receive` takes targets that are not one run
 
     def describe(self, tag: bytes, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
@@ -384,7 +384,7 @@ class Relay(Link):
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         pending = [child.send(index, buffer) for child in self._children]
-        self.sent_bytes = sum(child.sent_bytes for child in self._children)
+        self.sent_bytes = max((child.sent_bytes for child in self._children), default=0)
 
         def wait(give_up: float) -> None:
             for transfer in pending:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -120,6 +121,7 @@ class Bucket(NamedTuple):
     root: int = 0
 
 
+@lru_cache(maxsize=2)  # the plans of one epoch's manifest, and of a newcomer's
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     """Return the buckets in the order in which receivers take them. Each element lies in one bucket, of a sender that holds it.
     No sender has more than 1.1 times its fair part and `LEAST_BYTES`, unless it alone holds more. Matrices come first, then

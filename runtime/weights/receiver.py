@@ -42,7 +42,7 @@ from runtime.weights.group import (
     targets_of,
     tensors_of,
 )
-from runtime.weights.plan import Bucket, Cut, Manifest, TensorSpec, arena_offsets, plan_buckets
+from runtime.weights.plan import Bucket, Cut, Manifest, arena_offsets, plan_buckets
 from runtime.weights.sender import DEPTH, SendBuffers, WeightGroup, WeightSender, join_rendezvous
 
 if TYPE_CHECKING:
@@ -58,15 +58,15 @@ SLOTS = AHEAD + FORWARDS + 1
 class StagedWeights:
     """An arena for a whole version beside the weights in use. `taken` is set from the reception until `release`."""
 
-    def __init__(self, tensors: tuple[TensorSpec, ...], *, shared: bool = False):
-        """Make the arena at the first reception. `shared`: other processes can map it."""
-        self.specs = tensors
+    def __init__(self, manifest: Manifest, *, shared: bool = False):
+        """Plan the first reception, which makes the arena. `shared`: other processes can map it. Raises InvalidMessage."""
+        plan_buckets(manifest)
+        self.manifest = manifest  # of the next reception, always of the same tensors
         self.version: PolicyVersion | None = None  # the version in the arena; None during a reception
         self.taken = False
         self._shared = shared
         self._arena: torch.Tensor | None = None
-        self._manifest: Manifest  # of the reception, with its buckets and the memory of each
-        self._buckets: Sequence[Bucket] = ()
+        self._buckets: Sequence[Bucket] = ()  # of the last reception, and the memory of each
         self._targets: list[Target] = []
         self._slots: list[torch.Tensor] = []
         self._tags: BucketTags  # of the group that the version came over
@@ -76,18 +76,15 @@ class StagedWeights:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views into the arena by Hugging Face name, for `RolloutEngine.stage`."""
         assert self._arena is not None
-        found = tensors_of(self.specs, self._arena)
-        return {spec.name: tensor for spec, tensor in zip(self.specs, found, strict=True)}
+        specs = self.manifest.tensors
+        return {spec.name: tensor for spec, tensor in zip(specs, tensors_of(specs, self._arena), strict=True)}
 
-    def receive(
-        self, group: WeightGroup, plan: tuple[Manifest, Sequence[Bucket]], version: PolicyVersion, deadline: float
-    ) -> commands.WeightsReceived:
-        """Receive and verify `version`, in a thread. `plan`: the manifest and its buckets. Returns how the time since the
-        announcement was spent. The first reception allocates: a second arena is made after the engine has freed its initial
-        weights, so there are at most two copies."""
+    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
+        """Receive and verify `version`, in a thread. Returns how the time since the announcement was spent. The first reception
+        allocates: a second arena is made after the engine has freed its initial weights, so there are at most two copies."""
         if self.taken:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
-        self._prepare(*plan)
+        self._prepare()
         # The sender's `announce` unblocks this, once its first bucket is whole. An abort, or the sender's loss, ends it.
         with spans.log.span("await sender", spans.WEIGHT_SYNC, step=version.step):
             self._await_sender(group, version)
@@ -112,7 +109,7 @@ class StagedWeights:
             for index, (target, digest) in enumerate(zip(self._targets, self._digests, strict=True)):
                 if digest_of(target, self._tags.hasher()) != digest:
                     raise RuntimeError(f"bucket {index} of {len(self._buckets)} has changed in memory since it was received")
-            alone = replace(self._manifest, senders=1, cuts=(Cut(),), cut_of=())
+            alone = replace(self.manifest, senders=1, cuts=(Cut(),), cut_of=())
             self._sends = SendBuffers(alone, whole=self._arena, held=self.version)
         return self._sends
 
@@ -120,11 +117,12 @@ class StagedWeights:
         """Allow another version to be received into these buckets."""
         self.taken = False
 
-    def _prepare(self, manifest: Manifest, buckets: Sequence[Bucket]) -> None:
+    def _prepare(self) -> None:
         if self._arena is None:
-            (self._arena,) = allocate([max(1, arena_offsets(self.specs)[1])], pin=False, shared=self._shared)
-        if buckets is not self._buckets:
-            self._manifest, self._buckets, self._targets = manifest, buckets, targets_of(manifest, buckets, self._arena)
+            size = arena_offsets(self.manifest.tensors)[1]
+            (self._arena,) = allocate([max(1, size)], pin=False, shared=self._shared)
+        if (buckets := plan_buckets(self.manifest)) is not self._buckets:
+            self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, self._arena)
             most = max((target.nbytes for target in self._targets if target.run is None), default=0)
             # In a memory file, as another member may copy out of them.
             self._slots = allocate([most] * SLOTS, pin=False, shared=AVAILABLE) if most else []
@@ -228,7 +226,6 @@ class WeightReceiver:
         self._settings = config.weight_sync
         self._adopts = False  # whether the engine generates from the buckets, so that the next version needs a second set
         self._sets: list[StagedWeights] = []
-        self._plan: tuple[Manifest, Sequence[Bucket]]  # of the epoch
         self._adopted: StagedWeights | None = None
         self._staged: StagedWeights | None = None  # in the engine, before the swap
         self._received: PolicyVersion | None = None  # verified, and neither committed nor withdrawn
@@ -266,11 +263,13 @@ class WeightReceiver:
 
     def _prepare(self, manifest: Manifest) -> None:
         """Plan the reception, and make arenas for the tensors of `manifest` unless present. Raises InvalidMessage."""
-        self._plan = manifest, plan_buckets(manifest)
-        if not self._sets or self._sets[0].specs != manifest.tensors:
+        if not self._sets or self._sets[0].manifest.tensors != manifest.tensors:
             self._adopts = any(spec.dtype == self._engine.adopts for spec in manifest.tensors)
-            self._sets = [StagedWeights(manifest.tensors, shared=self._shared) for _ in range(1 + self._adopts)]
+            self._sets = [StagedWeights(manifest, shared=self._shared) for _ in range(1 + self._adopts)]
             self._adopted = None
+        plan_buckets(manifest)
+        for each in self._sets:
+            each.manifest = manifest
 
     async def receive(self, command: commands.ReceiveWeights) -> commands.WeightsReceived:
         """Receive and verify a version, and stage it in the engine unless that has it: a version is sent again for a newcomer.
@@ -288,9 +287,9 @@ class WeightReceiver:
         if self._staged is not None:
             raise InvariantViolated(f"{self._name}: cannot receive {version}: {self._staged.version} is still staged")
         free = next(each for each in self._sets if not each.taken)
-        needed, plan, timeout = not self._has(version), self._plan, self._settings.transfer_timeout
+        needed, timeout = not self._has(version), self._settings.transfer_timeout
         # Wait in a thread for all buckets. A whole training step may pass before the announcement. `leave` ends this wait.
-        took = await asyncio.wrap_future(in_thread(f"receive-{version}", lambda: free.receive(group, plan, version, timeout)))
+        took = await asyncio.wrap_future(in_thread(f"receive-{version}", lambda: free.receive(group, version, timeout)))
         before = time.monotonic()
         try:
             if needed and group is self.group:

@@ -114,8 +114,8 @@ class WeightGroup:
             raise
         self._links = list(made.values())
         for sender, way in ways.items():
-            parents = [made[hop] for hop in way if self.rank in hop.children]
-            relay = Relay(*(parents or [None]), [made[hop] for hop in way if hop.parent == self.rank], self._forwards)
+            parent = next((made[hop] for hop in way if self.rank in hop.children), None)
+            relay = Relay(parent, [made[hop] for hop in way if hop.parent == self.rank], self._forwards)
             self._ways[sender] = DeltaLink(relay, address.full_every) if address.full_every else relay
         return self
 
