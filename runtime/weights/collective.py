@@ -181,10 +181,20 @@ class GlooLink(Link):
     collective to its timeout. The sockets are known here. Their shutdown ends the collective at once, also at the peers."""
 
     def __init__(
-        self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str, connections: int = 1
+        self,
+        store: Any,
+        rank: int,
+        labels: Sequence[str],
+        host: str,
+        timeout: float,
+        *,
+        name: str,
+        connections: int = 1,
+        leader: SocketAddress | None = None,
     ):
         """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds. `connections`:
-        between each two ranks, a thread each; gloo uses them in turn, so several collectives move at once."""
+        between each two ranks, a thread each; gloo uses them in turn, so several collectives move at once. `leader`: where the
+        process with the store accepts connections; a wait ends when that process leaves, too."""
         give_up = time.monotonic() + timeout
         self._leaving = threading.Lock()
         devices, own = zip(*(_gloo_device(host) for _ in range(connections)), strict=True)
@@ -202,7 +212,8 @@ class GlooLink(Link):
         except RuntimeError as error:
             raise ServiceFault(name, "rendezvous", f"a member was lost while connecting: {reason(error)}", timeout) from error
         self.gloo._set_default_timeout(timedelta(seconds=timeouts.GLOO_BACKSTOP))
-        self._open = _open_connections(self._local, self._remote)
+        self._watched = self._remote | ({leader} if leader else set())
+        self._open = _open_connections(self._local, self._watched)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         self.sent_bytes += buffer.nbytes
@@ -233,7 +244,7 @@ class GlooLink(Link):
                 if lost:
                     raise RuntimeError("the connection to a member was lost")
                 # Whether any of the first connections has been closed, here or by the peer.
-                lost = _open_connections(self._local, self._remote) < self._open
+                lost = _open_connections(self._local, self._watched) < self._open
                 look = now + timeouts.COLLECTIVE_LOSS
 
     def abort(self) -> None:
@@ -345,7 +356,10 @@ def _abort(pg: Any) -> None:
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
     """Connect, and block until all members are connected. Raises ServiceFault, phase "rendezvous"."""
     if address.backend == "gloo":
-        return GlooLink(store, address.rank, labels, interface, address.timeout, name=name, connections=CONNECTIONS)
+        leader = (address.host, address.port)
+        return GlooLink(
+            store, address.rank, labels, interface, address.timeout, name=name, connections=CONNECTIONS, leader=leader
+        )
     give_up = time.monotonic() + address.timeout
     meet(store, address.rank, "", labels, name, address.timeout)
     left = max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST)

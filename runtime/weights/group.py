@@ -243,7 +243,7 @@ def allocate(sizes: Sequence[int], pin: bool, shared: bool) -> list[torch.Tensor
 def typed(buffer: torch.Tensor, spec: TensorSpec, shape: Sequence[int]) -> torch.Tensor:
     """Return the first bytes of `buffer`, uint8, as a tensor of `shape` with the dtype of `spec`."""
     nbytes = ITEM_BYTES[spec.dtype] * math.prod(shape)
-    return buffer[:nbytes].view(getattr(torch, spec.dtype)).view(*shape)
+    return buffer[:nbytes].view(getattr(torch, spec.dtype)).view(tuple(shape))
 
 
 def tensors_of(specs: Sequence[TensorSpec], whole: torch.Tensor) -> list[torch.Tensor]:

@@ -429,9 +429,8 @@ class SendBuffers:
             tags.append(group.tags.tag(index, digest, version))
             # A later group has another seed.
             self._require_same(index, digest if first is group.tags else first.digest(buffer), group.name)
-            if self._takes_changes:
-                words = self._words[position]
-                link.describe(tags[-1], None if words is None else np.sort(np.concatenate(words)))
+            words = self._words[position]
+            link.describe(tags[-1], None if words is None else np.sort(np.concatenate(words)))
             pending.append((link.send(index, buffer), buffer))
             # The receivers' taking of the oldest bucket unblocks this: at most `DEPTH` buckets are under way.
             self._take(pending, DEPTH - 1, give_up)

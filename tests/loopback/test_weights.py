@@ -89,7 +89,7 @@ def send(group: WeightGroup, sender: SendBuffers, step: int, deadline: float = P
 @pytest.mark.parametrize("transport", WAYS)
 def test_two_processes_receive_every_version_whole(members: list[Member], transport: str) -> None:
     group = connect(members, 1, transport=transport)
-    sender = SendBuffers(MANIFEST)
+    sender = SendBuffers(MANIFEST, takes_changes=transport.endswith("delta"))
     assert sender.count > 3
     for version in range(4):
         post(members, version, PATIENCE)
