@@ -177,14 +177,19 @@ def arena_offsets(tensors: Sequence[TensorSpec]) -> tuple[dict[int, int], int]:
 
 def run_of(manifest: Manifest, bucket: Bucket, offsets: Mapping[int, int]) -> int | None:
     """Return where `bucket` as a whole lies in the arena of `offsets`, or None if it does not lie there in one run."""
-    begins = {_begin(manifest.tensors[each.tensor], each.span, offsets[each.tensor]) - each.offset for each in bucket.pieces}
+    begins = set()
+    for each in bucket.pieces:
+        spec = manifest.tensors[each.tensor]
+        begin = sum(first * spec.row_bytes(dims) for dims, (first, _) in enumerate(each.span, 1))
+        end = begin + each.nbytes
+        apart = len(each.span) == 2 and each.span[0][1] - each.span[0][0] > 1 and each.span[1] != (0, spec.shape[1])
+        if apart or (
+            end % ALIGNMENT and end < spec.nbytes
+        ):  # where the bucket has padding, the arena has the tensor's next part
+            return None
+        begins.add(offsets[each.tensor] + begin - each.offset)
     found = begins.pop()
-    in_rows = all(len(each.span) < 2 for each in bucket.pieces)
-    return found if in_rows and not begins and found % ALIGNMENT == 0 else None
-
-
-def _begin(spec: TensorSpec, span: Span, offset: int) -> int:
-    return offset + (span[0][0] * spec.row_bytes() if span else 0)
+    return found if not begins and found % ALIGNMENT == 0 else None
 
 
 def _bytes_of(spec: TensorSpec, span: Span) -> int:
