@@ -159,6 +159,8 @@ def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
 def parts(manifest: Manifest, index: int) -> Iterator[tuple[Span, tuple[int, ...]]]:
     """Yield the parts of a tensor, without empty ones, and the holders of each."""
     spec, cut = manifest.tensors[index], manifest.cuts[manifest.cut_of[index] if manifest.cut_of else 0]
+    if not spec.nbytes:
+        return
     if not cut.size:
         yield (), cut.holders[0]
         return
@@ -213,11 +215,10 @@ def _check(manifest: Manifest) -> None:
 def _check_cut(spec: TensorSpec, manifest: Manifest, number: int) -> None:
     if not 0 <= number < len(manifest.cuts):
         raise InvalidMessage(f"tensor {spec.name} has cut {number} of {len(manifest.cuts)}")
-    cut, rows = manifest.cuts[number], spec.nbytes and spec.shape  # of an empty tensor nothing is needed
-    covers = not cut.size or (
-        cut.size > 0 and 0 <= cut.dim < min(2, len(spec.shape)) and cut.size * len(cut.holders) >= spec.shape[cut.dim]
-    )
-    if rows and not (covers and cut.holders):
+    cut = manifest.cuts[number]
+    whole = cut.size == 0 and cut.holders
+    in_parts = 0 <= cut.dim < min(2, len(spec.shape)) and cut.size * len(cut.holders) >= spec.shape[cut.dim]
+    if spec.nbytes and not (whole or in_parts):  # an empty tensor has no parts
         where = f"cut into {len(cut.holders)} parts of {cut.size} in dimension {cut.dim}"
         raise InvalidMessage(f"tensor {spec.name} of {list(spec.shape)} is {where}, which does not cover it")
     wrong = [holder for part in cut.holders for holder in part if not 0 <= holder < manifest.senders]
