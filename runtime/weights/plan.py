@@ -124,8 +124,9 @@ class Bucket(NamedTuple):
 @lru_cache(maxsize=2)  # the plans of one epoch's manifest, and of a newcomer's
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     """Return the buckets in the order in which receivers take them. Each element lies in one bucket, of a sender that holds it.
-    No sender has more than 1.1 times its fair part and `LEAST_BYTES`, unless it alone holds more. Matrices come first, then
-    vectors and scalars, in the manifest's order. A bucket has at most `bucket_bytes`, or else the fewest rows that are aligned.
+    Matrices come first, then vectors and scalars, in the manifest's order. A bucket has at most `bucket_bytes`, or else the
+    fewest rows that are aligned. No sender has more than 1.1 times its fair part and `LEAST_BYTES`, unless its tensors have
+    larger rows, or fewer senders hold more.
 
     Raises InvalidMessage for an unknown dtype, a repeated name, a layout that does not fit, or a count below 1."""
     _check(manifest)
@@ -137,16 +138,15 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     paced: list[tuple[float, int, Bucket]] = []
     # Parts with few holders come first: the others even out what these leave uneven.
     for number, (holders, of_group) in enumerate(sorted(held.items(), key=lambda item: (len(item[0]), item[0]))):
-        total = sum(_bytes_of(manifest.tensors[index], span) for index, span in of_group)
-        # Of several holders, each gets ten buckets or more: then their loads differ by a tenth at most.
-        even = max(LEAST_BYTES, total // (10 * len(holders))) if len(holders) > 1 else total
-        most = min(manifest.bucket_bytes, even)
-        before = 0
-        for pieces, nbytes in _fill(manifest, of_group, most):
+        total = sum(aligned(_bytes_of(manifest.tensors[index], span)) for index, span in of_group)
+        most, before = manifest.bucket_bytes, 0
+        if len(holders) > 1:  # each gets ten buckets or more: then their loads differ by a tenth at most
+            most = min(most, max(LEAST_BYTES, total // (10 * len(holders))))
+        for pieces, nbytes in _fill(manifest, of_group, max(most // ALIGNMENT, 1) * ALIGNMENT):
             root = min(holders, key=lambda holder: (loads[holder], holder))
             loads[root] += nbytes
             # All senders progress evenly, as receivers take a few buckets at a time.
-            paced.append((before / max(1, total), number, Bucket(pieces, nbytes, root)))
+            paced.append((before / total, number, Bucket(pieces, nbytes, root)))
             before += nbytes
     return tuple(bucket for _, _, bucket in sorted(paced, key=lambda item: item[:2]))
 
