@@ -35,7 +35,8 @@ DTYPES = {  # by torch's name: bytes of an item, and safetensors' name
 }
 ITEM_BYTES = {name: size for name, (size, _) in DTYPES.items()}
 
-Span = tuple[tuple[int, int], ...]  # (first, last + 1) in the first dimensions; whole in the others, so () is the whole tensor
+Span = tuple[tuple[int, int], ...]  # (begin, end) in the first dimensions; whole in the others, so () is the whole tensor
+_Part = tuple[int, Span, int]  # tensor, span, bytes
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -104,7 +105,7 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
 # ---- Buckets
 
 
-class Piece(NamedTuple):
+class Piece(Struct, frozen=True, gc=False):  # there may be millions
     """A part of a tensor in a bucket. `tensor` indexes `Manifest.tensors`; `offset` and `nbytes` lie within the bucket."""
 
     tensor: int
@@ -130,15 +131,13 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
 
     Raises InvalidMessage for an unknown dtype, a repeated name, a layout that does not fit, or a count below 1."""
     _check(manifest)
-    held: dict[tuple[int, ...], list[tuple[int, Span]]] = {}
-    for index in in_order(manifest.tensors):
-        for span, holders in parts(manifest, index):
-            held.setdefault(holders, []).append((index, span))
+    held = _by_holders(manifest)
     loads = [0] * manifest.senders
     paced: list[tuple[float, int, Bucket]] = []
     # Parts with few holders come first: the others even out what these leave uneven.
-    for number, (holders, of_group) in enumerate(sorted(held.items(), key=lambda item: (len(item[0]), item[0]))):
-        total = sum(aligned(_bytes_of(manifest.tensors[index], span)) for index, span in of_group)
+    for number, holders in enumerate(sorted(held, key=lambda holders: (len(holders), holders))):
+        of_group = held.pop(holders)
+        total = sum(aligned(nbytes) for _, _, nbytes in of_group)
         most, before = manifest.bucket_bytes, 0
         if len(holders) > 1:  # each gets ten buckets or more: then their loads differ by a tenth at most
             most = min(most, max(LEAST_BYTES, total // (10 * len(holders))))
@@ -149,6 +148,20 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
             paced.append((before / total, number, Bucket(pieces, nbytes, root)))
             before += nbytes
     return tuple(bucket for _, _, bucket in sorted(paced, key=lambda item: item[:2]))
+
+
+def _by_holders(manifest: Manifest) -> dict[tuple[int, ...], list[_Part]]:
+    held: dict[tuple[int, ...], list[_Part]] = {}
+    same: dict[tuple[str, tuple[int, ...], int], list[tuple[Span, int, list[_Part]]]] = {}  # many tensors are cut alike
+    for index in in_order(manifest.tensors):
+        spec = manifest.tensors[index]
+        kind = (spec.dtype, spec.shape, manifest.cut_of[index] if manifest.cut_of else 0)
+        if kind not in same:
+            found = parts(manifest, index)
+            same[kind] = [(span, _bytes_of(spec, span), held.setdefault(holders, [])) for span, holders in found]
+        for span, nbytes, of_group in same[kind]:
+            of_group.append((index, span, nbytes))
+    return held
 
 
 def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
@@ -195,7 +208,7 @@ def run_of(manifest: Manifest, bucket: Bucket, offsets: Mapping[int, int]) -> in
 
 
 def _bytes_of(spec: TensorSpec, span: Span) -> int:
-    return math.prod(last - first for first, last in span) * spec.row_bytes(len(span)) if span else spec.nbytes
+    return math.prod(last - first for first, last in span) * spec.row_bytes(len(span))
 
 
 def _check(manifest: Manifest) -> None:
@@ -226,13 +239,12 @@ def _check_cut(spec: TensorSpec, manifest: Manifest, number: int) -> None:
         raise InvalidMessage(f"tensor {spec.name} is held by {cut.holders}, of {manifest.senders} senders")
 
 
-def _fill(manifest: Manifest, held: Sequence[tuple[int, Span]], most: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
+def _fill(manifest: Manifest, held: Sequence[_Part], most: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
     """Yield the pieces of one bucket after the other, and the bucket's bytes."""
     pieces: list[Piece] = []
     filled = 0
-    for index, part in held:
-        for span in _chunks(manifest.tensors[index], part, most):
-            nbytes = _bytes_of(manifest.tensors[index], span)
+    for index, part, size in held:
+        for span, nbytes in [(part, size)] if size <= most else _chunks(manifest.tensors[index], part, most):
             if pieces and filled + nbytes > most:
                 yield tuple(pieces), filled
                 pieces, filled = [], 0
@@ -242,18 +254,16 @@ def _fill(manifest: Manifest, held: Sequence[tuple[int, Span]], most: int) -> It
         yield tuple(pieces), filled
 
 
-def _chunks(spec: TensorSpec, span: Span, most: int) -> Iterator[Span]:
-    """Cut `span` into spans of at most `most` bytes by rows, each but the last with a multiple of `ALIGNMENT` bytes."""
-    nbytes = _bytes_of(spec, span)
+def _chunks(spec: TensorSpec, span: Span, most: int) -> Iterator[tuple[Span, int]]:
+    """Cut `span` into spans of at most `most` bytes by rows, each but the last with a multiple of `ALIGNMENT` bytes. Yields
+    each with its bytes."""
     first, last = span[0] if span else (0, spec.shape[0] if spec.shape else 1)
-    if nbytes <= most or last - first < 2:
-        yield span
-        return
-    row = nbytes // (last - first)
+    row = _bytes_of(spec, span) // (last - first)
     step = ALIGNMENT // math.gcd(ALIGNMENT, row)
     rows = max(step, most // row // step * step)
     for begin in range(first, last, rows):
-        yield ((begin, min(begin + rows, last)), *span[1:])
+        end = min(begin + rows, last)
+        yield ((begin, end), *span[1:]), (end - begin) * row
 
 
 def aligned(offset: int) -> int:
