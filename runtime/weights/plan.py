@@ -51,9 +51,9 @@ class TensorSpec(Struct, frozen=True, array_like=True):
         """The tensor's size in bytes. Raises InvalidMessage for a dtype that is not in `ITEM_BYTES`."""
         if self.dtype not in ITEM_BYTES:
             raise InvalidMessage(f"tensor {self.name}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
-        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return self.row_bytes(0)
 
-    def row_bytes(self, dims: int = 1) -> int:
+    def row_bytes(self, dims: int) -> int:
         """Return the bytes of one element of the first `dims` dimensions."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape[dims:])
 
@@ -195,12 +195,11 @@ def run_of(manifest: Manifest, bucket: Bucket, offsets: Mapping[int, int]) -> in
     begins = set()
     for each in bucket.pieces:
         spec = manifest.tensors[each.tensor]
-        begin = sum(first * spec.row_bytes(dims) for dims, (first, _) in enumerate(each.span, 1))
+        begin = sum(start * spec.row_bytes(dims) for dims, (start, _) in enumerate(each.span, 1))
         end = begin + each.nbytes
-        apart = len(each.span) == 2 and each.span[0][1] - each.span[0][0] > 1 and each.span[1] != (0, spec.shape[1])
-        if apart or (
-            end % ALIGNMENT and end < spec.nbytes
-        ):  # where the bucket has padding, the arena has the tensor's next part
+        in_rows = len(each.span) < 2 or each.span[1] == (0, spec.shape[1]) or each.span[0][1] - each.span[0][0] == 1
+        overwrites = end % ALIGNMENT and end < spec.nbytes  # with the padding after it
+        if not in_rows or overwrites:
             return None
         begins.add(offsets[each.tensor] + begin - each.offset)
     found = begins.pop()
@@ -208,7 +207,7 @@ def run_of(manifest: Manifest, bucket: Bucket, offsets: Mapping[int, int]) -> in
 
 
 def _bytes_of(spec: TensorSpec, span: Span) -> int:
-    return math.prod(last - first for first, last in span) * spec.row_bytes(len(span))
+    return math.prod(end - begin for begin, end in span) * spec.row_bytes(len(span))
 
 
 def _check(manifest: Manifest) -> None:
@@ -257,13 +256,13 @@ def _fill(manifest: Manifest, held: Sequence[_Part], most: int) -> Iterator[tupl
 def _chunks(spec: TensorSpec, span: Span, most: int) -> Iterator[tuple[Span, int]]:
     """Cut `span` into spans of at most `most` bytes by rows, each but the last with a multiple of `ALIGNMENT` bytes. Yields
     each with its bytes."""
-    first, last = span[0] if span else (0, spec.shape[0] if spec.shape else 1)
-    row = _bytes_of(spec, span) // (last - first)
+    first, end = span[0] if span else (0, spec.shape[0])
+    row = _bytes_of(spec, span) // (end - first)
     step = ALIGNMENT // math.gcd(ALIGNMENT, row)
     rows = max(step, most // row // step * step)
-    for begin in range(first, last, rows):
-        end = min(begin + rows, last)
-        yield ((begin, end), *span[1:]), (end - begin) * row
+    for begin in range(first, end, rows):
+        count = min(rows, end - begin)
+        yield ((begin, begin + count), *span[1:]), count * row
 
 
 def aligned(offset: int) -> int:
@@ -287,9 +286,9 @@ def hops(machines: Sequence[str], senders: int, sender: int) -> list[Hop]:
     Receivers on the sender's machine copy out of its memory. On each other machine one receiver, the head, gets the buckets
     over the network, and the others copy out of its memory. The heads form a chain, so a byte leaves the sender once. All
     chains have the machines in one order, so no two heads wait for each other."""
-    of_machine: dict[str, list[int]] = {}
+    of_machine: dict[str | int, list[int]] = {}
     for rank in range(senders, len(machines)):
-        of_machine.setdefault(machines[rank] or f" {rank}", []).append(rank)  # a name that no machine has
+        of_machine.setdefault(machines[rank] or rank, []).append(rank)
     found = []
     if machines[sender] in of_machine:
         found.append(Hop("shared_memory", sender, tuple(of_machine.pop(machines[sender]))))
