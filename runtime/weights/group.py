@@ -279,7 +279,7 @@ def targets_of(manifest: Manifest, buckets: Sequence[Bucket], whole: torch.Tenso
         if begin is not None:
             found.append(Target.of(whole[begin : begin + bucket.nbytes]))
         else:
-            parts = [(each.offset, _bytes(indexed(tensors[each.tensor], each.span))) for each in bucket.pieces if each.nbytes]
+            parts = [(each.offset, _bytes(indexed(tensors[each.tensor], each.span))) for each in bucket.pieces]
             found.append(Target(bucket.nbytes, parts, None))
     return found
 
@@ -287,9 +287,8 @@ def targets_of(manifest: Manifest, buckets: Sequence[Bucket], whole: torch.Tenso
 def _bytes(part: torch.Tensor) -> Bytes:
     """Return a contiguous part of a tensor as [bytes], and a part by columns as [rows, bytes of a row]."""
     contiguous = part.is_contiguous()
-    rows = part.unsqueeze(0) if contiguous else part
-    array: Bytes = rows.flatten(1).view(torch.uint8).numpy()
-    return array[0] if contiguous else array
+    array: Bytes = part.flatten(0 if contiguous else 1).view(torch.uint8).numpy()
+    return array
 
 
 _PIECE = 256 << 10  # bytes copied and then hashed: a piece and its copy fit into a core's own cache

@@ -35,7 +35,8 @@ DTYPES = {  # by torch's name: bytes of an item, and safetensors' name
 }
 ITEM_BYTES = {name: size for name, (size, _) in DTYPES.items()}
 
-Span = tuple[tuple[int, int], ...]  # (first, last + 1) in the first dimensions; whole in the others, so () is the whole tensor
+Span = tuple[tuple[int, int], ...]  # (begin, end) in the first dimensions; whole in the others, so () is the whole tensor
+_Part = tuple[int, Span, int]  # tensor, span, bytes
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -50,9 +51,9 @@ class TensorSpec(Struct, frozen=True, array_like=True):
         """The tensor's size in bytes. Raises InvalidMessage for a dtype that is not in `ITEM_BYTES`."""
         if self.dtype not in ITEM_BYTES:
             raise InvalidMessage(f"tensor {self.name}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
-        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return self.row_bytes(0)
 
-    def row_bytes(self, dims: int = 1) -> int:
+    def row_bytes(self, dims: int) -> int:
         """Return the bytes of one element of the first `dims` dimensions."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape[dims:])
 
@@ -104,7 +105,7 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
 # ---- Buckets
 
 
-class Piece(NamedTuple):
+class Piece(Struct, frozen=True, gc=False):  # there may be millions
     """A part of a tensor in a bucket. `tensor` indexes `Manifest.tensors`; `offset` and `nbytes` lie within the bucket."""
 
     tensor: int
@@ -124,31 +125,43 @@ class Bucket(NamedTuple):
 @lru_cache(maxsize=2)  # the plans of one epoch's manifest, and of a newcomer's
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     """Return the buckets in the order in which receivers take them. Each element lies in one bucket, of a sender that holds it.
-    No sender has more than 1.1 times its fair part and `LEAST_BYTES`, unless it alone holds more. Matrices come first, then
-    vectors and scalars, in the manifest's order. A bucket has at most `bucket_bytes`, or else the fewest rows that are aligned.
+    Matrices come first, then vectors and scalars, in the manifest's order. A bucket has at most `bucket_bytes`, or else the
+    fewest rows that are aligned. No sender has more than 1.1 times its fair part and `LEAST_BYTES`, unless its tensors have
+    larger rows, or fewer senders hold more.
 
     Raises InvalidMessage for an unknown dtype, a repeated name, a layout that does not fit, or a count below 1."""
     _check(manifest)
-    held: dict[tuple[int, ...], list[tuple[int, Span]]] = {}
-    for index in in_order(manifest.tensors):
-        for span, holders in parts(manifest, index):
-            held.setdefault(holders, []).append((index, span))
+    held = _by_holders(manifest)
     loads = [0] * manifest.senders
     paced: list[tuple[float, int, Bucket]] = []
     # Parts with few holders come first: the others even out what these leave uneven.
-    for number, (holders, of_group) in enumerate(sorted(held.items(), key=lambda item: (len(item[0]), item[0]))):
-        total = sum(_bytes_of(manifest.tensors[index], span) for index, span in of_group)
-        # Of several holders, each gets ten buckets or more: then their loads differ by a tenth at most.
-        even = max(LEAST_BYTES, total // (10 * len(holders))) if len(holders) > 1 else total
-        most = min(manifest.bucket_bytes, even)
-        before = 0
-        for pieces, nbytes in _fill(manifest, of_group, most):
+    for number, holders in enumerate(sorted(held, key=lambda holders: (len(holders), holders))):
+        of_group = held.pop(holders)
+        total = sum(aligned(nbytes) for _, _, nbytes in of_group)
+        most, before = manifest.bucket_bytes, 0
+        if len(holders) > 1:  # each gets ten buckets or more: then their loads differ by a tenth at most
+            most = min(most, max(LEAST_BYTES, total // (10 * len(holders))))
+        for pieces, nbytes in _fill(manifest, of_group, max(most // ALIGNMENT, 1) * ALIGNMENT):
             root = min(holders, key=lambda holder: (loads[holder], holder))
             loads[root] += nbytes
             # All senders progress evenly, as receivers take a few buckets at a time.
-            paced.append((before / max(1, total), number, Bucket(pieces, nbytes, root)))
+            paced.append((before / total, number, Bucket(pieces, nbytes, root)))
             before += nbytes
     return tuple(bucket for _, _, bucket in sorted(paced, key=lambda item: item[:2]))
+
+
+def _by_holders(manifest: Manifest) -> dict[tuple[int, ...], list[_Part]]:
+    held: dict[tuple[int, ...], list[_Part]] = {}
+    same: dict[tuple[str, tuple[int, ...], int], list[tuple[Span, int, list[_Part]]]] = {}  # many tensors are cut alike
+    for index in in_order(manifest.tensors):
+        spec = manifest.tensors[index]
+        kind = (spec.dtype, spec.shape, manifest.cut_of[index] if manifest.cut_of else 0)
+        if kind not in same:
+            found = parts(manifest, index)
+            same[kind] = [(span, _bytes_of(spec, span), held.setdefault(holders, [])) for span, holders in found]
+        for span, nbytes, of_group in same[kind]:
+            of_group.append((index, span, nbytes))
+    return held
 
 
 def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
@@ -159,6 +172,8 @@ def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
 def parts(manifest: Manifest, index: int) -> Iterator[tuple[Span, tuple[int, ...]]]:
     """Yield the parts of a tensor, without empty ones, and the holders of each."""
     spec, cut = manifest.tensors[index], manifest.cuts[manifest.cut_of[index] if manifest.cut_of else 0]
+    if not spec.nbytes:
+        return
     if not cut.size:
         yield (), cut.holders[0]
         return
@@ -177,18 +192,22 @@ def arena_offsets(tensors: Sequence[TensorSpec]) -> tuple[dict[int, int], int]:
 
 def run_of(manifest: Manifest, bucket: Bucket, offsets: Mapping[int, int]) -> int | None:
     """Return where `bucket` as a whole lies in the arena of `offsets`, or None if it does not lie there in one run."""
-    begins = {_begin(manifest.tensors[each.tensor], each.span, offsets[each.tensor]) - each.offset for each in bucket.pieces}
+    begins = set()
+    for each in bucket.pieces:
+        spec = manifest.tensors[each.tensor]
+        begin = sum(start * spec.row_bytes(dims) for dims, (start, _) in enumerate(each.span, 1))
+        end = begin + each.nbytes
+        in_rows = len(each.span) < 2 or each.span[1] == (0, spec.shape[1]) or each.span[0][1] - each.span[0][0] == 1
+        overwrites = end % ALIGNMENT and end < spec.nbytes  # with the padding after it
+        if not in_rows or overwrites:
+            return None
+        begins.add(offsets[each.tensor] + begin - each.offset)
     found = begins.pop()
-    in_rows = all(len(each.span) < 2 for each in bucket.pieces)
-    return found if in_rows and not begins and found % ALIGNMENT == 0 else None
-
-
-def _begin(spec: TensorSpec, span: Span, offset: int) -> int:
-    return offset + (span[0][0] * spec.row_bytes() if span else 0)
+    return found if not begins and found % ALIGNMENT == 0 else None
 
 
 def _bytes_of(spec: TensorSpec, span: Span) -> int:
-    return math.prod(last - first for first, last in span) * spec.row_bytes(len(span)) if span else spec.nbytes
+    return math.prod(end - begin for begin, end in span) * spec.row_bytes(len(span))
 
 
 def _check(manifest: Manifest) -> None:
@@ -208,11 +227,10 @@ def _check(manifest: Manifest) -> None:
 def _check_cut(spec: TensorSpec, manifest: Manifest, number: int) -> None:
     if not 0 <= number < len(manifest.cuts):
         raise InvalidMessage(f"tensor {spec.name} has cut {number} of {len(manifest.cuts)}")
-    cut, rows = manifest.cuts[number], spec.nbytes and spec.shape  # of an empty tensor nothing is needed
-    covers = not cut.size or (
-        cut.size > 0 and 0 <= cut.dim < min(2, len(spec.shape)) and cut.size * len(cut.holders) >= spec.shape[cut.dim]
-    )
-    if rows and not (covers and cut.holders):
+    cut = manifest.cuts[number]
+    whole = cut.size == 0 and cut.holders
+    in_parts = 0 <= cut.dim < min(2, len(spec.shape)) and cut.size * len(cut.holders) >= spec.shape[cut.dim]
+    if spec.nbytes and not (whole or in_parts):  # an empty tensor has no parts
         where = f"cut into {len(cut.holders)} parts of {cut.size} in dimension {cut.dim}"
         raise InvalidMessage(f"tensor {spec.name} of {list(spec.shape)} is {where}, which does not cover it")
     wrong = [holder for part in cut.holders for holder in part if not 0 <= holder < manifest.senders]
@@ -220,13 +238,12 @@ def _check_cut(spec: TensorSpec, manifest: Manifest, number: int) -> None:
         raise InvalidMessage(f"tensor {spec.name} is held by {cut.holders}, of {manifest.senders} senders")
 
 
-def _fill(manifest: Manifest, held: Sequence[tuple[int, Span]], most: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
+def _fill(manifest: Manifest, held: Sequence[_Part], most: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
     """Yield the pieces of one bucket after the other, and the bucket's bytes."""
     pieces: list[Piece] = []
     filled = 0
-    for index, part in held:
-        for span in _chunks(manifest.tensors[index], part, most):
-            nbytes = _bytes_of(manifest.tensors[index], span)
+    for index, part, size in held:
+        for span, nbytes in [(part, size)] if size <= most else _chunks(manifest.tensors[index], part, most):
             if pieces and filled + nbytes > most:
                 yield tuple(pieces), filled
                 pieces, filled = [], 0
@@ -236,18 +253,16 @@ def _fill(manifest: Manifest, held: Sequence[tuple[int, Span]], most: int) -> It
         yield tuple(pieces), filled
 
 
-def _chunks(spec: TensorSpec, span: Span, most: int) -> Iterator[Span]:
-    """Cut `span` into spans of at most `most` bytes by rows, each but the last with a multiple of `ALIGNMENT` bytes."""
-    nbytes = _bytes_of(spec, span)
-    first, last = span[0] if span else (0, spec.shape[0] if spec.shape else 1)
-    if nbytes <= most or last - first < 2:
-        yield span
-        return
-    row = nbytes // (last - first)
+def _chunks(spec: TensorSpec, span: Span, most: int) -> Iterator[tuple[Span, int]]:
+    """Cut `span` into spans of at most `most` bytes by rows, each but the last with a multiple of `ALIGNMENT` bytes. Yields
+    each with its bytes."""
+    first, end = span[0] if span else (0, spec.shape[0])
+    row = _bytes_of(spec, span) // (end - first)
     step = ALIGNMENT // math.gcd(ALIGNMENT, row)
     rows = max(step, most // row // step * step)
-    for begin in range(first, last, rows):
-        yield ((begin, min(begin + rows, last)), *span[1:])
+    for begin in range(first, end, rows):
+        count = min(rows, end - begin)
+        yield ((begin, begin + count), *span[1:]), count * row
 
 
 def aligned(offset: int) -> int:
@@ -271,9 +286,9 @@ def hops(machines: Sequence[str], senders: int, sender: int) -> list[Hop]:
     Receivers on the sender's machine copy out of its memory. On each other machine one receiver, the head, gets the buckets
     over the network, and the others copy out of its memory. The heads form a chain, so a byte leaves the sender once. All
     chains have the machines in one order, so no two heads wait for each other."""
-    of_machine: dict[str, list[int]] = {}
+    of_machine: dict[str | int, list[int]] = {}
     for rank in range(senders, len(machines)):
-        of_machine.setdefault(machines[rank] or f" {rank}", []).append(rank)  # a name that no machine has
+        of_machine.setdefault(machines[rank] or rank, []).append(rank)
     found = []
     if machines[sender] in of_machine:
         found.append(Hop("shared_memory", sender, tuple(of_machine.pop(machines[sender]))))
