@@ -23,21 +23,21 @@ from tests.unit.training_steps import published, run_step
 
 pytestmark = [pytest.mark.numeric, pytest.mark.ranks]
 
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # processes, and megatron's dimensions; {}: engine torch
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # processes, and megatron's dimensions; {}: engine torch
     "fsdp 1": (1, {}),
     "fsdp 2": (2, {}),
     "fsdp 4": (4, {}),
     "data 2": (2, {"tensor": 1}),
     "tensor 2, data 2": (4, {"tensor": 2}),
     "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
-    "expert 2, tensor 2": (4, {"tensor": 2, "expert": 2}),
+    "expert 2, tensor 2": (4, {"tensor": 2, "expert": 2, "sequence": True}),
     "expert 2, data 2": (4, {"expert": 2}),
     "pipeline 2, context 2": (4, {"pipeline": 2, "context": 2}),
 }
 LORA = Lora(rank=3, alpha=7.5)
 
 
-def step_and_compare(rank: int, folder: Path, processes: int, dimensions: dict[str, int], adapted: bool, dtype: str) -> None:
+def step_and_compare(rank: int, folder: Path, processes: int, dimensions: dict[str, Any], adapted: bool, dtype: str) -> None:
     """What is sent after a step is what is exported: of adapters, these, with their scale."""
     trainer = Trainer(processes=processes)
     if dimensions:
