@@ -29,7 +29,8 @@ from runtime.rollout.engine import EngineStats
 from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.types import PolicyVersion
-from runtime.weights.plan import TensorSpec
+from runtime.weights.group import Shard
+from runtime.weights.plan import Cut, TensorSpec
 from services import process
 from services.rollout import RolloutService
 from services.rpc import contract
@@ -39,7 +40,7 @@ LINE = 16 << 20  # bytes: a manifest is one
 
 
 class Untrained:
-    """In the place of a training engine: its weights are what lies in the sender's buckets, so gathering them takes no time.
+    """In the place of a training engine: its weights are what lies in the sender's buckets, so a copy of them takes no time.
     `Trial.fill` and `Trial.alter` make them, and `Trial.gather` measures what it takes otherwise."""
 
     def __init__(self, specs: Sequence[TensorSpec]):
@@ -51,8 +52,11 @@ class Untrained:
     def tensor_specs(self) -> list[TensorSpec]:
         return self._specs
 
-    def gather(self, targets: Sequence[int]) -> Iterator[torch.Tensor]:
-        yield from self.weights
+    def cuts(self) -> list[Cut]:
+        return [Cut()] * len(self._specs)
+
+    def shards(self) -> Iterator[Shard]:
+        return (Shard(index, (), weight) for index, weight in enumerate(self.weights))
 
 
 class Unused:
@@ -92,7 +96,6 @@ class Sender(TrainerService):
 
     def views(self) -> list[torch.Tensor]:
         """The tensors in the buckets."""
-        assert self._worker.sender is not None
         return self._worker.sender.buffers._views
 
 

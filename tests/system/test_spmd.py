@@ -89,7 +89,7 @@ def assert_same(run: Live, alone: Live) -> None:
 
 def test_two_ranks_are_one_though_one_of_them_is_killed(config: Path, tmp_path: Path, alone: Live) -> None:
     """Both ranks' weights, moments and all are restored: what is made again is what would have been."""
-    two = ("services.trainer.processes=2", "services.critic.processes=2", "weight_sync.senders=all")
+    two = ("services.trainer.processes=2", "services.critic.processes=2")
     with started(config, *two, folder=tmp_path / "run") as run:
         run.reaches(EVERY + 1, RUN)
         run.member("trainer-0", rank=1).kill()

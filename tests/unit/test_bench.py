@@ -343,7 +343,7 @@ def test_all_takes_every_bench_at_its_short_setting(monkeypatch: pytest.MonkeyPa
 
 def test_every_bench_says_what_it_compares() -> None:
     apart = {command.ALL: "every", "weight_sync": "weight_sync.bench"}
-    apart |= {"shards": "weight_sync.shards", "staleness": "staleness.bench"}
+    apart |= {"staleness": "staleness.bench"}
     for name in command.BENCHES:
         module = import_module(f"benchmarks.{apart.get(name, name)}")
         assert name == command.ALL or (callable(module.compared) and module.QUICK), name
