@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,7 @@ class StagedWeights:
         self._arena: torch.Tensor | None = None
         self._buckets: Sequence[Bucket] = ()  # of the last reception, and the memory of each
         self._targets: list[Target] = []
+        self._sent_tags: dict[int, torch.Tensor] = {}  # by sender, the tags of its buckets: uint8 [tags, bytes of a tag]
         self._slots: list[torch.Tensor] = []
         self._tags: BucketTags  # of the group that the version came over
         self._digests: list[int] = []  # of the buckets
@@ -123,6 +124,8 @@ class StagedWeights:
             (self._arena,) = allocate([max(1, size)], pin=False, shared=self._shared)
         if (buckets := plan_buckets(self.manifest)) is not self._buckets:
             self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, self._arena)
+            counts = Counter(bucket.root for bucket in buckets)
+            self._sent_tags = {root: torch.zeros(counts[root], TAG.size, dtype=torch.uint8) for root in sorted(counts)}
             most = max((target.nbytes for target in self._targets if target.run is None), default=0)
             # In a memory file, as another member may copy out of them.
             self._slots = allocate([most] * SLOTS, pin=False, shared=AVAILABLE) if most else []
@@ -143,37 +146,43 @@ class StagedWeights:
         give_up, pending, index = time.monotonic() + deadline, deque[tuple[Target, Transfer]](), 0
         waiting = copying = hashing = 0.0
         try:
-            for index, target in enumerate(self._targets):
-                for posted in range(index + len(pending), min(index + AHEAD, len(self._targets))):
+            last = len(self._targets) + len(self._sent_tags)
+            for index in range(last):
+                for posted in range(index + len(pending), min(index + AHEAD, last)):
                     pending.append(self._post(group, posted, give_up))
                 into, transfer = pending.popleft()
                 before = time.monotonic()
                 receipt = transfer(give_up)
                 arrived = time.monotonic()
+                if index >= len(self._targets):
+                    waiting += arrived - before
+                    continue
                 # In the last part of the wait the transport was at work on the bucket: count this part as copy and hash.
                 waited, worked = arrived - before, 0.0 if receipt is None else receipt.copy_seconds + receipt.hash_seconds
                 share = min(1.0, waited / worked) if worked else 1.0
                 if receipt is None:
-                    receipt = self._land(group, into, target)
+                    receipt = self._land(group, into, self._targets[index])
                 self._digests.append(receipt.digest)
                 copying += share * receipt.copy_seconds
                 hashing += share * receipt.hash_seconds
                 waiting += max(0.0, waited - worked)
             group.settle(give_up)
-            before = time.monotonic()
-            tags, wrong = self._compare(group, version, give_up)
-            hashing += time.monotonic() - before
         except RuntimeError as error:
             if group.aborted:
                 raise Cancelled(f"{group.name}: version {version} was withdrawn during its transfer") from error
             group.abort()
             raise self._lost(group, index, version, error, give_up, deadline) from error
+        tags, wrong = self._compare(group, version)
         if wrong:
             raise ServiceFault(group.name, "verify", f"version {version}: {'; '.join(wrong)}", deadline)
         return commands.WeightsReceived(waiting, copying, hashing), tags
 
     def _post(self, group: WeightGroup, index: int, give_up: float) -> tuple[Target, Transfer]:
-        """Post a bucket, to its place in the arena if the transport can fill that, else to a slot."""
+        """Post a bucket, to its place in the arena if the transport can fill that, else to a slot; at the end post tags."""
+        if (number := index - len(self._targets)) >= 0:
+            root = list(self._sent_tags)[number]
+            target = Target.of(self._sent_tags[root].view(-1))
+            return target, group.way(root).receive(len(self._targets) + root, target)
         target, link = self._targets[index], group.way(self._buckets[index].root)
         if target.run is None and not link.scatters:
             slot = self._slots[index % SLOTS][: target.nbytes]
@@ -189,14 +198,12 @@ class StagedWeights:
         before = time.monotonic()
         return BucketReceipt(group.tags.digest(source.run), 0.0, time.monotonic() - before)
 
-    def _compare(self, group: WeightGroup, version: PolicyVersion, give_up: float) -> tuple[bytes, list[str]]:
+    def _compare(self, group: WeightGroup, version: PolicyVersion) -> tuple[bytes, list[str]]:
         """Return all tags, and the faults of the buckets against them."""
-        wrong, of_senders = [], {}
-        for root in sorted({bucket.root for bucket in self._buckets}):
-            of_senders[root] = iter(group.tags_of(root, give_up))
-        tags = [next(of_senders[bucket.root], b"") for bucket in self._buckets]
+        wrong, of_senders = [], {root: iter(tags) for root, tags in self._sent_tags.items()}
+        tags = [next(of_senders[bucket.root]).numpy().tobytes() for bucket in self._buckets]
         for index, (tag, digest) in enumerate(zip(tags, self._digests, strict=True)):
-            sent = PolicyVersion.unpack(TAG.unpack(tag)[1]) if tag else version
+            sent = PolicyVersion.unpack(TAG.unpack(tag)[1])
             if tag != group.tags.tag(index, digest, sent):
                 wrong.append(f"bucket {index} of {len(tags)}: the checksum does not match")
             elif sent != version:
@@ -206,8 +213,10 @@ class StagedWeights:
     def _lost(
         self, group: WeightGroup, index: int, version: PolicyVersion, error: RuntimeError, give_up: float, deadline: float
     ) -> ServiceFault:
-        source = f" from {group.address.label(self._buckets[index].root)}" if group.address.senders > 1 else ""
-        message = f"bucket {index} of {len(self._buckets)} of version {version} did not arrive{source}: {reason(error)}"
+        roots = [*(bucket.root for bucket in self._buckets), *self._sent_tags]
+        source = f" from {group.address.label(roots[index])}" if group.address.senders > 1 else ""
+        what = f"bucket {index} of {len(self._buckets)}" if index < len(self._buckets) else "the last message"
+        message = f"{what} of version {version} did not arrive{source}: {reason(error)}"
         kind = DeadlineExceeded if time.monotonic() >= give_up else ServiceFault
         return kind(group.name, "transfer", message, deadline)
 

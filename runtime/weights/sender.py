@@ -39,7 +39,6 @@ from runtime.weights.collective import meet, reason, shut_down
 from runtime.weights.delta import DeltaLink, Positions, words_of
 from runtime.weights.group import (
     AVAILABLE,
-    TAG,
     AuthenticatedStore,
     BucketTags,
     Relay,
@@ -150,17 +149,6 @@ class WeightGroup:
         `give_up` at the latest."""
         while self._forwards and (buffer is None or any(each.data_ptr() == buffer.data_ptr() for _, each in self._forwards)):
             settle(self._forwards, len(self._forwards) - 1, give_up)
-
-    def publish_tags(self, tags: Sequence[bytes]) -> None:
-        """Give the receivers the tags of this sender's buckets, in order. The store's own tag shows that they are of this
-        sender and this transfer."""
-        self._running_store().set(f"tags/{self._transfers}/{self.rank}", b"".join(tags))
-
-    def tags_of(self, sender: int, give_up: float) -> list[bytes]:
-        """Wait at a receiver for the tags of the buckets of `sender`. Raises RuntimeError, at `give_up` at the latest."""
-        store = self._running_store()
-        data = store.await_value(f"tags/{self._transfers}/{sender}", max(give_up - time.monotonic(), timeouts.TORCH_LEAST))
-        return [data[begin : begin + TAG.size] for begin in range(0, len(data), TAG.size)]
 
     def wait_for_senders(self, nbytes: int, give_up: float) -> int:
         """Report to rank 0 that the receivers have this sender's part, `nbytes` bytes. Rank 0 waits for all parts, until the
@@ -414,7 +402,7 @@ class SendBuffers:
 
     def _where(self, version: PolicyVersion) -> str:
         """Return the progress of the transfer of `version`, for messages."""
-        if self._taken == len(self.own):
+        if self._taken >= len(self.own):
             return f"version {version}"
         return f"bucket {self.own[self._taken][0]} of {self.count} of version {version} was not taken"
 
@@ -434,7 +422,10 @@ class SendBuffers:
             pending.append((link.send(index, buffer), buffer))
             # The receivers' taking of the oldest bucket unblocks this: at most `DEPTH` buckets are under way.
             self._take(pending, DEPTH - 1, give_up)
-        group.publish_tags(tags)
+        if tags:  # the last message, of which a receiver knows the size
+            last = torch.frombuffer(bytearray(b"".join(tags)), dtype=torch.uint8)
+            link.describe(tags[-1], None)
+            pending.append((link.send(self.count + self.number, last), last))
         self._take(pending, 0, give_up)
 
     def _require_same(self, index: int, digest: int, name: str) -> None:
