@@ -6,7 +6,6 @@ import graphlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -77,23 +76,21 @@ class Reference:
 
     def sent(self, bucket: Bucket) -> Array:
         """The bytes that the root sends, which has other bytes where it does not hold a tensor."""
-        memory = np.where(self.held[bucket.root], self.arena, 255 - self.arena)
-        return np.append(memory, np.uint8(0))[self.source(bucket)]
+        return np.append(np.where(self.held[bucket.root], self.arena, 255 - self.arena), np.uint8(0))[self.source(bucket)]
 
     def run(self, source: Array) -> int | None:
         """Where the arena holds a bucket as a whole, with its padding."""
         where = source[0] + np.arange(len(source))
-        if where[-1] >= self.size or where[0] % plan.ALIGNMENT:
-            return None
-        return int(where[0]) if np.where(source < 0, ~self.used[where], source == where).all() else None
+        inside = where[-1] < self.size and where[0] % plan.ALIGNMENT == 0
+        return int(where[0]) if inside and np.where(source < 0, ~self.used[where], source == where).all() else None
 
 
 @given(layouts(), st.randoms(), st.sampled_from([1, 100, 1 << 18]))
 def test_every_element_arrives_once_from_a_holder(manifest: Manifest, random: Any, step: int) -> None:
     reference, buckets = Reference(manifest), plan_buckets(manifest)
     offsets, size = arena_offsets(manifest.tensors)
-    assert size == reference.size
-    assert all(places.ravel()[0] == offsets[index] for index, places in reference.places.items() if places.size)
+    begins = {index: places.ravel()[0] for index, places in reference.places.items() if places.size}
+    assert size == reference.size and begins.items() <= offsets.items()
     arena = torch.zeros(size, dtype=torch.uint8)
     pairs = list(zip(buckets, targets_of(manifest, buckets, arena), strict=True))
     random.shuffle(pairs)  # senders do not wait for each other
@@ -103,8 +100,7 @@ def test_every_element_arrives_once_from_a_holder(manifest: Manifest, random: An
         with mock.patch.object(group, "_PIECE", step):
             digest = copy_and_hash(flat, target.parts, TAGS.hasher(), check=lambda: None).digest
             assert digest == TAGS.digest(torch.from_numpy(flat))
-            changed = flat.copy()
-            changed[random.randrange(len(flat))] ^= 1 << random.randrange(8)
+            changed = flat ^ (np.arange(len(flat)) == random.randrange(len(flat)))
             (apart,) = targets_of(manifest, [bucket], torch.zeros_like(arena))
             assert copy_and_hash(changed, apart.parts, TAGS.hasher(), check=lambda: None).digest != digest
     assert (arena.numpy() == reference.arena).all()
@@ -116,7 +112,7 @@ def test_every_element_arrives_once_from_a_holder(manifest: Manifest, random: An
 def test_of_one_sender_every_bucket_is_a_run_in_order(manifest: Manifest, bucket_bytes: int) -> None:
     manifest = Manifest(manifest.tensors, bucket_bytes)
     buckets = plan_buckets(manifest)
-    assert buckets == plan_buckets(msgspec.json.decode(msgspec.json.encode(manifest), type=Manifest))
+    assert buckets == plan_buckets(msgspec.convert(msgspec.to_builtins(manifest), Manifest))
     offsets, size = arena_offsets(manifest.tensors)
     ends = [0, *itertools.accumulate(bucket.nbytes for bucket in buckets)]
     assert [*(plan.run_of(manifest, bucket, offsets) for bucket in buckets), size] == ends
@@ -148,13 +144,13 @@ def nested(draw: st.DrawFn) -> Manifest:
 
 @given(nested())
 def test_no_sender_sends_much_more_than_some_must(manifest: Manifest) -> None:
-    loads = Counter[int]()
+    loads = [0] * manifest.senders
     for bucket in plan_buckets(manifest):
         loads[bucket.root] += bucket.nbytes
     held = [set(manifest.cuts[cut].holders[0]) for cut in manifest.cut_of]
     sizes = [math.prod(spec.shape) * 2 + 63 for spec in manifest.tensors]  # with padding
     bounds = [sum(size for size, by in zip(sizes, held, strict=True) if by <= block) / len(block) for block in held]
-    assert max(loads.values(), default=0) <= 1.1 * max(bounds, default=0) + plan.LEAST_BYTES
+    assert max(loads) <= 1.1 * max(bounds, default=0) + plan.LEAST_BYTES
 
 
 @given(layouts(), st.integers(2, 4))
@@ -172,9 +168,10 @@ def test_senders_come_forward_at_one_pace(manifest: Manifest, senders: int) -> N
 
 
 def test_what_few_hold_is_given_out_first() -> None:
-    specs = tuple(TensorSpec(f"t{number}", "uint8", (plan.LEAST_BYTES,)) for number in range(4))
-    buckets = plan_buckets(Manifest(specs, 1 << 30, 3, (Cut(((0, 1, 2),)), Cut(((1,),))), (0, 0, 0, 1)))
-    assert [(bucket.pieces[0].tensor, bucket.root) for bucket in buckets] == [(3, 1), (0, 0), (1, 2), (2, 0)]
+    specs = tuple(TensorSpec(f"t{number}", "uint8", (plan.LEAST_BYTES,)) for number in range(5))
+    buckets = plan_buckets(Manifest(specs, 2 * plan.LEAST_BYTES, 3, (Cut(((0, 1, 2),)), Cut(((1,),))), (0, 0, 0, 1, 1)))
+    found = [([piece.tensor for piece in bucket.pieces], bucket.root) for bucket in buckets]
+    assert found == [([3, 4], 1), ([0], 0), ([1], 2), ([2], 0)]  # a bucket may be exactly full
 
 
 def test_query_key_and_value_adjoin() -> None:
@@ -196,8 +193,7 @@ UNCOVERED = r"cut into \d parts of -?\d in dimension -?\d, which does not cover 
         (Manifest((), 0), "bucket_bytes is 0, must be"),
         (Manifest((), 64, 0), "senders is 0, must be"),
         (Manifest((W,), 64, cut_of=(0, 0)), "cut_of names 2 cuts for 1 tensors"),
-        (Manifest((W,), 64, cut_of=(1,)), "tensor w has cut 1 of 1"),
-        (Manifest((W,), 64, cut_of=(-1,)), "tensor w has cut -1 of 1"),
+        *((Manifest((W,), 64, cut_of=(cut,)), f"tensor w has cut {cut} of 1") for cut in (1, -1)),
         (Manifest((W,), 64, 2, (Cut(((0, 2),)),)), r"tensor w is held by \(\(0, 2\),\), of 2 senders"),
         (Manifest((W,), 64, 2, (Cut(((0,), ()), 0, 2),)), r"tensor w is held by \(\(0,\), \(\)\), of 2 senders"),
         *((Manifest((W,), 64, 1, (Cut(((0,),), *cut),)), UNCOVERED) for cut in ((0, 3), (1, 1), (2, 4), (-1, 4), (0, -4))),
@@ -217,7 +213,7 @@ def test_messages_call_a_member_by_its_rank_and_name() -> None:
 
 
 @given(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=9), st.data())
-def test_buckets_reach_each_receiver_on_one_way(machines: Sequence[str], data: st.DataObject) -> None:
+def test_buckets_reach_each_receiver_on_one_way(machines: list[str], data: st.DataObject) -> None:
     senders = data.draw(st.integers(1, len(machines)))
     network, used = dict[object, set[object]](), set[str]()
     for sender in range(senders):
