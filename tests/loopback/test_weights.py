@@ -499,7 +499,7 @@ def member(connection: Any) -> None:
     address, manifest, deadline = connection.recv()
     sender = SendBuffers(manifest, number=1)
     with suppress(InvariantViolated):
-        sender.fill(share(manifest, 1, 1)[:1])
+        sender.fill(share(manifest, 1, 1)[:7])
     sending = sender.send(join_rendezvous(address, NAMES[1]), VERSION, deadline)
     connection.send("sending")
     sending.exception()
