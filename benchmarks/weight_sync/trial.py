@@ -93,6 +93,10 @@ class Sender(TrainerService):
         self.untrained = Untrained(self._specs)
         self._worker = TrainRank(self.untrained, self.config)  # type: ignore[arg-type]
 
+    def buckets(self) -> list[torch.Tensor]:
+        """Each uint8."""
+        return self._worker.sender.buffers.buffers
+
 
 class Receiver(RolloutService):
     def load(self) -> None:
