@@ -236,9 +236,9 @@ class TestOpo:
             assert float(got[i]) == pytest.approx(rewards[i] - baseline if valid[i] else 0.0, rel=1e-11, abs=1e-14)
 
     def test_equal_rewards_a_group_of_one_and_no_tokens(self):
-        groups, lengths = torch.tensor([0, 0, 0, 1, 2, 2]), f64(3, 3, 7, 9, 0, 0)
-        got = opo(f64(0.1, 0.1, 0.1, 2.0, 1.0, 3.0), groups, lengths)
-        assert got.tolist() == [0.0, 0.0, 0.0, 2.0, 1.0, 3.0]
+        groups, lengths = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3]), f64(3, 3, 7, 9, 0, 0, 1, 0)
+        got = opo(f64(0.1, 0.1, 0.1, 2.0, 1.0, 3.0, 4.0, 6.0), groups, lengths)
+        assert got.tolist() == [0.0, 0.0, 0.0, 2.0, 1.0, 3.0, 0.0, 2.0]
 
     def test_an_episodes_length_is_that_of_all_its_rows(self):
         mask = matrix([1, 1, 0], [1, 0, 0], [1, 0, 1])

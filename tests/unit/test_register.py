@@ -399,6 +399,7 @@ def begun(*members: Member) -> tuple[Rollouts, Membership]:
 
 
 def test_nobody_serves_before_a_commit() -> None:
+    assert Membership(Register(), term=3).epoch == Epoch(20_000, ())
     _, membership = of()
     assert membership.stale  # what is published next waits for somebody
     with pytest.raises(InvariantViolated, match=r"^an epoch needs a living member$"):
