@@ -809,6 +809,7 @@ class TestChoice:
         one = step(7)
         back = StepTokens((one.logp - one.start).sign(), one.logp, one.draws, one.start)
         assert not beyond_second_moment(back, own_part, threshold=0.0).any()
+        assert torch.equal(beyond_second_moment(one, own_part), beyond_second_moment(one, own_part, threshold=0.04))
 
     @pytest.mark.parametrize(
         ("gaps", "advantages", "chosen"),

@@ -126,6 +126,11 @@ def test_a_guest_comes_after_its_host_even_where_it_is_the_larger() -> None:
     assert seats(placed, "reference") == [("n0", (1,)), ("n0", (2,))]
 
 
+def test_the_largest_replicas_come_first() -> None:
+    placed = place(make(services={"rollout": [{}, {"engine": "vllm", "tensor_parallel": 2}]}), nodes(4))
+    assert seats(placed, "rollout") == [("n0", (1, 2)), ("n0", (3,))]
+
+
 def test_guests_are_on_their_hosts_nodes_also_where_there_are_no_devices() -> None:
     services = {
         "trainer": {"processes": 2, "placement": "spread"},
