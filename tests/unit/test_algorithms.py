@@ -330,12 +330,14 @@ class TestRegistries:
         def estimate(inputs, options):
             return inputs.rewards
 
-        @policy_loss("own", zero_without_advantage=needs_values)
+        more: dict[str, Any] = {"chooses": highest, "by_start": True} if needs_values else {}
+
+        @policy_loss("own", zero_without_advantage=needs_values, **more)
         def loss(inputs, options):
             return inputs.logp
 
         assert ADVANTAGES.find("own") == AdvantageEstimator(estimate, False, needs_values)
-        assert POLICY_LOSSES.find("own") == PolicyLoss(loss, needs_values)
+        assert POLICY_LOSSES.find("own") == PolicyLoss(loss, needs_values, **more)
 
     def test_a_name_belongs_to_one_function(self):
         with pytest.raises(ValueError, match="registered twice"):
@@ -727,6 +729,7 @@ def in_parts(one: StepTokens, cuts: list[int], choose) -> torch.Tensor:
         rounds = iter(range(10**6))
 
         def batch_sum(part: torch.Tensor) -> torch.Tensor:
+            assert part.dtype == torch.float64
             sums[number := next(rounds), index] = part
             lock.wait(timeout=60)
             return sum(sums[number, other] for other in range(parts))
@@ -755,6 +758,10 @@ class TestChoice:
             chosen = [value for value, is_chosen in zip(values, got.tolist(), strict=True) if is_chosen]
             assert all(value >= last for value in chosen)
             assert last == 0 or sorted(chosen, reverse=True) == [value for value in ordered if value >= last]
+
+    @given(st.floats(allow_nan=False, allow_infinity=False))
+    def test_the_largest_is_told_from_its_neighbour(self, value: float):
+        assert largest(f64(value, math.nextafter(value, -math.inf)), 0.0, own_part).tolist() == [True, False]
 
     def test_covariances_are_about_the_means_of_the_step(self):
         one = step(0)
