@@ -420,7 +420,7 @@ class TestPassAtK:
 
 
 class Row(NamedTuple):
-    """A branch: whether each token is trained, and what turns earned, by their last token."""
+    """A branch: whether each token is trained, and what turns earned, by a token of theirs."""
 
     mask: list[int]
     turns: dict[int, float]
@@ -466,8 +466,8 @@ def episode_batches(draw: st.DrawFn, turns: bool = True) -> list[Episode]:
             rows = []
             for _ in range(rng.integers(1, 4)):
                 mask = (rng.random(rng.integers(1, 10)) < 0.6).astype(int).tolist()
-                ends = [t for t, m in enumerate(mask) if m and not any(mask[t + 1 : t + 2])]
-                rows.append(Row(mask, {t: float(rng.normal()) for t in ends if turns and rng.random() < share}))
+                trained = [t for t, m in enumerate(mask) if m and turns]
+                rows.append(Row(mask, {t: float(rng.normal()) for t in trained if rng.random() < share}))
             episodes.append(Episode(group, float(rng.normal()), bool(rng.random() < 0.8), rows))
     return episodes
 
