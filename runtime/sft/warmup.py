@@ -205,9 +205,12 @@ def _fit(
 
 def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> None:
     """Update the running mean of the weights: `decay` · the mean before + (1 − `decay`) · the weights."""
+    from runtime.weights.group import indexed
+
     means = dict(average.named_parameters())
-    for spec, weight in zip(trainer.backend.tensor_specs(), trainer.backend.gather(), strict=True):
-        means[spec.name].data.lerp_(weight, 1 - decay)
+    specs = trainer.backend.tensor_specs()
+    for tensor, span, block in trainer.backend.shards():
+        indexed(means[specs[tensor].name].data, span).lerp_(block, 1 - decay)
 
 
 def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
