@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -105,7 +107,8 @@ def _publish(
         buffers.begin(version, DEADLINE)
     sent = [buffers.send(group, version, DEADLINE) for buffers, group in zip(sending, groups, strict=False)]
     filling = [in_thread("fill", partial(to.fill, held)) for to, held in zip(sending, shards, strict=True)]
-    for each in (*filling, *sent, *waiting):
+    pending: list[Future[Any]] = [*filling, *sent, *waiting]
+    for each in pending:
         each.result(2 * DEADLINE)
     took = time.monotonic() - began
     for into in staging:
