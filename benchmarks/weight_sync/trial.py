@@ -40,14 +40,14 @@ LINE = 16 << 20  # bytes: a manifest is one
 
 
 class Untrained:
-    """In the place of a training engine: its weights are what lies in the sender's buckets, so a copy of them takes no time.
-    `Trial.fill` and `Trial.alter` make them, and `Trial.gather` measures what it takes otherwise."""
+    """In the place of a training engine: weights in the dtype on the wire, of `WeightSyncTrial.fill` and `alter`; its `gather`
+    measures what the cast from float32 takes."""
 
     def __init__(self, specs: Sequence[TensorSpec]):
         self.backend = self
         self.rank_info = RankInfo(0, 1, torch.device("cpu"))
         self._specs = list(specs)
-        self.weights: list[torch.Tensor] = []
+        self.weights = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
 
     def tensor_specs(self) -> list[TensorSpec]:
         return self._specs
@@ -90,13 +90,12 @@ class Sender(TrainerService):
         self._specs = specs
 
     def load(self) -> None:
-        engine = Untrained(self._specs)
-        self._worker = TrainRank(engine, self.config)  # type: ignore[arg-type]
-        engine.weights = self.views()
+        self.untrained = Untrained(self._specs)
+        self._worker = TrainRank(self.untrained, self.config)  # type: ignore[arg-type]
 
-    def views(self) -> list[torch.Tensor]:
-        """The tensors in the buckets."""
-        return self._worker.sender.buffers._views
+    def buckets(self) -> list[torch.Tensor]:
+        """Each uint8."""
+        return self._worker.sender.buffers.buffers
 
 
 class Receiver(RolloutService):
@@ -144,20 +143,20 @@ class WeightSyncTrial:
 
     async def fill(self) -> None:
         """The sender: other weights than before."""
-        generator = torch.Generator().manual_seed(len(self._sender.views()))
-        for view in self._sender.views():
+        generator = torch.Generator().manual_seed(len(self._sender.untrained.weights))
+        for view in self._sender.untrained.weights:
             view.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
 
     async def alter(self, share: float, seed: int) -> None:
         """The sender: the lowest bit of about `share` of all elements, as a small step of training has it."""
         generator = torch.Generator().manual_seed(seed)
-        for view in self._sender.views():
+        for view in self._sender.untrained.weights:
             places = torch.randint(view.numel(), (int(view.numel() * share),), generator=generator)
             view.view(torch.int16)[places] ^= 1
 
     async def sent(self) -> int:
         """The sender: xxh3-64 of its tensors."""
-        return digest(self._sender.views())
+        return digest(self._sender.untrained.weights)
 
     async def look(self) -> None:
         """A receiver: take xxh3-64 of what is staged next."""
@@ -169,8 +168,8 @@ class WeightSyncTrial:
         return self._receiver.unused.digest
 
     async def gather(self) -> float:
-        """The sender: seconds in which an engine's float32 masters become the bfloat16 tensors in the buckets."""
-        views = self._sender.views()
+        """The sender: seconds in which an engine's float32 masters become bfloat16 tensors."""
+        views = self._sender.untrained.weights
         masters = [view.float() for view in views]
         seconds = []
         for _ in range(2):  # the first is not counted

@@ -205,12 +205,9 @@ def _fit(
 
 def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> None:
     """Update the running mean of the weights: `decay` · the mean before + (1 − `decay`) · the weights."""
-    from runtime.weights.group import indexed
-
-    means = dict(average.named_parameters())
-    specs = trainer.backend.tensor_specs()
-    for tensor, span, block in trainer.backend.shards():
-        indexed(means[specs[tensor].name].data, span).lerp_(block, 1 - decay)
+    means, specs = dict(average.named_parameters()), trainer.backend.tensor_specs()
+    for shard in trainer.backend.shards():  # one process holds every tensor whole
+        means[specs[shard.tensor].name].data.lerp_(shard.block, 1 - decay)
 
 
 def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
