@@ -143,7 +143,7 @@ def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch:
 
 
 def digest_of(buffer: torch.Tensor) -> int:
-    return BucketTags(KEY).digest(Bucket((), buffer.numel() - TRAILER.size), buffer)
+    return BucketTags(KEY).digest(buffer)
 
 
 class BufferedBytes:
@@ -153,11 +153,11 @@ class BufferedBytes:
         self.begun, self.go = threading.Event(), threading.Event()
         copy_and_hash = shared_memory.copy_and_hash
 
-        def hold(source: Any, target: Any, hasher: Any, check: Any) -> Any:
-            if len(target) == nbytes:
+        def hold(source: Any, parts: Any, hasher: Any, check: Any) -> Any:
+            if len(source) == nbytes:
                 self.begun.set()
                 assert self.go.wait(PATIENCE)
-            return copy_and_hash(source, target, hasher, check)
+            return copy_and_hash(source, parts, hasher, check)
 
         patch.setattr(shared_memory, "copy_and_hash", hold)
 

@@ -280,14 +280,6 @@ def test_adopted_weights_compute_what_transformers_computes(name: str) -> None:
         assert received.copies(decoder.weights) == copied & has
 
 
-def test_what_a_boundary_of_buckets_separates_is_copied() -> None:
-    folder, model = saved()
-    received = Received(folder, names_of(model), bucket_bytes=1)
-    decoder = received.adopted()
-    assert received.copies(decoder.weights) == {"qkv", "qkv_bias", "gate_up"}
-    assert_equals(model, whole_logits(decoder, TOKENS))
-
-
 def test_tensors_that_lie_side_by_side_by_chance_are_not_taken_for_one() -> None:
     folder, model = saved()
     received = Received(folder, names_of(model))
