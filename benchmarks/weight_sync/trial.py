@@ -40,23 +40,26 @@ LINE = 16 << 20  # bytes: a manifest is one
 
 
 class Untrained:
-    """In the place of a training engine: weights in the dtype on the wire, of `WeightSyncTrial.fill` and `alter`; its `gather`
-    measures what the cast from float32 takes."""
+    """In the place of rank `rank` of `ranks` training engines that hold the rows. Its weights are what lies in the sender's
+    buckets, so a copy of them takes no time; `Trial.fill` and `Trial.alter` make them, and `Trial.gather` measures what it
+    takes otherwise. For encoding `delta`, which compares the two, they lie elsewhere."""
 
-    def __init__(self, specs: Sequence[TensorSpec]):
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, ranks: int):
         self.backend = self
-        self.rank_info = RankInfo(0, 1, torch.device("cpu"))
+        self.rank_info = RankInfo(rank, ranks, torch.device("cpu"))
         self._specs = list(specs)
-        self.weights = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+        self.parts: list[Shard] = []
 
     def tensor_specs(self) -> list[TensorSpec]:
         return self._specs
 
     def cuts(self) -> list[Cut]:
-        return [Cut()] * len(self._specs)
+        ranks = self.rank_info.world_size
+        rows = tuple((rank,) for rank in range(ranks))
+        return [Cut(rows, 0, -(-spec.shape[0] // ranks)) if ranks > 1 else Cut() for spec in self._specs]
 
     def shards(self) -> Iterator[Shard]:
-        return (Shard(index, (), weight) for index, weight in enumerate(self.weights))
+        return iter(self.parts)
 
 
 class Unused:
@@ -65,6 +68,7 @@ class Unused:
     version = PolicyVersion()
     has_work = torn = False
     adopts = ""
+    thread = None
 
     def __init__(self) -> None:
         self.look = False
@@ -85,17 +89,28 @@ class Unused:
 
 
 class Sender(TrainerService):
-    def __init__(self, config: Config, specs: Sequence[TensorSpec]):
-        super().__init__(config, "trainer-0", 0)
-        self._specs = specs
+    _engine: Any
+
+    def __init__(self, config: Config, specs: Sequence[TensorSpec], rank: int = 0, ranks: int = 1):
+        super().__init__(config, f"trainer-{rank}", rank)
+        self._specs, self._ranks = specs, ranks
 
     def load(self) -> None:
-        self.untrained = Untrained(self._specs)
-        self._worker = TrainRank(self.untrained, self.config)  # type: ignore[arg-type]
+        self._engine = Untrained(self._specs, self.rank, self._ranks)
+        self._worker = TrainRank(self._engine, self.config)
+        delta = self.config.weight_sync.encoding == "delta"
+        self._engine.parts = [each._replace(block=each.block.clone()) if delta else each for each in self.buckets()]
 
-    def buckets(self) -> list[torch.Tensor]:
-        """Each uint8."""
-        return self._worker.sender.buffers.buffers
+    def buckets(self) -> list[Shard]:
+        """What lies in the buckets, in the manifest's order."""
+        pieces = self._worker.sender.buffers._pieces
+        return [Shard(index, piece.span, view) for index in sorted(pieces) for _, piece, view in pieces[index]]
+
+    def views(self) -> list[torch.Tensor]:
+        return [each.block for each in self.buckets()]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [each.block for each in self._engine.shards()]
 
 
 class Receiver(RolloutService):
@@ -143,20 +158,20 @@ class WeightSyncTrial:
 
     async def fill(self) -> None:
         """The sender: other weights than before."""
-        generator = torch.Generator().manual_seed(len(self._sender.untrained.weights))
-        for view in self._sender.untrained.weights:
-            view.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
+        generator = torch.Generator().manual_seed(len(self._sender.weights()))
+        for weight in self._sender.weights():
+            weight.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
 
     async def alter(self, share: float, seed: int) -> None:
         """The sender: the lowest bit of about `share` of all elements, as a small step of training has it."""
         generator = torch.Generator().manual_seed(seed)
-        for view in self._sender.untrained.weights:
-            places = torch.randint(view.numel(), (int(view.numel() * share),), generator=generator)
-            view.view(torch.int16)[places] ^= 1
+        for weight in self._sender.weights():
+            places = torch.randint(weight.numel(), (int(weight.numel() * share),), generator=generator)
+            weight.view(torch.int16)[places] ^= 1
 
     async def sent(self) -> int:
         """The sender: xxh3-64 of its tensors."""
-        return digest(self._sender.untrained.weights)
+        return digest(self._sender.views())
 
     async def look(self) -> None:
         """A receiver: take xxh3-64 of what is staged next."""
@@ -168,8 +183,8 @@ class WeightSyncTrial:
         return self._receiver.unused.digest
 
     async def gather(self) -> float:
-        """The sender: seconds in which an engine's float32 masters become bfloat16 tensors."""
-        views = self._sender.untrained.weights
+        """The sender: seconds in which an engine's float32 masters become the bfloat16 tensors in the buckets."""
+        views = self._sender.views()
         masters = [view.float() for view in views]
         seconds = []
         for _ in range(2):  # the first is not counted

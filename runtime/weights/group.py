@@ -15,6 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
@@ -167,7 +168,10 @@ def memory_file(nbytes: int) -> torch.Tensor:
         os.ftruncate(descriptor, nbytes)
         # Seal the size: a process that maps the file would be killed when it touches a part that was cut off.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+        mapped = mmap.mmap(descriptor, nbytes)
+        with suppress(OSError):  # not in every kernel
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
     except BaseException:
         os.close(descriptor)
         raise

@@ -39,6 +39,7 @@ from runtime.weights.group import (
     allocate,
     copy_and_hash,
     digest_of,
+    populate,
     targets_of,
     tensors_of,
 )
@@ -59,13 +60,14 @@ class StagedWeights:
     """An arena for a whole version beside the weights in use. `taken` is set from the reception until `release`."""
 
     def __init__(self, manifest: Manifest, *, shared: bool = False):
-        """Plan the first reception, which makes the arena. `shared`: other processes can map it. Raises InvalidMessage."""
+        """Plan the first reception, which makes the arena. `shared`: other processes map it. Raises InvalidMessage."""
         plan_buckets(manifest)
         self.manifest = manifest  # of the next reception, always of the same tensors
         self.version: PolicyVersion | None = None  # the version in the arena; None during a reception
         self.taken = False
         self._shared = shared
         self._arena: torch.Tensor | None = None
+        self._tensors: dict[str, torch.Tensor] = {}  # in the arena, by name
         self._buckets: Sequence[Bucket] = ()  # of the last reception, and the memory of each
         self._targets: list[Target] = []
         self._sent_tags: dict[int, torch.Tensor] = {}  # by sender, the tags of its buckets: uint8 [tags, bytes of a tag]
@@ -76,9 +78,7 @@ class StagedWeights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views into the arena by Hugging Face name, for `RolloutEngine.stage`."""
-        assert self._arena is not None
-        specs = self.manifest.tensors
-        return {spec.name: tensor for spec, tensor in zip(specs, tensors_of(specs, self._arena), strict=True)}
+        return dict(self._tensors)
 
     def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
         """Receive and verify `version`, in a thread. Returns how the time since the announcement was spent. The first reception
@@ -118,12 +118,18 @@ class StagedWeights:
         """Allow another version to be received into these buckets."""
         self.taken = False
 
-    def _prepare(self) -> None:
+    def allocate(self) -> torch.Tensor:
+        """Make the arena unless present, in a memory file where there are any: other members may copy out of it."""
         if self._arena is None:
-            size = arena_offsets(self.manifest.tensors)[1]
-            (self._arena,) = allocate([max(1, size)], pin=False, shared=self._shared)
+            specs = self.manifest.tensors
+            (self._arena,) = allocate([max(1, arena_offsets(specs)[1])], pin=False, shared=self._shared or AVAILABLE)
+            self._tensors = dict(zip((spec.name for spec in specs), tensors_of(specs, self._arena), strict=True))
+        return self._arena
+
+    def _prepare(self) -> None:
+        arena = self.allocate()
         if (buckets := plan_buckets(self.manifest)) is not self._buckets:
-            self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, self._arena)
+            self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, arena)
             counts = Counter(bucket.root for bucket in buckets)
             self._sent_tags = {root: torch.zeros(counts[root], TAG.size, dtype=torch.uint8) for root in sorted(counts)}
             most = max((target.nbytes for target in self._targets if target.run is None), default=0)
@@ -262,13 +268,13 @@ class WeightReceiver:
         for before in (self._reception, self._sending):
             if before is not None and not (await asyncio.wait({before}, timeout=timeout))[0]:
                 raise DeadlineExceeded(self._name, "join", "the transfer before has not ended", timeout)
+        self._prepare(command.manifest)
         # Wait until all members are connected, or the timeout or the end of rank 0. Known limit: an abort does not end this.
         group = await asyncio.wrap_future(in_thread("join-weights", lambda: join_rendezvous(command.address, self._name)))
         if epoch != self.epoch:  # an abort came meanwhile
             group.abort()
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")
         self.group = group
-        self._prepare(command.manifest)
 
     def _prepare(self, manifest: Manifest) -> None:
         """Plan the reception, and make arenas for the tensors of `manifest` unless present. Raises InvalidMessage."""
@@ -276,6 +282,9 @@ class WeightReceiver:
             self._adopts = any(spec.dtype == self._engine.adopts for spec in manifest.tensors)
             self._sets = [StagedWeights(manifest, shared=self._shared) for _ in range(1 + self._adopts)]
             self._adopted = None
+            if AVAILABLE:
+                arena = self._sets[0].allocate()
+                in_thread("populate-arena", lambda: populate(arena))
         plan_buckets(manifest)
         for each in self._sets:
             each.manifest = manifest

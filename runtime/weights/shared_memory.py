@@ -50,6 +50,9 @@ _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 # Buckets that a receiver copies at once: one thread does not use all of the memory bandwidth.
 LANES = min(2, len(os.sched_getaffinity(0))) if AVAILABLE else 1
 
+# Memory files of a sender that stay mapped: its buckets or arena, its slots, and the tags of a version.
+FILES = 3
+
 
 class _SocketLink(Link):
     """A link over sockets. A thread that uses them holds `_using`: `abort` shuts them down, which frees it, then closes."""
@@ -138,8 +141,7 @@ class ReceivingLink(_SocketLink):
         self._label = label
         self._sender = sender
         self._tags = tags
-        self._inode = 0
-        self._memory: Any = None  # the sender's memory file, uint8, read-only
+        self._files: dict[int, Any] = {}  # the sender's memory files by inode, uint8, read-only; the last one used is last
         self._changed = threading.Lock()  # guards the fields below, and sends to the sender; taken inside `_using`
         self._posted: deque[tuple[int, Target, Future[BucketReceipt]]] = deque()  # to copy: bucket, into, its end
         self._lanes: set[threading.Thread] = set()
@@ -209,25 +211,28 @@ class ReceivingLink(_SocketLink):
         if not message:
             raise RuntimeError(f"{self._label} is gone")
         number, offset, size = _WHOLE.unpack(message)
-        if (number, size) != (index, nbytes) or self._memory is None or offset + size > len(self._memory):
+        memory = next(reversed(self._files.values()), b"")
+        if (number, size) != (index, nbytes) or offset + size > len(memory):
             sent = f"bucket {number}, {size} bytes at {offset}"
             raise RuntimeError(f"{self._label} sent {sent}, for bucket {index}, {nbytes} bytes")
-        return self._memory[offset : offset + size]
+        return memory[offset : offset + size]
 
     def _map(self, descriptor: int) -> None:
-        """Map the file of `descriptor`, once for each file: the first access to a page costs as much as its copy."""
+        """Map the file of `descriptor`, unless it is mapped: the first access to a page costs as much as its copy."""
         try:
             inode = os.fstat(descriptor).st_ino
-            if inode != self._inode or self._memory is None:
-                self._memory = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
-                self._inode = inode
+            known = self._files.pop(inode, None)
+            mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) if known is None else None
+            self._files[inode] = known if mapped is None else np.frombuffer(mapped, np.uint8)
+            if len(self._files) > FILES:
+                del self._files[next(iter(self._files))]
         finally:
             os.close(descriptor)
 
     def _close(self) -> None:
         with self._changed:
             super()._close()
-            self._memory = None
+            self._files.clear()
 
 
 def _fail(copied: Future[BucketReceipt], error: RuntimeError) -> None:
