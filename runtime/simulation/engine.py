@@ -99,9 +99,9 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 def sync_seconds(costs: Costs, machines: Sequence[str], senders: int, bucket_bytes: int) -> list[float]:
-    """Return by rank the seconds in which a receiver gets a version; 0 for senders. `machines`: as for `hops`. A hop takes as long
-    as its busiest receiver, all its hops of that kind together; no member sends more than one gets. Each further hop adds a
-    bucket."""
+    """Return by rank the seconds in which a receiver gets a version; 0 for senders. `machines`: as for `hops`. A hop takes as
+    long as its busiest receiver, all its hops of that kind together; no member sends more than one gets. Each further hop
+    adds a bucket."""
     part = costs.weights_bytes / senders
     ways = [hops(machines, senders, sender) for sender in range(senders)]
     rates = {"collective": costs.bandwidth, "shared_memory": costs.memory}
