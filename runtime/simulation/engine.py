@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import math
 import random
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import chain, count
 
@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 
 from runtime.types import PolicyVersion, Sample
-from runtime.weights.plan import Hop, hops
+from runtime.weights.plan import hops
 
 # ---- Costs
 # The costs in a simulation: lengths in tokens, durations in seconds. Pure: the caller passes the random generator.
@@ -99,14 +99,16 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 def sync_seconds(costs: Costs, machines: Sequence[str], senders: int, bucket_bytes: int) -> list[float]:
-    """Return by rank the seconds in which a receiver gets a version; 0 for senders. `machines`: as for `hops`. A hop is as slow
-    as its busiest end, whose bandwidth all of the end's hops share. Each further hop on the way adds one bucket."""
+    """Return by rank the seconds in which a receiver gets a version; 0 for senders. `machines`: as for `hops`. A hop takes as
+    long as its busiest receiver, all its hops of that kind together; no member sends more than one gets. Each further hop
+    adds a bucket."""
     part = costs.weights_bytes / senders
     ways = [hops(machines, senders, sender) for sender in range(senders)]
     rates = {"collective": costs.bandwidth, "shared_memory": costs.memory}
-    busy: Counter[tuple[str, int]] = Counter()  # seconds
+    busy: defaultdict[tuple[str, int], float] = defaultdict(float)  # seconds
     for hop in chain.from_iterable(ways):
-        busy.update(dict.fromkeys(_ends(hop), part / rates[hop.transport]))
+        for child in hop.children:
+            busy[hop.transport, child] += part / rates[hop.transport]
     found = [0.0] * len(machines)
     for way in ways:
         at: dict[int, tuple[float, float]] = {}  # by rank: seconds of the slowest hop on the way, and of buckets passed on
@@ -114,16 +116,10 @@ def sync_seconds(costs: Costs, machines: Sequence[str], senders: int, bucket_byt
             slowest, passing = at.get(hop.parent, (0.0, 0.0))
             if hop.parent in at:
                 passing += min(bucket_bytes, part) / rates[hop.transport]
-            here = max(slowest, *(busy[end] for end in _ends(hop))), passing
+            here = max(slowest, *(busy[hop.transport, child] for child in hop.children)), passing
             for child in hop.children:
                 at[child], found[child] = here, max(found[child], sum(here))
     return found
-
-
-def _ends(hop: Hop) -> list[tuple[str, int]]:
-    """Return what works on a hop, of its members. Who is copied from does nothing."""
-    sending = [("send", hop.parent)] if hop.transport == "collective" else []
-    return [*sending, *((hop.transport, child) for child in hop.children)]
 
 
 # ---- Cores
