@@ -36,7 +36,7 @@ class WeightSyncEngineTrial(WeightSyncTrial):
         dtype, tensors = settings.weight_sync.dtype, weights(settings.model.path)
         specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         await self._serve(Sender(settings, specs))
-        torch._foreach_copy_(self._sender.views(), list(tensors.values()))
+        torch._foreach_copy_(self._sender.untrained.weights, list(tensors.values()))
 
     async def generate(self, groups: int) -> None:
         """So many groups at once, one after the other, until `close`."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file, save_file
 
+from runtime.weights.group import copy_and_hash
 from runtime.weights.plan import TensorSpec
-from runtime.weights.shared_memory import copy_and_hash
 
 GLOO, COPY, HASHED, BUCKETS, ONE_BY_ONE, DISK, MEMORY_FILE = (
     "raw gloo broadcast",

@@ -279,7 +279,7 @@ class Hop(NamedTuple):
 
     transport: str  # a key of `sender.LINKS`
     parent: int  # rank
-    children: tuple[int, ...]  # ranks, of which `collective` has one
+    children: tuple[int, ...]  # ranks; of `collective` there is one
 
 
 def hops(machines: Sequence[str], senders: int, sender: int) -> list[Hop]:

@@ -422,7 +422,7 @@ class SendBuffers:
             pending.append((link.send(index, buffer), buffer))
             # The receivers' taking of the oldest bucket unblocks this: at most `DEPTH` buckets are under way.
             self._take(pending, DEPTH - 1, give_up)
-        if tags:  # the last message, of which a receiver knows the size
+        if tags:  # the last message, whose size a receiver knows
             last = torch.frombuffer(bytearray(b"".join(tags)), dtype=torch.uint8)
             link.describe(tags[-1], None)
             pending.append((link.send(self.count + self.number, last), last))

@@ -280,7 +280,7 @@ async def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> Non
 @on_a_loop
 async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() -> None:
     async with stage(replace(WEIGHT_SYNC, join_timeout=1.5)) as here:
-        hosted = await here.trainer.call(InitWeightGroup(1, 3, "collective", ("trainer-0", "rollout-0", "rollout-1")))
+        hosted = await here.trainer.call(InitWeightGroup(1, ("rollout-0", "rollout-1"), ("", "", "")))
         with pytest.raises(ServiceFault, match=r"rollout-0: rendezvous: rank 2 \(rollout-1\) did not join|trainer-0\) is gone"):
             await here.rollouts[0].call(JoinWeights(replace(hosted.address, rank=1), hosted.manifest))
         with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 2 \(rollout-1\) did not join"):
@@ -299,7 +299,7 @@ async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_b
 
     monkeypatch.setattr(sender, "open_rendezvous", slow)
     async with stage() as here:
-        hosting = asyncio.ensure_future(here.trainer.call(InitWeightGroup(1, 2, "collective", ("trainer-0", "rollout-0"))))
+        hosting = asyncio.ensure_future(here.trainer.call(InitWeightGroup(1, ("rollout-0",), ("", ""))))
         await until(opening.is_set)
         await here.trainer.call(AbortWeights(PolicyVersion(), 1))  # it is answered meanwhile
         publishing = asyncio.ensure_future(here.publisher.group.open())  # of the number 1 again: it waits for its turn
@@ -347,14 +347,19 @@ def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[tor
 @on_a_loop
 async def test_the_first_bucket_arrives_before_the_last_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = threading.Semaphore(0)
-    faults = StagedWeights._faults
+    post = StagedWeights._post
 
-    def seen(staged: StagedWeights, index: int, *bucket: Any) -> list[str]:
-        found = faults(staged, index, *bucket)
-        verified.release()
-        return found
+    def seen(staged: StagedWeights, group: sender.WeightGroup, index: int, give_up: float) -> Any:
+        target, transfer = post(staged, group, index, give_up)
 
-    monkeypatch.setattr(StagedWeights, "_faults", seen)
+        def wait(until: float) -> Any:
+            receipt = transfer(until)
+            verified.release()
+            return receipt
+
+        return target, wait
+
+    monkeypatch.setattr(StagedWeights, "_post", seen)
 
     def late(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         *most, last = tensors

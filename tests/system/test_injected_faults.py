@@ -70,8 +70,8 @@ def patch():
     def require_same(self, index, digest, name):
         self.whole(index, digest, name)
         if once("flipped"):
-            own = [number for number, _ in self._own]
-            self._buffers[own.index(index)][0] ^= 1  # behind the checksum's back: receivers find it, then the sender
+            own = [number for number, _ in self.own]
+            self.buffers[own.index(index)][0] ^= 1  # behind the checksum's back: receivers find it, then the sender
     SendBuffers._require_same = require_same
 """
 

@@ -45,22 +45,6 @@ class TensorSpec(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Holders(_message.Message):
-    __slots__ = ("senders",)
-    SENDERS_FIELD_NUMBER: _ClassVar[int]
-    senders: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, senders: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Cut(_message.Message):
-    __slots__ = ("holders", "dim", "size")
-    HOLDERS_FIELD_NUMBER: _ClassVar[int]
-    DIM_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    holders: _containers.RepeatedCompositeFieldContainer[Holders]
-    dim: int
-    size: int
-    def __init__(self, holders: _Optional[_Iterable[_Union[Holders, _Mapping]]] = ..., dim: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
-
 class Manifest(_message.Message):
     __slots__ = ("tensors", "bucket_bytes", "senders", "base", "cuts", "cut_of")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -73,9 +57,9 @@ class Manifest(_message.Message):
     bucket_bytes: int
     senders: int
     base: str
-    cuts: _containers.RepeatedCompositeFieldContainer[Cut]
+    cuts: bytes
     cut_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., senders: _Optional[int] = ..., base: _Optional[str] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., cut_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., senders: _Optional[int] = ..., base: _Optional[str] = ..., cuts: _Optional[bytes] = ..., cut_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InitWeightGroupRequest(_message.Message):
     __slots__ = ("epoch", "names", "machines")
