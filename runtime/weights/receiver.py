@@ -127,9 +127,9 @@ class StagedWeights:
         return self._arena
 
     def _prepare(self) -> None:
+        if self._arena is None and AVAILABLE:  # a second arena; `join` populates the first one
+            populate(self.allocate())
         arena = self.allocate()
-        if AVAILABLE and not self._buckets:  # the first reception: a second arena has no pages yet
-            populate(arena)
         if (buckets := plan_buckets(self.manifest)) is not self._buckets:
             self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, arena)
             counts = Counter(bucket.root for bucket in buckets)
