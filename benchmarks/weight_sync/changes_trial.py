@@ -47,7 +47,7 @@ class ChangesTrial(WeightSyncTrial):
 
     async def changed(self) -> float:
         """The trainer: the share of words in its buckets that are not those of the call before; 1 at the first."""
-        views = [buffer.view(torch.int16) for buffer in self._sender.views()]
+        views = [each.block.view(-1).view(torch.int16) for each in self._sender.buckets()]
         differ = sum(int((old != new).sum()) for old, new in zip(self._before, views, strict=bool(self._before)))
         share = differ / sum(view.numel() for view in views) if self._before else 1.0
         self._before = [view.clone() for view in views]

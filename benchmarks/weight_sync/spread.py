@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -66,7 +69,7 @@ def _measure(senders: int, receivers: int, where: str, rounds: int, megabytes: i
     )
     lead = open_rendezvous(address, AUTO)
     others = [replace(lead.address, rank=rank) for rank in range(1, len(machines))]
-    joining = [in_thread("join", lambda each=each: join_rendezvous(each, each.label(each.rank))) for each in others]
+    joining = [in_thread("join", partial(join_rendezvous, each, each.label(each.rank))) for each in others]
     groups = [lead.connect(), *(each.result(DEADLINE) for each in joining)]
     sending = [SendBuffers(manifest, number=rank) for rank in range(senders)]
     staging = [StagedWeights(manifest) for _ in range(receivers)]
@@ -99,12 +102,13 @@ def _publish(
             shards[holders[0]].append(Shard(index, span, tensor[slice(*span[0])] if span else tensor))
     pairs = list(zip(groups[len(sending) :], staging, strict=True))
     began = time.monotonic()
-    waiting = [in_thread("receive", lambda at=at, into=into: into.receive(at, version, DEADLINE)) for at, into in pairs]
+    waiting = [in_thread("receive", partial(into.receive, at, version, DEADLINE)) for at, into in pairs]
     for buffers in sending:
         buffers.begin(version, DEADLINE)
     sent = [buffers.send(group, version, DEADLINE) for buffers, group in zip(sending, groups, strict=False)]
-    filling = [in_thread("fill", lambda to=to, held=held: to.fill(held)) for to, held in zip(sending, shards, strict=True)]
-    for each in (*filling, *sent, *waiting):
+    filling = [in_thread("fill", partial(to.fill, held)) for to, held in zip(sending, shards, strict=True)]
+    pending: list[Future[Any]] = [*filling, *sent, *waiting]
+    for each in pending:
         each.result(2 * DEADLINE)
     took = time.monotonic() - began
     for into in staging:
