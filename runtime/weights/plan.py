@@ -132,17 +132,14 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     Raises InvalidMessage for an unknown dtype, a repeated name, a layout that does not fit, or a count below 1."""
     _check(manifest)
     held = _by_holders(manifest)
-    everything = sum(spec.nbytes for spec in manifest.tensors)
     loads = [0] * manifest.senders
     paced: list[tuple[float, int, Bucket]] = []
     # Parts with few holders come first: the others even out what these leave uneven.
     for number, holders in enumerate(sorted(held, key=lambda holders: (len(holders), holders))):
         of_group = held.pop(holders)
         total = sum(aligned(nbytes) for _, _, nbytes in of_group)
-        # Ten buckets or more, so that hashes and copies overlap; if several hold these, ten each: then their loads differ by a
-        # tenth at most.
-        fair = total // len(holders) if len(holders) > 1 else everything
-        most, before = min(manifest.bucket_bytes, max(LEAST_BYTES, fair // 10)), 0
+        # Each holder gets ten buckets or more: then their loads differ by a tenth at most, and hashes and copies overlap.
+        most, before = min(manifest.bucket_bytes, max(LEAST_BYTES, total // (10 * len(holders)))), 0
         for pieces, nbytes in _fill(manifest, of_group, max(most // ALIGNMENT, 1) * ALIGNMENT):
             root = min(holders, key=lambda holder: (loads[holder], holder))
             loads[root] += nbytes
