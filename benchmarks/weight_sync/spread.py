@@ -145,7 +145,7 @@ def compared(found: Sequence[Spread]) -> list[Compared]:
 
 
 def render(found: Sequence[Spread]) -> LiteralTable:
-    title = f"Where {found[0].model / 1e6:.0f} MB go: receivers on the senders' machine (here) or on another (there); MB of a version"
+    title = f"Where {found[0].model / 1e6:.0f} MB go: receivers on the senders' machine (here) or on another (there), MB"
     table = LiteralTable(title=title, title_justify="left", title_style="bold")
     columns = ("senders", "receivers", "", "network, by hop", "shared memory, by hop", "left / model", "staged / share", "GB/s")
     for name in columns:

@@ -127,6 +127,8 @@ class StagedWeights:
         return self._arena
 
     def _prepare(self) -> None:
+        if self._arena is None and AVAILABLE:  # a second arena; `join` populates the first one
+            populate(self.allocate())
         arena = self.allocate()
         if (buckets := plan_buckets(self.manifest)) is not self._buckets:
             self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, arena)
@@ -268,7 +270,8 @@ class WeightReceiver:
         for before in (self._reception, self._sending):
             if before is not None and not (await asyncio.wait({before}, timeout=timeout))[0]:
                 raise DeadlineExceeded(self._name, "join", "the transfer before has not ended", timeout)
-        self._prepare(command.manifest)
+        if epoch == self.epoch:
+            self._prepare(command.manifest)
         # Wait until all members are connected, or the timeout or the end of rank 0. Known limit: an abort does not end this.
         group = await asyncio.wrap_future(in_thread("join-weights", lambda: join_rendezvous(command.address, self._name)))
         if epoch != self.epoch:  # an abort came meanwhile
