@@ -138,8 +138,10 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     for number, holders in enumerate(sorted(held, key=lambda holders: (len(holders), holders))):
         of_group = held.pop(holders)
         total = sum(aligned(nbytes) for _, _, nbytes in of_group)
-        # Each holder gets ten buckets or more: then their loads differ by a tenth at most, and hashes and copies overlap.
-        most, before = min(manifest.bucket_bytes, max(LEAST_BYTES, total // (10 * len(holders)))), 0
+        most, before = manifest.bucket_bytes, 0
+        # Each holder gets ten buckets or more: then their loads differ by a tenth at most, and receivers' slots stay small.
+        if manifest.senders > 1:
+            most = min(most, max(LEAST_BYTES, total // (10 * len(holders))))
         for pieces, nbytes in _fill(manifest, of_group, max(most // ALIGNMENT, 1) * ALIGNMENT):
             root = min(holders, key=lambda holder: (loads[holder], holder))
             loads[root] += nbytes
