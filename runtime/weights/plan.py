@@ -17,7 +17,7 @@ from msgspec import Struct
 from runtime.errors import InvalidMessage, UserError
 
 ALIGNMENT = 64
-LEAST_BYTES = 64 << 10  # of a bucket that is made smaller than `bucket_bytes`
+LEAST_BYTES = 64 << 10  # of a bucket that is made smaller to even out the senders' loads
 
 DTYPES = {  # by torch's name: bytes of an item, and safetensors' name
     "float64": (8, "F64"),
@@ -138,8 +138,9 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     for number, holders in enumerate(sorted(held, key=lambda holders: (len(holders), holders))):
         of_group = held.pop(holders)
         total = sum(aligned(nbytes) for _, _, nbytes in of_group)
-        # Each holder gets ten buckets or more: then their loads differ by a tenth at most, and hashes and copies overlap.
-        most, before = min(manifest.bucket_bytes, max(LEAST_BYTES, total // (10 * len(holders)))), 0
+        most, before = manifest.bucket_bytes, 0
+        if len(holders) > 1:  # each gets ten buckets or more: then their loads differ by a tenth at most
+            most = min(most, max(LEAST_BYTES, total // (10 * len(holders))))
         for pieces, nbytes in _fill(manifest, of_group, max(most // ALIGNMENT, 1) * ALIGNMENT):
             root = min(holders, key=lambda holder: (loads[holder], holder))
             loads[root] += nbytes

@@ -127,8 +127,8 @@ class StagedWeights:
         return self._arena
 
     def _prepare(self) -> None:
-        if self._arena is None and AVAILABLE:  # a second arena; `join` populates the first one
-            populate(self.allocate())
+        if self._arena is None and AVAILABLE:
+            populate(self.allocate())  # before the announcement
         arena = self.allocate()
         if (buckets := plan_buckets(self.manifest)) is not self._buckets:
             self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, arena)
@@ -270,14 +270,13 @@ class WeightReceiver:
         for before in (self._reception, self._sending):
             if before is not None and not (await asyncio.wait({before}, timeout=timeout))[0]:
                 raise DeadlineExceeded(self._name, "join", "the transfer before has not ended", timeout)
-        if epoch == self.epoch:
-            self._prepare(command.manifest)
         # Wait until all members are connected, or the timeout or the end of rank 0. Known limit: an abort does not end this.
         group = await asyncio.wrap_future(in_thread("join-weights", lambda: join_rendezvous(command.address, self._name)))
         if epoch != self.epoch:  # an abort came meanwhile
             group.abort()
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")
         self.group = group
+        self._prepare(command.manifest)
 
     def _prepare(self, manifest: Manifest) -> None:
         """Plan the reception, and make arenas for the tensors of `manifest` unless present. Raises InvalidMessage."""
@@ -285,9 +284,6 @@ class WeightReceiver:
             self._adopts = any(spec.dtype == self._engine.adopts for spec in manifest.tensors)
             self._sets = [StagedWeights(manifest, shared=self._shared) for _ in range(1 + self._adopts)]
             self._adopted = None
-            if AVAILABLE:
-                arena = self._sets[0].allocate()
-                in_thread("populate-arena", lambda: populate(arena))
         plan_buckets(manifest)
         for each in self._sets:
             each.manifest = manifest
