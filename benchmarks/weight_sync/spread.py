@@ -82,7 +82,8 @@ def _measure(senders: int, receivers: int, where: str, rounds: int, megabytes: i
     over = _sent(groups, machines, senders, 1 + rounds)
     network = [hop for hop in over if hop[0] == "collective"]
     left = sum(nbytes for _, _, nbytes, parent in network if parent < senders)
-    staged = max(sum(each.untyped_storage().nbytes() for each in [one.allocate(), *one._slots[:1]]) for one in staging)
+    memory = [[next(iter(one.tensors().values())), *one._slots[:1]] for one in staging]  # a tensor of each file
+    staged = max(sum(each.untyped_storage().nbytes() for each in of_one) for of_one in memory)
     model = sum(spec.nbytes for spec in specs)
     return Spread(senders, receivers, where, model, [hop[:3] for hop in over], left, staged, seconds[1:])
 

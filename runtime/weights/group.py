@@ -157,7 +157,6 @@ AVAILABLE = hasattr(os, "memfd_create")  # on Linux
 _FILES: dict[int, int] = {}  # descriptors of the buffers that live, by address
 
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
-_POPULATED = 16 << 20  # bytes at once: until then no other thread of the process can map memory
 
 
 def memory_file(nbytes: int) -> torch.Tensor:
@@ -184,10 +183,8 @@ def memory_file(nbytes: int) -> torch.Tensor:
 def populate(buffer: torch.Tensor) -> None:
     """Allocate the pages of the arena of `buffer`, if the kernel can: the first write to a page takes ten times as long."""
     whole = buffer.untyped_storage()
-    advise = ctypes.CDLL(None).madvise  # by ctypes, because Python's mmap.madvise would hold the GIL
-    for start in range(0, whole.nbytes(), _POPULATED):
-        size = min(_POPULATED, whole.nbytes() - start)
-        advise(ctypes.c_void_p(whole.data_ptr() + start), ctypes.c_size_t(size), _POPULATE_WRITE)
+    # By ctypes, because Python's mmap.madvise would hold the GIL.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(whole.data_ptr()), ctypes.c_size_t(whole.nbytes()), _POPULATE_WRITE)
 
 
 def _forget(address: int) -> None:

@@ -39,7 +39,6 @@ from runtime.weights.group import (
     allocate,
     copy_and_hash,
     digest_of,
-    populate,
     targets_of,
     tensors_of,
 )
@@ -85,7 +84,7 @@ class StagedWeights:
         allocates: a second arena is made after the engine has freed its initial weights, so there are at most two copies."""
         if self.taken:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
-        self._prepare()
+        self._prepare(group.forwards)
         # The sender's `announce` unblocks this, once its first bucket is whole. An abort, or the sender's loss, ends it.
         with spans.log.span("await sender", spans.WEIGHT_SYNC, step=version.step):
             self._await_sender(group, version)
@@ -118,18 +117,13 @@ class StagedWeights:
         """Allow another version to be received into these buckets."""
         self.taken = False
 
-    def allocate(self) -> torch.Tensor:
-        """Make the arena unless present, in a memory file where there are any: other members may copy out of it."""
-        if self._arena is None:
+    def _prepare(self, forwards: bool) -> None:
+        """Make the arena unless present. `forwards`: other members copy out of it, so it should be a memory file."""
+        if (arena := self._arena) is None:
             specs = self.manifest.tensors
-            (self._arena,) = allocate([max(1, arena_offsets(specs)[1])], pin=False, shared=self._shared or AVAILABLE)
-            self._tensors = dict(zip((spec.name for spec in specs), tensors_of(specs, self._arena), strict=True))
-        return self._arena
-
-    def _prepare(self) -> None:
-        if self._arena is None and AVAILABLE:
-            populate(self.allocate())  # before the announcement
-        arena = self.allocate()
+            (arena,) = allocate([max(1, arena_offsets(specs)[1])], pin=False, shared=self._shared or (forwards and AVAILABLE))
+            self._arena = arena
+            self._tensors = dict(zip((spec.name for spec in specs), tensors_of(specs, arena), strict=True))
         if (buckets := plan_buckets(self.manifest)) is not self._buckets:
             self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, arena)
             counts = Counter(bucket.root for bucket in buckets)

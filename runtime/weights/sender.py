@@ -86,7 +86,8 @@ class WeightGroup:
         self.aborted = False
         self._store: AuthenticatedStore | None = AuthenticatedStore(store, address.key).within(f"epoch/{address.epoch}")
         self._interface = interface
-        self._links: list[Link] = []  # one for each hop in which this member takes part
+        self._hops: list[Hop] = []  # in which this member takes part
+        self._links: list[Link] = []  # one for each of them
         self._ways: dict[int, Link] = {}  # by sender: this member's place on the way of its buckets
         self._forwards: deque[tuple[Transfer, torch.Tensor]] = deque()
         self._transfers = 0
@@ -111,7 +112,7 @@ class WeightGroup:
                 link.abort()
             self._store = None
             raise
-        self._links = list(made.values())
+        self._hops, self._links = list(made), list(made.values())
         for sender, way in ways.items():
             parent = next((made[hop] for hop in way if self.rank in hop.children), None)
             relay = Relay(parent, [made[hop] for hop in way if hop.parent == self.rank], self._forwards)
@@ -139,6 +140,11 @@ class WeightGroup:
         """Block a receiver until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
         self._transfers += 1
         self._running_store().await_value(f"transfer/{self._transfers}", timeouts.GLOO_BACKSTOP)
+
+    @property
+    def forwards(self) -> bool:
+        """Whether this receiver passes buckets on."""
+        return any(hop.parent == self.rank for hop in self._hops)
 
     def way(self, sender: int) -> Link:
         """Return this member's place on the way of the buckets of `sender`."""
