@@ -61,7 +61,7 @@ def test_a_sender_takes_memory_for_its_part_and_a_receiver_for_one_model_and_slo
         assert buffers[0].untyped_storage().nbytes() == sum(buffer.nbytes for buffer in buffers) == whole // 4
     for cut in (manifest.cuts[0], Cut(((0,), (1,), (2,), (3,)), 1, 24)):
         receiver = StagedWeights(Manifest(SPECS, 4096, senders=4, cuts=(cut,)))
-        receiver._prepare()
+        receiver._prepare(False)
         assert receiver._arena is not None
         assert receiver._arena.untyped_storage().nbytes() == arena_offsets(SPECS)[1] == whole
         if cut.dim:

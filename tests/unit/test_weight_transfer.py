@@ -292,7 +292,7 @@ def test_a_receptions_time_is_divided_whole(
     monkeypatch.setattr(receiver, "time", clock)
     group: Any = Arrivals(clock, seconds)
     staged = StagedWeights(NINE)
-    staged._prepare()
+    staged._prepare(False)
     staged._tags, staged._digests = group.tags, []
     took, _ = staged._take(group, VERSION, 1e6)
     spent = (took.wait_seconds, took.copy_seconds, took.hash_seconds)
