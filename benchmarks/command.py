@@ -104,13 +104,6 @@ def _scale(options: Options, show: Show) -> Measured:
     return bench, report
 
 
-def _shards(options: Options, show: Show) -> Measured:
-    from benchmarks.weight_sync import shards as bench
-
-    report = bench.measure(bench.QUICK if options.quick else bench.ShardsSettings(), show)
-    return bench, report
-
-
 def _simulation(options: Options, show: Show) -> Measured:
     from benchmarks import simulation as bench
 
@@ -213,7 +206,6 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "rewards": _rewards,
     "rollout": _rollout,
     "scale": _scale,
-    "shards": _shards,
     "simulation": _simulation,
     "staleness": _staleness,
     "startup": _usual("startup"),

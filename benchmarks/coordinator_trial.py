@@ -45,7 +45,8 @@ from runtime.types import (
     StepResult,
     TrainGroup,
 )
-from runtime.weights.plan import TensorSpec
+from runtime.weights.group import Shard
+from runtime.weights.plan import Cut, TensorSpec
 from services import process
 from services.reference import ReferenceService
 from services.reward import RewardService
@@ -161,11 +162,11 @@ class InstantTrainer(ModelTrainer):
     def tensor_specs(self) -> list[TensorSpec]:
         return [TensorSpec("weights", "float32", tuple(self._weights.shape))]
 
-    def holders(self) -> list[tuple[int, ...]]:
-        return [(0,)]
+    def cuts(self) -> list[Cut]:
+        return [Cut()]
 
-    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        yield self._weights
+    def shards(self) -> Iterator[Shard]:
+        yield Shard(0, (), self._weights)
 
     def export(self, folder: Path) -> None:
         """Nobody asks for it."""

@@ -115,13 +115,11 @@ class WeightGroupReady(Struct, frozen=True):
 
 
 class InitWeightGroup(Command[WeightGroupReady], frozen=True):
-    """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer once, as the first, however many of
-    its ranks send. `transport`: one of `runtime.weights.sender.LINKS`. A rollout gets it to send its version on."""
+    """Open the rendezvous of a new epoch, as its rank 0. A rollout gets it to send its version on."""
 
     epoch: int
-    world_size: int
-    transport: str
-    names: tuple[str, ...] = ()  # of the counted members, in order
+    names: tuple[str, ...]  # of the receivers, in order
+    machines: tuple[str, ...]  # of the senders and then the receivers, as `runtime.weights.plan.shared_machines` returns them
 
 
 class JoinWeights(Command[None], frozen=True):

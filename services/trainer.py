@@ -21,8 +21,8 @@ def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
 
 
 class TrainerService(SpmdService):
-    """One rank. A sender of weights is also a member of the weight sync's group, whatever the engine does meanwhile. The
-    methods here answer beside the engine. Other commands, such as SendWeights, wait for its thread: `TrainRank` has them."""
+    """One rank. It is also a member of the weight sync's group, whatever the engine does meanwhile. The methods here answer
+    beside the engine. Other commands, such as SendWeights, wait for its thread: `TrainRank` has them."""
 
     _worker: TrainRank
 
@@ -31,27 +31,22 @@ class TrainerService(SpmdService):
 
     async def close(self) -> None:
         await super().close()
-        if (sender := self._worker.sender) is not None:
-            await asyncio.wrap_future(sender.close())
+        await asyncio.wrap_future(self._worker.sender.close())
 
     async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
-        """Open the rendezvous. Called on rank 0, which always sends."""
-        assert self._worker.sender is not None
+        """Open the rendezvous. Called on rank 0."""
         return await self._worker.sender.open(command)
 
     async def join_weights(self, command: JoinWeights) -> None:
-        """Join the rendezvous. Called on all other ranks; a rank that sends nothing does nothing."""
-        if (sender := self._worker.sender) is not None:
-            await sender.join(command.address)
+        """Join the rendezvous. Called on all other ranks."""
+        await self._worker.sender.join(command.address)
 
     async def resend_weights(self, command: ResendWeights) -> WeightsSent:
-        sender = self._worker.sender
-        return WeightsSent(0, 0.0) if sender is None else await sender.send(command.version, command.epoch)
+        return await self._worker.sender.send(command.version, command.epoch)
 
     async def abort_weights(self, command: AbortWeights) -> None:
-        if (sender := self._worker.sender) is not None:
-            # Answer after the group is left: the next epoch may use the same port.
-            await asyncio.wrap_future(sender.close(command.epoch))
+        # Answer after the group is left: the next epoch may use the same port.
+        await asyncio.wrap_future(self._worker.sender.close(command.epoch))
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ class ChangesTrial(WeightSyncTrial):
         await asyncio.to_thread(self._bench.step, number)
 
     async def changed(self) -> float:
-        """The trainer: the share of elements whose bits are not those of the call before; 1 at the first."""
-        views = [view.view(torch.int16) for view in self._sender.views()]
+        """The trainer: the share of words in its buckets that are not those of the call before; 1 at the first."""
+        views = [each.block.view(-1).view(torch.int16) for each in self._sender.buckets()]
         differ = sum(int((old != new).sum()) for old, new in zip(self._before, views, strict=bool(self._before)))
         share = differ / sum(view.numel() for view in views) if self._before else 1.0
         self._before = [view.clone() for view in views]

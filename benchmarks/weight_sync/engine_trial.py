@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from benchmarks.rollout_trial import FLEET, requests
 from benchmarks.weight_sync.trial import Sender, WeightSyncTrial, run
 from runtime.config import Config
+from runtime.weights.group import indexed
 from runtime.weights.plan import TensorSpec
 from services.rollout import RolloutService
 from services.rpc import contract
@@ -36,7 +37,9 @@ class WeightSyncEngineTrial(WeightSyncTrial):
         dtype, tensors = settings.weight_sync.dtype, weights(settings.model.path)
         specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         await self._serve(Sender(settings, specs))
-        torch._foreach_copy_(self._sender.views(), list(tensors.values()))
+        given = list(tensors.values())
+        for part in self._sender._engine.shards():
+            part.block.copy_(indexed(given[part.tensor], part.span))
 
     async def generate(self, groups: int) -> None:
         """So many groups at once, one after the other, until `close`."""

@@ -29,7 +29,8 @@ from runtime.rollout.engine import EngineStats
 from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.types import PolicyVersion
-from runtime.weights.plan import TensorSpec
+from runtime.weights.group import Shard
+from runtime.weights.plan import Cut, TensorSpec
 from services import process
 from services.rollout import RolloutService
 from services.rpc import contract
@@ -39,20 +40,26 @@ LINE = 16 << 20  # bytes: a manifest is one
 
 
 class Untrained:
-    """In the place of a training engine: its weights are what lies in the sender's buckets, so gathering them takes no time.
-    `Trial.fill` and `Trial.alter` make them, and `Trial.gather` measures what it takes otherwise."""
+    """In the place of rank `rank` of `ranks` training engines that hold the rows. Its weights are what lies in the sender's
+    buckets, so a copy of them takes no time; `Trial.fill` and `Trial.alter` make them, and `Trial.gather` measures what it
+    takes otherwise. For encoding `delta`, which compares the two, they lie elsewhere."""
 
-    def __init__(self, specs: Sequence[TensorSpec]):
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, ranks: int):
         self.backend = self
-        self.rank_info = RankInfo(0, 1, torch.device("cpu"))
+        self.rank_info = RankInfo(rank, ranks, torch.device("cpu"))
         self._specs = list(specs)
-        self.weights: list[torch.Tensor] = []
+        self.parts: list[Shard] = []
 
     def tensor_specs(self) -> list[TensorSpec]:
         return self._specs
 
-    def gather(self, targets: Sequence[int]) -> Iterator[torch.Tensor]:
-        yield from self.weights
+    def cuts(self) -> list[Cut]:
+        ranks = self.rank_info.world_size
+        rows = tuple((rank,) for rank in range(ranks))
+        return [Cut(rows, 0, -(-spec.shape[0] // ranks)) if ranks > 1 else Cut() for spec in self._specs]
+
+    def shards(self) -> Iterator[Shard]:
+        return iter(self.parts)
 
 
 class Unused:
@@ -61,6 +68,7 @@ class Unused:
     version = PolicyVersion()
     has_work = torn = False
     adopts = ""
+    thread = None
 
     def __init__(self) -> None:
         self.look = False
@@ -81,19 +89,28 @@ class Unused:
 
 
 class Sender(TrainerService):
-    def __init__(self, config: Config, specs: Sequence[TensorSpec]):
-        super().__init__(config, "trainer-0", 0)
-        self._specs = specs
+    _engine: Any
+
+    def __init__(self, config: Config, specs: Sequence[TensorSpec], rank: int = 0, ranks: int = 1):
+        super().__init__(config, f"trainer-{rank}", rank)
+        self._specs, self._ranks = specs, ranks
 
     def load(self) -> None:
-        engine = Untrained(self._specs)
-        self._worker = TrainRank(engine, self.config)  # type: ignore[arg-type]
-        engine.weights = self.views()
+        self._engine = Untrained(self._specs, self.rank, self._ranks)
+        self._worker = TrainRank(self._engine, self.config)
+        delta = self.config.weight_sync.encoding == "delta"
+        self._engine.parts = [each._replace(block=each.block.clone()) if delta else each for each in self.buckets()]
+
+    def buckets(self) -> list[Shard]:
+        """What lies in the buckets, in the manifest's order."""
+        pieces = self._worker.sender.buffers._pieces
+        return [Shard(index, piece.span, view) for index in sorted(pieces) for _, piece, view in pieces[index]]
 
     def views(self) -> list[torch.Tensor]:
-        """The tensors in the buckets."""
-        assert self._worker.sender is not None
-        return self._worker.sender.buffers._views
+        return [each.block for each in self.buckets()]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [each.block for each in self._engine.shards()]
 
 
 class Receiver(RolloutService):
@@ -141,16 +158,16 @@ class WeightSyncTrial:
 
     async def fill(self) -> None:
         """The sender: other weights than before."""
-        generator = torch.Generator().manual_seed(len(self._sender.views()))
-        for view in self._sender.views():
-            view.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
+        generator = torch.Generator().manual_seed(len(self._sender.weights()))
+        for weight in self._sender.weights():
+            weight.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
 
     async def alter(self, share: float, seed: int) -> None:
         """The sender: the lowest bit of about `share` of all elements, as a small step of training has it."""
         generator = torch.Generator().manual_seed(seed)
-        for view in self._sender.views():
-            places = torch.randint(view.numel(), (int(view.numel() * share),), generator=generator)
-            view.view(torch.int16)[places] ^= 1
+        for weight in self._sender.weights():
+            places = torch.randint(weight.numel(), (int(weight.numel() * share),), generator=generator)
+            weight.view(torch.int16)[places] ^= 1
 
     async def sent(self) -> int:
         """The sender: xxh3-64 of its tensors."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file, save_file
 
+from runtime.weights.group import copy_and_hash
 from runtime.weights.plan import TensorSpec
-from runtime.weights.shared_memory import copy_and_hash
 
 GLOO, COPY, HASHED, BUCKETS, ONE_BY_ONE, DISK, MEMORY_FILE = (
     "raw gloo broadcast",
@@ -119,7 +119,7 @@ class Ways:
     def _copy_and_hash(self) -> None:
         if not self._first:
             source, target = (tensor.view(torch.uint8).numpy() for tensor in (self._shared, self._flat))
-            copy_and_hash(source, target, xxhash.xxh3_128(), lambda: None)
+            copy_and_hash(source, [(0, target)], xxhash.xxh3_128(), lambda: None)
 
     def _in_buckets(self) -> None:
         bucket: list[torch.Tensor] = []

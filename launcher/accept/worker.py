@@ -68,6 +68,7 @@ def platform(device: str, folder: Path) -> Figures:
 def weight_sync(device: str, folder: Path) -> Figures:
     """Send weights to another process over the device's backend. A transfer must end by its deadline if that process stops."""
 
+    from runtime.weights.group import Shard
     from runtime.weights.sender import SendBuffers, open_rendezvous
 
     where = own.device(device)
@@ -85,7 +86,8 @@ def weight_sync(device: str, folder: Path) -> Figures:
         for version in range(VERSIONS):
             _heard(receiver, "posted")
             sender.begin(PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER)
-            sender.fill(torch.full((ELEMENTS,), float(version + index)) for index in range(TENSORS))
+            tensors = [torch.full((ELEMENTS,), float(version + index)) for index in range(TENSORS)]
+            sender.fill(Shard(index, (), tensor) for index, tensor in enumerate(tensors))
             sent = sender.send(group, PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER).result(timeouts.ACCEPT_TRANSFER)
             _heard(receiver, "whole")
             rates.append(sent.bytes / sent.seconds / 1e6)

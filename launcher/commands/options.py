@@ -213,7 +213,7 @@ def add_render(parser: CommandParser) -> None:
 def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench = commands.add_parser("bench", help="measure this machine, or the cost of staleness")
     names = "all concurrency coordinator depth engine engines gateway learning messages packing page weight_sync rewards "
-    names += "rollout scale shards simulation staleness startup storm train"
+    names += "rollout scale simulation staleness startup storm train"
     bench.add_argument("name", choices=names.split())
     bench.add_argument("--quick", action="store_true", help="fewer rounds, sizes, seeds or cases; `all` takes every bench so")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")

@@ -440,7 +440,7 @@ def _require_agreement(first: RankFile, file: RankFile) -> None:
 # ---- Writing: a release, without optimizer and generators
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class FolderTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The layout and the names of the checkpoint to write."""
 
     grid: ClassicGrid
@@ -464,7 +464,7 @@ def target_for(
     noops: tuple[int, ...] = (),
     expert_tensor: int | None = None,
     extended: bool = False,
-) -> Target:
+) -> FolderTarget:
     """Return the target. `layout` is the requested layout: its stages and expert ranks are processes. `expert_tensor`: None for
     the number of tensor ranks. Raises UserError, which names the option, if options do not fit each other or the model."""
     latent = shape.latent
@@ -490,7 +490,7 @@ def target_for(
         layers_per_stage=tuple(counts) or layout.layers_per_stage,
     )
     cut.require(shape)
-    return Target(grid=grid, layout=cut, naming=naming, noops=noops, each=layers_per_virtual_stage)
+    return FolderTarget(grid=grid, layout=cut, naming=naming, noops=noops, each=layers_per_virtual_stage)
 
 
 def _require_options(
@@ -531,7 +531,7 @@ def _stage_numbers(total: int, stages: int) -> list[range]:
     return [range(stage * (total // stages), (stage + 1) * (total // stages)) for stage in range(stages)]
 
 
-def rank_parameters(model: HfModel, target: Target, rank: Coordinates) -> list[list[Parameter]]:
+def rank_parameters(model: HfModel, target: FolderTarget, rank: Coordinates) -> list[list[Parameter]]:
     """Return the parameters of a rank, for each of its virtual stages."""
     found = []
     for stage in range(rank[1], target.layout.pipeline, target.grid.pipeline):
@@ -547,7 +547,7 @@ def rank_parameters(model: HfModel, target: Target, rank: Coordinates) -> list[l
     return found
 
 
-def write_ranks(model: HfModel, target: Target, folder: Path, progress: Progress) -> None:
+def write_ranks(model: HfModel, target: FolderTarget, folder: Path, progress: Progress) -> None:
     """Write the files of all ranks. Memory holds all tensors of one rank at a time."""
     arguments = _arguments(model, target)
     for rank in target.grid.ranks():
@@ -584,7 +584,7 @@ def _state(model: HfModel, naming: Naming, parameters: list[Parameter], progress
     return state
 
 
-def _arguments(model: HfModel, target: Target) -> argparse.Namespace:
+def _arguments(model: HfModel, target: FolderTarget) -> argparse.Namespace:
     """Return the arguments that Megatron-LM compares with its own, or takes over with --use-checkpoint-args."""
     grid = target.grid
     layout, shape = target.layout, model.family.shape

@@ -497,20 +497,18 @@ class WeightSyncConfig(Section, frozen=True):
     """The weight sync: weights go to the rollouts in flat buckets. Every phase has a deadline."""
 
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
-    """`shared_memory`: rollouts on the same machine copy the weights out of the trainer's memory. `collective`: a broadcast
-    over `backend`. `auto`: shared memory if trainer and all rollouts are on one machine, else the collective."""
+    """`shared_memory`: rollouts copy the weights out of the trainer's memory, all on one machine. `collective`: over `backend`.
+    `auto`: through memory within a machine, over `backend` between machines."""
     encoding: Literal["whole", "delta"] = "whole"
-    """`delta`: gather and send only what changed since the version before, without loss, over any transport."""
+    """`delta`: send only what changed since the version before, without loss, over any transport."""
     backend: GroupBackend = "auto"
     """Of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo. hccl and nccl refuse two members on one device."""
     bucket_bytes: Bytes = 16 << 20
-    """Size of a bucket. A larger tensor has its own. Four buckets are sent at a time, so a model should have many more."""
+    """Most bytes of a bucket. Larger tensors are divided. Four buckets are sent at a time, so a model should have many more."""
     in_flight: Literal["keep", "recompute", "drain"] = "keep"
     """What happens to samples in generation when new weights are swapped in. `keep`: they continue with their keys and values.
     `recompute`: they continue with keys and values of the new weights. `drain`: they end first, and no sample begins meanwhile.
     With `training.staleness: 0` no training sample is in generation then."""
-    senders: Literal["one", "all"] = "one"
-    """`one`: rank 0 of the trainer gathers and sends all buckets. `all`: each rank that can have whole tensors sends some."""
     dtype: DType = "auto"
     """Dtype on the wire. `auto`: the trainer's compute dtype (`model.dtype`), so that rollouts sample from the same numbers;
     bfloat16 with `encoding: delta`. The exported model has the dtype in the `config.json` of `model.path`."""

@@ -80,6 +80,7 @@ _REMOVED = {
     "ledger.segment_bytes": "a payload file has 64 MiB; leave the key out",
     "weight_sync.folder": "weights travel over the network or in memory; leave the key out",
     "weight_sync.full_every": "one version of 50 is sent whole; leave the key out",
+    "weight_sync.senders": "every rank sends the parts that it holds; leave the key out",
     "weight_sync.abort_timeout": "members have 10 s to leave a group; leave the key out",
     "mismatch.keep_tokens": "each rank keeps 2048 tokens of a step; leave the key out",
     "network.hccl_host_ports": "write services.ROLE.env: {HCCL_HOST_SOCKET_PORT_RANGE: FIRST-LAST}",

@@ -15,7 +15,7 @@ from runtime.config.base import DType, computed_dtype
 from runtime.models import hf_folder
 from runtime.process.network import is_loopback
 from runtime.rollout.vllm.arguments import LEAST_TEMPERATURE, own_faults
-from runtime.weights.plan import resolve_transport
+from runtime.weights.plan import shared_machines, transports
 
 # ---- The reference and teachers, and the policy's experts
 
@@ -173,8 +173,7 @@ def device_faults(config: Config, trains: bool) -> Iterator[str]:
 def _shared_device(config: Config) -> Iterator[str]:
     """Yield a line if two members share a device, which NCCL and HCCL refuse. A role that names no device has its own."""
     settings = config.weight_sync
-    transport = resolve_transport(settings.transport, settings.backend, {"trainer-0": "this"})
-    if settings.backend == "gloo" or transport != "collective":
+    if settings.backend == "gloo" or shared_machines(settings.transport, settings.backend, {"trainer-0": "this"}) != ("",):
         return
     taken = dict.fromkeys(config.services.trainer.devices[:1], "trainer-0")
     for name, fleet in topology.replicas(config).items():
@@ -183,7 +182,7 @@ def _shared_device(config: Config) -> Iterator[str]:
             continue
         device = fleet.devices[place * size]
         if device in taken:
-            key = f"transport: {transport}" if settings.backend == "auto" else f"backend: {settings.backend}"
+            key = "transport: collective" if settings.backend == "auto" else f"backend: {settings.backend}"
             must = "must be backend gloo, or transport shared_memory, or other services.*.devices"
             yield f"weight_sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; {must}"
             return
@@ -196,8 +195,10 @@ def hccl_beside_workers(config: Config) -> bool:
     if takes_turns(config) or settings.backend not in ("auto", "hccl") or settings.transport == "shared_memory":
         return False
     machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
-    collective = resolve_transport(settings.transport, settings.backend, machines) == "collective"
-    return collective and any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
+    shared = shared_machines(settings.transport, settings.backend, machines)
+    return "collective" in transports(shared, 1) and any(
+        fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values()
+    )
 
 
 def colocation_faults(config: Config, trains: bool) -> Iterator[str]:

@@ -37,7 +37,7 @@ from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswe
 from runtime.process.waiting import done_within
 from runtime.telemetry.metrics import WeightSyncFigures
 from runtime.types import PolicyVersion
-from runtime.weights.plan import resolve_transport
+from runtime.weights.plan import shared_machines, transports
 
 TRIES = 3  # of a rendezvous, or of a weight sync, that fails although no rollout is lost
 
@@ -53,7 +53,7 @@ class SyncGroup:
         self.trainer, self.machines, self.pool, self.settings = trainer, machines, pool, settings
         self.epoch = Epoch(0, ())  # the newest epoch that was connected
         self.members: dict[str, RolePort] = {}  # the rollouts of this epoch by name
-        self.transport = ""  # the transport of this epoch; "" before the first epoch
+        self.transport = ""  # the transports of this epoch; "" before the first epoch
 
     async def open(self) -> None:
         """Connect the trainer and every living rollout. A rollout that does not join is lost, and left out of the next epoch.
@@ -75,10 +75,10 @@ class SyncGroup:
         """Connect the group. Return None, or the fault. Raises UserError if the members cannot use the configured transport."""
         ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
         machines = {**self.machines, **{port.name: port.machine for port in ports}}
-        transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
-        names = [self.trainer.name, *(port.name for port in ports)]
+        shared = shared_machines(self.settings.transport, self.settings.backend, machines)
+        names = tuple(port.name for port in ports)
         # The trainer opens the rendezvous and answers at once. It connects concurrently, once the rollouts have joined.
-        hosted = await self.trainer.call(commands.InitWeightGroup(epoch.number, len(names), transport, tuple(names)))
+        hosted = await self.trainer.call(commands.InitWeightGroup(epoch.number, names, shared))
         address, manifest = hosted.address, hosted.manifest
         joins = [asyncio.ensure_future(self.trainer.post(JoinWeights(address, manifest)))] if address.senders > 1 else []
         joins += [
@@ -90,8 +90,9 @@ class SyncGroup:
             await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
             failed = next((error for join in joins if join.done() and (error := join.exception())), None)
             if failed is None:
-                self.epoch, self.members, self.transport = epoch, {port.name: port for port in ports}, transport
-                log.info("epoch %d: %s to %s by %s", epoch.number, self.trainer.name, ", ".join(self.members), transport)
+                self.epoch, self.members = epoch, {port.name: port for port in ports}
+                self.transport = " and ".join(sorted(transports(shared, len(self.machines))))
+                log.info("epoch %d: %s to %s by %s", epoch.number, self.trainer.name, ", ".join(names), self.transport)
                 return None
             self.pool.membership.break_up(epoch.number)
             if not isinstance(failed, SluiceError):

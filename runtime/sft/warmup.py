@@ -205,9 +205,9 @@ def _fit(
 
 def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> None:
     """Update the running mean of the weights: `decay` · the mean before + (1 − `decay`) · the weights."""
-    means = dict(average.named_parameters())
-    for spec, weight in zip(trainer.backend.tensor_specs(), trainer.backend.gather(), strict=True):
-        means[spec.name].data.lerp_(weight, 1 - decay)
+    means, specs = dict(average.named_parameters()), trainer.backend.tensor_specs()
+    for shard in trainer.backend.shards():  # one process holds every tensor whole
+        means[specs[shard.tensor].name].data.lerp_(shard.block, 1 - decay)
 
 
 def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:

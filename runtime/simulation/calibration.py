@@ -110,6 +110,7 @@ def assumed(config: Config, device: str, cores: int, parameters: float = 0.0) ->
         update=12 * parameters / _BYTES[device] / trainer,
         weights_bytes=float(width * parameters),
         bandwidth=_LINK[device],
+        memory=_BYTES["cpu"],
         coordinator_message=2e-4,
         coordinator_byte=3e-9,
         cores=cores,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.weight_sync import seen
 from runtime.errors import ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.waiting import done_within
-from runtime.simulation.engine import STATE, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples
+from runtime.simulation.engine import STATE, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples, sync_seconds
 from runtime.simulation.loop import SimulatedLoop
 from runtime.status import Progress, Status
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, ValueRequest
@@ -252,9 +252,9 @@ class SimulatedProcess:
 class SyncEpoch:
     """An epoch that fails for all members if one leaves or ends, as a collective does. Events count the awaited members."""
 
-    def __init__(self, names: tuple[str, ...]):
-        """Make the epoch of the members `names`, the sender first."""
-        self.names = names
+    def __init__(self, names: tuple[str, ...], seconds: Mapping[str, float]):
+        """Make the epoch of the members `names`, the sender first. `seconds`: in which each receiver gets a version."""
+        self.names, self.seconds = names, seconds
         self.broken = ""  # the reason, once the epoch is broken
         self.bad: set[PolicyVersion] = set()
         """Versions with a wrong byte for all receivers."""
@@ -327,17 +327,20 @@ class SyncMember(SimulatedProcess):
 
     async def init_weight_group(self, command: InitWeightGroup) -> WeightGroupReady:
         """Open an epoch with this process as its sender."""
-        epoch = self.cluster.epochs[command.epoch] = SyncEpoch(command.names)
+        cluster, names = self.cluster, (self.name, *command.names)
+        senders = cluster.config.services.trainer.processes if self.is_group else 1
+        machines = (*command.machines[:1] * senders, *command.machines[1:])
+        took = sync_seconds(cluster.costs, machines, senders, cluster.config.weight_sync.bucket_bytes)
+        epoch = cluster.epochs[command.epoch] = SyncEpoch(names, dict(zip(command.names, took[senders:], strict=True)))
         self._tasks.add(self.loop.create_task(self._meet(epoch)))
         address = GroupAddress(
             epoch=command.epoch,
-            world_size=len(command.names),
+            world_size=len(epoch.names),
             backend="gloo",
-            timeout=self.cluster.config.weight_sync.join_timeout,
+            timeout=cluster.config.weight_sync.join_timeout,
             host=self.machine,
             port=1,
-            transport=command.transport,
-            names=command.names,
+            names=epoch.names,
         )
         return WeightGroupReady(address, Manifest(tensors=(), bucket_bytes=1))
 
@@ -443,11 +446,10 @@ class SimulatedRollout(SyncMember):
         await self.cluster.epochs[command.address.epoch].meet(self)
 
     async def receive_weights(self, command: commands.ReceiveWeights) -> commands.WeightsReceived:
-        costs, limits = self.cluster.costs, self.cluster.config.weight_sync
+        config, epoch = self.cluster.config, self.cluster.epochs[command.epoch]
         self.received = None
-        patience = self.cluster.config.deadlines.train + 2 * limits.transfer_timeout
-        seconds = self.slow * costs.weights_bytes / costs.bandwidth
-        await self.cluster.epochs[command.epoch].receive(self, command.version, seconds, patience)
+        patience = config.deadlines.train + 2 * config.weight_sync.transfer_timeout
+        await epoch.receive(self, command.version, self.slow * epoch.seconds[self.name], patience)
         self.received = command.version
         return commands.WeightsReceived()
 

@@ -9,15 +9,16 @@ import asyncio
 import heapq
 import math
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import chain, count
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
 from runtime.types import PolicyVersion, Sample
+from runtime.weights.plan import hops
 
 # ---- Costs
 # The costs in a simulation: lengths in tokens, durations in seconds. Pure: the caller passes the random generator.
@@ -76,7 +77,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     train_token: float = 5e-5
     update: float = 2e-3  # of the optimizer, for any batch
     weights_bytes: float = 4e6
-    bandwidth: float = 1e9  # bytes a second, from the trainer to each rollout
+    bandwidth: float = 1e9  # bytes a second over the network, into and out of each process
+    memory: float = 1e9  # bytes a second that a process copies out of another's memory
     swap: float = 1e-3  # of a rollout to a received version
     save: float = 1e-2
     start: Distribution = Fixed(2.0)  # of a process, until it registers
@@ -94,6 +96,30 @@ class Costs(Struct, frozen=True, kw_only=True):
             else [self.reply_tokens.draw(chance) for _ in range(size)]
         )
         return [max(1, min(limit, round(length * self.length_scale))) for length in drawn]
+
+
+def sync_seconds(costs: Costs, machines: Sequence[str], senders: int, bucket_bytes: int) -> list[float]:
+    """Return by rank the seconds in which a receiver gets a version; 0 for senders. `machines`: as for `hops`. A hop takes as
+    long as its busiest receiver, all its hops of that kind together; no member sends more than one gets. Each further hop
+    adds a bucket."""
+    part = costs.weights_bytes / senders
+    ways = [hops(machines, senders, sender) for sender in range(senders)]
+    rates = {"collective": costs.bandwidth, "shared_memory": costs.memory}
+    busy: defaultdict[tuple[str, int], float] = defaultdict(float)  # seconds
+    for hop in chain.from_iterable(ways):
+        for child in hop.children:
+            busy[hop.transport, child] += part / rates[hop.transport]
+    found = [0.0] * len(machines)
+    for way in ways:
+        at: dict[int, tuple[float, float]] = {}  # by rank: seconds of the slowest hop on the way, and of buckets passed on
+        for hop in way:
+            slowest, passing = at.get(hop.parent, (0.0, 0.0))
+            if hop.parent in at:
+                passing += min(bucket_bytes, part) / rates[hop.transport]
+            here = max(slowest, *(busy[hop.transport, child] for child in hop.children)), passing
+            for child in hop.children:
+                at[child], found[child] = here, max(found[child], sum(here))
+    return found
 
 
 # ---- Cores

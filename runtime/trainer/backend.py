@@ -28,8 +28,8 @@ from runtime.trainer.micro_batch import Columns, MicroBatch, empty_batch, pack, 
 from runtime.trainer.rows import Routes, Rows
 
 if TYPE_CHECKING:
-    from runtime.weights.delta import Shard
-    from runtime.weights.plan import TensorSpec
+    from runtime.weights.group import Shard
+    from runtime.weights.plan import Cut, TensorSpec
 
 # ---- Ranks: a process's rank in its group, the same number of passes on every rank, and tensors that ranks share by rows.
 
@@ -484,22 +484,16 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def tensor_specs(self) -> list[TensorSpec]:
-        """Return the specs of the policy's tensors under Hugging Face names, in the order of `gather`."""
+        """Return the specs of the policy's tensors under Hugging Face names. The same on all ranks."""
 
     @abstractmethod
-    def holders(self) -> list[tuple[int, ...]]:
-        """Return for each of `tensor_specs` the ranks that can be its target: the ranks that hold or assemble the tensor."""
+    def cuts(self) -> list[Cut]:
+        """Return the layout of each of `tensor_specs` over the ranks. The same on all ranks."""
 
     @abstractmethod
-    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        """Yield the policy's tensors, whole, one at a time. The caller copies each before it asks for the next. `targets`: for
-        each of `tensor_specs`, the rank that gets it: rank 0 or one of its `holders`; () for rank 0. The same on all ranks.
-        Every rank exhausts its iterator, as the ranks send each other the missing parts in it."""
-
-    @abstractmethod
-    def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
-        """Yield this rank's own parts of the policy, in the dtype of the weight sync. The parts of all ranks cover each tensor
-        exactly once. `targets`: as in `gather`; of several ranks that hold the same part, one near the target yields it."""
+    def shards(self) -> Iterator[Shard]:
+        """Yield all parts of the policy that this rank holds, as `cuts` has them, without empty ones. Matrices come first. The
+        blocks have the dtype of the weights, and may share their memory. No rank waits for another."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

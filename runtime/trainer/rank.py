@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from msgspec.structs import replace
 
 from runtime import commands, types
@@ -25,8 +23,8 @@ from runtime.trainer.backend import TrainedRole
 from runtime.trainer.rank_group import NodePart, join_group, require_memory
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer, timed
 from runtime.types import PolicyVersion, StepResult, snake
-from runtime.weights.delta import FULL_EVERY, ShardDelta, TensorChanges
-from runtime.weights.plan import Manifest, TensorSpec, roots
+from runtime.weights.delta import FULL_EVERY
+from runtime.weights.plan import Manifest
 from runtime.weights.sender import SendBuffers, WeightSender
 
 
@@ -176,57 +174,40 @@ class TrainRank(UpdateRank):
     def __init__(self, engine: ModelTrainer, config: Config):
         super().__init__(engine, config)
         device, settings = self.backend.rank_info.device, config.weight_sync
-        ranks, specs = self._senders()
-        base = base_of((spec.name for spec in specs), config.model.path)
-        self.manifest = Manifest(tuple(specs), settings.bucket_bytes, len(ranks), base)
-        self._targets = [ranks[root] for root in roots(self.manifest)]
-        delta = settings.encoding == "delta"
-        by_shard = delta and self.world_size > 1
-        self._delta = ShardDelta(self.rank, device, self._targets) if by_shard else None
-        self.sender: WeightSender | None = None  # None if this rank sends nothing
-        if self.rank in ranks:
-            number, names = ranks.index(self.rank), tuple(f"{self.role}-{sender}" for sender in ranks)
-            buffers = SendBuffers(self.manifest, number=number, pin=device.type == "cuda", takes_changes=by_shard)
-            # Members that share a device cannot use NCCL or HCCL.
-            backend = platform.collective_backend("gloo" if takes_turns(config) else settings.backend, device)
-            full_every = FULL_EVERY if delta else 0
-            self.sender = WeightSender(buffers, config, names[number], backend=backend, names=names, full_every=full_every)
+        delta, names = settings.encoding == "delta", tuple(f"{self.role}-{rank}" for rank in range(self.world_size))
+        self.manifest = self._manifest()
+        buffers = SendBuffers(self.manifest, number=self.rank, pin=device.type == "cuda", takes_changes=delta)
+        # Members that share a device cannot use NCCL or HCCL.
+        backend = platform.collective_backend("gloo" if takes_turns(config) else settings.backend, device)
+        full_every = FULL_EVERY if delta else 0
+        self.sender = WeightSender(buffers, config, names[self.rank], backend=backend, names=names, full_every=full_every)
 
-    def _senders(self) -> tuple[list[int], list[TensorSpec]]:
-        """Return the ranks that send, and the specs of the tensors as sent, each with the senders that can send it."""
-        settings = self.config.weight_sync
-        specs = self.backend.tensor_specs()
+    def _manifest(self) -> Manifest:
+        """Return the manifest of a weight sync in which each rank sends of what it holds."""
+        settings, specs, cuts = self.config.weight_sync, self.backend.tensor_specs(), self.backend.cuts()
         if settings.dtype != "auto":
             specs = [replace(spec, dtype=settings.dtype) for spec in specs]
-        if settings.senders == "one":
-            return [0], specs
-        holders = self.backend.holders()
-        ranks = sorted({0}.union(*holders))
-        held_by = [tuple(ranks.index(holder) for holder in each) for each in holders]
-        return ranks, [replace(spec, held_by=each) for spec, each in zip(specs, held_by, strict=True)]
+        number = {cut: index for index, cut in enumerate(dict.fromkeys(cuts))}
+        return Manifest(
+            tuple(specs),
+            settings.bucket_bytes,
+            senders=self.world_size,
+            cuts=tuple(number),
+            cut_of=tuple(number[cut] for cut in cuts),
+            base=base_of((spec.name for spec in specs), self.config.model.path),
+        )
 
     def apply(self, command: commands.Apply) -> StepResult:
         gaps = self.engine.compare(command.probes) if command.probes else []
         return replace(super().apply(command), probes=gaps)
 
-    def send_weights(self, command: commands.SendWeights) -> Future[commands.WeightsSent] | commands.WeightsSent:
-        """Gather the weights, which takes every rank, and send this rank's part. Raises ServiceFault for an older version."""
+    def send_weights(self, command: commands.SendWeights) -> Future[commands.WeightsSent]:
+        """Send what this rank holds and the plan has it send. Raises ServiceFault for an older version."""
         if command.version < self.version:
             name, phase = f"{self.role}-{self.rank}", "snapshot"
             raise ServiceFault(name, phase, f"version {command.version} was not kept: {self.version} is there")
         self.version = command.version
-        tensors = self._gathered()
-        if self.sender is not None:
-            return self.sender.gather(tensors, command.version, command.epoch)
-        for _ in tensors:
-            pass
-        return commands.WeightsSent(0, 0.0)
-
-    def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
-        """Return what changed since the last weight sync in the tensors that this rank sends, in order, or whole tensors."""
-        current = self.sender is None or self.sender.buffers.filled
-        changes = self._delta.find(self.backend.shards(self._targets), current) if self._delta is not None else None
-        return changes or self.backend.gather(self._targets)
+        return self.sender.gather(self.backend.shards(), command.version, command.epoch)
 
     def export(self, command: commands.Export) -> None:
         self.engine.export(Path(command.folder))

@@ -1,4 +1,4 @@
-"""Transport `collective`: each bucket is one broadcast, over gloo, NCCL or HCCL.
+"""Transport `collective`: each bucket is one broadcast to the next member, over gloo, NCCL or HCCL.
 
 Buffers lie in host memory: NCCL and HCCL copy them through the device. So all else is the same on every backend."""
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from runtime import timeouts
 from runtime.errors import ServiceFault
 from runtime.process import platform
-from runtime.weights.group import ForgedValue, Link, Transfer
+from runtime.weights.group import ForgedValue, Link, Target, Transfer
 from runtime.weights.plan import GroupAddress
 
 # Connections between each two members. With one gloo connection, both ends wait for each other part of the time. A second
@@ -181,10 +181,20 @@ class GlooLink(Link):
     collective to its timeout. The sockets are known here. Their shutdown ends the collective at once, also at the peers."""
 
     def __init__(
-        self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str, connections: int = 1
+        self,
+        store: Any,
+        rank: int,
+        labels: Sequence[str],
+        host: str,
+        timeout: float,
+        *,
+        name: str,
+        connections: int = 1,
+        leader: SocketAddress | None = None,
     ):
         """Block until all of `labels` (one per rank) are connected. Raises ServiceFault after `timeout` seconds. `connections`:
-        between each two ranks, a thread each; gloo uses them in turn, so several collectives move at once."""
+        between each two ranks, a thread each; gloo uses them in turn, so several collectives move at once. `leader`: where the
+        process with the store accepts connections; a wait ends when that process leaves, too."""
         give_up = time.monotonic() + timeout
         self._leaving = threading.Lock()
         devices, own = zip(*(_gloo_device(host) for _ in range(connections)), strict=True)
@@ -202,14 +212,16 @@ class GlooLink(Link):
         except RuntimeError as error:
             raise ServiceFault(name, "rendezvous", f"a member was lost while connecting: {reason(error)}", timeout) from error
         self.gloo._set_default_timeout(timedelta(seconds=timeouts.GLOO_BACKSTOP))
-        self._open = _open_connections(self._local, self._remote)
+        self._watched = self._remote | ({leader} if leader else set())
+        self._open = _open_connections(self._local, self._watched)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         self.sent_bytes += buffer.nbytes
         return self._broadcast(buffer)
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._broadcast(buffer)
+    def receive(self, index: int, target: Target) -> Transfer:
+        assert target.run is not None
+        return self._broadcast(target.run)
 
     def _broadcast(self, buffer: torch.Tensor) -> Transfer:
         gloo = self.gloo
@@ -232,7 +244,7 @@ class GlooLink(Link):
                 if lost:
                     raise RuntimeError("the connection to a member was lost")
                 # Whether any of the first connections has been closed, here or by the peer.
-                lost = _open_connections(self._local, self._remote) < self._open
+                lost = _open_connections(self._local, self._watched) < self._open
                 look = now + timeouts.COLLECTIVE_LOSS
 
     def abort(self) -> None:
@@ -286,8 +298,9 @@ class DeviceLink(Link):
         self.sent_bytes += buffer.nbytes
         return self._broadcast(buffer, True)
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._broadcast(buffer, False)
+    def receive(self, index: int, target: Target) -> Transfer:
+        assert target.run is not None
+        return self._broadcast(target.run, False)
 
     def _broadcast(self, buffer: torch.Tensor, sends: bool) -> Transfer:
         pg = self._running()
@@ -343,7 +356,10 @@ def _abort(pg: Any) -> None:
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
     """Connect, and block until all members are connected. Raises ServiceFault, phase "rendezvous"."""
     if address.backend == "gloo":
-        return GlooLink(store, address.rank, labels, interface, address.timeout, name=name, connections=CONNECTIONS)
+        leader = (address.host, address.port)
+        return GlooLink(
+            store, address.rank, labels, interface, address.timeout, name=name, connections=CONNECTIONS, leader=leader
+        )
     give_up = time.monotonic() + address.timeout
     meet(store, address.rank, "", labels, name, address.timeout)
     left = max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST)

@@ -1,28 +1,35 @@
-"""What all transports share: the group's key, the buckets' buffers and tags, and `Link`, which moves one sender's buckets."""
+"""What all transports share: the group's key, the buckets' tags and memory, and `Link`, which passes buckets on."""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
 import hashlib
+import math
 import mmap
 import os
 import secrets
 import struct
+import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import xxhash
 
 from runtime.errors import UserError
 from runtime.types import PolicyVersion
-from runtime.weights.plan import TRAILER, Bucket, Manifest, aligned
+from runtime.weights.plan import ITEM_BYTES, Bucket, Manifest, Span, TensorSpec, aligned, arena_offsets, run_of
 
 # ---- Authentication
 # Tags prove that a value of a store, or a bucket, comes from a process with the group's key.
@@ -36,6 +43,7 @@ KEY_BYTES = 32
 _NAME_BYTES = 16  # of a hashed name in the store
 _TAG_BYTES = 16  # before each value in the store
 _TAGGED = struct.Struct("<16sqI")  # xxh3-128 of a bucket, its packed version, its index
+TAG = struct.Struct("<Qq")  # of a bucket: a hash under the group's key, and the packed version
 
 
 def new_key() -> bytes:
@@ -116,41 +124,31 @@ class AuthenticatedStore(dist.Store):
 
 
 class BucketTags:
-    """The tags in the trailers of a group's buckets, 8 bytes each. The digest is xxh3-128 of the data, with a seed derived from
-    the key. The tag is BLAKE2b under the key, of digest, version and bucket index. So a universal hash feeds a pseudorandom
-    function, as in UMAC (RFC 4418). xxh3 is as fast as memory, but not proven universal: few seeds kept a digest in tests."""
+    """The tags of a group's buckets. The digest is xxh3-128 of the bucket, with a seed derived from the key. The tag has
+    BLAKE2b under the key, of digest, version and bucket index. So a universal hash feeds a pseudorandom function, as in UMAC
+    (RFC 4418). xxh3 is as fast as memory, but not proven universal: few seeds kept a digest in tests."""
 
     def __init__(self, key: bytes):
         self._key = key
         self._seed = int.from_bytes(derived(key, b"seed", b"", 8), "little")
 
     def hasher(self) -> xxhash.xxh3_128:
-        """Return a hasher that takes a bucket's data by pieces. Its `intdigest` equals the result of `digest`."""
+        """Return a hasher that takes a bucket by pieces. Its `intdigest` equals the result of `digest`."""
         return xxhash.xxh3_128(seed=self._seed)
 
-    def digest(self, bucket: Bucket, buffer: torch.Tensor) -> int:
-        """Return the digest of everything before the trailer."""
-        return xxhash.xxh3_128_intdigest(buffer.numpy()[: bucket.data_bytes].data, seed=self._seed)
+    def digest(self, bucket: torch.Tensor) -> int:
+        """Return the digest of a bucket, uint8."""
+        return xxhash.xxh3_128_intdigest(bucket.numpy().data, seed=self._seed)
 
-    def stamp(self, index: int, bucket: Bucket, buffer: torch.Tensor, version: PolicyVersion) -> int:
-        """Write the trailer of bucket `index`, and return the digest."""
-        digest, packed = self.digest(bucket, buffer), version.pack()
-        TRAILER.pack_into(buffer.numpy().data, bucket.data_bytes, self._tag(digest, packed, index), packed)
-        return digest
-
-    def verify(self, index: int, bucket: Bucket, buffer: torch.Tensor, digest: int | None = None) -> bool:
-        """Return whether the trailer fits the data of bucket `index`. `digest`: of that data, if already known."""
-        tag, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
-        found = self.digest(bucket, buffer) if digest is None else digest
-        return bool(tag == self._tag(found, packed, index))
-
-    def _tag(self, digest: int, packed: int, index: int) -> int:
+    def tag(self, index: int, digest: int, version: PolicyVersion) -> bytes:
+        """Return the tag of bucket `index` with this digest."""
+        packed = version.pack()
         data = _TAGGED.pack(digest.to_bytes(16, "little"), packed, index)
-        return int.from_bytes(derived(self._key, b"bucket", data, 8), "little")
+        return TAG.pack(int.from_bytes(derived(self._key, b"bucket", data, 8), "little"), packed)
 
 
-# ---- The buffers of buckets: of the version that a trainer sends, and of a staged version, which an engine's workers may read
-# Buffers that other processes of this machine can map are memory files without a name (memfd). The limit of /dev/shm, 64 MiB in
+# ---- The memory of buckets: of the version that a trainer sends, and of a staged version, which an engine's workers may read
+# Memory that other processes of this machine can map are memory files without a name (memfd). The limit of /dev/shm, 64 MiB in
 # a container by default, does not apply to these files. The kernel frees a file when the last process that holds it ends.
 
 
@@ -170,7 +168,10 @@ def memory_file(nbytes: int) -> torch.Tensor:
         os.ftruncate(descriptor, nbytes)
         # Seal the size: a process that maps the file would be killed when it touches a part that was cut off.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+        mapped = mmap.mmap(descriptor, nbytes)
+        with suppress(OSError):  # not in every kernel
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
     except BaseException:
         os.close(descriptor)
         raise
@@ -220,25 +221,113 @@ def file_of(buffer: torch.Tensor) -> tuple[int, int]:
     return _FILES[buffer.untyped_storage().data_ptr()], int(buffer.storage_offset())
 
 
-# ---- Buckets in buffers
+# ---- Tensors in memory
 
 
-def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """Return a uint8 buffer per bucket, zeroed, as the checksum covers padding. `shared`: in one file, for other processes."""
+class Shard(NamedTuple):
+    """A sender's part of a tensor: `block == whole[span]`, of any dtype and on any device. `tensor`: index in the manifest."""
+
+    tensor: int
+    span: Span
+    block: torch.Tensor
+
+
+def indexed(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the view of the part `span` of `tensor`."""
+    return tensor[tuple(slice(*bounds) for bounds in span)] if span else tensor
+
+
+def allocate(sizes: Sequence[int], pin: bool, shared: bool) -> list[torch.Tensor]:
+    """Return a uint8 buffer of each size, zeroed, as digests cover padding. `shared`: in one file, for other processes."""
     if shared:
-        return arena([bucket.total_bytes for bucket in buckets], pin)
-    return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
+        return arena(sizes, pin)
+    return [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
 
 
-def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the tensors of several buckets by manifest index, in the manifest's order, as views into `buffers`."""
-    out: dict[int, torch.Tensor] = {}
-    for bucket, buffer in zip(buckets, buffers, strict=True):
-        for entry in bucket.entries:
-            spec = manifest.tensors[entry.tensor]
-            flat = buffer[entry.offset : entry.offset + entry.nbytes]
-            out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-    return dict(sorted(out.items()))
+def typed(buffer: torch.Tensor, spec: TensorSpec, shape: Sequence[int]) -> torch.Tensor:
+    """Return the first bytes of `buffer`, uint8, as a tensor of `shape` with the dtype of `spec`."""
+    nbytes = ITEM_BYTES[spec.dtype] * math.prod(shape)
+    return buffer[:nbytes].view(getattr(torch, spec.dtype)).view(tuple(shape))
+
+
+def tensors_of(specs: Sequence[TensorSpec], whole: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of `specs`, as views into the arena `whole`, uint8."""
+    offsets, _ = arena_offsets(specs)
+    return [typed(whole[offsets[index] :], spec, spec.shape) for index, spec in enumerate(specs)]
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Target(NamedTuple):
+    """Memory for a bucket of `nbytes`. `parts`: each with its first byte in the bucket, [bytes] or [rows, bytes of a row].
+    There may be padding between them. `run`: the whole bucket if it lies in one run, else None."""
+
+    nbytes: int
+    parts: Sequence[tuple[int, Bytes]]
+    run: torch.Tensor | None
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> Target:
+        """Return the memory `buffer`, uint8 [bytes]."""
+        return cls(buffer.numel(), [(0, buffer.numpy())], buffer)
+
+
+def targets_of(manifest: Manifest, buckets: Sequence[Bucket], whole: torch.Tensor) -> list[Target]:
+    """Return where each bucket belongs in the arena `whole`, uint8."""
+    offsets, _ = arena_offsets(manifest.tensors)
+    tensors = tensors_of(manifest.tensors, whole)
+    found = []
+    for bucket in buckets:
+        begin = run_of(manifest, bucket, offsets)
+        if begin is not None:
+            found.append(Target.of(whole[begin : begin + bucket.nbytes]))
+        else:
+            parts = [(each.offset, _bytes(indexed(tensors[each.tensor], each.span))) for each in bucket.pieces]
+            found.append(Target(bucket.nbytes, parts, None))
+    return found
+
+
+def _bytes(part: torch.Tensor) -> Bytes:
+    """Return a contiguous part of a tensor as [bytes], and a part by columns as [rows, bytes of a row]."""
+    contiguous = part.is_contiguous()
+    array: Bytes = part.flatten(0 if contiguous else 1).view(torch.uint8).numpy()
+    return array
+
+
+_PIECE = 256 << 10  # bytes copied and then hashed: a piece and its copy fit into a core's own cache
+
+
+def copy_and_hash(source: Bytes, parts: Sequence[tuple[int, Bytes]], hasher: Any, check: Callable[[], None]) -> BucketReceipt:
+    """Copy a bucket, uint8 [bytes], to the `parts` of a `Target`. Returns a receipt with the digest, by `hasher`. Each piece is
+    hashed while in the processor's cache, which saves a pass over memory. `check` comes before each piece, and may raise."""
+    began, hashing, end = time.monotonic(), 0.0, 0
+    for offset, target in parts:
+        hasher.update(source[end:offset].data)
+        end = offset + target.size
+        block = source[offset:end].reshape(target.shape)
+        step = max(1, _PIECE // max(1, target[:1].size))
+        for start in range(0, len(target), step):
+            check()
+            piece = slice(start, start + step)
+            np.copyto(target[piece], block[piece])
+            copied = time.monotonic()
+            # What has arrived is hashed, except by columns, which a hasher cannot take.
+            hasher.update((target if target.ndim == 1 else block)[piece].data)
+            hashing += time.monotonic() - copied
+    hasher.update(source[end:].data)
+    return BucketReceipt(int(hasher.intdigest()), time.monotonic() - began - hashing, hashing)
+
+
+def digest_of(target: Target, hasher: Any) -> int:
+    """Return the digest, by `hasher`, of the bucket in `target`, whose padding is taken as zero."""
+    end = 0
+    for offset, part in target.parts:
+        hasher.update(bytes(offset - end))
+        hasher.update(np.ascontiguousarray(part).data)
+        end = offset + part.size
+    hasher.update(bytes(target.nbytes - end))
+    return int(hasher.intdigest())
 
 
 # ---- Links
@@ -259,19 +348,21 @@ the latest."""
 
 
 class Link(ABC):
-    """A sender, rank 0 of the link, and the receivers. All move the same buckets in the same order, each from one thread."""
+    """A member that passes buckets on, rank 0 of the link, and members that get them. All move the same buckets in the same
+    order, each from one thread."""
 
-    sent_bytes = 0  # rank 0: the bytes sent to each receiver so far
+    sent_bytes = 0  # rank 0: the bytes sent to each other member so far
+    scatters = False  # whether `receive` takes targets that are not one run
 
-    def set_changed(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
-        """Set at rank 0 the changed words of the next bucket, as `DeltaLink.set_changed` does."""
+    def describe(self, tag: bytes, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
+        """Set at rank 0 the tag and the changed words of the next bucket, as `DeltaLink.describe` does."""
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Start at rank 0 to send bucket `index`, `buffer` (uint8, host memory), to all receivers. Raises RuntimeError."""
+        """Start at rank 0 to send bucket `index`, `buffer` (uint8, host memory), to all others. Raises RuntimeError."""
         raise NotImplementedError
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Start at a receiver to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
+    def receive(self, index: int, target: Target) -> Transfer:
+        """Start at another member to fill `target`, of the bucket's size. Raises RuntimeError."""
         raise NotImplementedError
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
@@ -280,3 +371,56 @@ class Link(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Leave for good, and free the threads that wait for a transfer. Idempotent, from any thread."""
+
+
+# Buckets that a member passes on at once. Their memory is used again only after that.
+FORWARDS = 2
+
+
+class Relay(Link):
+    """A member's place on the way of a sender's buckets: receives each from its parent, and passes each on to its children."""
+
+    def __init__(self, parent: Link | None, children: Sequence[Link], forwards: deque[tuple[Transfer, torch.Tensor]]):
+        """Make the place. `parent`: None at the sender. `forwards`: what is under way to children, of all senders together."""
+        self._parent, self._children, self._forwards = parent, children, forwards
+        self.scatters = parent is not None and parent.scatters
+
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
+        pending = [child.send(index, buffer) for child in self._children]
+        self.sent_bytes = max((child.sent_bytes for child in self._children), default=0)
+
+        def wait(give_up: float) -> None:
+            for transfer in pending:
+                transfer(give_up)
+
+        return wait
+
+    def receive(self, index: int, target: Target) -> Transfer:
+        assert self._parent is not None
+        arrived = self._parent.receive(index, target)
+        return partial(self._pass_on, index, target.run, arrived) if self._children else arrived
+
+    def _pass_on(self, index: int, buffer: torch.Tensor | None, arrived: Transfer, give_up: float) -> BucketReceipt | None:
+        receipt = arrived(give_up)
+        assert buffer is not None  # only links that scatter get no run, and members behind these have no children
+        self._forwards.append((self.send(index, buffer), buffer))
+        settle(self._forwards, FORWARDS, give_up)
+        return receipt
+
+    def set_timeout(self, seconds: float) -> None:
+        for link in self._links:
+            link.set_timeout(seconds)
+
+    def abort(self) -> None:
+        for link in self._links:
+            link.abort()
+
+    @property
+    def _links(self) -> list[Link]:
+        return [*([self._parent] if self._parent is not None else []), *self._children]
+
+
+def settle(pending: deque[tuple[Transfer, torch.Tensor]], most: int, give_up: float) -> None:
+    """Wait until at most `most` transfers are under way."""
+    while len(pending) > most:
+        pending.popleft()[0](give_up)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,8 +28,21 @@ from runtime.process import platform, spans
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.collective import reason
-from runtime.weights.group import BucketReceipt, BucketTags, Transfer, allocate, tensors_of
-from runtime.weights.plan import TRAILER, Manifest, plan_buckets
+from runtime.weights.group import (
+    AVAILABLE,
+    FORWARDS,
+    TAG,
+    BucketReceipt,
+    BucketTags,
+    Target,
+    Transfer,
+    allocate,
+    copy_and_hash,
+    digest_of,
+    targets_of,
+    tensors_of,
+)
+from runtime.weights.plan import Bucket, Cut, Manifest, arena_offsets, plan_buckets
 from runtime.weights.sender import DEPTH, SendBuffers, WeightGroup, WeightSender, join_rendezvous
 
 if TYPE_CHECKING:
@@ -37,63 +51,86 @@ if TYPE_CHECKING:
 # Buckets posted at once: more than are under way, so that a transport's threads always have a next bucket.
 AHEAD = DEPTH + 2
 
+# Buffers for buckets that do not lie in one run: posted ones, the one being copied to its place, and those being passed on.
+SLOTS = AHEAD + FORWARDS + 1
+
 
 class StagedWeights:
-    """Buckets for a whole version beside the weights in use. `taken` is set from the reception until `release`."""
+    """An arena for a whole version beside the weights in use. `taken` is set from the reception until `release`."""
 
     def __init__(self, manifest: Manifest, *, shared: bool = False):
-        """Plan the buckets. `shared`: other processes can map them. Raises InvalidMessage for a manifest without a plan."""
-        self.manifest = manifest
-        self.buckets = plan_buckets(manifest)
-        self.version: PolicyVersion | None = None  # the version in the buckets; None during a reception
+        """Plan the first reception, which makes the arena. `shared`: other processes map it. Raises InvalidMessage."""
+        plan_buckets(manifest)
+        self.manifest = manifest  # of the next reception, always of the same tensors
+        self.version: PolicyVersion | None = None  # the version in the arena; None during a reception
         self.taken = False
         self._shared = shared
-        self._buffers: list[torch.Tensor] = []
+        self._arena: torch.Tensor | None = None
+        self._tensors: dict[str, torch.Tensor] = {}  # in the arena, by name
+        self._buckets: Sequence[Bucket] = ()  # of the last reception, and the memory of each
+        self._targets: list[Target] = []
+        self._sent_tags: dict[int, torch.Tensor] = {}  # by sender, the tags of its buckets: uint8 [tags, bytes of a tag]
+        self._slots: list[torch.Tensor] = []
         self._tags: BucketTags  # of the group that the version came over
+        self._digests: list[int] = []  # of the buckets
         self._sends: SendBuffers | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return views into the buckets by Hugging Face name, for `RolloutEngine.stage`."""
-        found = tensors_of(self.manifest, self.buckets, self._buffers)
-        return {self.manifest.tensors[index].name: tensor for index, tensor in found.items()}
+        """Return views into the arena by Hugging Face name, for `RolloutEngine.stage`."""
+        return dict(self._tensors)
 
     def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
         """Receive and verify `version`, in a thread. Returns how the time since the announcement was spent. The first reception
-        allocates: a second set does so after the engine has freed its initial weights, so there are at most two copies."""
+        allocates: a second arena is made after the engine has freed its initial weights, so there are at most two copies."""
         if self.taken:
             raise InvariantViolated(f"{group.name}: cannot receive {version}: {self.version} is still staged")
-        self._buffers = self._buffers or allocate(self.buckets, pin=False, shared=self._shared)
+        self._prepare(group.forwards)
         # The sender's `announce` unblocks this, once its first bucket is whole. An abort, or the sender's loss, ends it.
         with spans.log.span("await sender", spans.WEIGHT_SYNC, step=version.step):
             self._await_sender(group, version)
         at = time.monotonic()
         group.set_timeout(deadline)
-        self.version, self._sends, self._tags = None, None, group.tags
-        # Take bucket by bucket while the sender gathers; the deadline counts from here.
+        self.version, self._sends, self._tags, self._digests = None, None, group.tags, []
+        # Take bucket by bucket while the senders gather; the deadline counts from here.
         with spans.log.span("receive", spans.WEIGHT_SYNC, step=version.step):
-            took = self._take(group, version, deadline)
+            took, tags = self._take(group, version, deadline)
         for phase in ("wait", "copy", "hash"):
             seconds = getattr(took, f"{phase}_seconds")
             spans.log.add(phase, at, at := at + seconds, spans.WEIGHT_SYNC, step=version.step)  # shown one after the other
-        trailers = [buffer[bucket.data_bytes :] for bucket, buffer in zip(self.buckets, self._buffers, strict=True)]
-        checksum = xxhash.xxh3_64_hexdigest(b"".join(trailer.numpy().tobytes() for trailer in trailers))  # equal at all members
-        now, found = time.monotonic(), f"epoch {group.epoch}: {checksum}"
+        now, found = time.monotonic(), f"epoch {group.epoch}: {xxhash.xxh3_64_hexdigest(tags)}"  # equal at all members
         spans.log.add("verified", now, now, spans.WEIGHT_SYNC, step=version.step, detail=found)
         self.version, self.taken = version, True
         return took
 
     def verify(self) -> SendBuffers:
-        """Verify the buckets, and return buffers that send the version. Raises RuntimeError with the first changed bucket."""
+        """Verify the arena, and return buffers that send the version. Raises RuntimeError with the first changed bucket."""
         if self._sends is None:
-            for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
-                if not self._tags.verify(index, bucket, buffer):
-                    raise RuntimeError(f"bucket {index} of {len(self.buckets)} has changed in memory since it was received")
-            self._sends = SendBuffers(self.manifest, whole=self._buffers, held=self.version)
+            assert self._arena is not None
+            for index, (target, digest) in enumerate(zip(self._targets, self._digests, strict=True)):
+                if digest_of(target, self._tags.hasher()) != digest:
+                    raise RuntimeError(f"bucket {index} of {len(self._buckets)} has changed in memory since it was received")
+            alone = replace(self.manifest, senders=1, cuts=(Cut(),), cut_of=())
+            self._sends = SendBuffers(alone, whole=self._arena, held=self.version)
         return self._sends
 
     def release(self) -> None:
         """Allow another version to be received into these buckets."""
         self.taken = False
+
+    def _prepare(self, forwards: bool) -> None:
+        """Make the arena unless present. `forwards`: other members copy out of it, so it should be a memory file."""
+        if (arena := self._arena) is None:
+            specs = self.manifest.tensors
+            (arena,) = allocate([max(1, arena_offsets(specs)[1])], pin=False, shared=self._shared or (forwards and AVAILABLE))
+            self._arena = arena
+            self._tensors = dict(zip((spec.name for spec in specs), tensors_of(specs, arena), strict=True))
+        if (buckets := plan_buckets(self.manifest)) is not self._buckets:
+            self._buckets, self._targets = buckets, targets_of(self.manifest, buckets, arena)
+            counts = Counter(bucket.root for bucket in buckets)
+            self._sent_tags = {root: torch.zeros(counts[root], TAG.size, dtype=torch.uint8) for root in sorted(counts)}
+            most = max((target.nbytes for target in self._targets if target.run is None), default=0)
+            # In a memory file, as another member may copy out of them.
+            self._slots = allocate([most] * SLOTS, pin=False, shared=AVAILABLE) if most else []
 
     def _await_sender(self, group: WeightGroup, version: PolicyVersion) -> None:
         try:
@@ -104,47 +141,86 @@ class StagedWeights:
             group.abort()
             raise ServiceFault(group.name, "announce", f"the sender of version {version} is lost: {reason(error)}") from error
 
-    def _take(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> commands.WeightsReceived:
-        """Receive every bucket, also after a bad one. A failure aborts the group; a wrong checksum keeps it usable. Raises
-        ServiceFault of phase "transfer" (DeadlineExceeded if late), or of phase "verify" with the buckets; Cancelled."""
-        give_up, pending, wrong, posted, index = time.monotonic() + deadline, list[Transfer](), list[str](), 0, 0
+    def _take(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> tuple[commands.WeightsReceived, bytes]:
+        """Receive every bucket, and return the time spent and all tags. A failure aborts the group; a wrong checksum keeps it
+        usable. Raises ServiceFault of phase "transfer" (DeadlineExceeded if late), or of phase "verify" with the buckets;
+        Cancelled."""
+        give_up, pending, index = time.monotonic() + deadline, deque[tuple[Target, Transfer]](), 0
         waiting = copying = hashing = 0.0
         try:
-            for index, buffer in enumerate(self._buffers):
-                while posted < min(index + AHEAD, len(self.buckets)):
-                    pending.append(group.receive(posted, self._buffers[posted], self.buckets[posted].root))
-                    posted += 1
+            last = len(self._targets) + len(self._sent_tags)
+            for index in range(last):
+                for posted in range(index + len(pending), min(index + AHEAD, last)):
+                    pending.append(self._post(group, posted, give_up))
+                into, transfer = pending.popleft()
                 before = time.monotonic()
-                receipt = pending.pop(0)(give_up)
+                receipt = transfer(give_up)
                 arrived = time.monotonic()
-                wrong += self._faults(index, buffer, receipt, group.tags, version)
+                if index >= len(self._targets):
+                    waiting += arrived - before
+                    continue
                 # In the last part of the wait the transport was at work on the bucket: count this part as copy and hash.
                 waited, worked = arrived - before, 0.0 if receipt is None else receipt.copy_seconds + receipt.hash_seconds
-                share = min(1.0, waited / worked) if worked else 0.0
-                copying += share * receipt.copy_seconds if receipt else 0.0
-                hashing += (share * receipt.hash_seconds if receipt else 0.0) + time.monotonic() - arrived
+                share = min(1.0, waited / worked) if worked else 1.0
+                if receipt is None:
+                    receipt = self._land(group, into, self._targets[index])
+                self._digests.append(receipt.digest)
+                copying += share * receipt.copy_seconds
+                hashing += share * receipt.hash_seconds
                 waiting += max(0.0, waited - worked)
+            group.settle(give_up)
         except RuntimeError as error:
             if group.aborted:
                 raise Cancelled(f"{group.name}: version {version} was withdrawn during its transfer") from error
             group.abort()
-            source = f" from {group.address.label(self.buckets[index].root)}" if group.address.senders > 1 else ""
-            message = f"bucket {index} of {len(self.buckets)} of version {version} did not arrive{source}: {reason(error)}"
-            kind = DeadlineExceeded if time.monotonic() >= give_up else ServiceFault
-            raise kind(group.name, "transfer", message, deadline) from error
+            raise self._lost(group, index, version, error, give_up, deadline) from error
+        tags, wrong = self._compare(group, version)
         if wrong:
             raise ServiceFault(group.name, "verify", f"version {version}: {'; '.join(wrong)}", deadline)
-        return commands.WeightsReceived(waiting, copying, hashing)
+        return commands.WeightsReceived(waiting, copying, hashing), tags
 
-    def _faults(
-        self, index: int, buffer: torch.Tensor, receipt: BucketReceipt | None, tags: BucketTags, version: PolicyVersion
-    ) -> list[str]:
-        """Return the faults of a bucket. `receipt`: with the digest of `buffer`; None: compute the digest here."""
-        bucket, where = self.buckets[index], f"bucket {index} of {len(self.buckets)}"
-        if not tags.verify(index, bucket, buffer, None if receipt is None else receipt.digest):
-            return [f"{where}: the checksum does not match"]
-        _, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
-        return [] if packed == version.pack() else [f"{where} is of version {PolicyVersion.unpack(packed)}"]
+    def _post(self, group: WeightGroup, index: int, give_up: float) -> tuple[Target, Transfer]:
+        """Post a bucket, to its place in the arena if the transport can fill that, else to a slot; at the end post tags."""
+        if (number := index - len(self._targets)) >= 0:
+            root = list(self._sent_tags)[number]
+            target = Target.of(self._sent_tags[root].view(-1))
+            return target, group.way(root).receive(len(self._targets) + root, target)
+        target, link = self._targets[index], group.way(self._buckets[index].root)
+        if target.run is None and not link.scatters:
+            slot = self._slots[index % SLOTS][: target.nbytes]
+            group.settle(give_up, slot)
+            target = Target.of(slot)
+        return target, link.receive(index, target)
+
+    def _land(self, group: WeightGroup, source: Target, target: Target) -> BucketReceipt:
+        """Hash a bucket that has arrived in `source`, and copy it to `target` unless that is where it is."""
+        assert source.run is not None
+        if source is not target:
+            return copy_and_hash(source.run.numpy(), target.parts, group.tags.hasher(), lambda: None)
+        before = time.monotonic()
+        return BucketReceipt(group.tags.digest(source.run), 0.0, time.monotonic() - before)
+
+    def _compare(self, group: WeightGroup, version: PolicyVersion) -> tuple[bytes, list[str]]:
+        """Return all tags, and the faults of the buckets against them."""
+        wrong, of_senders = [], {root: iter(tags) for root, tags in self._sent_tags.items()}
+        tags = [next(of_senders[bucket.root]).numpy().tobytes() for bucket in self._buckets]
+        for index, (tag, digest) in enumerate(zip(tags, self._digests, strict=True)):
+            sent = PolicyVersion.unpack(TAG.unpack(tag)[1])
+            if tag != group.tags.tag(index, digest, sent):
+                wrong.append(f"bucket {index} of {len(tags)}: the checksum does not match")
+            elif sent != version:
+                wrong.append(f"bucket {index} of {len(tags)} is of version {sent}")
+        return b"".join(tags), wrong
+
+    def _lost(
+        self, group: WeightGroup, index: int, version: PolicyVersion, error: RuntimeError, give_up: float, deadline: float
+    ) -> ServiceFault:
+        roots = [*(bucket.root for bucket in self._buckets), *self._sent_tags]
+        source = f" from {group.address.label(roots[index])}" if group.address.senders > 1 else ""
+        what = f"bucket {index} of {len(self._buckets)}" if index < len(self._buckets) else "the last message"
+        message = f"{what} of version {version} did not arrive{source}: {reason(error)}"
+        kind = DeadlineExceeded if time.monotonic() >= give_up else ServiceFault
+        return kind(group.name, "transfer", message, deadline)
 
 
 class WeightReceiver:
@@ -197,11 +273,14 @@ class WeightReceiver:
         self._prepare(command.manifest)
 
     def _prepare(self, manifest: Manifest) -> None:
-        """Make buckets for the tensors of `manifest`, unless present. Raises InvalidMessage."""
-        if not self._sets or self._sets[0].manifest != manifest:
+        """Plan the reception, and make arenas for the tensors of `manifest` unless present. Raises InvalidMessage."""
+        if not self._sets or self._sets[0].manifest.tensors != manifest.tensors:
             self._adopts = any(spec.dtype == self._engine.adopts for spec in manifest.tensors)
             self._sets = [StagedWeights(manifest, shared=self._shared) for _ in range(1 + self._adopts)]
             self._adopted = None
+        plan_buckets(manifest)
+        for each in self._sets:
+            each.manifest = manifest
 
     async def receive(self, command: commands.ReceiveWeights) -> commands.WeightsReceived:
         """Receive and verify a version, and stage it in the engine unless that has it: a version is sent again for a newcomer.

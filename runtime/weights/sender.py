@@ -1,4 +1,5 @@
-"""The sending side of a weight sync: the engine gathers the policy into flat buckets, and a thread sends each whole bucket.
+"""The sending side of a weight sync: each rank of the trainer copies the parts that it holds into flat buckets, and a thread
+sends each whole bucket.
 
     event loop ── open, join, send, close ──┐
                                             ├──► WeightSender ──► SendBuffers ──► the epoch's group
@@ -12,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,22 +29,35 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.commands import InitWeightGroup, WeightGroupReady, WeightsSent
 from runtime.config import Config
-from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
+from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights import collective, shared_memory
 from runtime.weights.collective import meet, reason, shut_down
-from runtime.weights.delta import DeltaLink, Positions, TensorChanges
-from runtime.weights.group import AVAILABLE, AuthenticatedStore, BucketTags, allocate, new_key, populate, tensors_of
-from runtime.weights.plan import GroupAddress, Manifest, plan_buckets
+from runtime.weights.delta import DeltaLink, Positions, words_of
+from runtime.weights.group import (
+    AVAILABLE,
+    AuthenticatedStore,
+    BucketTags,
+    Relay,
+    Shard,
+    allocate,
+    indexed,
+    new_key,
+    populate,
+    settle,
+    targets_of,
+    typed,
+)
+from runtime.weights.plan import GroupAddress, Hop, Manifest, Piece, Span, hops, plan_buckets
 
 if TYPE_CHECKING:
     from runtime.weights.group import Link, Transfer
 
 # ---- Groups
-# Members meet in a TCPStore that rank 0 hosts; buckets move over links, one from each sender to all receivers.
+# Members meet in a TCPStore that rank 0 hosts. Buckets move over links, one for each hop of the plan.
 
 
 BACKLOG = 1024  # members that connect at once
@@ -55,9 +71,10 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
 
 class WeightGroup:
     """The members of one epoch: a rendezvous that is open, and after `connect` the group. The first ranks are senders, each
-    with its own buckets. The other ranks receive all buckets. Rank 0 leads. Every member makes the same calls in the same
-    order, from one thread. No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole
-    training step ahead. The wait occupies no device stream, and deadlines count from the announcement."""
+    with its own buckets. The other ranks receive all buckets, and pass some on (`plan.hops`). Rank 0 leads. Every member makes
+    the same calls in the same order, from one thread. No bucket moves before the sender announces the transfer. A receiver may
+    therefore be posted a whole training step ahead. The wait occupies no device stream, and deadlines count from the
+    announcement."""
 
     def __init__(self, address: GroupAddress, name: str, store: Any, interface: str):
         """Make a group that is not connected. `address`: rank 0's, with the own rank in it. `interface`: own IP address."""
@@ -69,7 +86,10 @@ class WeightGroup:
         self.aborted = False
         self._store: AuthenticatedStore | None = AuthenticatedStore(store, address.key).within(f"epoch/{address.epoch}")
         self._interface = interface
-        self._links: list[Link] = []  # at a receiver one from each sender, by the sender's rank; at a sender its own
+        self._hops: list[Hop] = []  # in which this member takes part
+        self._links: list[Link] = []  # one for each of them
+        self._ways: dict[int, Link] = {}  # by sender: this member's place on the way of its buckets
+        self._forwards: deque[tuple[Transfer, torch.Tensor]] = deque()
         self._transfers = 0
 
     def connect(self) -> WeightGroup:
@@ -77,34 +97,38 @@ class WeightGroup:
         address, store = self.address, self._running_store()
         give_up = time.monotonic() + address.timeout
         labels = list(map(address.label, range(address.world_size)))
-        links: list[Link] = []
+        machines = address.machines or ("",) * address.world_size
+        mine = [self.rank] if self.rank < address.senders else range(address.senders)
+        ways = {sender: hops(machines, address.senders, sender) for sender in mine}
+        made: dict[Hop, Link] = {}
         try:
-            if address.senders > 1:  # meet first: otherwise errors would name members that only wait for the missing one
-                meet(store.within("all"), address.rank, "", labels, self.name, address.timeout)
-            mine = [address.rank] if address.rank < address.senders else range(address.senders)
-            for sender in mine:
-                timeout = _left(give_up) if address.senders > 1 else address.timeout
-                links.append(self._link_from(sender, store, labels, timeout))
+            # Meet first: otherwise errors would name members that only wait for the missing one.
+            meet(store.within("all"), address.rank, "", labels, self.name, address.timeout)
+            # All members connect the hops in one order, so that none waits for a member that waits for another hop.
+            for hop in sorted({hop for way in ways.values() for hop in way if self.rank in (hop.parent, *hop.children)}):
+                made[hop] = self._link_of(hop, store, labels, _left(give_up))
         except BaseException:
-            for link in links:
+            for link in made.values():
                 link.abort()
             self._store = None
             raise
-        self._links = links
+        self._hops, self._links = list(made), list(made.values())
+        for sender, way in ways.items():
+            parent = next((made[hop] for hop in way if self.rank in hop.children), None)
+            relay = Relay(parent, [made[hop] for hop in way if hop.parent == self.rank], self._forwards)
+            self._ways[sender] = DeltaLink(relay, address.full_every) if address.full_every else relay
         return self
 
-    def _link_from(self, sender: int, store: AuthenticatedStore, labels: Sequence[str], timeout: float) -> Link:
-        """Connect and return the link from `sender`. The sender is the link's rank 0; the receivers follow."""
-        address, first = self.address, self.address.senders
-        rank = 0 if address.rank < first else address.rank - first + 1
-        part = replace(address, rank=rank, world_size=address.world_size - first + 1, timeout=timeout)
-        apart = store.within(f"sender/{sender}")
-        link = LINKS[address.transport](apart, part, [labels[sender], *labels[first:]], self.name, self._interface)
-        return DeltaLink(link, address.full_every) if address.full_every else link
+    def _link_of(self, hop: Hop, store: AuthenticatedStore, labels: Sequence[str], timeout: float) -> Link:
+        """Connect and return the link of a hop. Its parent is the link's rank 0; the children follow."""
+        members = (hop.parent, *hop.children)
+        part = replace(self.address, rank=members.index(self.rank), world_size=len(members), timeout=timeout)
+        apart = store.within(f"{hop.transport}/{hop.parent}/{hop.children[0]}")
+        return LINKS[hop.transport](apart, part, [labels[rank] for rank in members], self.name, self._interface)
 
     @property
     def sent_bytes(self) -> int:
-        return self._links[0].sent_bytes
+        return self._ways[self.rank].sent_bytes
 
     def announce(self, version: PolicyVersion) -> None:
         """Begin the transfer of `version` at a sender. Rank 0 notifies the receivers."""
@@ -117,15 +141,20 @@ class WeightGroup:
         self._transfers += 1
         self._running_store().await_value(f"transfer/{self._transfers}", timeouts.GLOO_BACKSTOP)
 
-    def set_changed(self, index: int, changed: Any) -> None:
-        self._links[0].set_changed(index, changed)
+    @property
+    def forwards(self) -> bool:
+        """Whether this receiver passes buckets on."""
+        return any(hop.parent == self.rank for hop in self._hops)
 
-    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._links[0].send(index, buffer)
+    def way(self, sender: int) -> Link:
+        """Return this member's place on the way of the buckets of `sender`."""
+        return self._ways[sender]
 
-    def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        """Start at a receiver to fill `buffer`, as `Link.receive` does. One sender is the root of all buckets."""
-        return self._links[root if self.address.senders > 1 else 0].receive(index, buffer)
+    def settle(self, give_up: float, buffer: torch.Tensor | None = None) -> None:
+        """Wait at a receiver until every bucket was passed on, or those in `buffer`. Raises RuntimeError, at the monotonic time
+        `give_up` at the latest."""
+        while self._forwards and (buffer is None or any(each.data_ptr() == buffer.data_ptr() for _, each in self._forwards)):
+            settle(self._forwards, len(self._forwards) - 1, give_up)
 
     def wait_for_senders(self, nbytes: int, give_up: float) -> int:
         """Report to rank 0 that the receivers have this sender's part, `nbytes` bytes. Rank 0 waits for all parts, until the
@@ -219,7 +248,8 @@ DEPTH = 4
 
 
 class SendBuffers:
-    """The buckets of one sender, and the version in them. They outlive epochs: the group is an argument of `send`.
+    """The buckets of one sender, and the version in them. They outlive epochs: the group is an argument of `send`. A rank of a
+    trainer has memory for its own part of the model only.
 
     The order is `begin`, `fill` (gather), `send`. `send` may come before `fill`: a bucket leaves as soon as it is whole.
     Every bucket has its own buffer. So a version can be sent again, in another epoch, until the next `begin`."""
@@ -231,31 +261,38 @@ class SendBuffers:
         number: int = 0,
         pin: bool = False,
         takes_changes: bool = False,
-        whole: Sequence[torch.Tensor] = (),
+        whole: torch.Tensor | None = None,
         held: PolicyVersion | None = None,
     ):
         """Make the buckets of the manifest's sender `number`. `pin` page-locks the buffers, for copies from an accelerator.
-        `takes_changes`: `fill` gets whole tensors or changes, so that no transport has to compare versions. `whole`: buffers
-        that hold the version `held`, for this sender alone to send. Raises InvalidMessage for a manifest without a plan."""
+        `takes_changes`: note what `fill` changes, for deltas. `whole`: an arena that holds the version `held`, for this sender
+        alone to send. Raises InvalidMessage for a manifest without a plan."""
         self.manifest = manifest
         self.number = number
-        self.buckets = plan_buckets(manifest)
-        self._own = [(index, bucket) for index, bucket in enumerate(self.buckets) if whole or bucket.root == number]
-        own = [bucket for _, bucket in self._own]
-        self._buffers = list(whole) or allocate(own, pin, AVAILABLE)
-        if own and AVAILABLE and not pin and not whole:
-            in_thread("populate-buckets", lambda: populate(self._buffers[0]))
-        entries = sorted((entry.tensor, index, entry.offset) for index, bucket in enumerate(own) for entry in bucket.entries)
-        self._views = list(tensors_of(manifest, own, self._buffers).values())  # of its tensors, in the manifest's order
-        self._positions = [(index, offset) for _, index, offset in entries]  # of each tensor: own bucket, offset in the bucket
+        buckets = plan_buckets(manifest)
+        self.count = len(buckets)  # of all senders
+        self.own = [(index, bucket) for index, bucket in enumerate(buckets) if bucket.root == number]
+        if whole is not None:
+            runs = [target.run for target in targets_of(manifest, buckets, whole)]
+            self.buffers = [run for run in runs if run is not None]
+        else:
+            self.buffers = allocate([bucket.nbytes for _, bucket in self.own], pin, AVAILABLE)
+            if self.own and AVAILABLE and not pin:
+                in_thread("populate-buckets", lambda: populate(self.buffers[0]))
+        self._pieces: dict[int, list[tuple[int, Piece, torch.Tensor]]] = {}  # by tensor: own bucket, piece, its memory
+        for position, ((_, bucket), buffer) in enumerate(zip(self.own, self.buffers, strict=True)):
+            for piece in bucket.pieces if whole is None else ():
+                spec = manifest.tensors[piece.tensor]
+                shape = (*(last - first for first, last in piece.span), *spec.shape[len(piece.span) :])
+                view = typed(buffer[piece.offset :], spec, shape)
+                self._pieces.setdefault(piece.tensor, []).append((position, piece, view))
         self._takes_changes = takes_changes
-        self._words: list[list[Positions] | None] = [None] * len(own)  # the changed words of each bucket; None: any
+        self._words: list[list[Positions] | None] = [None] * len(self.own)  # the changed words of each bucket; None: any
         self._changed = threading.Condition()  # guards the fields below
-        self._missing = [0 if whole else len(bucket.entries) for bucket in own]  # tensors that each bucket still lacks
+        self._missing = [0 if whole is not None else len(bucket.pieces) for _, bucket in self.own]  # that each still lacks
         self._digests: dict[int, int] = {}  # of this version's buckets at their first send, made by `_first`
         self._first: BucketTags | None = None
         self._held = held  # the version that the buckets hold, or are being filled with
-        self.filled = False  # whether the buckets hold all tensors of the last `fill`
         self._intact = True  # False once a bucket has changed since it was gathered
         self._group: WeightGroup | None = None  # of the transfer under way
         self._taken = 0  # buckets that the transfer's receivers have
@@ -263,12 +300,13 @@ class SendBuffers:
 
     def begin(self, version: PolicyVersion, timeout: float) -> None:
         """Expect `version` in the buckets. Blocks while a transfer reads them. Raises DeadlineExceeded after `timeout` s."""
-        self.filled = False
         with self._changed:
             self._await_idle("snapshot", timeout)
+            # Buckets that were filled before hold the version before, so that `fill` finds what changes.
+            known = self._takes_changes and self._held is not None and not any(self._missing)
             self._digests, self._first, self._intact = {}, None, True
-            self._missing = [len(bucket.entries) for _, bucket in self._own]
-            self._words = [[] for _ in self._own]
+            self._missing = [len(bucket.pieces) for _, bucket in self.own]
+            self._words = [[] if known else None for _ in self.own]
             self._held = version
             self._changed.notify_all()
 
@@ -279,32 +317,37 @@ class SendBuffers:
             return self._held if self._intact else None
 
     @torch.no_grad()
-    def fill(self, tensors: Iterable[torch.Tensor | TensorChanges]) -> None:
-        """Copy this sender's tensors, in the manifest's order and from any device, cast to its dtypes; a `TensorChanges`
-        changes the tensor before. Takes all even after the transfer has failed: other ranks may take part in each."""
-        began = time.monotonic()
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Copy what this sender sends out of `shards`, which are all that this process holds, in any order. Casts to the
+        manifest's dtypes. Raises InvariantViolated if some of it is in none of them."""
+        began, left = time.monotonic(), sum(map(len, self._pieces.values()))
         try:
-            for position, tensor in enumerate(tensors):
-                self._put(position, tensor, began)
+            for shard in shards:
+                for position, piece, view in self._pieces.get(shard.tensor, ()):
+                    if (span := _within(piece.span, shard.span)) is not None:
+                        self._put(position, piece.offset, view, indexed(shard.block, span), began)
+                        left -= 1
+            if left:
+                raise InvariantViolated(f"sender {self.number}: {left} of the pieces that it sends are in no shard")
         except BaseException:
             with self._changed:
                 self._held = None
             raise
-        self.filled = True
 
-    def _put(self, position: int, tensor: torch.Tensor | TensorChanges, began: float) -> None:
-        bucket, offset = self._positions[position]
-        if isinstance(tensor, torch.Tensor):
-            self._views[position].copy_(tensor)
-            self._words[bucket] = None
+    def _put(self, position: int, offset: int, view: torch.Tensor, block: torch.Tensor, began: float) -> None:
+        words = self._words[position]
+        if words is None or view.itemsize % 2:
+            view.copy_(block)
+            self._words[position] = None
         else:
-            changed = tensor.apply(self._views[position]) + offset // 2
-            if (words := self._words[bucket]) is not None:
-                words.append(changed)
+            new, old = words_of(block.to("cpu", view.dtype).contiguous()), words_of(view)
+            changed = np.flatnonzero(old != new)
+            old[changed] = new[changed]
+            words.append(changed + offset // 2)
         with self._changed:
             self._gather_seconds = time.monotonic() - began
-            self._missing[bucket] -= 1
-            if not self._missing[bucket]:
+            self._missing[position] -= 1
+            if not self._missing[position]:
                 self._changed.notify_all()
 
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[WeightsSent]:
@@ -337,7 +380,7 @@ class SendBuffers:
         began = time.monotonic()
         try:
             # Do not announce before the first bucket is whole: the receivers' deadlines count from the announcement.
-            if self._own:
+            if self.own:
                 self._await_whole(0, group, give_up)
                 began = time.monotonic()
             group.set_timeout(deadline)
@@ -365,33 +408,37 @@ class SendBuffers:
 
     def _where(self, version: PolicyVersion) -> str:
         """Return the progress of the transfer of `version`, for messages."""
-        if self._taken == len(self._own):
+        if self._taken >= len(self.own):
             return f"version {version}"
-        return f"bucket {self._own[self._taken][0]} of {len(self.buckets)} of version {version} was not taken"
+        return f"bucket {self.own[self._taken][0]} of {self.count} of version {version} was not taken"
 
     def _send_all(self, group: WeightGroup, version: PolicyVersion, give_up: float) -> None:
-        pending: list[Transfer] = []
+        pending: deque[tuple[Transfer, torch.Tensor]] = deque()
+        link, tags = group.way(self.number), list[bytes]()
         first = self._first = self._first or group.tags
-        for position, ((index, bucket), buffer) in enumerate(zip(self._own, self._buffers, strict=True)):
-            # `_put` unblocks this when the bucket's last tensor is there, `abort` when the group ends.
+        for position, ((index, _), buffer) in enumerate(zip(self.own, self.buffers, strict=True)):
+            # `_put` unblocks this when the bucket's last piece is there, `abort` when the group ends.
             self._await_whole(position, group, give_up)
-            digest = group.tags.stamp(index, bucket, buffer, version)
-            if first is not group.tags:  # a later group has another seed
-                digest = first.digest(bucket, buffer)
-            self._require_same(index, digest, group.name)
-            if self._takes_changes:
-                words = self._words[position]
-                group.set_changed(index, None if words is None else np.sort(np.concatenate(words)))
-            pending.append(group.send(index, buffer))
+            digest = group.tags.digest(buffer)
+            tags.append(group.tags.tag(index, digest, version))
+            # A later group has another seed.
+            self._require_same(index, digest if first is group.tags else first.digest(buffer), group.name)
+            words = self._words[position]
+            link.describe(tags[-1], None if words is None else np.sort(np.concatenate(words)))
+            pending.append((link.send(index, buffer), buffer))
             # The receivers' taking of the oldest bucket unblocks this: at most `DEPTH` buckets are under way.
             self._take(pending, DEPTH - 1, give_up)
+        if tags:  # the last message, whose size a receiver knows
+            last = torch.frombuffer(bytearray(b"".join(tags)), dtype=torch.uint8)
+            link.describe(tags[-1], None)
+            pending.append((link.send(self.count + self.number, last), last))
         self._take(pending, 0, give_up)
 
     def _require_same(self, index: int, digest: int, name: str) -> None:
         """Raise ServiceFault if the bucket's contents have changed since its first send."""
         if self._digests.setdefault(index, digest) != digest:
             self._intact = False
-            message = f"bucket {index} of {len(self.buckets)} has changed in memory since it was gathered"
+            message = f"bucket {index} of {self.count} has changed in memory since it was gathered"
             raise ServiceFault(name, "snapshot", message)
 
     def _await_whole(self, position: int, group: WeightGroup, give_up: float) -> None:
@@ -402,11 +449,19 @@ class SendBuffers:
         if not whole:
             raise RuntimeError("it was not gathered in time")
 
-    def _take(self, pending: list[Transfer], most: int, give_up: float) -> None:
-        """Wait until at most `most` transfers are under way."""
+    def _take(self, pending: deque[tuple[Transfer, torch.Tensor]], most: int, give_up: float) -> None:
         while len(pending) > most:
-            pending.pop(0)(give_up)
+            settle(pending, len(pending) - 1, give_up)
             self._taken += 1
+
+
+def _within(span: Span, held: Span) -> Span | None:
+    """Return the part `span` of a tensor relative to its part `held`, or None if it does not lie in there."""
+    if not held:
+        return span
+    if not span or any(first < begin or last > end for (first, last), (begin, end) in zip(span, held, strict=False)):
+        return None
+    return tuple((first - begin, last - begin) for (first, last), (begin, _) in zip_longest(span, held, fillvalue=(0, 0)))
 
 
 class _Joining(NamedTuple):
@@ -438,14 +493,15 @@ class WeightSender:
         Known limit: a server of names that never answers holds up every later epoch of this process."""
         settings = self._settings
         left, self._epoch = self.close(), command.epoch  # `gather` finds no group until `_connect`
+        names = (*self._names, *command.names)
         address = GroupAddress(
             epoch=command.epoch,
-            world_size=len(self._names) + command.world_size - 1,
+            world_size=len(names),
             backend=self._backend,
             timeout=settings.join_timeout,
-            transport=command.transport,
             full_every=self._full_every,
-            names=(*self._names, *command.names[1:]),
+            names=names,
+            machines=command.machines,
             senders=len(self._names),
         )
 
@@ -480,18 +536,14 @@ class WeightSender:
         # Wait until all members are connected, or the rendezvous fails. After an abort this ends by the rendezvous' timeout.
         await asyncio.wrap_future(self._connect(address.epoch, lambda: join_rendezvous(own, self._name)))
 
-    def gather(
-        self, tensors: Iterable[torch.Tensor | TensorChanges], version: PolicyVersion, epoch: int
-    ) -> Future[WeightsSent]:
+    def gather(self, shards: Iterable[Shard], version: PolicyVersion, epoch: int) -> Future[WeightsSent]:
         """Fill the buckets with `version` in the engine's thread, and send each once it is whole. Returns the transfer's
-        future. Every rank takes part, so it runs to its end even if no bucket can be sent. Blocks while the transfer before
-        ends, and while the group connects. The future raises ServiceFault: of phase "transfer" if the version is kept."""
+        future. Blocks while the transfer before ends, and while the group connects. They are filled even if they cannot be
+        sent, for `send`. The future raises ServiceFault: of phase "transfer" if the version is kept."""
         # Wait until the transfer before no longer reads the buckets: its end or an abort unblocks this.
         try:
             self.buffers.begin(version, self._settings.transfer_timeout)
         except SluiceError as error:
-            for _ in tensors:  # the other ranks need this rank to gather
-                pass
             return _done(error)
         # Wait until the group is connected. The sending thread then waits for the first whole bucket, which `fill` provides.
         try:
@@ -499,7 +551,7 @@ class WeightSender:
         except SluiceError as error:
             sending = _done(error)
         with spans.log.span("gather", spans.WEIGHT_SYNC, step=version.step):
-            self.buffers.fill(tensors)
+            self.buffers.fill(shards)
         return sending
 
     async def send(self, version: PolicyVersion, epoch: int) -> WeightsSent:

@@ -1,9 +1,10 @@
 """Transport `shared_memory`: on one machine, receivers copy each bucket out of the sender's own memory.
 
-The sender's buckets lie in a memory file (`group.py`). Over a unix socket, the sender sends "bucket i is whole" with the file's
-descriptor, and receivers answer "bucket taken". Socket and memory file have no name. So when a process ends, its peers read the
-end of the connection at once, and no file stays behind. Receivers connect to the socket by its descriptor in /proc, which other
-users cannot open. The sender also accepts only connections of its own user, as the kernel reports it."""
+The sender, or a rollout that passes buckets on, has them in a memory file (`group.py`). Over a unix socket, it sends "bucket i
+is whole" with the file's descriptor, and receivers answer "bucket taken". Socket and memory file have no name. So when a
+process ends, its peers read the end of the connection at once, and no file stays behind. Receivers connect to the socket by its
+descriptor in /proc, which other users cannot open. The sender also accepts only connections of its own user, as the kernel
+reports it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,17 +29,29 @@ import torch
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.weights.collective import cards_of, meet
-from runtime.weights.group import AVAILABLE, BucketReceipt, BucketTags, Link, Transfer, file_of, in_memory_file
-from runtime.weights.plan import TRAILER, GroupAddress
+from runtime.weights.group import (
+    AVAILABLE,
+    BucketReceipt,
+    BucketTags,
+    Link,
+    Target,
+    Transfer,
+    copy_and_hash,
+    file_of,
+    in_memory_file,
+)
+from runtime.weights.plan import GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
 _WHOLE = struct.Struct("<IQQ")  # bucket, its offset in the memory file, its bytes
 _TAKEN = b"t"  # a receiver's answer, once for each bucket, in order
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
-_PIECE = 256 << 10  # bytes copied and then hashed: a piece and its copy fit into a core's own cache
 
 # Buckets that a receiver copies at once: one thread does not use all of the memory bandwidth.
 LANES = min(2, len(os.sched_getaffinity(0))) if AVAILABLE else 1
+
+# Memory files of a sender that stay mapped: its buckets or arena, its slots, and the tags of a version.
+FILES = 3
 
 
 class _SocketLink(Link):
@@ -120,23 +133,24 @@ class SendingLink(_SocketLink):
 class ReceivingLink(_SocketLink):
     """The receiver's end. Copies up to `LANES` buckets at once, in threads that end when no bucket is posted."""
 
+    scatters = True
+
     def __init__(self, sender: socket.socket, label: str, tags: BucketTags):
         """Make the receiver's end. `label`: the sender's name for messages. `tags`: of the sender's buckets."""
         super().__init__((sender,))
         self._label = label
         self._sender = sender
         self._tags = tags
-        self._inode = 0
-        self._memory: Any = None  # the sender's memory file, uint8, read-only
+        self._files: dict[int, Any] = {}  # the sender's memory files by inode, uint8, read-only; the last one used is last
         self._changed = threading.Lock()  # guards the fields below, and sends to the sender; taken inside `_using`
-        self._posted: deque[tuple[int, torch.Tensor, Future[BucketReceipt]]] = deque()  # to copy: bucket, into, its end
+        self._posted: deque[tuple[int, Target, Future[BucketReceipt]]] = deque()  # to copy: bucket, into, its end
         self._lanes: set[threading.Thread] = set()
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
+    def receive(self, index: int, target: Target) -> Transfer:
         copied: Future[BucketReceipt] = Future()
         with self._changed:
             self._check()
-            self._posted.append((index, buffer, copied))
+            self._posted.append((index, target, copied))
             if len(self._lanes) < LANES:
                 lane = threading.Thread(target=self._run_lane, name="copy-weights", daemon=True)
                 self._lanes.add(lane)
@@ -171,14 +185,14 @@ class ReceivingLink(_SocketLink):
                     if not self._posted:
                         self._lanes.remove(threading.current_thread())
                         return
-                    number, buffer, copied = self._posted.popleft()
+                    number, target, copied = self._posted.popleft()
                 try:
-                    source = self._await(number, buffer.numel())
+                    source = self._await(number, target.nbytes)
                 except (RuntimeError, OSError) as error:
                     _fail(copied, self._gone(error) if isinstance(error, OSError) else error)
                     continue
             try:
-                copied.set_result(copy_and_hash(source, buffer.numpy(), self._tags.hasher(), self._check))
+                copied.set_result(copy_and_hash(source, target.parts, self._tags.hasher(), self._check))
             except RuntimeError as error:
                 _fail(copied, error)
 
@@ -197,45 +211,32 @@ class ReceivingLink(_SocketLink):
         if not message:
             raise RuntimeError(f"{self._label} is gone")
         number, offset, size = _WHOLE.unpack(message)
-        if (number, size) != (index, nbytes) or self._memory is None or offset + size > len(self._memory):
+        memory = next(reversed(self._files.values()), b"")
+        if (number, size) != (index, nbytes) or offset + size > len(memory):
             sent = f"bucket {number}, {size} bytes at {offset}"
             raise RuntimeError(f"{self._label} sent {sent}, for bucket {index}, {nbytes} bytes")
-        return self._memory[offset : offset + size]
+        return memory[offset : offset + size]
 
     def _map(self, descriptor: int) -> None:
-        """Map the file of `descriptor`, once for each file: the first access to a page costs as much as its copy."""
+        """Map the file of `descriptor`, unless it is mapped: the first access to a page costs as much as its copy."""
         try:
             inode = os.fstat(descriptor).st_ino
-            if inode != self._inode or self._memory is None:
-                self._memory = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
-                self._inode = inode
+            known = self._files.pop(inode, None)
+            mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) if known is None else None
+            self._files[inode] = known if mapped is None else np.frombuffer(mapped, np.uint8)
+            if len(self._files) > FILES:
+                del self._files[next(iter(self._files))]
         finally:
             os.close(descriptor)
 
     def _close(self) -> None:
         with self._changed:
             super()._close()
-            self._memory = None
+            self._files.clear()
 
 
 def _fail(copied: Future[BucketReceipt], error: RuntimeError) -> None:
     copied.set_exception(error.with_traceback(None))  # the traceback's frames would keep the sender's memory alive
-
-
-def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> BucketReceipt:
-    """Copy a bucket, uint8 both. Returns a receipt with the digest, by `hasher`, of all but the trailer. Each piece is hashed
-    while in the processor's cache, which saves a pass over memory. `check` comes before each piece, and may raise."""
-    end = len(target) - TRAILER.size
-    began, hashing = time.monotonic(), 0.0
-    for start in range(0, end, _PIECE):
-        check()
-        piece = slice(start, min(start + _PIECE, end))
-        np.copyto(target[piece], source[piece])
-        copied = time.monotonic()
-        hasher.update(target[piece].data)
-        hashing += time.monotonic() - copied
-    target[end:] = source[end:]
-    return BucketReceipt(int(hasher.intdigest()), time.monotonic() - began - hashing, hashing)
 
 
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:

@@ -377,9 +377,8 @@ class GroupClient(RoleClient):
 
     @cached_property
     def machines(self) -> Mapping[str, str]:
-        """The machine of each process that may send weights, by the process's name."""
-        senders = self._sessions if self._config.weight_sync.senders == "all" else self._sessions[:1]
-        return {session.name: session.machine for session in senders}
+        """The machine of each rank, by the process's name."""
+        return {session.name: session.machine for session in self._sessions}
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
         method = contract.method_of(self._service, command)

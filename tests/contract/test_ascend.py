@@ -226,6 +226,11 @@ def test_weights_are_not_kept_in_a_layout_that_cannot_be_updated(vllm_ascend: Wh
     assert "'VLLM_ASCEND_ENABLE_NZ': lambda: int(os.getenv('VLLM_ASCEND_ENABLE_NZ', 1))" in text
     roles = yaml.safe_load((ROOT / "configs" / "envs" / "ascend.yaml").read_text())
     assert roles["rollout"]["env"]["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    config = ast.unparse(
+        vllm_ascend.tree("vllm_ascend.ascend_config")
+    )  # what the rollout engine sets, whatever the environment
+    assert "self._get_config_value(additional_config, 'weight_nz_mode', 'VLLM_ASCEND_ENABLE_NZ'," in config
+    assert "additional_config.get('enable_reduce_sample', False)" in config
     # What vllm-ascend's sleeping allocator refuses must not be set for a rollout.
     assert "expandable_segments:True" in ast.unparse(vllm_ascend.tree("vllm_ascend.device_allocator.camem"))
     assert "PYTORCH_NPU_ALLOC_CONF" not in roles["rollout"]["env"]

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from runtime import types
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, Moe, Parallel, Trainer
 from runtime.process.waiting import in_thread
-from runtime.rollout.engine import are_adapters
 from runtime.trainer import backend
 from runtime.trainer import rows as train_rows
 from runtime.trainer.step import critic_trainer, policy_trainer
@@ -38,7 +36,7 @@ from tests.unit.training_cases import (
     with_random_experts,
     with_sets,
 )
-from tests.unit.training_steps import make_probes, rolled_out, run_step
+from tests.unit.training_steps import make_probes, run_step, weights
 
 STEPS, SAVED, EPISODES = 5, 3, 1
 CRITIC = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
@@ -173,25 +171,7 @@ def check_values(engine: Any, share: list[TrainGroup], expected: torch.Tensor, c
 
 
 def publish(engine: Any, rank: int, export: Path) -> dict[str, torch.Tensor]:
-    gathered = [tensor.clone() for tensor in engine.backend.gather()]
-    assert_shares_are(engine, rank, gathered)
+    found = weights(engine)
     export.mkdir(exist_ok=True)
     engine.backend.export(export)
-    found = {spec.name: tensor for spec, tensor in zip(engine.backend.tensor_specs(), gathered, strict=not rank)}
-    return {} if rank else rolled_out(engine, found) if are_adapters(found) else found
-
-
-def assert_shares_are(engine: Any, rank: int, gathered: list[torch.Tensor]) -> None:
-    """Tensors that are given to those who hold them, in turn, are the ones that rank 0 is given."""
-    holders = engine.backend.holders()
-    targets = [each[index % len(each)] for index, each in enumerate(holders)]
-    share = [tensor.clone() for tensor in engine.backend.gather(targets)]
-    shares: list[Any] = [share]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        shares = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, share)
-    assert [len(each) for each in shares] == [targets.count(each) for each in range(len(shares))]
-    if rank == 0:
-        assert {0}.union(*holders) == set(targets)
-        for target, tensor in zip(targets, gathered, strict=True):
-            assert torch.equal(shares[target].pop(0), tensor)
+    return {} if rank else found

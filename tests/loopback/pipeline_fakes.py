@@ -165,8 +165,8 @@ class FakeModel(Losable):
         return answer()
 
 
-def hosted(epoch: int, transport: str, names: Sequence[str]) -> WeightGroupReady:
-    told = {"rank": 0, "world_size": len(names), "backend": "gloo", "timeout": 1.0, "key": b"", "transport": transport}
+def hosted(epoch: int, machines: Sequence[str]) -> WeightGroupReady:
+    told = {"rank": 0, "world_size": len(machines), "backend": "gloo", "timeout": 1.0, "key": b"", "machines": tuple(machines)}
     address = GroupAddress(epoch=epoch, host="127.0.0.1", port=1, **told)
     return WeightGroupReady(address, MANIFEST)
 
@@ -182,9 +182,9 @@ class FakeTrainer(FakeModel):
         """By step, the step of the weights that each probe was sampled with."""
         self._weights = weights
 
-    async def init_weight_group(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightGroupReady:
+    async def init_weight_group(self, epoch: int, names: Sequence[str], machines: Sequence[str]) -> WeightGroupReady:
         await self.reached(no_wait())
-        return hosted(epoch, transport, names)
+        return hosted(epoch, machines)
 
     def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
         """What a rollout with other weights than those of `step` says is 1 nat off."""
@@ -280,10 +280,10 @@ class FakeRollout(FakeReplica):
         assert manifest == MANIFEST
         self.address = address
 
-    async def init_weight_group(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightGroupReady:
+    async def init_weight_group(self, epoch: int, names: Sequence[str], machines: Sequence[str]) -> WeightGroupReady:
         await self.reached(no_wait())
-        self.calls.append(("host", len(names)))
-        return hosted(epoch, transport, names)
+        self.calls.append(("host", len(machines)))
+        return hosted(epoch, machines)
 
     async def resend_weights(self, version: PolicyVersion, epoch: int) -> WeightsSent:
         await self.reached(no_wait())

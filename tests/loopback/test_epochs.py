@@ -25,7 +25,8 @@ from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult
 from runtime.weights import sender
-from runtime.weights.plan import GroupAddress, TensorSpec
+from runtime.weights.group import Shard
+from runtime.weights.plan import Cut, GroupAddress, TensorSpec
 from runtime.weights.receiver import StagedWeights
 from services.rollout import RolloutService
 from services.rpc.contract import Ranks, method_of
@@ -86,10 +87,13 @@ class Untrained(ModelTrainer):
     def tensor_specs(self) -> list[TensorSpec]:
         return list(MANIFEST.tensors)
 
-    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+    def cuts(self) -> list[Cut]:
+        return [Cut()] * len(MANIFEST.tensors)
+
+    def shards(self) -> Iterator[Shard]:
         step = self.version_of().step
         self.gathered.append(step)
-        return iter(self.weights(step))
+        return (Shard(index, (), tensor) for index, tensor in enumerate(self.weights(step)))
 
     def begin_step(self, step: int) -> None:
         """Nothing is computed."""
@@ -276,7 +280,7 @@ async def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> Non
 @on_a_loop
 async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() -> None:
     async with stage(replace(WEIGHT_SYNC, join_timeout=1.5)) as here:
-        hosted = await here.trainer.call(InitWeightGroup(1, 3, "collective", ("trainer-0", "rollout-0", "rollout-1")))
+        hosted = await here.trainer.call(InitWeightGroup(1, ("rollout-0", "rollout-1"), ("", "", "")))
         with pytest.raises(ServiceFault, match=r"rollout-0: rendezvous: rank 2 \(rollout-1\) did not join|trainer-0\) is gone"):
             await here.rollouts[0].call(JoinWeights(replace(hosted.address, rank=1), hosted.manifest))
         with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 2 \(rollout-1\) did not join"):
@@ -295,7 +299,7 @@ async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_b
 
     monkeypatch.setattr(sender, "open_rendezvous", slow)
     async with stage() as here:
-        hosting = asyncio.ensure_future(here.trainer.call(InitWeightGroup(1, 2, "collective", ("trainer-0", "rollout-0"))))
+        hosting = asyncio.ensure_future(here.trainer.call(InitWeightGroup(1, ("rollout-0",), ("", ""))))
         await until(opening.is_set)
         await here.trainer.call(AbortWeights(PolicyVersion(), 1))  # it is answered meanwhile
         publishing = asyncio.ensure_future(here.publisher.group.open())  # of the number 1 again: it waits for its turn
@@ -312,7 +316,7 @@ async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_b
 async def test_weights_that_changed_in_the_senders_memory_are_gathered_anew_before_they_are_sent_again() -> None:
     async with stage(COLLECTIVE) as here:
         await here.publish(1)
-        here.trainer.rank.sender.buffers._buffers[1][0] ^= 1
+        here.trainer.rank.sender.buffers.buffers[1][0] ^= 1
         await here.loses(here.rollouts[1])
         here.rollouts[0].service.weights.held.version = None  # so that it is not the other one who sends it
         await here.newcomer("rollout-1", incarnation=1)
@@ -324,7 +328,7 @@ async def test_another_version_than_the_one_that_is_there_is_refused() -> None:
     async with stage() as here:
         await here.publish(1)
         peer = here.rollouts[0]
-        await peer.call(InitWeightGroup(9, 2, "collective", ("rollout-0", "rollout-2")))
+        await peer.call(InitWeightGroup(9, ("rollout-2",), ("", "")))
         with pytest.raises(ServiceFault, match=r"rollout-0: snapshot: version 0\.0 was not kept: 0\.1 is there"):
             await peer.call(ResendWeights(PolicyVersion(0, 0), 9))
         await here.trainer.call(Apply(1))
@@ -343,14 +347,19 @@ def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[tor
 @on_a_loop
 async def test_the_first_bucket_arrives_before_the_last_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = threading.Semaphore(0)
-    faults = StagedWeights._faults
+    post = StagedWeights._post
 
-    def seen(staged: StagedWeights, index: int, *bucket: Any) -> list[str]:
-        found = faults(staged, index, *bucket)
-        verified.release()
-        return found
+    def seen(staged: StagedWeights, group: sender.WeightGroup, index: int, give_up: float) -> Any:
+        target, transfer = post(staged, group, index, give_up)
 
-    monkeypatch.setattr(StagedWeights, "_faults", seen)
+        def wait(until: float) -> Any:
+            receipt = transfer(until)
+            verified.release()
+            return receipt
+
+        return target, wait
+
+    monkeypatch.setattr(StagedWeights, "_post", seen)
 
     def late(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         *most, last = tensors
@@ -481,7 +490,7 @@ async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
         elif why == "it keeps nothing":
             held.version = None
         else:
-            held._buffers[1][0] ^= 1
+            held._arena[64 << 10] ^= 1
         sends = counted(here)
         await here.newcomer()
         assert sends == [ResendWeights(PolicyVersion(0, 1), here.publisher.group.epoch.number)]
@@ -493,22 +502,22 @@ async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
 async def test_a_reception_that_goes_wrong_costs_an_attempt_and_no_member(raises: bool) -> None:
     async with stage(COLLECTIVE) as here:
         await here.publish(1)
-        group = here.rollouts[1].service.weights.group
-        receive, left = group.receive, [1]
+        link = here.rollouts[1].service.weights.group.way(0)
+        receive, left = link.receive, [1]
 
-        def spoiled(index: int, buffer: torch.Tensor, *root: int) -> Any:
-            transfer = receive(index, buffer, *root)
+        def spoiled(index: int, target: Any) -> Any:
+            transfer = receive(index, target)
 
             def wait(give_up: float) -> None:
                 transfer(give_up)
                 if left and raises:
                     raise RuntimeError(f"bucket {left.pop()} is lost")
                 if left:
-                    buffer[left.pop()] ^= 1
+                    target.run[left.pop()] ^= 1
 
             return wait
 
-        group.receive = spoiled
+        link.receive = spoiled
         assert (await here.publish(2)).aborts == 1
         assert not here.pool.register.units(ROLLOUT, UnitState.LOST)
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
@@ -538,7 +547,7 @@ def test_the_nearest_one_sends(late: str, serving: str, trainer: str, peer: int 
 
 
 # ------------------------------------------------------------------------------------------------ two sending ranks
-ALL = replace(WEIGHT_SYNC, senders="all", bucket_bytes=MANIFEST.bucket_bytes)
+SMALL = replace(WEIGHT_SYNC, bucket_bytes=MANIFEST.bucket_bytes)
 RANKS = 2
 
 
@@ -547,14 +556,14 @@ class PipelineStage(Untrained):
 
     step = 0
 
-    def holders(self) -> list[tuple[int, ...]]:
-        return [(index % RANKS,) for index in range(len(MANIFEST.tensors))]
+    def cuts(self) -> list[Cut]:
+        return [Cut(((index % RANKS,),)) for index in range(len(MANIFEST.tensors))]
 
-    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+    def shards(self) -> Iterator[Shard]:
         self.gathered.append(self.step)
-        for target, tensor in zip(targets, self.weights(self.step), strict=True):
-            if target == self.rank_info.rank:
-                yield tensor
+        for index, tensor in enumerate(self.weights(self.step)):
+            if index % RANKS == self.rank_info.rank:
+                yield Shard(index, (), tensor)
 
     def apply(self) -> StepResult:
         result = super().apply()
@@ -602,7 +611,7 @@ class TwoSenders(TrainerHere):
 
 
 @asynccontextmanager
-async def two_senders(settings: config.WeightSyncConfig = ALL) -> AsyncIterator[tuple[Stage, TwoSenders]]:
+async def two_senders(settings: config.WeightSyncConfig = SMALL) -> AsyncIterator[tuple[Stage, TwoSenders]]:
     trainer = TwoSenders(settings)
     await trainer.start()
     try:
@@ -615,11 +624,11 @@ async def two_senders(settings: config.WeightSyncConfig = ALL) -> AsyncIterator[
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 @on_a_loop
 async def test_a_newcomer_gets_the_committed_version_of_both(transport: str) -> None:
-    settings = replace(ALL, transport=transport)
+    settings = replace(SMALL, transport=transport)
     async with two_senders(settings) as (here, trainer):
         staying, dying = here.rollouts
         figures = await trainer.step(here, 1)
-        sizes = [sum(bucket.total_bytes for _, bucket in sender._own) for sender in trainer.senders()]
+        sizes = [sum(bucket.nbytes for _, bucket in sender.own) for sender in trainer.senders()]
         assert all(sizes) and figures.bytes >= sum(sizes)
         await here.loses(dying)
         assert (await trainer.step(here, 2)).epoch == 2
@@ -637,7 +646,7 @@ async def test_the_other_sender_joins_while_its_engine_computes_and_is_sent_agai
         try:
             await trainer.call(BeginStep(1))
             applying = asyncio.ensure_future(trainer.call(Apply(1)))  # rank 1 is not that far
-            await here.newcomer(settings=ALL)
+            await here.newcomer(settings=SMALL)
         finally:
             trainer.engines[1].may_apply.set()
         await applying
@@ -649,15 +658,15 @@ async def test_the_other_sender_joins_while_its_engine_computes_and_is_sent_agai
 async def test_a_part_that_breaks_off_aborts_for_all_and_the_next_epoch_brings_it() -> None:
     async with two_senders() as (here, trainer):
         await trainer.step(here, 1)
-        sender, gather = trainer.senders()[1], trainer.engines[1].gather
+        sender, shards = trainer.senders()[1], trainer.engines[1].shards
 
-        def breaks(targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-            for number, tensor in enumerate(gather(targets)):
+        def breaks() -> Iterator[Shard]:
+            for number, shard in enumerate(shards()):
                 if number == 3:
                     sender.abort()
-                yield tensor
+                yield shard
 
-        trainer.engines[1].gather = breaks
+        trainer.engines[1].shards = breaks
         figures = await trainer.step(here, 2)
         assert (figures.aborts, figures.epoch) == (1, 2)
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]

@@ -196,7 +196,7 @@ class Ahead(FakeTrainer):
 
 
 class KeepsNothing(FakeRollout):
-    async def init_weight_group(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightGroupReady:
+    async def init_weight_group(self, epoch: int, names: Sequence[str], machines: Sequence[str]) -> WeightGroupReady:
         raise ServiceFault(self.name, "snapshot", "no version that was received is kept")
 
 
@@ -220,18 +220,20 @@ async def test_a_newcomer_gets_the_next_version_where_the_trainer_is_past_the_on
 
 
 @on_a_loop
-async def test_each_epoch_takes_the_transport_that_all_its_members_reach() -> None:
+async def test_each_epoch_takes_the_transports_by_which_its_members_are_reached() -> None:
     cast = Cast.prompt()
     here, late = cast.rollouts[0], FakeRollout("rollout-1", cast.weights, incarnation=1)
     late.machine = "there"
     publishing = make(cast)
     await publishing.publish(FIRST)
-    assert here.address is not None and here.address.transport == publishing.group.transport == "shared_memory"
+    assert here.address is not None and here.address.machines == ("here",) * len(here.address.machines)
+    assert publishing.group.transport == "shared_memory"
     cast.rollouts[1].die()
     come(publishing._pool, late)
     cast.rollouts[1] = late
     await publishing.publish(SECOND)
-    assert here.address.transport == publishing.group.transport == "collective"
+    assert publishing.group.transport == "collective and shared_memory"
+    assert here.address.machines.index("there") == late.address.rank
     with pytest.raises(UserError, match=r"weight_sync\.transport: shared_memory needs .* rollout-1 may"):
         await make(cast, transport="shared_memory").publish(SECOND)
 

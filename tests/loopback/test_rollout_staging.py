@@ -25,7 +25,7 @@ from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.sender import SendBuffers, WeightGroup, open_rendezvous
 from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms
-from tests.loopback.weight_cases import settles, soon, unhosted
+from tests.loopback.weight_cases import machines_of, settles, shards_of, soon, unhosted
 from tests.unit.actor_desk import running
 from tests.unit.rollout_cases import from_scratch, request, samples
 from tests.unit.test_rollout_in_flight import versions
@@ -52,7 +52,7 @@ class Models:
 
     def gather(self, sender: SendBuffers, step: int) -> None:
         sender.begin(version(step), DEADLINE)
-        sender.fill(parameter.detach() for parameter in self.weights[step].parameters())
+        sender.fill(shards_of(self.weights[step].parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ class Site:
     async def join(self, manifest: Manifest | None = None) -> None:
         """A new epoch."""
         self.epoch += 1
-        told = {"transport": self.transport, "full_every": self.full_every}
+        told = {"machines": machines_of(self.transport, 1, 2), "full_every": self.full_every}
         pending = open_rendezvous(unhosted(2, DEADLINE, epoch=self.epoch, **told), "127.0.0.1", name="trainer")
         joined = self.ask(JoinWeights(replace(pending.address, rank=1), manifest or self.models.manifest))
         self.group = await asyncio.wrap_future(in_thread("host", pending.connect))
@@ -130,9 +130,10 @@ class Site:
 
         def send() -> None:
             self.group.announce(version(step))
-            for index, bucket in enumerate(self.sender.buckets[:buckets]):
-                self.group.tags.stamp(index, bucket, self.sender._buffers[index], version(step))
-                self.group.send(index, self.sender._buffers[index])(soon())
+            link = self.group.way(0)
+            for index, buffer in enumerate(self.sender.buffers[:buckets]):
+                link.describe(self.group.tags.tag(index, self.group.tags.digest(buffer), version(step)), None)
+                link.send(index, buffer)(soon())
 
         await asyncio.wrap_future(in_thread("send", send))
         self.group.abort()
@@ -160,11 +161,10 @@ class Site:
         assert_close(sample.logprobs, expected, terms=forward_terms(256), scale=LOGITS)
 
     def holder(self, tensor: torch.Tensor) -> Any:
-        """The set of the receiver's buckets in which `tensor` lies, or None."""
+        """The set of the receiver's weights in which `tensor` lies, or None."""
         for each in self.service.weights._sets:
-            for buffer in each._buffers:
-                if 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.nbytes:
-                    return each
+            if each._arena is not None and 0 <= tensor.data_ptr() - each._arena.data_ptr() < each._arena.nbytes:
+                return each
         return None
 
 

@@ -22,7 +22,6 @@ from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime import timeouts
-from runtime.cluster.placement import RestartBackoff
 from runtime.config import FromEnvironment, Logs
 from runtime.errors import UserError
 from runtime.process.os_process import INCARNATION
@@ -37,16 +36,6 @@ LIVES = "import time; time.sleep(600)"
 DIES = "raise SystemExit(1)"
 FAULTS = "from runtime.process import os_process; os_process.say_errors(['it cannot be']); raise SystemExit({code})"
 DIES_FIRST = f"import os, time; os.environ['{INCARNATION}'] == '0' and os.abort(); time.sleep(600)"
-
-
-def test_an_allowance_grants_so_many_within_its_window_each_later_than_the_one_before() -> None:
-    allowance = RestartBackoff(2)
-    assert [allowance.delay(now) for now in (0.0, 10.0, 20.0)] == [0.5, 1.0, None]
-    assert allowance.delay(600.0) == 1.0  # the first is out of the window
-    assert allowance.delay(605.0) is None
-    assert RestartBackoff(0).delay(0.0) is None
-    often = RestartBackoff(100)
-    assert [often.delay(0.0) for _ in range(100)][-1] == 60.0
 
 
 def spec(name: str, code: str, *arguments: str) -> ProcessSpec:

@@ -21,8 +21,8 @@ from runtime.config import Config, Run
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
-from runtime.weights.group import BucketTags
-from runtime.weights.plan import Manifest, plan_buckets, roots
+from runtime.weights.group import TAG, BucketTags, Shard, indexed
+from runtime.weights.plan import Cut, Manifest, parts, plan_buckets
 from runtime.weights.receiver import StagedWeights, WeightReceiver
 from runtime.weights.sender import SendBuffers, WeightGroup, join_rendezvous, open_rendezvous
 from tests.loopback.ranks import Helper
@@ -40,6 +40,7 @@ from tests.loopback.weight_cases import (
     expected,
     gather,
     leave,
+    machines_of,
     on_a_loop,
     post,
     posted,
@@ -88,13 +89,13 @@ def send(group: WeightGroup, sender: SendBuffers, step: int, deadline: float = P
 @pytest.mark.parametrize("transport", WAYS)
 def test_two_processes_receive_every_version_whole(members: list[Member], transport: str) -> None:
     group = connect(members, 1, transport=transport)
-    sender = SendBuffers(MANIFEST)
-    assert len(sender.buckets) > 3
+    sender = SendBuffers(MANIFEST, takes_changes=transport.endswith("delta"))
+    assert sender.count > 3
     for version in range(4):
         post(members, version, PATIENCE)
         result = send(group, sender, version).result(PATIENCE)
-        whole = sum(bucket.total_bytes for bucket in sender.buckets)
-        assert result.bytes == whole if transport in ("collective", "shared_memory") else 0 < result.bytes < 1.1 * whole
+        whole = sum(bucket.nbytes + TAG.size for _, bucket in sender.own)
+        assert result.bytes == whole if not transport.endswith("delta") else 0 < result.bytes < 1.1 * whole
         assert [one.hear() for one in members] == [("staged", version, True)] * 2
     leave(members, group)
 
@@ -103,22 +104,21 @@ def test_two_processes_receive_every_version_whole(members: list[Member], transp
 def test_a_corrupted_bucket_is_named(members: list[Member], transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group = connect(members, 2, transport=transport)
     sender = SendBuffers(MANIFEST)
-    stamp = BucketTags.stamp
+    tag = BucketTags.tag
 
-    def stamp_then_flip(tags: BucketTags, index: int, bucket: Any, buffer: torch.Tensor, version: PolicyVersion) -> int:
-        digest = stamp(tags, index, bucket, buffer, version)
-        if bucket is sender.buckets[2]:
-            buffer[5] ^= 1
-        return digest
+    def tag_then_flip(tags: BucketTags, index: int, digest: int, version: PolicyVersion) -> bytes:
+        if index == 2:
+            sender.buffers[index][5] ^= 1
+        return tag(tags, index, digest, version)
 
     with monkeypatch.context() as patch:
-        patch.setattr(BucketTags, "stamp", stamp_then_flip)
+        patch.setattr(BucketTags, "tag", tag_then_flip)
         post(members, 1, PATIENCE)
         send(group, sender, 1).result(PATIENCE)
     for one in members:
         kind, phase, text = one.hear()
         assert (kind, phase) == ("fault", "verify")
-        assert one.name in text and f"bucket 2 of {len(sender.buckets)}: the checksum" in text
+        assert one.name in text and f"bucket 2 of {sender.count}: the checksum" in text
         assert "bucket 1 of" not in text
     post(members, 2, PATIENCE)  # the group is whole
     send(group, sender, 2).result(PATIENCE)
@@ -360,16 +360,25 @@ LATER = 600.0  # seconds of a transfer's deadline, for which no test waits
 
 def held(*holders: tuple[int, ...]) -> Manifest:
     """The cases' tensors, held by `holders` in turn."""
-    tensors = (
-        msgspec.structs.replace(spec, held_by=holders[index % len(holders)]) for index, spec in enumerate(MANIFEST.tensors)
-    )
-    return Manifest(tuple(tensors), MANIFEST.bucket_bytes, len(NAMES))
+    tensors, cuts = MANIFEST.tensors, tuple(Cut((each,)) for each in holders)
+    return Manifest(tensors, MANIFEST.bucket_bytes, len(NAMES), cuts, tuple(index % len(cuts) for index in range(len(tensors))))
 
 
-SHARED, STAGES, ONE = held(()), held((0,), (1,)), held((1,))
+def halves() -> Manifest:
+    """The cases' tensors, of whose matrices each sender holds a part: of one by rows, of the next by columns."""
+    cuts = [Cut(((0, 1),))]
+    for index, spec in enumerate(MANIFEST.tensors):
+        if len(spec.shape) == 2:
+            cuts.append(Cut(((0,), (1,)), index % 2, spec.shape[index % 2] // 2 + 1))
+    of_matrices = iter(range(1, len(cuts)))
+    cut_of = tuple(next(of_matrices) if len(spec.shape) == 2 else 0 for spec in MANIFEST.tensors)
+    return Manifest(MANIFEST.tensors, MANIFEST.bucket_bytes, len(NAMES), tuple(cuts), cut_of)
 
 
-@pytest.fixture(params=["collective+delta", "shared_memory"])
+SHARED, STAGES, ONE = held((0, 1)), held((0,), (1,)), held((1,))
+
+
+@pytest.fixture(params=["collective+delta", "shared_memory", "relay", "relay+delta"])
 def groups(request: pytest.FixtureRequest) -> Iterator[list[WeightGroup]]:
     """Two senders, then two receivers."""
     made = connected(request.param, 4, senders=NAMES)
@@ -380,9 +389,13 @@ def groups(request: pytest.FixtureRequest) -> Iterator[list[WeightGroup]]:
             group.abort()
 
 
-def share(manifest: Manifest, number: int, seed: int) -> list[torch.Tensor]:
-    weights = list(expected(seed).values())
-    return [weights[index] for index, root in enumerate(roots(manifest)) if root == number]
+def share(manifest: Manifest, number: int, seed: int) -> list[Shard]:
+    return [
+        Shard(index, span, indexed(whole, span))
+        for index, whole in enumerate(expected(seed).values())
+        for span, holders in parts(manifest, index)
+        if number in holders
+    ]
 
 
 def send_all(
@@ -414,7 +427,7 @@ def hears(group: WeightGroup) -> threading.Event:
     return heard
 
 
-@pytest.mark.parametrize("manifest", [SHARED, STAGES, ONE], ids=["replicas", "stages", "all of one"])
+@pytest.mark.parametrize("manifest", [SHARED, STAGES, ONE, halves()], ids=["replicas", "stages", "all of one", "halves"])
 def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: Manifest) -> None:
     senders = [SendBuffers(manifest, number=number) for number in range(2)]
     receivers = [StagedWeights(manifest) for _ in range(2)]
@@ -427,7 +440,8 @@ def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: 
         if manifest is ONE:
             assert results[0].bytes == results[1].bytes  # what it tells is what all sent
         else:
-            assert results[0].bytes >= sum(bucket.total_bytes for bucket in senders[0].buckets) > results[1].bytes > 0
+            own = [sum(bucket.nbytes for _, bucket in sender.own) for sender in senders]
+            assert min(own) > 0 and results[0].bytes >= sum(own) > results[1].bytes >= own[1]
         for each in staged:
             each.release()
 
@@ -461,10 +475,15 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
         sender = SendBuffers(SHARED, number=number)
         sender.fill(share(SHARED, number, 1))
         groups[number].announce(VERSION)
-        for (index, bucket), buffer in zip(sender._own, sender._buffers, strict=True):
-            groups[number].tags.stamp(index, bucket, buffer, VERSION)
+        tags, link = list[bytes](), groups[number].way(number)
+        for (index, _), buffer in zip(sender.own, sender.buffers, strict=True):
+            tags.append(groups[number].tags.tag(index, groups[number].tags.digest(buffer), VERSION))
+            link.describe(tags[-1], None)
             buffer[0] ^= number
-            groups[number].send(index, buffer)(soon())
+            link.send(index, buffer)(soon())
+        last = torch.frombuffer(bytearray(b"".join(tags)), dtype=torch.uint8)
+        link.describe(tags[-1], None)
+        link.send(sender.count + number, last)(soon())
 
     for sending in [in_thread("send", lambda number=number: tampered(number)) for number in range(2)]:
         sending.result(PATIENCE)
@@ -479,7 +498,8 @@ def member(connection: Any) -> None:
     """Sender 1, which never gets further than a part of its share."""
     address, manifest, deadline = connection.recv()
     sender = SendBuffers(manifest, number=1)
-    sender.fill(share(manifest, 1, 1)[:-1])
+    with suppress(InvariantViolated):
+        sender.fill(share(manifest, 1, 1)[:7])
     sending = sender.send(join_rendezvous(address, NAMES[1]), VERSION, deadline)
     connection.send("sending")
     sending.exception()
@@ -489,7 +509,8 @@ def member(connection: Any) -> None:
 @contextmanager
 def apart(transport: str, manifest: Manifest, deadline: float) -> Iterator[tuple[list[WeightGroup], Helper]]:
     """The other members, and sender 1, which is a process and sends."""
-    pending = open_rendezvous(unhosted(4, transport=transport, names=NAMES, senders=len(NAMES)), "127.0.0.1", name="trainer-0")
+    told = {"machines": machines_of(transport, len(NAMES), 4), "names": NAMES, "senders": len(NAMES)}
+    pending = open_rendezvous(unhosted(4, **told), "127.0.0.1", name="trainer-0")
     helper = Helper(member)
     try:
         helper.tell(msgspec.structs.replace(pending.address, rank=1), manifest, deadline)
@@ -509,7 +530,7 @@ def apart(transport: str, manifest: Manifest, deadline: float) -> Iterator[tuple
         helper.end()
 
 
-@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+@pytest.mark.parametrize("transport", ["collective", "shared_memory", "relay"])
 def test_a_sender_that_is_killed_within_a_transfer_is_named_at_once(transport: str) -> None:
     with apart(transport, SHARED, LATER) as (groups, helper):
         heard = [hears(group) for group in groups[1:]]

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, wraps
@@ -22,6 +22,7 @@ from runtime.errors import Cancelled, ServiceFault
 from runtime.process import platform
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
+from runtime.weights.group import Shard
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import StagedWeights
 from runtime.weights.sender import SendBuffers, WeightGroup, join_rendezvous, open_rendezvous
@@ -42,7 +43,8 @@ MANIFEST = Manifest(SPECS, 48 << 10)  # more buckets than are under way at once
 
 PATIENCE = 60.0  # seconds for what is to happen, on however busy a machine
 
-WAYS = ("collective", "shared_memory", "collective+delta", "shared_memory+delta")  # each transport with each encoding
+# Each transport with each encoding; and both, as two receivers are on another machine.
+WAYS = ("collective", "shared_memory", "relay", "collective+delta", "shared_memory+delta", "relay+delta")
 SOME_WAYS = ("collective+delta", "shared_memory")  # each transport, and an encoding around one
 VERSION = PolicyVersion(0, 1)
 DEADLINE = 100.0  # seconds that one test may take
@@ -93,7 +95,19 @@ def expected(seed: int) -> dict[str, torch.Tensor]:
 def gather(sender: SendBuffers, seed: int) -> None:
     """Another version is in the sender's buckets."""
     sender.begin(PolicyVersion(0, seed), PATIENCE)
-    sender.fill(expected(seed).values())
+    sender.fill(shards_of(expected(seed).values()))
+
+
+def shards_of(tensors: Iterable[torch.Tensor]) -> list[Shard]:
+    """The tensors of a manifest, which one sender holds whole."""
+    return [Shard(index, (), tensor) for index, tensor in enumerate(tensors)]
+
+
+def machines_of(transport: str, senders: int, world_size: int) -> tuple[str, ...]:
+    """Where members are that go by `transport`. `relay`: the receivers are on another machine than the senders."""
+    if transport == "relay":
+        return ("here",) * senders + ("there",) * (world_size - senders)
+    return ("here" if transport == "shared_memory" else "",) * world_size
 
 
 def same(tensors: dict[str, torch.Tensor], seed: int) -> bool:
@@ -137,7 +151,8 @@ def connected(transport: str, world_size: int = 2, timeout: float = PATIENCE, se
     """The members of one epoch, by rank, all in this process."""
     torch.set_num_threads(1)
     transport, full_every = transport_and_encoding(transport)
-    told = {"transport": transport, "full_every": full_every, "senders": len(senders) or 1}
+    first = len(senders) or 1
+    told = {"machines": machines_of(transport, first, world_size), "full_every": full_every, "senders": first}
     pending = open_rendezvous(unhosted(world_size, timeout, names=senders, **told), "127.0.0.1", name="trainer")
     names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
     others = [
@@ -260,7 +275,8 @@ def connect(
         one.ready()
     names = ("trainer", *(one.name for one in members))
     transport, full_every = transport_and_encoding(transport)
-    told = {"epoch": epoch, "backend": backend, "transport": transport, "full_every": full_every}
+    machines = machines_of(transport, 1, len(names))
+    told = {"epoch": epoch, "backend": backend, "machines": machines, "full_every": full_every}
     pending = open_rendezvous(unhosted(len(names), timeout, names=names, **told), "127.0.0.1", name="trainer")
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.structs.replace(pending.address, rank=rank), one.name)

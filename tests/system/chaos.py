@@ -57,7 +57,7 @@ def require_same(self, index, digest, name):
     asked = Path(__file__).with_name("flip")
     if asked.exists():
         asked.unlink()
-        self._buffers[[number for number, _ in self._own].index(index)][0] ^= 1
+        self.buffers[[number for number, _ in self.own].index(index)][0] ^= 1
 """
 GROUPS = 4
 SILENCE = 4.0

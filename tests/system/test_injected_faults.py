@@ -70,8 +70,8 @@ def patch():
     def require_same(self, index, digest, name):
         self.whole(index, digest, name)
         if once("flipped"):
-            own = [number for number, _ in self._own]
-            self._buffers[own.index(index)][0] ^= 1  # behind the checksum's back: receivers find it, then the sender
+            own = [number for number, _ in self.own]
+            self.buffers[own.index(index)][0] ^= 1  # behind the checksum's back: receivers find it, then the sender
     SendBuffers._require_same = require_same
 """
 
@@ -96,7 +96,7 @@ def test_errors_of_collectives_end_their_process_or_their_weight_sync(config: Pa
 def test_a_bucket_that_changed_in_a_senders_memory_is_gathered_and_sent_again(config: Path, tmp_path: Path) -> None:
     """Of the second sender: the first one's is among the chaos's faults."""
     own = write(tmp_path / "mine.py", BUCKET, rank=1)
-    two = ("services.trainer.processes=2", "weight_sync.senders=all", "weight_sync.bucket_bytes=4096")
+    two = ("services.trainer.processes=2", "weight_sync.bucket_bytes=4096")
     with started(config, *SETTINGS, *two, own, folder=tmp_path / "run") as run:
         assert run.wait(END) == 0, run.output + run.errors
     assert (tmp_path / "flipped").exists()

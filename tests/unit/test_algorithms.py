@@ -241,6 +241,10 @@ class TestAggregation:
         added = {name: masked_sample(name, self.options) for name in AGGREGATIONS}
         assert added == {name: 8.0 if name == "dr_grpo" else 0.0 for name in AGGREGATIONS}
 
+    def test_an_episode_of_several_rows_counts_once(self):
+        options = replace(self.options, counts=matrix([1.0], [0.0], [0.0]))
+        assert dr_grpo(self.values, self.mask, options).count == 8.0
+
     options = AggregationOptions(norm=8.0)
     values = torch.tensor([[1.0, 2.0, 30.0], [4.0, 50.0, 6.0], [70.0, 80.0, 90.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -326,12 +330,14 @@ class TestRegistries:
         def estimate(inputs, options):
             return inputs.rewards
 
-        @policy_loss("own", zero_without_advantage=needs_values)
+        more: dict[str, Any] = {"chooses": highest, "by_start": True} if needs_values else {}
+
+        @policy_loss("own", zero_without_advantage=needs_values, **more)
         def loss(inputs, options):
             return inputs.logp
 
         assert ADVANTAGES.find("own") == AdvantageEstimator(estimate, False, needs_values)
-        assert POLICY_LOSSES.find("own") == PolicyLoss(loss, needs_values)
+        assert POLICY_LOSSES.find("own") == PolicyLoss(loss, needs_values, **more)
 
     def test_a_name_belongs_to_one_function(self):
         with pytest.raises(ValueError, match="registered twice"):
@@ -534,7 +540,7 @@ def batch(seed: int, spread: float = 0.6) -> LossInputs:
     rng = np.random.default_rng(seed)
     old = torch.from_numpy(-rng.exponential(1.0, (4, 4)) - 1e-3)
     logp = (old + torch.from_numpy(rng.normal(0, spread, (4, 4)))).clamp(max=-1e-4).requires_grad_()
-    advantages = torch.tensor([[1.3], [-0.7], [-1.1], [0.4]], dtype=torch.float64)
+    advantages = torch.tensor([[0.8], [-0.7], [-1.1], [0.4]], dtype=torch.float64)
     chosen = torch.from_numpy((rng.random((4, 4)) < 0.4).astype(np.float64))
     return LossInputs(logp, old, old, old - 0.1, advantages, MASK4, chosen)
 
@@ -689,6 +695,14 @@ def test_dppo_kl_leaves_out_what_has_become_certain():
     torch.testing.assert_close(outputs.loss, expected, rtol=1e-14, atol=0)
 
 
+def test_dppo_leaves_out_nothing_at_its_bound_nor_without_advantage():
+    certain = torch.zeros(4, 4, dtype=torch.float64)
+    inputs = replace(batch(0), logp=certain, old_logp=certain - 0.5)
+    for advantage, bound in ((1.0, 1 - float(inputs.old_logp.exp()[0, 0])), (0.0, 0.1)):
+        outputs = dppo_tv(replace(inputs, advantages=certain + advantage), LossOptions(clip_low=bound, clip_high=bound))
+        assert not outputs.metrics[CLIPPED].any()
+
+
 def step(seed: int, count: int = 400) -> StepTokens:
     rng = np.random.default_rng(seed)
     advantages, logp, draws, moved = (
@@ -715,6 +729,7 @@ def in_parts(one: StepTokens, cuts: list[int], choose) -> torch.Tensor:
         rounds = iter(range(10**6))
 
         def batch_sum(part: torch.Tensor) -> torch.Tensor:
+            assert part.dtype == torch.float64
             sums[number := next(rounds), index] = part
             lock.wait(timeout=60)
             return sum(sums[number, other] for other in range(parts))
@@ -744,9 +759,14 @@ class TestChoice:
             assert all(value >= last for value in chosen)
             assert last == 0 or sorted(chosen, reverse=True) == [value for value in ordered if value >= last]
 
+    @given(st.floats(allow_nan=False, allow_infinity=False))
+    def test_the_largest_is_told_from_its_neighbour(self, value: float):
+        assert largest(f64(value, math.nextafter(value, -math.inf)), 0.0, own_part).tolist() == [True, False]
+
     def test_covariances_are_about_the_means_of_the_step(self):
         one = step(0)
         np.testing.assert_allclose(covariances(one, own_part).numpy(), plain_covariances(one), rtol=1e-12)
+        assert covariances(step(0, 1), own_part).tolist() == [0.0]
 
     def test_kl_cov_takes_the_highest(self):
         one = step(1)
@@ -767,11 +787,18 @@ class TestChoice:
         covariance, got = plain_covariances(one), drawn_within(one, own_part, share=1.0, low=2.0, high=3.0).numpy()
         assert np.array_equal(got, (covariance > 2) & (covariance < 3))
 
+    def test_clip_cov_draws_one_of_few_between_1_and_5(self):
+        covariance, draws = f64(1.0, 1.5, 2.5, 5.0, 5.5), f64(0.8, 0.7, 0.6, 0.9, 0.9)
+        mirrored = StepTokens(
+            *(torch.cat(pair) for pair in ((covariance, -covariance), (draws**0, -(draws**0)), (draws, draws / 2)))
+        )
+        assert drawn_within(mirrored, own_part).nonzero().tolist() == [[1]]
+
     def test_one_token_at_least_is_chosen_and_none_of_none(self):
-        assert highest(step(4), own_part, share=0.0).sum() == 1
+        assert highest(step(4), own_part, share=0.0).sum() == highest(step(4), own_part).sum() == 1
         assert len(highest(step(4, 0), own_part)) == 0
 
-    @pytest.mark.parametrize("limit", [0.0, 0.01, 0.04, 0.2])
+    @pytest.mark.parametrize("limit", [0.0, 0.04, 0.07, 0.2])
     def test_m2po_takes_the_furthest_until_the_others_are_near_enough(self, limit: float):
         one = step(6)
         moments = (one.start - one.logp).square().numpy()
@@ -789,12 +816,28 @@ class TestChoice:
         one = step(7)
         back = StepTokens((one.logp - one.start).sign(), one.logp, one.draws, one.start)
         assert not beyond_second_moment(back, own_part, threshold=0.0).any()
+        assert torch.equal(beyond_second_moment(one, own_part), beyond_second_moment(one, own_part, threshold=0.04))
+
+    @pytest.mark.parametrize(
+        ("gaps", "advantages", "chosen"),
+        [
+            ([0.0, 0.0, 0.0, 1.0], [1, 1, 1, 1], []),  # the mean is at the threshold
+            ([0.5, 1.0, 2.0], [1, 1, -1], [1]),  # the first is at the threshold: it does not help
+            ([1.0], [0], []),
+            ([0.0, 0.0, 0.8, 0.8000000000000002], [1, 1, 1, 1], [3]),  # their squares are neighbours
+        ],
+    )
+    def test_m2po_takes_no_more_than_it_needs(self, gaps: list[float], advantages: list[float], chosen: list[int]):
+        start = f64(*gaps)
+        got = beyond_second_moment(StepTokens(f64(*advantages), 0 * start, start, start), own_part, threshold=0.25)
+        assert got.nonzero()[:, 0].tolist() == chosen
 
     @pytest.mark.parametrize("cuts", [[150], [0, 399], [400]])
     def test_parts_measure_the_second_moment_together(self, cuts: list[int]):
         one = step(8)
-        got = in_parts(one, cuts, beyond_second_moment)
-        assert torch.equal(got, beyond_second_moment(one, own_part)) and 0 < got.sum() < 200
+        choose = partial(beyond_second_moment, threshold=0.07)
+        got = in_parts(one, cuts, choose)
+        assert torch.equal(got, choose(one, own_part)) and 0 < got.sum() < 100
 
     @pytest.mark.parametrize("choose", [partial(highest, share=0.03), partial(drawn_within, share=0.03, low=0.5, high=4.0)])
     @pytest.mark.parametrize("cuts", [[150], [0, 399], [400]])

@@ -236,9 +236,9 @@ class TestOpo:
             assert float(got[i]) == pytest.approx(rewards[i] - baseline if valid[i] else 0.0, rel=1e-11, abs=1e-14)
 
     def test_equal_rewards_a_group_of_one_and_no_tokens(self):
-        groups, lengths = torch.tensor([0, 0, 0, 1, 2, 2]), f64(3, 3, 7, 9, 0, 0)
-        got = opo(f64(0.1, 0.1, 0.1, 2.0, 1.0, 3.0), groups, lengths)
-        assert got.tolist() == [0.0, 0.0, 0.0, 2.0, 1.0, 3.0]
+        groups, lengths = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3]), f64(3, 3, 7, 9, 0, 0, 1, 0)
+        got = opo(f64(0.1, 0.1, 0.1, 2.0, 1.0, 3.0, 4.0, 6.0), groups, lengths)
+        assert got.tolist() == [0.0, 0.0, 0.0, 2.0, 1.0, 3.0, 0.0, 2.0]
 
     def test_an_episodes_length_is_that_of_all_its_rows(self):
         mask = matrix([1, 1, 0], [1, 0, 0], [1, 0, 1])
@@ -420,7 +420,7 @@ class TestPassAtK:
 
 
 class Row(NamedTuple):
-    """A branch: whether each token is trained, and what turns earned, by their last token."""
+    """A branch: whether each token is trained, and what turns earned, by a token of theirs."""
 
     mask: list[int]
     turns: dict[int, float]
@@ -466,8 +466,8 @@ def episode_batches(draw: st.DrawFn, turns: bool = True) -> list[Episode]:
             rows = []
             for _ in range(rng.integers(1, 4)):
                 mask = (rng.random(rng.integers(1, 10)) < 0.6).astype(int).tolist()
-                ends = [t for t, m in enumerate(mask) if m and not any(mask[t + 1 : t + 2])]
-                rows.append(Row(mask, {t: float(rng.normal()) for t in ends if turns and rng.random() < share}))
+                trained = [t for t, m in enumerate(mask) if m and turns]
+                rows.append(Row(mask, {t: float(rng.normal()) for t in trained if rng.random() < share}))
             episodes.append(Episode(group, float(rng.normal()), bool(rng.random() < 0.8), rows))
     return episodes
 

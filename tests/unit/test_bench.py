@@ -40,6 +40,7 @@ from benchmarks.weight_sync import bench as publishing
 from benchmarks.weight_sync import ways as plain
 from benchmarks.weight_sync.changes import Changes
 from benchmarks.weight_sync.in_run import InRun
+from benchmarks.weight_sync.spread import Spread
 from benchmarks.weight_sync.transfers import MemoryPasses, Sized, Transfers, TransportFigures
 from benchmarks.worker import Bench, Measured
 from runtime import run_files
@@ -282,13 +283,16 @@ def test_what_is_compared_is_what_was_measured_in_the_same_round() -> None:
     published = {"shared_memory": TransportFigures(plain.COPY, [0.1, 0.2], [0.2, 0.3], 10)}
     sized = Sized(64, seconds, {}, published, MemoryPasses(1.0, 1.0, 1.0))
     run = InRun(988.1, 2.0, [[1.0, 0.1], [3.0, 0.2]], 13 << 30)
-    report = publishing.WeightSyncReport(Transfers(1, [sized]), [run], {}, [], Changes(1e-6, 1000, [0.01], [30]))
+    spread = Spread(4, 8, "there", 100, [("collective", 1, 25), ("shared_memory", 7, 25)], 104, 110, [0.1])
+    report = publishing.WeightSyncReport(Transfers(1, [sized]), [spread], [run], {}, [], Changes(1e-6, 1000, [0.01], [30]))
     assert publishing.compared(report) == [
         Compared("shared_memory / raw copy out of shared memory, 64 MB", [0.5, pytest.approx(2 / 3)], "≥ 0.6"),
-        Compared("shared_memory / a copy that hashes, 64 MB", [1.0, pytest.approx(1.0)], "≥ 0.8"),
+        Compared("shared_memory / a copy that hashes, 64 MB", [1.0, pytest.approx(1.0)], "≥ 0.85"),
         Compared("seconds of version 0 in a run, 988 MB", [2.0], "≤ 1.5"),
-        Compared("seconds of a later version in a run, 988 MB", [1.0, 3.0], "≤ 1.0"),
+        Compared("seconds of a later version in a run, 988 MB", [1.0, 3.0], "≤ 0.4"),
         Compared("GiB of memory in a run, 988 MB", [13.0], "≤ 12"),
+        Compared("bytes that leave the machine / the model, 4 to 8 on another machine", [1.04], "≤ 1.05"),
+        Compared("host memory of a receiver / its share, 4 to 8 on another machine", [1.1]),
         Compared("bytes of a delta / of a whole version", [0.03]),
     ]
 
@@ -343,7 +347,7 @@ def test_all_takes_every_bench_at_its_short_setting(monkeypatch: pytest.MonkeyPa
 
 def test_every_bench_says_what_it_compares() -> None:
     apart = {command.ALL: "every", "weight_sync": "weight_sync.bench"}
-    apart |= {"shards": "weight_sync.shards", "staleness": "staleness.bench"}
+    apart |= {"staleness": "staleness.bench"}
     for name in command.BENCHES:
         module = import_module(f"benchmarks.{apart.get(name, name)}")
         assert name == command.ALL or (callable(module.compared) and module.QUICK), name

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 from launcher.registered_names import faults_of_own_files
-from runtime.algorithms.interfaces import ADVANTAGES, POLICY_LOSSES
+from runtime.algorithms.interfaces import ADVANTAGES, POLICY_LOSSES, LossOutputs, require_loss
 from runtime.chosen_algorithm import choose, groups_per_update, streams, updates_per_epoch, with_options
 from runtime.config import Algorithm, Config, Data, Evaluation, EvaluationSet, Run, Source, Training
 from runtime.errors import UserError
@@ -162,6 +163,27 @@ def test_options_are_what_comes_behind_the_two_arguments() -> None:
     assert with_options(whatever, {"anything": 1}, "key")(1, 2) == {"anything": 1}
     with pytest.raises(UserError, match=r"^key\.inputs: 1: whatever takes it as an argument already$"):
         with_options(whatever, {"inputs": 1}, "key")
+
+
+INPUTS: Any = SimpleNamespace(mask=torch.ones(2, 3), logp=torch.zeros(2, 3, requires_grad=True))
+LOSS: Any = -INPUTS.logp
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fault"),
+    [
+        (LOSS, " gives Tensor; allowed: LossOutputs"),
+        (LossOutputs(LOSS.mean()), ": its loss is of shape []; allowed: [2, 3], [B, T]"),
+        (LossOutputs(LOSS.detach()), ": its loss has no gradient: it does not depend on inputs.logp, or is detached"),
+        (LossOutputs(LOSS, {"actor/kl": LOSS}), ": its metric 'actor/kl' is reported of every loss; allowed: another name"),
+        (LossOutputs(LOSS, {"a": LOSS, "b": 1.0}), ": its metric 'b' is float; allowed: [2, 3] or [2, 1], [B, T] or [B, 1]"),
+    ],
+)
+def test_what_a_loss_may_not_give(outputs: Any, fault: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape('algorithm.loss: mine' + fault)}$"):
+        require_loss(outputs, INPUTS, "mine")
+    good = LossOutputs(LOSS, {"a": LOSS[:, :1]})
+    assert require_loss(good, INPUTS, "mine") is good
 
 
 BUILT_IN = """

@@ -24,8 +24,8 @@ from runtime.models.hf_folder import read_config
 from runtime.rollout.torch import decoder as decoder_module
 from runtime.rollout.torch.decoder import Decoder, KVCache, Span, kv_bytes
 from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
-from runtime.weights.group import allocate, tensors_of
-from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
+from runtime.weights.group import arena, tensors_of
+from runtime.weights.plan import TensorSpec, arena_offsets
 from tests.closeness import assert_close, forward_terms
 from tests.unit.tiny_models import FAMILIES, VOCABULARY, WITH_EXPERTS, save_model, saved
 
@@ -228,22 +228,21 @@ def test_kv_bytes_is_what_the_cache_takes_and_more_than_memory_is_a_user_error()
 
 
 class Received:
-    """The weights of a model's folder in buckets, in the order of `names`."""
+    """The weights of a model's folder in an arena, in the order of `names`."""
 
-    def __init__(self, folder: Path, names: Sequence[str], bucket_bytes: int = 1 << 30):
+    def __init__(self, folder: Path, names: Sequence[str]):
         found = load_file(folder / "model.safetensors")
         self.folder = folder
         names = [name for name in names if name in found]
-        manifest = Manifest(tuple(TensorSpec(name, "float32", tuple(found[name].shape)) for name in names), bucket_bytes)
-        buckets = plan_buckets(manifest)
-        self.buffers = allocate(buckets, pin=False)
-        self.tensors = dict(zip(names, tensors_of(manifest, buckets, self.buffers).values(), strict=True))
+        specs = [TensorSpec(name, "float32", tuple(found[name].shape)) for name in names]
+        (self.arena,) = arena([arena_offsets(specs)[1]])
+        self.tensors = dict(zip(names, tensors_of(specs, self.arena), strict=True))
         for name in names:
             self.tensors[name].copy_(found[name])
 
     def holds(self, tensor: torch.Tensor) -> bool:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(each.data_ptr() <= begin and end <= each.data_ptr() + each.nbytes for each in self.buffers)
+        return self.arena.data_ptr() <= begin and end <= self.arena.data_ptr() + self.arena.nbytes
 
     def adopted(self, dtype: torch.dtype = torch.float32) -> Decoder:
         decoder = Decoder(DecoderWeights.adopt(read_config(self.folder), self.tensors, CPU, dtype))
@@ -251,7 +250,7 @@ class Received:
         return decoder
 
     def copies(self, weights: DecoderWeights) -> set[str]:
-        """The parameters that do not lie in the buckets."""
+        """The parameters that do not lie in the arena."""
         every = {"embedding": weights.embedding, "norm": weights.norm, "head": weights.head}
         for layer in weights.layers:
             every.update((f"{name}-{id(layer)}", each) for name, each in vars(layer).items() if each is not None)
@@ -279,14 +278,6 @@ def test_adopted_weights_compute_what_transformers_computes(name: str) -> None:
         assert torch.equal(whole_logits(decoder, TOKENS), whole_logits(load(folder), TOKENS))
         has = {field for field, each in vars(decoder.weights.layers[0]).items() if each is not None}
         assert received.copies(decoder.weights) == copied & has
-
-
-def test_what_a_boundary_of_buckets_separates_is_copied() -> None:
-    folder, model = saved()
-    received = Received(folder, names_of(model), bucket_bytes=1)
-    decoder = received.adopted()
-    assert received.copies(decoder.weights) == {"qkv", "qkv_bias", "gate_up"}
-    assert_equals(model, whole_logits(decoder, TOKENS))
 
 
 def test_tensors_that_lie_side_by_side_by_chance_are_not_taken_for_one() -> None:

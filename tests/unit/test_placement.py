@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from launcher.node.topology import Machine, ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
-from runtime.cluster.placement import NodeResources, Placement, offers, place, table
+from runtime.cluster.placement import NodeResources, Placement, RestartBackoff, offers, place, table
 from runtime.cluster.topology import Instance, group_of, instances, replicas, sections, uses_reference
 from runtime.config import Config, Environment, RemoteServer, Rollout
 from runtime.coordinator.metrics_recorder import accelerators
@@ -124,6 +124,11 @@ def test_a_guest_comes_after_its_host_even_where_it_is_the_larger() -> None:
     placed = place(make(algorithm=KL, services=services), nodes(3))
     assert seats(placed, "rollout") == [("n0", (1, 2))]
     assert seats(placed, "reference") == [("n0", (1,)), ("n0", (2,))]
+
+
+def test_the_largest_replicas_come_first() -> None:
+    placed = place(make(services={"rollout": [{}, {"engine": "vllm", "tensor_parallel": 2}]}), nodes(4))
+    assert seats(placed, "rollout") == [("n0", (1, 2)), ("n0", (3,))]
 
 
 def test_guests_are_on_their_hosts_nodes_also_where_there_are_no_devices() -> None:
@@ -303,6 +308,16 @@ def test_every_process_has_devices_of_its_own_on_one_node(
         assert device < devices[int(node[1:])]
     for seat in placed.seats:
         assert len(seat.devices) == {"rollout": tensor, "reward": 0}.get(seat.instance.role, 1)
+
+
+def test_an_allowance_grants_so_many_within_its_window_each_later_than_the_one_before() -> None:
+    allowance = RestartBackoff(2)
+    assert [allowance.delay(now) for now in (0.0, 10.0, 20.0)] == [0.5, 1.0, None]
+    assert allowance.delay(600.0) == 1.0  # the first is out of the window
+    assert allowance.delay(605.0) is None
+    assert RestartBackoff(0).delay(0.0) is None
+    often = RestartBackoff(100)
+    assert [often.delay(0.0) for _ in range(100)][-1] == 60.0
 
 
 # --------------------------------------------------------------------------------------------- the processes of a configuration

@@ -147,7 +147,7 @@ def test_what_broke_is_given_up_once_and_whoever_notices_later_is_late() -> None
     assert (port.given_up, why(register, "reward-0"), register.late) == (["connection lost"], "connection lost", 1)
     register.add("reward", Port("reward-0", 1))
     port.breaks("is told once more")
-    assert state(register, "reward-0") == ("serving", 1)
+    assert (state(register, "reward-0"), why(register, "reward-0"), register.late) == (("serving", 1), "", 2)
     with pytest.raises(UserError, match=r"^reward-0: its incarnation 1 has registered already$"):
         register.add("reward", port)
     assert state(register, "reward-0") == ("serving", 1)
@@ -162,8 +162,11 @@ def test_the_next_incarnation_is_the_end_of_the_one_before() -> None:
     assert register.is_followed(port)
     assert not register.is_followed(Member("trainer-0", 1))
     assert register.port(port) is None
-    assert register.connect(Port("trainer-0", 1))
+    follower = Port("trainer-0", 1)
+    assert register.connect(follower)
     assert register.port(port) is None
+    register.dismiss("trainer-0", "is not wanted")
+    assert (follower.given_up, register.port(follower)) == (["is not wanted"], None)
 
 
 def test_a_place_that_is_given_again_is_that_of_the_next_incarnation() -> None:
@@ -399,6 +402,7 @@ def begun(*members: Member) -> tuple[Rollouts, Membership]:
 
 
 def test_nobody_serves_before_a_commit() -> None:
+    assert Membership(Register(), term=3).epoch == Epoch(20_000, ())
     _, membership = of()
     assert membership.stale  # what is published next waits for somebody
     with pytest.raises(InvariantViolated, match=r"^an epoch needs a living member$"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from launcher import cli
 from launcher.commands import simulate as command
@@ -20,7 +22,7 @@ from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.simulation import simulate
 from runtime.simulation.calibration import calibrate, observe
-from runtime.simulation.engine import Cores, Costs, Fixed, LogNormal, SimulatedEngine
+from runtime.simulation.engine import Cores, Costs, Fixed, LogNormal, SimulatedEngine, sync_seconds
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop, SimulatedWorld, Stuck
 from runtime.simulation.simulate import Simulation, simulated, variations
 from services.rpc.client import command_deadline
@@ -286,6 +288,61 @@ def test_what_computes_at_once_shares_the_processors() -> None:
     with loop_of() as loop:
         loop.run(main())
     assert ended == pytest.approx({"a": 3.0, "b": 3.0, "c": 4.0})
+
+
+SYNC = Costs(weights_bytes=64e6, bandwidth=1e6, memory=1e9)
+
+
+@pytest.mark.parametrize(
+    ("machines", "senders", "seconds"),
+    [
+        (("t", "a"), 1, [64.0]),
+        (("t", *"aaaaaaaa"), 1, [64.0, *[64.001] * 7]),
+        (("t", *map(str, range(16))), 1, [64.0 + hops for hops in range(16)]),
+        (("t", "", ""), 1, [64.0, 65.0]),
+        (("t", "t", "t", "a"), 1, [0.064, 0.064, 64.0]),
+        (("t", "u", "a", "b"), 2, [64.0, 65.0]),
+        (("t", "u", "a", "a"), 2, [32.001, 32.001]),
+    ],
+    ids=[
+        "one machine",
+        "eight receivers there",
+        "a chain of 16 machines",
+        "no shared memory",
+        "the sender's machine",
+        "two senders into one link",
+        "two senders into two links of a machine",
+    ],
+)
+def test_a_version_takes_as_long_as_its_hops(machines: tuple[str, ...], senders: int, seconds: list[float]) -> None:
+    """64 MB at 1 MB/s over the network, in buckets of a second or, in memory, of a millisecond."""
+    assert sync_seconds(SYNC, machines, senders, 1_000_000) == pytest.approx([0.0] * senders + seconds)
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "weight-sync.md"
+
+
+def test_the_guide_has_what_the_plan_takes() -> None:
+    """Half of the cards are senders, in machines of eight; memory takes no time; seconds at 25 and 50 GB/s."""
+    found = re.findall(r"^\| [^|]+, ([\d,.]+) GB \| (\d) \|(.*)\|$", GUIDE.read_text(), re.MULTILINE)
+    for nbytes, receivers, cells in found:
+        costs = Costs(weights_bytes=1e9 * float(nbytes.replace(",", "")), memory=1e15)
+        for cards, cell in zip((64, 256, 1024), cells.split("|"), strict=True):
+            machines = [f"trainer {rank // 8}" for rank in range(cards // 2)]
+            machines += [f"rollout {rank // int(receivers)}" for rank in range(cards // 16 * int(receivers))]
+            for rate, seconds in zip((25e9, 50e9), cell.split(","), strict=True):
+                took = max(sync_seconds(replace(costs, bandwidth=rate), machines, cards // 2, 16 << 20))
+                assert float(seconds) == pytest.approx(took, abs=0.06 if took > 5 else 0.006)
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(("nodes", "least", "most"), [(1, 0.064, 0.1), (2, 64.0, 80.0)])
+def test_a_simulated_sync_takes_its_way(tmp_path: Path, nodes: int, least: float, most: float) -> None:
+    """Of four units, which are placed in turn, the rollout is the first and the trainer the last."""
+    config = replace(configured(tmp_path / "run"), weight_sync=schema.WeightSyncConfig(transfer_timeout=HOUR))
+    simulation = Simulation(config, SYNC, command_deadline, nodes=nodes)
+    simulation.run()
+    assert least < observe([point for _, point in simulation.metrics], []).seconds["weight sync"] < most
 
 
 def test_the_usual_variations_are_configurations_of_their_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -108,6 +108,38 @@ def test_arguments_that_sluice_sets_or_does_not_know() -> None:
     assert fault == "services.rollout.engine_args.max_num_seqs: Sluice sets it; services.rollout.max_num_seqs decides it"
     (fault,) = arguments.unknown_faults({"block_sise": 16}, ["block_size", "gpu_memory_utilization"])
     assert fault == "services.rollout.engine_args.block_sise: this vLLM has no such argument; nearest is 'block_size'"
+
+
+def test_what_vllm_ascend_must_have_off() -> None:
+    """Whatever its mode for reinforcement learning says, which its older releases do not know."""
+    key = "services.rollout.engine_args.additional_config"
+    given = {"weight_nz_mode": 2, "enable_reduce_sample": True, "rl_config": {"enabled": True}}
+    assert list(arguments.own_faults({"additional_config": given})) == [
+        f"{key}.weight_nz_mode: 2; must be 0: new weights cannot be loaded into the NPU format FRACTAL_NZ",
+        f"{key}.enable_reduce_sample: True; must be false: log-probabilities would be of a part of the vocabulary",
+    ]
+    for value in ("0", None, 1, True):  # the release takes a text for true
+        (fault,) = arguments.own_faults({"additional_config": {"weight_nz_mode": value}}, "services.rollout.1.engine_args")
+        assert fault.startswith(f"services.rollout.1.engine_args.additional_config.weight_nz_mode: {value!r}; must be 0: ")
+    (fault,) = arguments.own_faults({"additional_config": "{}"})
+    assert fault == f"{key}: '{{}}'; must be a mapping"
+    for right in ({}, {"weight_nz_mode": 0, "enable_reduce_sample": False}, {"rl_config": {"enabled": True}}):
+        assert not list(arguments.own_faults({"additional_config": right}))
+
+
+def test_on_npus_weights_keep_a_layout_that_can_be_loaded(tmp_path: Path) -> None:
+    """Also if the user configures the plugin otherwise."""
+
+    def given(device: str, user: dict[str, Any]) -> dict[str, Any]:
+        own = rollout_vllm._arguments("m", {}, cast(Any, types.SimpleNamespace(type=device)), torch.bfloat16, 4, 64, 1)
+        return arguments.with_plugin(own, user)
+
+    mode = {"rl_config": {"enabled": True}}
+    assert given("npu", {})["additional_config"] == {"weight_nz_mode": 0}
+    assert given("npu", {"additional_config": mode, "seed": 1})["additional_config"] == {"weight_nz_mode": 0, **mode}
+    assert given("npu", {"seed": 1, "enforce_eager": True})["enforce_eager"]
+    assert "additional_config" not in given("cuda", {})
+    assert given("cuda", {"additional_config": mode})["additional_config"] == mode
 
 
 # ------------------------------------------------------------------------------------------------ configuration

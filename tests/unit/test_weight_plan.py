@@ -1,170 +1,243 @@
-"""How a manifest is laid out in buckets and spread over senders, and which transport `weight_sync.transport` stands for."""
+"""How tensors in parts are laid out in buckets and in an arena, which sender sends which part, and over which hops."""
 
 from __future__ import annotations
 
+import graphlib
 import itertools
 import math
+from collections import Counter
+from typing import Any
+from unittest import mock
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidMessage, UserError
-from runtime.weights.plan import (
-    ALIGNMENT,
-    ITEM_BYTES,
-    TRAILER,
-    Bucket,
-    GroupAddress,
-    Manifest,
-    TensorSpec,
-    plan_buckets,
-    resolve_transport,
-    roots,
-)
+from runtime.weights import group, plan
+from runtime.weights.group import BucketTags, copy_and_hash, targets_of
+from runtime.weights.plan import Bucket, Cut, GroupAddress, Manifest, TensorSpec, arena_offsets, plan_buckets
 
-tensors = st.lists(
-    st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 40), max_size=3).map(tuple)), max_size=30
-).map(lambda rows: tuple(TensorSpec(f"t{index}", dtype, shape) for index, (dtype, shape) in enumerate(rows)))
+TAGS = BucketTags(b"k" * 32)
+Array = np.ndarray[Any, Any]
 
 
-@given(tensors, st.integers(1, 5000))
-def test_every_tensor_lies_once_aligned_and_apart(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> None:
-    buckets = plan_buckets(Manifest(specs, bucket_bytes))
-    order = [entry.tensor for bucket in buckets for entry in bucket.entries]
-    matrices, others = ([i for i, spec in enumerate(specs) if (len(spec.shape) >= 2) is want] for want in (True, False))
-    assert order == matrices + others
+@st.composite
+def layouts(draw: st.DrawFn, most: int = 4) -> Manifest:
+    """Tensors, each whole or in parts of rows or columns, some of which are held by several of up to `most` senders."""
+    senders = draw(st.integers(1, most))
+    holders = st.lists(st.integers(0, senders - 1), min_size=1, unique=True).map(tuple)
+    specs, cuts = [], []
+    for number in range(draw(st.integers(0, 8))):
+        shape = tuple(draw(st.lists(st.integers(0, 20), max_size=3)))
+        spec = TensorSpec(f"t{number}", draw(st.sampled_from(sorted(plan.ITEM_BYTES))), shape)
+        dim = draw(st.integers(-1, min(1, len(spec.shape) - 1)))
+        size = 0 if dim < 0 else draw(st.integers(1, spec.shape[dim] + 2))
+        count = math.ceil(spec.shape[dim] / size) + draw(st.integers(0, 2)) if size else 1  # more holders than parts
+        cuts.append(Cut(tuple(draw(holders) for _ in range(max(1, count))), max(0, dim), size))
+        specs.append(spec)
+    return Manifest(tuple(specs), draw(st.integers(1, 3000)), senders, tuple(cuts), tuple(range(len(cuts))))
+
+
+class Reference:
+    """An arena as numpy alone makes it. An array of a tensor has one more dimension: the bytes of an item."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        specs = manifest.tensors
+        self.places: dict[int, Array] = {}  # of each tensor's bytes in the arena
+        self.size = 0
+        for index in sorted(range(len(specs)), key=lambda index: len(specs[index].shape) <= 1):  # matrices first
+            shape = (*specs[index].shape, torch.empty(0, dtype=getattr(torch, specs[index].dtype)).itemsize)
+            self.places[index] = self.size + np.arange(np.prod(shape, dtype=int)).reshape(shape)
+            self.size += (self.places[index].size + 63) // 64 * 64
+        self.used = np.zeros(self.size, bool)
+        self.held = np.zeros((manifest.senders, self.size), bool)  # whether a sender has a byte
+        for index, places in self.places.items():
+            self.used[places] = True
+            cut = manifest.cuts[manifest.cut_of[index]]
+            for number, holders in enumerate(cut.holders if cut.size else cut.holders[:1]):
+                part = [slice(None)] * cut.dim + [slice(number * cut.size, (number + 1) * cut.size)] if cut.size else [...]
+                for holder in holders:
+                    self.held[holder][places[tuple(part)]] = True
+        self.arena = np.random.default_rng(0).integers(0, 256, self.size, np.uint8) * self.used
+
+    def source(self, bucket: Bucket) -> Array:
+        """The arena's place of each byte of `bucket`, -1 for padding. Checks that pieces lie apart, aligned, and close."""
+        found, end = np.full(bucket.nbytes, -1), 0
+        for piece in bucket.pieces:
+            assert piece.offset % 64 == 0 and 0 <= piece.offset - end < 64
+            end = piece.offset + piece.nbytes
+            found[piece.offset : end] = self.places[piece.tensor][tuple(slice(*bounds) for bounds in piece.span)].ravel()
+        assert bucket.nbytes % 64 == 0 and 0 <= bucket.nbytes - end < 64
+        return found
+
+    def sent(self, bucket: Bucket) -> Array:
+        """The bytes that the root sends, which has other bytes where it does not hold a tensor."""
+        return np.append(np.where(self.held[bucket.root], self.arena, 255 - self.arena), np.uint8(0))[self.source(bucket)]
+
+    def run(self, source: Array) -> int | None:
+        """Where the arena holds a bucket as a whole, with its padding."""
+        where = source[0] + np.arange(len(source))
+        inside = where[-1] < self.size and where[0] % plan.ALIGNMENT == 0
+        return int(where[0]) if inside and np.where(source < 0, ~self.used[where], source == where).all() else None
+
+
+@given(layouts(), st.randoms(), st.sampled_from([1, 100, 1 << 18]))
+def test_every_element_arrives_once_from_a_holder(manifest: Manifest, random: Any, step: int) -> None:
+    reference, buckets = Reference(manifest), plan_buckets(manifest)
+    offsets, size = arena_offsets(manifest.tensors)
+    begins = {index: places.ravel()[0] for index, places in reference.places.items() if places.size}
+    assert size == reference.size and begins.items() <= offsets.items()
+    arena = torch.zeros(size, dtype=torch.uint8)
+    pairs = list(zip(buckets, targets_of(manifest, buckets, arena), strict=True))
+    random.shuffle(pairs)  # senders do not wait for each other
+    for bucket, target in pairs:
+        flat, run = reference.sent(bucket), reference.run(reference.source(bucket))
+        assert (plan.run_of(manifest, bucket, offsets), target.run is None, target.nbytes) == (run, run is None, len(flat))
+        with mock.patch.object(group, "_PIECE", step):
+            digest = copy_and_hash(flat, target.parts, TAGS.hasher(), check=lambda: None).digest
+            assert digest == TAGS.digest(torch.from_numpy(flat))
+            changed = flat ^ (np.arange(len(flat)) == random.randrange(len(flat)))
+            (apart,) = targets_of(manifest, [bucket], torch.zeros_like(arena))
+            assert copy_and_hash(changed, apart.parts, TAGS.hasher(), check=lambda: None).digest != digest
+    assert (arena.numpy() == reference.arena).all()
+    moved = np.concatenate([reference.source(bucket) for bucket in buckets] or [np.zeros(0, int)])
+    assert (np.sort(moved[moved >= 0]) == np.flatnonzero(reference.used)).all()
+
+
+@given(layouts(1), st.integers(1, 3000))
+def test_of_one_sender_every_bucket_is_a_run_in_order(manifest: Manifest, bucket_bytes: int) -> None:
+    manifest = Manifest(manifest.tensors, bucket_bytes)
+    buckets = plan_buckets(manifest)
+    assert buckets == plan_buckets(msgspec.convert(msgspec.to_builtins(manifest), Manifest))
+    offsets, size = arena_offsets(manifest.tensors)
+    ends = [0, *itertools.accumulate(bucket.nbytes for bucket in buckets)]
+    assert [*(plan.run_of(manifest, bucket, offsets) for bucket in buckets), size] == ends
+    for bucket, following in itertools.pairwise(buckets):  # none is closed early
+        assert bucket.nbytes + following.pieces[0].nbytes > bucket_bytes // plan.ALIGNMENT * plan.ALIGNMENT
+
+
+@given(layouts())
+def test_only_the_fewest_aligned_rows_exceed_a_bucket(manifest: Manifest) -> None:
+    for bucket in plan_buckets(manifest):
+        if bucket.nbytes > manifest.bucket_bytes:
+            (piece,) = bucket.pieces
+            shape = manifest.tensors[piece.tensor].shape
+            rows = piece.span[0][1] - piece.span[0][0] if piece.span else [*shape, 1][0]
+            assert all(piece.nbytes // rows * n % plan.ALIGNMENT for n in range(1, rows)) or bucket.nbytes == plan.ALIGNMENT
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> Manifest:
+    """Megabytes of tensors with short rows. Each tensor is held by 1, 2, 4 or 8 adjoining senders."""
+    senders = 1 << draw(st.integers(0, 3))
+    blocks = [tuple(range(i, i + n)) for n in (1, 2, 4, 8) for i in range(0, senders, n) if i + n <= senders]
+    chosen = draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=6, unique=True))
+    shape = st.tuples(st.integers(1, 4000), st.integers(1, 500)) | st.tuples(st.integers(1, 1 << 20))
+    specs = tuple(TensorSpec(f"t{i}", "bfloat16", each) for i, each in enumerate(draw(st.lists(shape, max_size=12))))
+    of = tuple(draw(st.integers(0, len(chosen) - 1)) for _ in specs)
+    return Manifest(specs, 1 << draw(st.integers(16, 26)), senders, tuple(Cut((each,)) for each in chosen), of)
+
+
+@given(nested())
+def test_no_sender_sends_much_more_than_some_must(manifest: Manifest) -> None:
+    loads = [0] * manifest.senders
+    for bucket in plan_buckets(manifest):
+        loads[bucket.root] += bucket.nbytes
+    held = [set(manifest.cuts[cut].holders[0]) for cut in manifest.cut_of]
+    sizes = [math.prod(spec.shape) * 2 + 63 for spec in manifest.tensors]  # with padding
+    bounds = [sum(size for size, by in zip(sizes, held, strict=True) if by <= block) / len(block) for block in held]
+    assert max(loads) <= 1.1 * max(bounds, default=0) + plan.LEAST_BYTES
+
+
+@given(layouts(), st.integers(2, 4))
+def test_senders_come_forward_at_one_pace(manifest: Manifest, senders: int) -> None:
+    cuts = tuple(Cut(((number,),)) for number in range(senders))
+    manifest = Manifest(manifest.tensors, 256, senders, cuts, tuple(i % senders for i in range(len(manifest.tensors))))
+    buckets = plan_buckets(manifest)
+    totals, done, shares = Counter[int](), Counter[int](), list[float]()
     for bucket in buckets:
-        end = 0
-        for entry in bucket.entries:
-            spec = specs[entry.tensor]
-            assert entry.nbytes == ITEM_BYTES[spec.dtype] * math.prod(spec.shape)
-            assert entry.offset % ALIGNMENT == 0
-            assert 0 <= entry.offset - end < ALIGNMENT
-            end = entry.offset + entry.nbytes
-        assert 0 <= bucket.data_bytes - end < ALIGNMENT
-        assert bucket.data_bytes % ALIGNMENT == 0
-        assert bucket.total_bytes == bucket.data_bytes + TRAILER.size
-
-
-@given(tensors, st.integers(1, 5000))
-def test_only_a_lone_tensor_exceeds_the_bucket(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> None:
-    buckets = plan_buckets(Manifest(specs, bucket_bytes))
+        totals[bucket.root] += bucket.nbytes
     for bucket in buckets:
-        last = bucket.entries[-1]
-        assert len(bucket.entries) == 1 or last.offset + last.nbytes <= bucket_bytes
-    for bucket, following in itertools.pairwise(buckets):
-        assert bucket.data_bytes + following.entries[0].nbytes > bucket_bytes
+        shares.append(done[bucket.root] / totals[bucket.root])
+        done[bucket.root] += bucket.nbytes
+    assert shares == sorted(shares)
+
+
+def test_what_few_hold_is_given_out_first() -> None:
+    specs = tuple(TensorSpec(f"t{number}", "uint8", (plan.LEAST_BYTES,)) for number in range(5))
+    buckets = plan_buckets(Manifest(specs, 2 * plan.LEAST_BYTES, 3, (Cut(((0, 1, 2),)), Cut(((1,),))), (0, 0, 0, 1, 1)))
+    found = [([piece.tensor for piece in bucket.pieces], bucket.root) for bucket in buckets]
+    assert found == [([3, 4], 1), ([0], 0), ([1], 2), ([2], 0)]  # a bucket may be exactly full
+
+
+def test_query_key_and_value_adjoin() -> None:
+    names = [f"{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")]
+    specs = [TensorSpec(name, "bfloat16", (16, 8) if "weight" in name else (32,)) for name in names]
+    offsets, size = arena_offsets(specs)
+    assert ([offsets[index] for index in (0, 2, 4, 1, 3, 5)], size) == ([0, 256, 512, 768, 832, 896], 960)
+
+
+W, SCALAR = TensorSpec("w", "int8", (4, 2)), TensorSpec("w", "int8", ())
+UNCOVERED = r"cut into \d parts of -?\d in dimension -?\d, which does not cover it"
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tensors", "total"),
+    ("manifest", "fault"),
     [
-        ((10, 300, 10, 20), [[0], [1], [2, 3]], [64, 320, 128]),  # a large tensor has a bucket of its own
-        ((64, 64, 64), [[0, 1], [2]], [128, 64]),  # a bucket may be exactly full
+        (Manifest((TensorSpec("w", "complex64", (1,)),), 64), "tensor w: dtype 'complex64' is not one of"),
+        (Manifest((W, W), 64), "tensor w occurs twice"),
+        (Manifest((), 0), "bucket_bytes is 0, must be"),
+        (Manifest((), 64, 0), "senders is 0, must be"),
+        (Manifest((W,), 64, cut_of=(0, 0)), "cut_of names 2 cuts for 1 tensors"),
+        *((Manifest((W,), 64, cut_of=(cut,)), f"tensor w has cut {cut} of 1") for cut in (1, -1)),
+        (Manifest((W,), 64, 2, (Cut(((0, 2),)),)), r"tensor w is held by \(\(0, 2\),\), of 2 senders"),
+        (Manifest((W,), 64, 2, (Cut(((0,), ()), 0, 2),)), r"tensor w is held by \(\(0,\), \(\)\), of 2 senders"),
+        *((Manifest((W,), 64, 1, (Cut(((0,),), *cut),)), UNCOVERED) for cut in ((0, 3), (1, 1), (2, 4), (-1, 4), (0, -4))),
+        *((Manifest((spec,), 64, 1, (cut,)), UNCOVERED) for spec in (W, SCALAR) for cut in (Cut(()), Cut(((0,),), 0, 1))),
     ],
 )
-def test_tensors_are_laid_out_in_order(sizes: tuple[int, ...], tensors: list[list[int]], total: list[int]) -> None:
-    specs = tuple(TensorSpec(f"t{index}", "uint8", (size,)) for index, size in enumerate(sizes))
-    buckets = plan_buckets(Manifest(specs, 128))
-    assert [[entry.tensor for entry in bucket.entries] for bucket in buckets] == tensors
-    assert [bucket.total_bytes for bucket in buckets] == [size + 16 for size in total]
-
-
-@pytest.mark.parametrize(
-    ("specs", "bucket_bytes", "senders", "fault"),
-    [
-        ((TensorSpec("w", "complex64", (1,)),), 64, 2, "tensor w: dtype 'complex64'"),
-        ((TensorSpec("w", "int8", (1,)), TensorSpec("w", "int8", (1,))), 64, 2, "w occurs twice"),
-        ((), 0, 2, "bucket_bytes is 0"),
-        ((), 64, 0, "senders is 0"),
-        ((TensorSpec("w", "int8", (1,), held_by=(0, 2)),), 64, 2, r"w is held by \(0, 2\), of 2 senders"),
-    ],
-)
-def test_a_bad_manifest_is_refused(specs: tuple[TensorSpec, ...], bucket_bytes: int, senders: int, fault: str) -> None:
+def test_a_bad_manifest_is_refused(manifest: Manifest, fault: str) -> None:
     with pytest.raises(InvalidMessage, match=fault):
-        plan_buckets(Manifest(specs, bucket_bytes, senders))
+        plan_buckets(manifest)
 
 
 def test_messages_call_a_member_by_its_rank_and_name() -> None:
     names = ("trainer-0", "rollout-1")
-    address = GroupAddress(
-        epoch=1, host="h", port=1, rank=0, world_size=3, backend="gloo", timeout=1.0, key=b"0123", names=names
-    )
+    address = GroupAddress(epoch=1, host="h", port=1, world_size=3, backend="gloo", timeout=1.0, key=b"0123", names=names)
     assert [address.label(rank) for rank in range(3)] == ["rank 0 (trainer-0)", "rank 1 (rollout-1)", "rank 2"]
     assert repr(address) == "GroupAddress(rank 0 (trainer-0) of epoch 1 at h:1)"  # without the key
 
 
-def test_each_bucket_goes_to_whoever_has_least() -> None:
-    sizes = (64, 64, 64, 64, 64, 192, 64, 64)
-    specs = tuple(TensorSpec(f"t{index}", "uint8", (size,)) for index, size in enumerate(sizes))
-    assert roots(Manifest(specs, 64, senders=2)) == [0, 1, 0, 1, 0, 1, 0, 0]
+@given(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=9), st.data())
+def test_buckets_reach_each_receiver_on_one_way(machines: list[str], data: st.DataObject) -> None:
+    senders = data.draw(st.integers(1, len(machines)))
+    network, used = dict[object, set[object]](), set[str]()
+    for sender in range(senders):
+        reached, entered = [sender], Counter[object]()
+        for hop in plan.hops(machines, senders, sender):
+            used.add(hop.transport)
+            assert hop.parent in reached and hop.children
+            reached += hop.children
+            if hop.transport == "shared_memory":
+                assert {machines[rank] for rank in hop.children} == {machines[hop.parent]} != {""}
+            else:
+                (child,) = hop.children
+                entered.update([machines[child] or child, *(["from the sender"] if hop.parent == sender else [])])
+                if hop.parent >= senders:
+                    network.setdefault(machines[child] or child, set()).add(machines[hop.parent] or hop.parent)
+        assert sorted(reached) == [sender, *range(senders, len(machines))]
+        assert max(entered.values(), default=0) <= 1 and not (machines[sender] and entered[machines[sender]])
+    graphlib.TopologicalSorter(network).prepare()  # raises for machines that wait for each other
+    assert plan.transports(machines, senders) == used
 
 
-def test_what_few_hold_is_given_out_first() -> None:
-    held = (("shared-0", ()), ("shared-1", (0, 1, 2)), ("own", (1,)))
-    manifest = Manifest(tuple(TensorSpec(name, "uint8", (64,), by) for name, by in held), 64, senders=3)
-    assert roots(manifest) == [0, 2, 1]
-    order = [manifest.tensors[bucket.entries[0].tensor].name for bucket in plan_buckets(manifest)]
-    assert order == ["own", "shared-0", "shared-1"]
-
-
-@st.composite
-def spread(draw: st.DrawFn) -> Manifest:
-    """Tensors of pipeline stages, each of which some replicas hold, in any order."""
-    stages, replicas = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    specs = draw(tensors)
-    held = [tuple(range(draw(st.integers(0, stages - 1)), stages * replicas, stages)) for _ in specs]
-    found = (TensorSpec(spec.name, spec.dtype, spec.shape, held_by=by) for spec, by in zip(specs, held, strict=True))
-    return Manifest(tuple(found), draw(st.integers(1, 5000)), stages * replicas)
-
-
-def held_by(manifest: Manifest, bucket: Bucket) -> set[tuple[int, ...]]:
-    return {manifest.tensors[entry.tensor].held_by for entry in bucket.entries}
-
-
-@given(spread())
-def test_every_tensor_moves_once_from_one_of_its_holders(manifest: Manifest) -> None:
-    buckets = plan_buckets(manifest)
-    assert sorted(entry.tensor for bucket in buckets for entry in bucket.entries) == list(range(len(manifest.tensors)))
-    for bucket in buckets:
-        (holders,) = held_by(manifest, bucket)
-        assert bucket.root in holders
-    assert roots(manifest) == [
-        next(bucket.root for bucket in buckets if any(entry.tensor == index for entry in bucket.entries))
-        for index in range(len(manifest.tensors))
-    ]
-
-
-@given(spread())
-def test_senders_that_hold_the_same_differ_by_a_bucket_at_most(manifest: Manifest) -> None:
-    buckets = plan_buckets(manifest)
-    for holders in {spec.held_by for spec in manifest.tensors}:
-        own = [bucket for bucket in buckets if held_by(manifest, bucket) == {holders}]
-        loads = [sum(bucket.data_bytes for bucket in own if bucket.root == holder) for holder in holders]
-        assert max(loads) - min(loads) <= max(bucket.data_bytes for bucket in own)
-
-
-@given(spread())
-def test_the_plan_is_that_of_the_stages_alone_and_all_come_forward_at_one_pace(manifest: Manifest) -> None:
-    buckets = plan_buckets(manifest)
-    assert buckets == plan_buckets(msgspec.json.decode(msgspec.json.encode(manifest), type=Manifest))
-    for holders in {spec.held_by for spec in manifest.tensors}:
-        own = [bucket for bucket in buckets if held_by(manifest, bucket) == {holders}]
-        alone = Manifest(
-            tuple(spec for spec in manifest.tensors if spec.held_by == holders), manifest.bucket_bytes, manifest.senders
-        )
-        assert [bucket.data_bytes for bucket in own] == [bucket.data_bytes for bucket in plan_buckets(alone)]
-    totals = dict.fromkeys({spec.held_by for spec in manifest.tensors}, 0)
-    for bucket in buckets:
-        totals[held_by(manifest, bucket).pop()] += bucket.data_bytes
-    done, share = dict.fromkeys(totals, 0), 0.0
-    for bucket in buckets:
-        (holders,) = held_by(manifest, bucket)
-        assert done[holders] / max(1, totals[holders]) >= share
-        share = done[holders] / max(1, totals[holders])
-        done[holders] += bucket.data_bytes
+def test_the_receivers_of_a_machine_take_turns_as_its_head() -> None:
+    heads = [hop.children for sender in range(4) for hop in plan.hops(["s"] * 4 + ["a"] * 3, 4, sender) if hop.parent == sender]
+    assert heads == [(4,), (5,), (6,), (4,)]
 
 
 HERE = {"trainer-0": "a", "rollout-0": "a", "rollout-1": "a"}
@@ -173,23 +246,15 @@ UNKNOWN = dict.fromkeys(HERE, "")
 
 
 @pytest.mark.parametrize(
-    ("transport", "backend", "machines", "chosen"),
-    [
-        ("auto", "auto", HERE, "shared_memory"),
-        ("auto", "auto", APART, "collective"),
-        ("auto", "auto", UNKNOWN, "collective"),
-        ("auto", "nccl", HERE, "collective"),
-        ("auto", "gloo", HERE, "collective"),
-        ("collective", "auto", HERE, "collective"),
-        ("shared_memory", "nccl", HERE, "shared_memory"),
-    ],
+    ("transport", "backend", "shares"),
+    [("auto", "auto", True), ("auto", "gloo", False), ("collective", "auto", False), ("shared_memory", "nccl", True)],
 )
-def test_auto_follows_the_members(transport: str, backend: str, machines: dict[str, str], chosen: str) -> None:
-    assert resolve_transport(transport, backend, machines) == chosen
+def test_members_share_memory_as_the_transport_allows(transport: str, backend: str, shares: bool) -> None:
+    for machines in (HERE, APART, UNKNOWN) if transport != "shared_memory" else (HERE,):
+        assert plan.shared_machines(transport, backend, machines) == (tuple(machines.values()) if shares else ("", "", ""))
 
 
 @pytest.mark.parametrize(("machines", "named"), [(APART, "rollout-1"), (UNKNOWN, "trainer-0, rollout-0, rollout-1")])
 def test_shared_memory_across_machines_names_who_is_apart(machines: dict[str, str], named: str) -> None:
-    with pytest.raises(UserError, match=f"weight_sync.transport: shared_memory needs .*, but {named} may") as caught:
-        resolve_transport("shared_memory", "auto", machines)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=f"weight_sync.transport: shared_memory needs .*, but {named} may"):
+        plan.shared_machines("shared_memory", "auto", machines)

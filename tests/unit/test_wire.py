@@ -114,8 +114,8 @@ def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any)
         (("RemoteReward", "Score"), RemoteScoreRequest([]), RemoteScoreReply([RemoteResult(value=0.0), RemoteResult()])),
         (
             ("Trainer", "InitWeightGroup"),
-            commands.InitWeightGroup(0, 0, ""),
-            commands.WeightGroupReady(ADDRESS, Manifest((), 0)),
+            commands.InitWeightGroup(0, (), ()),
+            commands.WeightGroupReady(ADDRESS, Manifest((), 0, cuts=())),
         ),
         (("Critic", "Values"), commands.ComputeValues([]), []),
         (("Coordinator", "Processes"), None, status.Topology()),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from runtime.config import Optimizer
@@ -15,9 +19,17 @@ from runtime.rollout.engine import are_adapters
 from runtime.trainer.backend import BINS_PER_OCTAVE
 from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup
+from runtime.weights.group import indexed
+from runtime.weights.plan import Manifest, Piece, Span, parts, plan_buckets
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import make_groups
 
+BUCKET = 1 << 11  # small, so that a plan has many
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    *("all_gather_object", "gather", "scatter"),
+)
 LOSS_TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
@@ -46,8 +58,77 @@ def weights(engine: ModelTrainer) -> dict[str, torch.Tensor]:
 
 
 def published(engine: ModelTrainer) -> dict[str, torch.Tensor]:
-    tensors = zip(engine.backend.tensor_specs(), engine.backend.gather(), strict=True)
-    return {spec.name: tensor.to(getattr(torch, spec.dtype), copy=True) for spec, tensor in tensors}
+    """What the ranks' shards make, put together by the plan, on each rank; all ranks call it.
+
+    Every holder of a part has it, the same to the bit, and nobody has anything else; and a rank needs no other for its own."""
+    backend = engine.backend
+    specs, cuts, ranks = backend.tensor_specs(), backend.cuts(), backend.rank_info.world_size
+    manifest = Manifest(tuple(specs), BUCKET, ranks, tuple(cuts), tuple(range(len(cuts))))
+    with alone():
+        own = [(shard.tensor, shard.span, shard.block.to("cpu", copy=True)) for shard in backend.shards()]
+    assert [index for index, _, _ in own] == sorted(
+        (index for index, _, _ in own), key=lambda index: len(specs[index].shape) < 2
+    )
+    of_ranks: list[Any] = [(manifest, own)]
+    if ranks > 1:
+        of_ranks = [None] * ranks
+        dist.all_gather_object(of_ranks, (manifest, own))
+    assert all(told == manifest for told, _ in of_ranks)
+    held = [_by_tensor(shards) for _, shards in of_ranks]
+    _assert_held(manifest, held)
+    found = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+    missing = [tensor.numel() for tensor in found]
+    for bucket in plan_buckets(manifest):
+        for piece in bucket.pieces:
+            part = indexed(found[piece.tensor], piece.span)
+            part.copy_(_piece(held[bucket.root][piece.tensor], piece, specs[piece.tensor].shape))
+            missing[piece.tensor] -= part.numel()
+    assert not any(missing)
+    return {spec.name: tensor for spec, tensor in zip(specs, found, strict=True)}
+
+
+def _by_tensor(shards: Sequence[tuple[int, Span, torch.Tensor]]) -> dict[int, dict[Span, torch.Tensor]]:
+    found: dict[int, dict[Span, torch.Tensor]] = {}
+    for index, span, block in shards:
+        assert span not in found.setdefault(index, {})
+        found[index][span] = block
+    return found
+
+
+def _assert_held(manifest: Manifest, held: Sequence[Mapping[int, Mapping[Span, torch.Tensor]]]) -> None:
+    expected: list[dict[int, set[Span]]] = [{} for _ in held]
+    for index in range(len(manifest.tensors)):
+        for span, holders in parts(manifest, index):
+            first = held[holders[0]][index][span]
+            for holder in holders:
+                expected[holder].setdefault(index, set()).add(span)
+                assert torch.equal(held[holder][index][span], first), f"{manifest.tensors[index].name} of {holder}"
+    assert [{index: set(spans) for index, spans in each.items()} for each in held] == expected
+
+
+def _piece(shards: Mapping[Span, torch.Tensor], piece: Piece, shape: Sequence[int]) -> torch.Tensor:
+    """The piece, out of the shard that it lies in."""
+    wanted = [*piece.span, *((0, size) for size in shape[len(piece.span) :])]
+    for span, block in shards.items():
+        bounds = [*span, *((0, size) for size in shape[len(span) :])]
+        pairs = list(zip(wanted, bounds, strict=True))
+        if all(low <= first and last <= high for (first, last), (low, high) in pairs):
+            return block[tuple(slice(first - low, last - low) for (first, last), (low, _) in pairs)]
+    raise AssertionError(f"{piece} is not in a shard of its sender")
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """No rank begins a collective here."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a rank waits for another")
+
+    names = [name for name in COLLECTIVES if hasattr(dist, name)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, refused)
+        yield
 
 
 def rolled_out(engine: ModelTrainer, adapters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape on this rank."""
-        blocks = [self._block_shape(source) for source in self.sources]
+        blocks = [self.block_shape(source) for source in self.sources]
         return (sum(block[0] for block in blocks), *blocks[0][1:])
 
     @property
@@ -95,10 +95,19 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
             index = self._index(source)
             yield source, index, block[: index[0].stop - index[0].start] if self.padded else block
 
+    def block_shape(self, source: SourceTensor) -> tuple[int, ...]:
+        """Return the shape of this rank's block of a source, with the padding."""
+        shape = list(source.shape)
+        if self.padded:
+            shape[0] = self.padded
+        if self.split is not None:
+            shape[self.split] //= self.tensor
+        return tuple(shape)
+
     def _cut(self, source: SourceTensor, whole: Sliceable) -> torch.Tensor:
         """Return the rank's block of a source."""
         block: torch.Tensor = whole[self._index(source)]
-        missing = self._block_shape(source)[0] - block.shape[0]
+        missing = self.block_shape(source)[0] - block.shape[0]
         if missing == 0:
             return block
         import torch
@@ -109,7 +118,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         """Return the slices of the rank's block within a source."""
         if self.split is None:
             return (slice(0, source.shape[0]),)
-        size, end = self._block_shape(source)[self.split], source.shape[self.split]
+        size, end = self.block_shape(source)[self.split], source.shape[self.split]
         start = self.tensor_rank * size
         held = slice(min(start, end), min(start + size, end))
         return (held,) if self.split == 0 else (slice(0, source.shape[0]), held)
@@ -119,14 +128,6 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.sources) == 1:
             yield piece
             return
-        sizes = [self._block_shape(source)[0] // self.groups for source in self.sources]
+        sizes = [self.block_shape(source)[0] // self.groups for source in self.sources]
         for block in piece.unflatten(0, (self.groups, -1)).split(sizes, dim=1):
             yield block.flatten(0, 1)
-
-    def _block_shape(self, source: SourceTensor) -> tuple[int, ...]:
-        shape = list(source.shape)
-        if self.padded:
-            shape[0] = self.padded
-        if self.split is not None:
-            shape[self.split] //= self.tensor
-        return tuple(shape)

@@ -37,6 +37,22 @@ OWN = {
     "enable_return_routed_experts": "moe.router_replay",
 }
 
+_ADDITIONAL = "additional_config"  # vLLM's argument for its plugins, such as vllm-ascend
+
+# Keys of it that vllm-ascend must have off, and why. Its mode `rl_config` turns off the first alone, and is newer.
+_OFF = {
+    "weight_nz_mode": ("0", "new weights cannot be loaded into the NPU format FRACTAL_NZ"),
+    "enable_reduce_sample": ("false", "log-probabilities would be of a part of the vocabulary"),
+}
+
+
+def with_plugin(arguments: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's arguments: Sluice's, and the user's over them, also within `additional_config`."""
+    merged = {**arguments, **user}
+    if _ADDITIONAL in arguments:
+        merged[_ADDITIONAL] = {**arguments[_ADDITIONAL], **user.get(_ADDITIONAL, {})}
+    return merged
+
 
 def own_faults(arguments: Mapping[str, Any], key: str = KEY) -> Iterator[str]:
     """Yield one line for each argument that Sluice sets itself. `key`: the section of the arguments."""
@@ -44,6 +60,13 @@ def own_faults(arguments: Mapping[str, Any], key: str = KEY) -> Iterator[str]:
         if name in OWN:
             instead = f"; {OWN[name]} decides it" if OWN[name] else ""
             yield f"{key}.{name}: Sluice sets it{instead}"
+    additional = arguments.get(_ADDITIONAL, {})
+    if not isinstance(additional, Mapping):
+        yield f"{key}.{_ADDITIONAL}: {additional!r}; must be a mapping"
+        return
+    for name, (off, why) in _OFF.items():
+        if (value := additional.get(name, 0)) != 0:
+            yield f"{key}.{_ADDITIONAL}.{name}: {value!r}; must be {off}: {why}"
 
 
 def unknown_faults(arguments: Mapping[str, Any], known: Sequence[str]) -> Iterator[str]:

@@ -392,6 +392,8 @@ def _arguments(
             "max_num_batched_tokens": max(_CPU_STEP, length, slots),
             "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, ways),
         }
+    elif device.type == "npu":
+        own |= {"additional_config": {"weight_nz_mode": 0}}  # layout ND: new weights cannot be loaded into FRACTAL_NZ
     return own
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from runtime import timeouts
 from runtime.config.secret_values import resolved
 from runtime.errors import UserError
-from runtime.rollout.vllm.arguments import KEY, own_faults, unknown_faults
+from runtime.rollout.vllm.arguments import KEY, own_faults, unknown_faults, with_plugin
 from runtime.rollout.vllm.leftovers import Leftovers
 from runtime.rollout.vllm.worker import Location
 
@@ -183,7 +183,7 @@ class Core:
         self._relay = OutputRelay()
         self._leftovers = Leftovers()
         try:
-            config = AsyncEngineArgs(**{**arguments, **user_args}).create_engine_config()
+            config = AsyncEngineArgs(**with_plugin(arguments, user_args)).create_engine_config()
             os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
             with self._relay, self._leftovers.starting():
                 self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=False)

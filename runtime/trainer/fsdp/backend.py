@@ -39,8 +39,8 @@ from runtime.trainer.fsdp import lora, optimizers, state
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.fsdp.model import WatchedExperts, loss_factor, reshard, to_device
 from runtime.trainer.micro_batch import MicroBatch
-from runtime.weights.delta import Shard
-from runtime.weights.plan import TensorSpec
+from runtime.weights.group import Shard
+from runtime.weights.plan import Cut, TensorSpec, in_order
 
 TRIMMED = 1 << 28  # bytes of weights; with more, a step is so long that returning free memory costs nothing
 _GRADIENT = "gradient/squared"
@@ -201,24 +201,21 @@ class FsdpBackend(ModelBackend):
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._published}
         return [TensorSpec(name, dtypes[name], tuple(tensor.shape)) for name, tensor in self._published.items()]
 
-    def holders(self) -> list[tuple[int, ...]]:
-        return [tuple(range(self.rank_info.world_size))] * len(self._published)
+    def cuts(self) -> list[Cut]:
+        ranks = range(self.rank_info.world_size)
+        by_rows, whole = tuple((rank,) for rank in ranks), Cut((tuple(ranks),))
+        tensors = self._published.values()
+        return [Cut(by_rows, 0, -(-each.shape[0] // len(ranks))) if is_sharded(each) else whole for each in tensors]
 
     @torch.no_grad()
-    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        for index, (name, whole) in enumerate(wholes(self._published)):
-            if self.rank_info.rank == (targets[index] if targets else 0):
-                yield self._scaled(name, whole)
-
-    def _scaled(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        return part if self.adapters is None else self.adapters.scaled(name, part)
-
-    def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
-        return (
-            Shard(index, (local_rows(tensor),), self._scaled(name, local(tensor)).to(dtype_of(name, self._wire_dtype)))
-            for index, (name, tensor) in enumerate(self._published.items())
-            if self.rank_info.rank == 0 or is_sharded(tensor)
-        )
+    def shards(self) -> Iterator[Shard]:
+        published = list(self._published.items())
+        for index in in_order(self.tensor_specs()):
+            name, tensor = published[index]
+            block, rows = local(tensor), local_rows(tensor) if is_sharded(tensor) else None
+            if block.numel():
+                part = block if self.adapters is None else self.adapters.scaled(name, block)
+                yield Shard(index, () if rows is None else ((rows.start, rows.stop),), part)
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:

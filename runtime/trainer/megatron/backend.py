@@ -33,8 +33,8 @@ from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.megatron.weights import ModelWeights
 from runtime.trainer.micro_batch import MicroBatch
-from runtime.weights.delta import Shard
-from runtime.weights.plan import TensorSpec
+from runtime.weights.group import Shard
+from runtime.weights.plan import Cut, TensorSpec
 
 T = TypeVar("T")
 
@@ -116,20 +116,13 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._sync_weights().shapes}
         return [TensorSpec(name_of(name), dtypes[name], shape) for name, shape in self._sync_weights().shapes.items()]
 
-    def holders(self) -> list[tuple[int, ...]]:
-        return [tuple(self.grid.leaders[stage]) for stage in self._sync_weights().stages()]
+    def cuts(self) -> list[Cut]:
+        return self._sync_weights().cuts()
 
     @torch.no_grad()
-    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+    def shards(self) -> Iterator[Shard]:
         self.optimizer.settle()
-        weights = self._sync_weights()
-        for _, whole in weights.wholes(self._wire_dtype, dict(zip(weights.shapes, targets, strict=bool(targets)))):
-            yield whole
-
-    @torch.no_grad()
-    def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
-        self.optimizer.settle()
-        return self._sync_weights().shards(self._wire_dtype, targets)
+        return self._sync_weights().shards()
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:

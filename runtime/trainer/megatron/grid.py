@@ -51,20 +51,16 @@ class ProcessGrid:
         self.model_group = parallel_state.get_model_parallel_group()
         self.leads = self.tensor_rank == parallel_state.get_context_parallel_rank() == self.pipeline_rank == 0
         """Whether this rank is the first of its block, the one that gets the block's data."""
-        self.places = self._places()
-        """(replica, pipeline stage) by rank, for the first rank of each stage of each replica. A replica has all experts."""
-        self.leaders = [[rank for rank, (_, at) in self.places.items() if at == stage] for stage in range(parallel.pipeline)]
-        """The ranks of `places`, by stage."""
+        self.places = self._places()  # (tensor rank, pipeline stage, expert rank), by rank
         self.stages: list[int] = dist.get_process_group_ranks(self.pipeline_group)
         self.last = self.pipeline_rank == parallel.pipeline - 1  # whether this rank's stage computes the loss
 
-    def _places(self) -> dict[int, tuple[int, int]]:
-        own = [self.expert_data_rank, self.pipeline_rank, int(self.tensor_rank == self.expert_rank == 0)]
+    def _places(self) -> list[list[int]]:
+        own = [self.tensor_rank, self.pipeline_rank, self.expert_rank]
         values = torch.tensor(own, dtype=torch.int32, device=self.device)
         of_ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
         dist.all_gather(of_ranks, values)
-        rows = enumerate(row.tolist() for row in of_ranks)
-        return {rank: (replica, stage) for rank, (replica, stage, first) in rows if first}
+        return [each.tolist() for each in of_ranks]
 
     def of_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the last stage's tensor. `tensor` has its shape and dtype on every stage, and is overwritten on the others."""

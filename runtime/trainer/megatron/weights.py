@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from runtime.models.families import Family, Parameter
 from runtime.models.families.adapters import AdapterTable
+from runtime.models.families.parameter import SourceTensor
 from runtime.models.forward import dtype_of
 from runtime.models.hf_folder import WeightFiles
 from runtime.trainer.megatron.grid import ProcessGrid
-from runtime.weights.delta import Shard
+from runtime.weights.group import Shard
+from runtime.weights.plan import Cut
 
 _CORRECTION = "router.expert_bias"  # a buffer in megatron-core, not a parameter
 
@@ -63,39 +65,39 @@ class ModelWeights:
                 known = all(source.name in files.shapes for source in each.sources)
                 self._parameters[each.name].copy_(each.from_hf(read) if known else torch.zeros(each.shape))
 
-    def stages(self) -> list[int]:
-        """Return for each of `shapes` the pipeline stage that holds it."""
-        found = {
-            source.name: stage
-            for stage in range(self._grid.layout.pipeline)
-            for _, each in self._rows(stage)
-            if not each.copy
-            for source in each.sources
-        }
-        return [found[name] for name in self.shapes]
+    def cuts(self) -> list[Cut]:
+        """Return the layout of each of `shapes` over all ranks."""
+        places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for rank, (tensor_rank, stage, expert_rank) in enumerate(self._grid.places):
+            places.setdefault((stage, expert_rank), []).append((rank, tensor_rank))
+        found: dict[str, tuple[Parameter, SourceTensor, list[list[int]]]] = {}  # with the holders of each part
+        for place, ranks in places.items():
+            for each in self.parameters(*place):
+                for source in () if each.copy else each.sources:
+                    _, _, holders = found.setdefault(source.name, (each, source, [[] for _ in range(each.pieces)]))
+                    for rank, tensor_rank in ranks:
+                        holders[tensor_rank % each.pieces].append(rank)
+        return [_cut(*found[name]) for name in self.shapes]
 
     @torch.no_grad()
-    def wholes(self, dtype: torch.dtype, targets: Mapping[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each Hugging Face tensor in `dtype`, one at a time, on rank `targets[name]`, one of the grid's leaders; without
-        `targets`, on rank 0. The other ranks send their pieces meanwhile."""
+    def shards(self) -> Iterator[Shard]:
+        """Yield this rank's parts of the Hugging Face tensors, as `cuts` has them, without empty ones. Matrices come first."""
+        grid, indices = self._grid, {name: index for index, name in enumerate(self.shapes)}
+        held = self.parameters(grid.pipeline_rank, grid.expert_rank)
+        for each in sorted(held, key=lambda each: len(each.sources[0].shape) < 2):
+            if not each.copy:
+                for source, index, block in each.blocks(self._merged(each)):
+                    if block.numel():
+                        span = tuple((part.start, part.stop) for part in index) if each.pieces > 1 else ()
+                        yield Shard(indices[source.name], span, block)
+
+    @torch.no_grad()
+    def wholes(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each Hugging Face tensor in `dtype`, one at a time, on rank 0. The other ranks send their pieces meanwhile."""
         for stage in range(self._grid.layout.pipeline):
             for expert_rank, each in self._rows(stage):
                 if not each.copy:
-                    yield from self._whole(each, stage, expert_rank, dtype, targets or {})
-
-    @torch.no_grad()
-    def shards(self, dtype: torch.dtype, targets: Sequence[int]) -> Iterator[Shard]:
-        """Yield this rank's parts of the Hugging Face tensors whose target is in its replica of the model, in `dtype`. Of the
-        ranks of a stage that hold the same part, the first one yields it."""
-        grid, indices = self._grid, {name: index for index, name in enumerate(self.shapes)}
-        for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
-            others = (each.split is None and grid.tensor_rank) or (not each.expert and grid.expert_rank)
-            if each.copy or others:
-                continue
-            for source, region, block in each.blocks(self._sent(each, dtype)):
-                replica, _ = grid.places[targets[index := indices[source.name]]]
-                if replica == grid.expert_data_rank:
-                    yield Shard(index, region, block)
+                    yield from self._whole(each, stage, expert_rank, dtype)
 
     def _rows(self, stage: int) -> Iterator[tuple[int, Parameter]]:
         """Yield a stage's parameters with the expert rank that each is taken from: experts by number, others from the first."""
@@ -104,35 +106,29 @@ class ModelWeights:
             columns = enumerate(zip(*rows, strict=True))
             yield from ((rank, each) for rank, column in columns if expert or rank == 0 for each in column)
 
-    def _whole(
-        self, each: Parameter, stage: int, expert_rank: int, dtype: torch.dtype, targets: Mapping[str, int]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a parameter's tensors in each target's replica of the model, sent by way of the stage's first expert rank."""
+    def _whole(self, each: Parameter, stage: int, expert_rank: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a parameter's tensors on rank 0, sent in its replica of the model by way of the stage's first expert rank."""
         grid = self._grid
-        places = [grid.places[targets.get(source.name, 0)] for source in each.sources]
-        if all(replica != grid.expert_data_rank for replica, _ in places):
+        if grid.expert_data_rank:
             return
         held: Iterator[torch.Tensor | None] = repeat(None)
         if (grid.pipeline_rank, grid.expert_rank) == (stage, expert_rank):
-            pieces = self._pieces(each, self._sent(each, dtype))
+            pieces = self._pieces(each, self._merged(each).to(dtype_of(each.sources[0].name, dtype)))
             held = (whole for _, whole in each.to_hf(pieces)) if grid.tensor_rank == 0 else held
         if grid.tensor_rank:
             return
-        for source, (replica, target), whole in zip(each.sources, places, held):  # noqa: B905 - `held` may be endless
-            if replica != grid.expert_data_rank:
-                continue
+        for source, whole in zip(each.sources, held):  # noqa: B905 - `held` may be endless
             empty = partial(torch.empty, source.shape, dtype=dtype_of(source.name, dtype), device=grid.device)
             if grid.pipeline_rank == stage:
-                whole = _moved(whole, expert_rank, 0, grid.expert_group, empty)
+                whole = _to_first(whole, expert_rank, grid.expert_group, empty)
             if grid.expert_rank == 0:
-                whole = _moved(whole, stage, target, grid.pipeline_group, empty)
-                if grid.pipeline_rank == target and whole is not None:
+                whole = _to_first(whole, stage, grid.pipeline_group, empty)
+                if grid.pipeline_rank == 0 and whole is not None:
                     yield source.name, whole
 
-    def _sent(self, each: Parameter, dtype: torch.dtype) -> torch.Tensor:
+    def _merged(self, each: Parameter) -> torch.Tensor:
         held = self._parameters[each.name]
-        held = self.merged[each.name](held) if each.name in self.merged else held
-        return held.to(dtype_of(each.sources[0].name, dtype))
+        return self.merged[each.name](held) if each.name in self.merged else held
 
     def _pieces(self, each: Parameter, own: torch.Tensor) -> list[torch.Tensor]:
         """Return the pieces of all tensor-parallel ranks."""
@@ -143,17 +139,24 @@ class ModelWeights:
         return pieces
 
 
-def _moved(
-    tensor: torch.Tensor | None, origin: int, target: int, group: dist.ProcessGroup, empty: Callable[[], torch.Tensor]
+def _cut(each: Parameter, source: SourceTensor, holders: Sequence[Sequence[int]]) -> Cut:
+    of_parts = tuple(tuple(sorted(part)) for part in holders)
+    if each.split is None or each.pieces == 1:
+        return Cut(of_parts)
+    return Cut(of_parts, each.split, each.block_shape(source)[each.split])
+
+
+def _to_first(
+    tensor: torch.Tensor | None, origin: int, group: dist.ProcessGroup, empty: Callable[[], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Send rank `origin`'s tensor to rank `target` of `group` and return it there; other ranks return `tensor`."""
-    if origin == target:
+    """Send rank `origin`'s tensor to rank 0 of `group` and return it there; other ranks return `tensor`."""
+    if origin == 0:
         return tensor
     ranks = dist.get_process_group_ranks(group)
     if dist.get_rank() == ranks[origin]:
         assert tensor is not None
-        dist.send(tensor.contiguous(), ranks[target], group=group)
-    elif dist.get_rank() == ranks[target]:
+        dist.send(tensor.contiguous(), ranks[0], group=group)
+    elif dist.get_rank() == ranks[0]:
         tensor = empty()
         dist.recv(tensor, ranks[origin], group=group)
     return tensor

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GroupAddress(_message.Message):
-    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout", "transport", "full_every", "names", "senders", "key")
+    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout", "full_every", "names", "senders", "key", "machines")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -16,11 +16,11 @@ class GroupAddress(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     FULL_EVERY_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     SENDERS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    MACHINES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     host: str
     port: int
@@ -28,48 +28,48 @@ class GroupAddress(_message.Message):
     world_size: int
     backend: str
     timeout: float
-    transport: str
     full_every: int
     names: _containers.RepeatedScalarFieldContainer[str]
     senders: int
     key: bytes
-    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., transport: _Optional[str] = ..., full_every: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., senders: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+    machines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., full_every: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., senders: _Optional[int] = ..., key: _Optional[bytes] = ..., machines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "held_by")
+    __slots__ = ("name", "dtype", "shape")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    HELD_BY_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    held_by: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., held_by: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("tensors", "bucket_bytes", "senders", "base")
+    __slots__ = ("tensors", "bucket_bytes", "senders", "base", "cuts", "cut_of")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENDERS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    CUTS_FIELD_NUMBER: _ClassVar[int]
+    CUT_OF_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
     senders: int
     base: str
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., senders: _Optional[int] = ..., base: _Optional[str] = ...) -> None: ...
+    cuts: bytes
+    cut_of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., senders: _Optional[int] = ..., base: _Optional[str] = ..., cuts: _Optional[bytes] = ..., cut_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InitWeightGroupRequest(_message.Message):
-    __slots__ = ("epoch", "world_size", "transport", "names")
+    __slots__ = ("epoch", "names", "machines")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    MACHINES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    world_size: int
-    transport: str
     names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., transport: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+    machines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., machines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class InitWeightGroupReply(_message.Message):
     __slots__ = ("address", "manifest")
