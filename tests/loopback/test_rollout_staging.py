@@ -78,7 +78,7 @@ class Site:
         self._step, self._swap = self.engine._step, self.engine.swap
         self.engine._step, self.engine.swap = self._slow_step, self._swap_and_hurry  # type: ignore[method-assign]
         self.actor = self.service._actor
-        self.sender = SendBuffers(models.manifest)
+        self.sender = SendBuffers(models.manifest, takes_changes=self.full_every > 0)
         self.group: WeightGroup
         self.epoch = 0
         self._asked = 0

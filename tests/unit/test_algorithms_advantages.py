@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -605,7 +606,11 @@ def test_sums_over_the_batch_are_asked_for_as_often_where_no_turn_was_rewarded()
             return part
 
         part = inputs_of([Episode(0, float(reward), True, [Row([1, 1], turns)]) for reward in range(3)], batch_sum=batch_sum)
-        ADVANTAGES.find("group_norm").compute(part, AdvantageOptions(group_std="batch"))
+        if not turns:
+            none = torch.zeros(0, dtype=torch.int64)
+            part = replace(part, turns=TurnRewards(none, none, none.double()))
+        got = ADVANTAGES.find("group_norm").compute(part, AdvantageOptions(group_std="batch"))
+        assert got.shape == (3, 2 if turns else 1)
         counts.append([call.shape for call in calls])
     assert counts[0] == counts[1]
 
