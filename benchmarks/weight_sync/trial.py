@@ -102,7 +102,7 @@ class Sender(TrainerService):
         self._engine.parts = [each._replace(block=each.block.clone()) if delta else each for each in self.buckets()]
 
     def buckets(self) -> list[Shard]:
-        """What lies in the buckets, in the manifest's order."""
+        """Return the parts in the buckets, in the manifest's order."""
         pieces = self._worker.sender.buffers._pieces
         return [Shard(index, piece.span, view) for index in sorted(pieces) for _, piece, view in pieces[index]]
 

@@ -1,4 +1,4 @@
-"""What all transports share: the group's key, the buckets' tags and memory, and `Link`, which passes buckets on."""
+"""The parts that all transports share: the group's key, the buckets' tags and memory, and `Link`, which passes buckets on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real engines send: the same in the middle of a step and by any encoding; and adapters."""
+"""Weights that real engines send: the same in the middle of a step and by any encoding; and adapters."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def sent(folder: Path, split: str, rank: int, processes: int, within: bool = Fal
 
 
 def assert_held(engine: ModelTrainer, received: Tensors) -> None:
-    """What the receiver has is what the ranks hold."""
+    """Check that the receiver has the weights that the ranks hold."""
     held = published(engine)
     if engine.backend.rank_info.rank == 0:
         assert_same(received, held)

@@ -38,7 +38,7 @@ LORA = Lora(rank=3, alpha=7.5)
 
 
 def step_and_compare(rank: int, folder: Path, processes: int, dimensions: dict[str, Any], adapted: bool, dtype: str) -> None:
-    """What is sent after a step is what is exported: of adapters, these, with their scale."""
+    """Check that the weights sent after a step are the exported ones: of adapters, these, with their scale."""
     trainer = Trainer(processes=processes)
     if dimensions:
         trainer = replace(trainer, engine="megatron", parallel=Parallel(**dimensions))

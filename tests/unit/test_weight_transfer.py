@@ -110,7 +110,7 @@ def sent(group: Memory, sender: SendBuffers, given: Iterable[Shard], deadline: f
 
 
 def cut_off(group: Memory, sender: SendBuffers, given: Iterable[Shard], deadline: float) -> Future[WeightsSent]:
-    """As `sent`, but of a gathering that fails after `given`."""
+    """Do as `sent` does, with a gathering that fails after `given`."""
     sender.begin(VERSION, DEADLINE)
     sending = sender.send(group, VERSION, deadline)
     with pytest.raises(InvariantViolated, match="are in no shard"):

@@ -58,7 +58,7 @@ def weights(engine: ModelTrainer) -> dict[str, torch.Tensor]:
 
 
 def published(engine: ModelTrainer) -> dict[str, torch.Tensor]:
-    """What the ranks' shards make, put together by the plan, on each rank; all ranks call it.
+    """Return the tensors that the ranks' shards make by the plan, on each rank. All ranks call this.
 
     Every holder of a part has it, the same to the bit, and nobody has anything else; and a rank needs no other for its own."""
     backend = engine.backend
