@@ -25,6 +25,9 @@ from runtime.weights.group import file_of, in_memory_file
 # The tensors of a version, as the rollout's process stages them, and as its workers read them.
 
 
+Buffers = dict[tuple[str, int], torch.Tensor]  # mapped files, by path and inode
+
+
 class Location(NamedTuple):
     """The place of one tensor in shared memory. Plain values, so that any codec can send it."""
 
@@ -48,17 +51,19 @@ def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[to
     return locations, copies
 
 
-def mapped(location: Location, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a view of the other process's memory. `buffers`: of that process, each mapped here once. Raises OSError if that
-    process has freed the memory."""
-    buffer = buffers.get(location.path)
+def mapped(location: Location, buffers: Buffers, before: Buffers) -> torch.Tensor:
+    """Return a view of the other process's memory. `buffers`: of that process, each mapped here once. `before`: the same of the
+    load before: a mapping that is made anew costs a page fault for every few pages. Raises OSError if that process has freed
+    the memory."""
+    key = location.path, os.stat(location.path).st_ino  # a descriptor's number may be of another file by now
+    buffer = buffers.get(key, before.get(key))
     if buffer is None:
         descriptor = os.open(location.path, os.O_RDWR)
         try:
             buffer = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         finally:
             os.close(descriptor)
-        buffers[location.path] = buffer
+    buffers[key] = buffer
     dtype: torch.dtype = getattr(torch, location.dtype)
     nbytes = math.prod(location.shape) * dtype.itemsize
     return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
@@ -121,6 +126,8 @@ CHECK_FORMAT = "_check_nz_disabled"
 class WeightLoading:
     """Mixed into vLLM's worker class by `worker_extension_cls`; `collective_rpc` calls its methods by name."""
 
+    sluice_buffers: Buffers = {}  # of the newest whole load; never changed in place
+
     if TYPE_CHECKING:
         model_runner: Any
         vllm_config: Any
@@ -144,8 +151,9 @@ class WeightLoading:
         into. vLLM makes layers of the checkpoint's shape, fills and converts each, and copies it over the old one. This is
         finished even if a tensor was missing, so that the next load finds the model in order."""
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
+        layerwise.materialize_layer = _materialize
         refuse = getattr(self, CHECK_FORMAT, None)
         if refuse is not None:
             refuse()
@@ -173,11 +181,31 @@ class WeightLoading:
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors as a checkpoint's files would give them."""
-        buffers: dict[str, torch.Tensor] = {}
+        buffers: Buffers = {}
         for fields in locations:
             location = Location(*fields)
             if location.name != LM_HEAD or hasattr(self.model_runner.model, "lm_head"):  # a tied head is used for nothing else
-                yield location.name, mapped(location, buffers)
+                yield location.name, mapped(location, buffers, self.sluice_buffers)
+        self.sluice_buffers = buffers
+
+
+def _materialize(layer: torch.nn.Module, *info: Any) -> None:
+    """Replace vLLM's `materialize_layer`: load into a tensor in use if the loaded one has the same layout. vLLM would allocate
+    another, load into that, and copy. What its processing makes of the loaded tensor is still copied over the one in use."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    parameters, buffers = layerwise.get_layerwise_info(layer).kernel_tensors or ({}, {})
+    for name, used in (parameters | buffers).items():
+        loaded = getattr(layer, name, None)
+        if loaded is not None and loaded.is_meta and _layout(loaded) == _layout(used):
+            tensor = used.data
+            tensor.__class__, tensor.__dict__ = loaded.__class__, loaded.__dict__.copy()
+            setattr(layer, name, tensor)
+    meta.materialize_layer(layer, *info)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _unfilled(model: torch.nn.Module) -> Iterator[str]:
