@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from runtime.rollout.vllm import arguments, leftovers, shim
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.rollout.vllm.leftovers import Leftovers
-from runtime.rollout.vllm.worker import Location, locate, mapped
+from runtime.rollout.vllm.worker import Buffers, Location, locate, mapped
 from runtime.types import SamplingParams
 from runtime.weights.group import memory_file
 from tests.loopback.ranks import Helper
@@ -190,12 +189,15 @@ def test_faults_are_found_without_vllm(tmp_path: Path, overrides: tuple[str, ...
 
 
 def read_sums(connection: Any) -> None:
-    buffers: dict[str, torch.Tensor] = {}
-    locations: Sequence[Sequence[Any]] = connection.recv()
-    connection.send([mapped(Location(*fields), buffers).double().sum().item() for fields in locations])
+    before = Buffers()
+    while True:  # one load each
+        buffers, locations = Buffers(), [Location(*fields) for fields in connection.recv()]
+        sums = [mapped(location, buffers, before).double().sum().item() for location in locations]
+        connection.send([*sums, sum(buffers[path] is before.get(path) for path in buffers)])
+        before = buffers
 
 
-def test_another_process_reads_what_was_staged() -> None:
+def test_another_process_reads_what_was_staged_and_keeps_what_stays() -> None:
     buffer = memory_file(4096)
     assert not buffer.any()
     staged: dict[str, Any] = {
@@ -208,7 +210,14 @@ def test_another_process_reads_what_was_staged() -> None:
     reader = Helper(read_sums)
     try:
         reader.tell(*map(tuple, locations))
-        assert reader.hear() == [25.0, 4.0, 15.0]
+        assert reader.hear() == [25.0, 4.0, 15.0, 0]
+        del copies  # its descriptor's number goes to the next file
+        staged["a"].fill_(1.0)
+        staged["elsewhere"] = torch.ones(3, 2)
+        locations, copies = locate(staged)
+        assert len(copies) == 1
+        reader.tell(*map(tuple, locations))
+        assert reader.hear() == [10.0, 4.0, 6.0, 1]  # only the buffer that is still there stays mapped
     finally:
         reader.end()
 

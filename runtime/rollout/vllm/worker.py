@@ -9,6 +9,7 @@ import os
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from runtime.weights.group import file_of, in_memory_file
 # The tensors of a version, as the rollout's process stages them, and as its workers read them.
 
 
-Buffers = dict[tuple[str, int], torch.Tensor]  # mapped files, by path and inode
+Buffers = dict[str, tuple[int, torch.Tensor]]  # inodes and mapped memory of files, by path
 
 
 class Location(NamedTuple):
@@ -52,18 +53,20 @@ def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[to
 
 
 def mapped(location: Location, buffers: Buffers, before: Buffers) -> torch.Tensor:
-    """Return a view of the other process's memory. `buffers`: of that process, each mapped here once. `before`: the same of the
-    load before: a mapping that is made anew costs a page fault for every few pages. Raises OSError if that process has freed
-    the memory."""
-    key = location.path, os.stat(location.path).st_ino  # a descriptor's number may be of another file by now
-    buffer = buffers.get(key, before.get(key))
-    if buffer is None:
-        descriptor = os.open(location.path, os.O_RDWR)
-        try:
-            buffer = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
-    buffers[key] = buffer
+    """Return a view of the other process's memory. `buffers`: of that process, each mapped here once. `before`: those of the
+    load before, taken over because a new mapping costs page faults. Raises OSError if that process has freed the memory."""
+    held = buffers.get(location.path)
+    if held is None:
+        inode = Path(location.path).stat().st_ino
+        held = before.get(location.path)
+        if held is None or held[0] != inode:  # the descriptor's number may be of another file by now
+            descriptor = os.open(location.path, os.O_RDWR)
+            try:
+                held = inode, torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+            finally:
+                os.close(descriptor)
+        buffers[location.path] = held
+    _, buffer = held
     dtype: torch.dtype = getattr(torch, location.dtype)
     nbytes = math.prod(location.shape) * dtype.itemsize
     return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
@@ -126,8 +129,6 @@ CHECK_FORMAT = "_check_nz_disabled"
 class WeightLoading:
     """Mixed into vLLM's worker class by `worker_extension_cls`; `collective_rpc` calls its methods by name."""
 
-    sluice_buffers: Buffers = {}  # of the newest whole load; never changed in place
-
     if TYPE_CHECKING:
         model_runner: Any
         vllm_config: Any
@@ -163,7 +164,8 @@ class WeightLoading:
         if device.type == "cpu":
             _forget_expert_kernels(model)
         first, reads, empty = not hasattr(model, "sluice_loaded"), Reads(), set[str]()
-        with set_current_vllm_config(self.vllm_config), torch.device(device), reads if first else nullcontext():
+        where = nullcontext() if device.type == "cpu" else torch.device(device)  # as a context it slows down torch
+        with set_current_vllm_config(self.vllm_config), where, reads if first else nullcontext():
             own = {name for name, _ in model.named_parameters()}
             initialize_layerwise_reload(model)
             try:
@@ -181,17 +183,17 @@ class WeightLoading:
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors as a checkpoint's files would give them."""
-        buffers: Buffers = {}
+        buffers, before = Buffers(), getattr(self, "sluice_buffers", Buffers())
         for fields in locations:
             location = Location(*fields)
             if location.name != LM_HEAD or hasattr(self.model_runner.model, "lm_head"):  # a tied head is used for nothing else
-                yield location.name, mapped(location, buffers, self.sluice_buffers)
+                yield location.name, mapped(location, buffers, before)
         self.sluice_buffers = buffers
 
 
 def _materialize(layer: torch.nn.Module, *info: Any) -> None:
-    """Replace vLLM's `materialize_layer`: load into a tensor in use if the loaded one has the same layout. vLLM would allocate
-    another, load into that, and copy. What its processing makes of the loaded tensor is still copied over the one in use."""
+    """Replace vLLM's `materialize_layer`: tensors whose layout as loaded is that in use take the memory in use, which saves a
+    copy and page faults. If vLLM's processing makes another tensor of one, that is copied over it, as without this."""
     from vllm.model_executor.model_loader.reload import layerwise, meta
 
     parameters, buffers = layerwise.get_layerwise_info(layer).kernel_tensors or ({}, {})
