@@ -118,13 +118,13 @@ class InitWeightGroup(Command[WeightGroupReady], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. A rollout gets it to send its version on."""
 
     epoch: int
-    names: tuple[str, ...]  # of the receivers, in order
-    machines: tuple[str, ...]  # of the senders and then the receivers, as `runtime.weights.plan.shared_machines` returns them
+    names: tuple[str, ...]  # of the rollouts, in order
+    machines: tuple[str, ...]  # of the senders and then the rollouts, as `runtime.weights.plan.shared_machines` returns them
 
 
 class JoinWeights(Command[None], frozen=True):
-    """Join the group of `address.epoch`; answered when it is connected. Rollouts get it, and the trainer's ranks except rank 0;
-    sending ranks replace `address.rank` by their own."""
+    """Join the group of `address.epoch`; answered when it is connected. Rollouts get it, with the rank of their first worker,
+    and the trainer's ranks except rank 0; sending ranks replace `address.rank` by their own."""
 
     address: GroupAddress
     manifest: Manifest

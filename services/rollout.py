@@ -68,6 +68,7 @@ class RolloutService(ActorService):
         self._open: dict[int, Request] = {}
         self._withdrawn: list[int] = []
         self._commit: tuple[Request, float] | None = None  # waits for running sequences since this time
+        self._advanced = asyncio.Event()  # set after each step of the engine
         self._tasks: set[asyncio.Task[None]] = set()
 
     def load(self) -> None:
@@ -78,7 +79,7 @@ class RolloutService(ActorService):
 
         shared = replicas(self.config)[self.name].engine == "vllm"
         self._engine, self.torch_thread = engine, engine.thread
-        self.weights = WeightReceiver(engine, self.config, self.name, shared=shared)
+        self.weights = WeightReceiver(engine, self.config, self.name, shared=shared, drain=self._drain)
 
     async def start(self) -> None:
         """Start the actor. A rollout that takes turns with the trainer starts asleep: the coordinator wakes it."""
@@ -174,14 +175,23 @@ class RolloutService(ActorService):
             request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
             if request is not None:
                 request.reply(group)
+        self._advanced.set()
         if self._commit is not None and not self._engine.stats().running:
             (request, since), self._commit = self._commit, None
-            self._engine.held = False
+            self._engine.held = False  # also if it was abandoned
             if not request.abandoned:  # by its deadline, or by an abort
                 await request.answer(self._swapped(since))
 
+    async def _drain(self) -> None:
+        """Wait until no sequence is running. None starts until the next swap."""
+        self._engine.held = True
+        while self._engine.stats().running:
+            self._advanced.clear()
+            await self._advanced.wait()  # until the next step of the engine
+
     async def _swapped(self, since: float) -> WeightsCommitted:
         await self.weights.swap()
+        self._engine.held = False
         return WeightsCommitted(now() - since)
 
     def _require_base(self, base: str) -> None:

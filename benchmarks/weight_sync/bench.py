@@ -86,7 +86,7 @@ async def measure(
     left_out = {run.shape.name: why for run in settings.runs if (why := in_run.without(run))}
     return WeightSyncReport(
         Transfers(settings.receivers, sizes),
-        await asyncio.to_thread(spread.measure, settings.rounds, show, min(settings.sizes)),
+        await asyncio.to_thread(spread.measure, settings.rounds, show, min(200, max(settings.sizes))),
         [await in_run.measure(folder, run, show) for run in settings.runs if run.shape.name not in left_out],
         left_out,
         await pauses.measure(folder, settings.generation, show),

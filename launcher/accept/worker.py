@@ -136,7 +136,7 @@ def receiver(device: str) -> None:
     staged = StagedWeights(_manifest())
     for version in range(VERSIONS + 1):
         print("posted", flush=True)
-        staged.receive(group, PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER)
+        staged.receive([group], PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER)
         whole = all(
             torch.equal(tensor, torch.full_like(tensor, version + index))
             for index, tensor in enumerate(staged.tensors().values())

@@ -21,6 +21,7 @@ from runtime.config.service_checks import unequal_numbers
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
+from runtime.models.vllm_sharding import undeclared
 from runtime.telemetry.shown import say
 
 # By key: what version 0.1 did if a file did not name the key.
@@ -54,6 +55,8 @@ def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> 
     console.print(placement_table(config, here.offer))
     for line in _memory(config, memory):
         say(console, line)
+    if model and not model.startswith(tiny_model.PREFIX) and (note := undeclared(config)):
+        say(console, note)
     for line in unequal_numbers(config, on_cpus=memory is not None):
         say(console, f"warning: {line}")
 

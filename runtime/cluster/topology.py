@@ -78,6 +78,11 @@ def fleets(config: Config) -> dict[str, Rollout]:
     return sections(config, "rollout")
 
 
+def rollout_workers(config: Config) -> int:
+    """Return the number of receivers of each rollout: one for each worker of the largest engine."""
+    return max((fleet.tensor_parallel for fleet in fleets(config).values()), default=1)
+
+
 def players(config: Config) -> dict[str, str]:
     """Return the YAML path of the settings, services.environment.NAME, by the name of each environment process."""
     each = [path for path, settings in sections(config, ENVIRONMENT).items() for _ in range(settings.replicas)]

@@ -15,6 +15,7 @@ from runtime.config.algorithm import Algorithm
 from runtime.config.base import (
     UNIT,
     Bytes,
+    BytesOr0,
     DType,
     Fraction,
     FromEnvironment,
@@ -509,6 +510,10 @@ class WeightSyncConfig(Section, frozen=True):
     """What happens to samples in generation when new weights are swapped in. `keep`: they continue with their keys and values.
     `recompute`: they continue with keys and values of the new weights. `drain`: they end first, and no sample begins meanwhile.
     With `training.staleness: 0` no training sample is in generation then."""
+    staging_bytes: BytesOr0 = 0
+    """Most bytes of a version that a rollout of engine vllm has in host memory at a time. It then loads a version in parts,
+    once its samples have ended (`in_flight: drain`), and generates nothing until the whole version is there: for
+    `transfer_timeout`, this counts. 0: a whole version, beside generation."""
     dtype: DType = "auto"
     """Dtype on the wire. `auto`: the trainer's compute dtype (`model.dtype`), so that rollouts sample from the same numbers;
     bfloat16 with `encoding: delta`. The exported model has the dtype in the `config.json` of `model.path`."""

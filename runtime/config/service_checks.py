@@ -180,17 +180,18 @@ def _shared_device(config: Config) -> Iterator[str]:
         place, size = topology.place_in_fleet(config, topology.Instance("rollout", name)), len(fleet.devices) // fleet.replicas
         if not size:
             continue
-        device = fleet.devices[place * size]
-        if device in taken:
+        shared = [device for device in fleet.devices[place * size :][:size] if device in taken]
+        if shared:
+            device = shared[0]
             key = "transport: collective" if settings.backend == "auto" else f"backend: {settings.backend}"
             must = "must be backend gloo, or transport shared_memory, or other services.*.devices"
             yield f"weight_sync.{key} takes one member a device, but {taken[device]} and {name} have {device}; {must}"
             return
-        taken[device] = name
+        taken |= dict.fromkeys(fleet.devices[place * size :][:size], name)
 
 
 def hccl_beside_workers(config: Config) -> bool:
-    """Return whether, on NPUs, a rollout receives weights over HCCL on the NPU of vLLM's first worker, which uses HCCL too."""
+    """Return whether, on NPUs, a rollout receives weights over HCCL on the NPUs of vLLM's workers, which use HCCL too."""
     settings = config.weight_sync
     if takes_turns(config) or settings.backend not in ("auto", "hccl") or settings.transport == "shared_memory":
         return False
@@ -294,6 +295,14 @@ def weight_sync_faults(config: Config) -> Iterator[str]:
     if settings.encoding == "delta" and settings.dtype == "float32":
         wrong = "float32 changes in nearly every element, and encoding delta would send it all"
         yield f"weight_sync.dtype: {wrong}; must be auto or {' or '.join(_OF_16_BITS)}"
+    if settings.staging_bytes:
+        needs = {
+            "weight_sync.in_flight must be drain": settings.in_flight == "drain",
+            "weight_sync.encoding must be whole": settings.encoding == "whole",
+            "services.rollout.engine must be vllm": all(fleet.engine == "vllm" for fleet in fleets(config).values()),
+            "lora must be null": config.lora is None,
+        }
+        yield from (f"weight_sync.staging_bytes: {settings.staging_bytes}: {need}" for need, met in needs.items() if not met)
 
 
 def unequal_numbers(config: Config, on_cpus: bool) -> Iterator[str]:

@@ -21,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
+from itertools import count
 from typing import Any, Literal
 
 from msgspec import structs
@@ -83,7 +84,7 @@ class SyncGroup:
         joins = [asyncio.ensure_future(self.trainer.post(JoinWeights(address, manifest)))] if address.senders > 1 else []
         joins += [
             asyncio.ensure_future(port.post(JoinWeights(replace(address, rank=rank), manifest)))
-            for rank, port in enumerate(ports, start=address.senders)
+            for port, rank in zip(ports, count(address.senders, address.workers), strict=False)
         ]
         try:
             # Wait for all joins together, as each blocks until all members are there. The first failure ends the wait.

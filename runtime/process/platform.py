@@ -75,6 +75,12 @@ def device(kind: str = "auto", index: int = 0) -> torch.device:
     return torch.device(kind, index)
 
 
+def device_count() -> int:
+    """Return the number of accelerators that this process may use, or 1 for the CPU."""
+    kind = device_kind()
+    return 1 if kind == "cpu" else int(_accelerator(kind).device_count())
+
+
 def _accelerator(kind: str) -> Any:
     """Return torch.cuda or torch.npu, which offer the same functions."""
     return getattr(torch, kind)

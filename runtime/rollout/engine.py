@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from runtime import types
-from runtime.errors import InvalidMessage
+from runtime.errors import InvalidMessage, InvariantViolated
 from runtime.models.families.adapters import UP
 from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, TokenSets, outside
 
@@ -90,6 +90,12 @@ class RolloutEngine(ABC):
         """Prepare new weights (Hugging Face names and shapes) for `swap`. They replace weights staged before. May run during
         any other call except itself. `tensors` must stay unchanged until `swap`, and longer if the engine `adopts` them.
         Raises InvalidMessage, and changes nothing; UserError if the device lacks the memory."""
+
+    async def load(self, tensors: Mapping[str, torch.Tensor], first: bool, last: bool) -> None:
+        """Load a part of new weights over those in use, in the place of `stage`: the `first` part, others, and the `last`. No
+        sequence may run. The engine is `torn` from the first part until `swap`. `tensors` must stay unchanged until the end.
+        Raises as `stage` and `swap` do."""
+        raise InvariantViolated("this engine does not load a version in parts")
 
     @abstractmethod
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:

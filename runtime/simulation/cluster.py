@@ -15,7 +15,7 @@ import numpy as np
 
 from runtime import commands, timeouts, types
 from runtime.cluster.placement import RestartBackoff
-from runtime.cluster.topology import Instance, instances, is_group, settings_of, slots
+from runtime.cluster.topology import Instance, instances, is_group, rollout_workers, settings_of, slots
 from runtime.commands import InitWeightGroup, ResendWeights, SendWeights, WeightGroupReady, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import RunSupervisor
@@ -330,8 +330,9 @@ class SyncMember(SimulatedProcess):
         cluster, names = self.cluster, (self.name, *command.names)
         senders = cluster.config.services.trainer.processes if self.is_group else 1
         machines = (*command.machines[:1] * senders, *command.machines[1:])
-        took = sync_seconds(cluster.costs, machines, senders, cluster.config.weight_sync.bucket_bytes)
-        epoch = cluster.epochs[command.epoch] = SyncEpoch(names, dict(zip(command.names, took[senders:], strict=True)))
+        workers, bucket_bytes = rollout_workers(cluster.config), cluster.config.weight_sync.bucket_bytes
+        took = sync_seconds(cluster.costs, machines, senders, bucket_bytes, workers)
+        epoch = cluster.epochs[command.epoch] = SyncEpoch(names, dict(zip(command.names, took, strict=True)))
         self._tasks.add(self.loop.create_task(self._meet(epoch)))
         address = GroupAddress(
             epoch=command.epoch,

@@ -98,18 +98,18 @@ class Costs(Struct, frozen=True, kw_only=True):
         return [max(1, min(limit, round(length * self.length_scale))) for length in drawn]
 
 
-def sync_seconds(costs: Costs, machines: Sequence[str], senders: int, bucket_bytes: int) -> list[float]:
-    """Return by rank the seconds in which a receiver gets a version; 0 for senders. `machines`: as for `hops`. A hop takes as
-    long as its busiest receiver, all its hops of that kind together; no member sends more than one gets. Each further hop
-    adds a bucket."""
-    part = costs.weights_bytes / senders
-    ways = [hops(machines, senders, sender) for sender in range(senders)]
+def sync_seconds(costs: Costs, machines: Sequence[str], senders: int, bucket_bytes: int, workers: int = 1) -> list[float]:
+    """Return the seconds in which each rollout's first worker gets its share of a version; the others take as long.
+    `machines`: as for `hops`. A hop takes as long as its busiest receiver, all its hops of that kind together; no member sends
+    more than one gets. Each further hop adds a bucket."""
+    part = costs.weights_bytes / senders / workers
+    ways = [hops(machines, senders, sender, workers) for sender in range(senders)]
     rates = {"collective": costs.bandwidth, "shared_memory": costs.memory}
     busy: defaultdict[tuple[str, int], float] = defaultdict(float)  # seconds
     for hop in chain.from_iterable(ways):
         for child in hop.children:
             busy[hop.transport, child] += part / rates[hop.transport]
-    found = [0.0] * len(machines)
+    found: defaultdict[int, float] = defaultdict(float)  # by rank
     for way in ways:
         at: dict[int, tuple[float, float]] = {}  # by rank: seconds of the slowest hop on the way, and of buckets passed on
         for hop in way:
@@ -119,7 +119,7 @@ def sync_seconds(costs: Costs, machines: Sequence[str], senders: int, bucket_byt
             here = max(slowest, *(busy[hop.transport, child] for child in hop.children)), passing
             for child in hop.children:
                 at[child], found[child] = here, max(found[child], sum(here))
-    return found
+    return [found[senders + rollout * workers] for rollout in range(len(machines) - senders)]
 
 
 # ---- Cores

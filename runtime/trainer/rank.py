@@ -17,6 +17,7 @@ from runtime.config import Config, Trainer
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger import checkpoint
 from runtime.models.adapters import base_of
+from runtime.models.vllm_sharding import workers_sharding
 from runtime.process import platform
 from runtime.process.waiting import in_thread
 from runtime.trainer.backend import TrainedRole
@@ -24,7 +25,7 @@ from runtime.trainer.rank_group import NodePart, join_group, require_memory
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer, timed
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.delta import FULL_EVERY
-from runtime.weights.plan import Manifest
+from runtime.weights.plan import Manifest, Sharding
 from runtime.weights.sender import SendBuffers, WeightSender
 
 
@@ -183,17 +184,16 @@ class TrainRank(UpdateRank):
         self.sender = WeightSender(buffers, config, names[self.rank], backend=backend, names=names, full_every=full_every)
 
     def _manifest(self) -> Manifest:
-        """Return the manifest of a weight sync in which each rank sends of what it holds."""
+        """Return the manifest of a weight sync: each rank sends of what it holds, each worker takes of what it needs."""
         settings, specs, cuts = self.config.weight_sync, self.backend.tensor_specs(), self.backend.cuts()
         if settings.dtype != "auto":
             specs = [replace(spec, dtype=settings.dtype) for spec in specs]
-        number = {cut: index for index, cut in enumerate(dict.fromkeys(cuts))}
         return Manifest(
             tuple(specs),
             settings.bucket_bytes,
-            senders=self.world_size,
-            cuts=tuple(number),
-            cut_of=tuple(number[cut] for cut in cuts),
+            source=Sharding.of(self.world_size, cuts),
+            target=workers_sharding(self.config, specs),
+            window_bytes=settings.staging_bytes // 2,
             base=base_of((spec.name for spec in specs), self.config.model.path),
         )
 

@@ -250,10 +250,10 @@ def typed(buffer: torch.Tensor, spec: TensorSpec, shape: Sequence[int]) -> torch
     return buffer[:nbytes].view(getattr(torch, spec.dtype)).view(tuple(shape))
 
 
-def tensors_of(specs: Sequence[TensorSpec], whole: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of `specs`, as views into the arena `whole`, uint8."""
-    offsets, _ = arena_offsets(specs)
-    return [typed(whole[offsets[index] :], spec, spec.shape) for index, spec in enumerate(specs)]
+def tensors_of(specs: Sequence[TensorSpec], whole: torch.Tensor, order: Sequence[int] | None = None) -> dict[int, torch.Tensor]:
+    """Return the tensors in the arena `whole`, uint8, by index in `specs`, as views. `order`: as for `arena_offsets`."""
+    offsets, _ = arena_offsets(specs, order)
+    return {index: typed(whole[begin:], specs[index], specs[index].shape) for index, begin in offsets.items()}
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -273,10 +273,12 @@ class Target(NamedTuple):
         return cls(buffer.numel(), [(0, buffer.numpy())], buffer)
 
 
-def targets_of(manifest: Manifest, buckets: Sequence[Bucket], whole: torch.Tensor) -> list[Target]:
-    """Return where each bucket belongs in the arena `whole`, uint8."""
-    offsets, _ = arena_offsets(manifest.tensors)
-    tensors = tensors_of(manifest.tensors, whole)
+def targets_of(
+    manifest: Manifest, buckets: Sequence[Bucket], whole: torch.Tensor, order: Sequence[int] | None = None
+) -> list[Target]:
+    """Return where each bucket belongs in the arena `whole`, uint8. `order`: as for `arena_offsets`."""
+    offsets, _ = arena_offsets(manifest.tensors, order)
+    tensors = tensors_of(manifest.tensors, whole, order)
     found = []
     for bucket in buckets:
         begin = run_of(manifest, bucket, offsets)

@@ -1,15 +1,16 @@
-"""The weight sync plan: which sender sends which part of each tensor in which bucket, and over which hops it reaches each
-receiver. Pure; all members derive the same plan from the manifest and the group's address.
+"""The weight sync plan: which sender sends which part of each tensor in which bucket, which worker of a rollout takes it, and
+over which hops it gets there. Pure; all members derive the same plan from the manifest and the group's address.
 
 A bucket is a flat uint8 buffer of one sender: piece after piece, each aligned to 64 bytes. A piece is a part of one tensor. A
-receiver keeps the whole tensors in an arena, one after the other, each aligned to 64 bytes."""
+rollout keeps the whole tensors in an arena, one after the other, each aligned to 64 bytes. Its workers share the arena, so a
+part that several workers need arrives once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -17,7 +18,12 @@ from msgspec import Struct
 from runtime.errors import InvalidMessage, UserError
 
 ALIGNMENT = 64
-LEAST_BYTES = 64 << 10  # of a bucket that is made smaller to even out the senders' loads
+LEAST_BYTES = 64 << 10  # of a bucket or a piece that is made smaller to even out the loads
+
+# A bucket of parts of tensors has at most this share of what a receiver gets, or else `LEAST_SLOT` bytes: a receiver has up to
+# nine buffers for such buckets (`receiver.SLOTS`), together a twentieth of what it gets.
+SLOT_SHARE = 200
+LEAST_SLOT = 1 << 20
 
 DTYPES = {  # by torch's name: bytes of an item, and safetensors' name
     "float64": (8, "F64"),
@@ -37,6 +43,7 @@ ITEM_BYTES = {name: size for name, (size, _) in DTYPES.items()}
 
 Span = tuple[tuple[int, int], ...]  # (begin, end) in the first dimensions; whole in the others, so () is the whole tensor
 _Part = tuple[int, Span, int]  # tensor, span, bytes
+_Group = tuple[tuple[int, ...], tuple[int, ...]]  # parts of the same holders and the same workers
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -59,21 +66,51 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 
 
 class Cut(Struct, frozen=True, array_like=True):
-    """The layout of a tensor over the senders: parts of `size` along `dim`, which is 0 or 1; the last part may be smaller."""
+    """The layout of a tensor over some members: parts of `size` along `dim`, which is 0 or 1; the last part may be smaller."""
 
-    holders: tuple[tuple[int, ...], ...] = ((0,),)  # of each part, the senders that hold it
+    holders: tuple[tuple[int, ...], ...] = ((0,),)  # of each part, the members that hold it
     dim: int = 0
     size: int = 0  # 0: one part, the whole tensor
 
 
+class Sharding(Struct, frozen=True, array_like=True):
+    """The layout of all tensors over `members`: the senders, or the workers of a rollout."""
+
+    members: int = 1
+    cuts: tuple[Cut, ...] = (Cut(),)
+    cut_of: tuple[int, ...] = ()  # of each tensor, the index of its cut; (): all have the first
+
+    @classmethod
+    def of(cls, members: int, cuts: Sequence[Cut]) -> Sharding:
+        """Return the layout in which each tensor has its own of `cuts`."""
+        number = {cut: index for index, cut in enumerate(dict.fromkeys(cuts))}
+        return cls(members, tuple(number), tuple(number[cut] for cut in cuts))
+
+    @classmethod
+    def whole(cls, members: int) -> Sharding:
+        """Return the layout in which every member has every whole tensor."""
+        return cls(members, (Cut((tuple(range(members)),)),))
+
+    def number(self, tensor: int) -> int:
+        return self.cut_of[tensor] if self.cut_of else 0
+
+    def cut(self, tensor: int) -> Cut:
+        return self.cuts[self.number(tensor)]
+
+    def shown(self, tensor: int) -> str:
+        """Return the layout of a tensor for messages."""
+        cut = self.cut(tensor)
+        return f"{len(cut.holders)} parts of {cut.size} in dimension {cut.dim}" if cut.size else "whole"
+
+
 class Manifest(Struct, frozen=True):
-    """The tensors of a weight sync, their layout over the senders, and the bucket size. Sent once per epoch."""
+    """The tensors of a weight sync, their layouts, and the bucket size. Sent once per epoch."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
-    senders: int = 1
-    cuts: tuple[Cut, ...] = (Cut(),)
-    cut_of: tuple[int, ...] = ()  # of each tensor, the index of its cut; (): all have the first
+    source: Sharding = Sharding()  # over the senders, which hold their parts
+    target: Sharding = Sharding()  # over the workers of each rollout, which need their parts
+    window_bytes: int = 0  # of the tensors that travel, and are staged, together; 0: all
     base: str = ""  # for adapters: the fingerprint of their base weights
 
 
@@ -89,17 +126,21 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     key: bytes = b""  # of the group
     rank: int = 0
     full_every: int = 0  # of encoding delta; 0: every version is whole
-    names: tuple[str, ...] = ()  # the members' names by rank; (): unknown
-    machines: tuple[str, ...] = ()  # by rank, as `shared_machines` returns them; (): all ""
+    names: tuple[str, ...] = ()  # of the senders, then of the rollouts; (): unknown
+    machines: tuple[str, ...] = ()  # in the same order, as `shared_machines` returns them; (): all ""
     senders: int = 1  # as in the manifest
+    workers: int = 1  # of each rollout, as in the manifest; the ranks of a rollout's workers follow each other
 
     def __repr__(self) -> str:
         """Leave out the key: no log may hold the key."""
         return f"GroupAddress({self.label(self.rank)} of epoch {self.epoch} at {self.host}:{self.port})"
 
     def label(self, rank: int) -> str:
-        """Return a member's name for messages: "rank 2 (rollout-1)"."""
-        return f"rank {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "")
+        """Return a member's name for messages: "rank 2 (rollout-1)", "rank 3 (rollout-1 worker 1)"."""
+        rollout, worker = divmod(rank - self.senders, self.workers)
+        place, which = (rank, "") if rank < self.senders else (self.senders + rollout, f" worker {worker}")
+        shown = f"{self.names[place]}{which if self.workers > 1 else ''}" if place < len(self.names) else ""
+        return f"rank {rank}" + (f" ({shown})" if shown else "")
 
 
 # ---- Buckets
@@ -115,53 +156,92 @@ class Piece(Struct, frozen=True, gc=False):  # there may be millions
 
 
 class Bucket(NamedTuple):
-    """The layout of one bucket. `nbytes` is a multiple of `ALIGNMENT`. `root`: the bucket's sender."""
+    """The layout of one bucket. `nbytes` is a multiple of `ALIGNMENT`. `root`: the bucket's sender. `taker`: of each rollout's
+    workers, the one that receives the bucket. `window`: the bucket's, as an index of `windows`."""
 
     pieces: tuple[Piece, ...]
     nbytes: int
     root: int = 0
+    taker: int = 0
+    window: int = 0
 
 
 @lru_cache(maxsize=2)  # the plans of one epoch's manifest, and of a newcomer's
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
-    """Return the buckets in the order in which receivers take them. Each element lies in one bucket, of a sender that holds it.
-    Matrices come first, then vectors and scalars, in the manifest's order. A bucket has at most `bucket_bytes`, or else the
-    fewest rows that are aligned. No sender has more than 1.1 times its fair part and `LEAST_BYTES`, unless its tensors have
-    larger rows, or fewer senders hold more.
+    """Return the buckets in the order in which receivers take them. Each element lies in one bucket, of a sender that holds it,
+    for a worker that needs it. Tensors come in the order of `windows`. A bucket has at most `bucket_bytes`, or else the fewest
+    rows that are aligned. No sender has more than 1.1 times its fair part and `LEAST_BYTES`,
+    unless its tensors have larger rows, or fewer senders hold more; the same holds for workers.
 
     Raises InvalidMessage for an unknown dtype, a repeated name, a layout that does not fit, or a count below 1."""
     _check(manifest)
-    held = _by_holders(manifest)
-    loads = [0] * manifest.senders
+    return tuple(bucket for number, tensors in enumerate(windows(manifest)) for bucket in _buckets(manifest, number, tensors))
+
+
+def windows(manifest: Manifest) -> list[list[int]]:
+    """Return the tensors of each window: those of the whole manifest, as `in_order`, or consecutive ones that fill at most
+    `window_bytes` together. Raises InvalidMessage if one alone is larger."""
+    if not manifest.window_bytes:
+        return [in_order(manifest.tensors)]
+    found, filled = [list[int]()], 0
+    for index, spec in enumerate(manifest.tensors):
+        size = aligned(spec.nbytes)
+        if size > manifest.window_bytes:
+            raise InvalidMessage(f"tensor {spec.name} has {size} bytes, more than a window of {manifest.window_bytes}")
+        if filled + size > manifest.window_bytes:
+            found.append([])
+            filled = 0
+        found[-1].append(index)
+        filled += size
+    return found
+
+
+def _buckets(manifest: Manifest, window: int, tensors: Sequence[int]) -> Iterator[Bucket]:
+    of_groups = _groups(manifest, tensors)
+    loads, takes = [0] * manifest.source.members, [0] * manifest.target.members
+    slot = sum(manifest.tensors[index].nbytes for index in tensors) // manifest.target.members // SLOT_SHARE
     paced: list[tuple[float, int, Bucket]] = []
     # Parts with few holders come first: the others even out what these leave uneven.
-    for number, holders in enumerate(sorted(held, key=lambda holders: (len(holders), holders))):
-        of_group = held.pop(holders)
+    for number, (holders, workers) in enumerate(sorted(of_groups, key=lambda group: (*map(len, group), group))):
+        of_group = of_groups.pop((holders, workers))
         total = sum(aligned(nbytes) for _, _, nbytes in of_group)
-        most, before = manifest.bucket_bytes, 0
-        if len(holders) > 1:  # each gets ten buckets or more: then their loads differ by a tenth at most
-            most = min(most, max(LEAST_BYTES, total // (10 * len(holders))))
+        most, before, choices = manifest.bucket_bytes, 0, max(len(holders), len(workers))
+        if choices > 1:  # each gets ten buckets or more: then their loads differ by a tenth at most
+            most = min(most, max(LEAST_BYTES, total // (10 * choices)))
+        if any(span for _, span, _ in of_group):  # such a bucket does not lie in the arena in one run
+            most = min(most, max(LEAST_SLOT, slot))
         for pieces, nbytes in _fill(manifest, of_group, max(most // ALIGNMENT, 1) * ALIGNMENT):
             root = min(holders, key=lambda holder: (loads[holder], holder))
+            taker = min(workers, key=lambda worker: (takes[worker], worker))
             loads[root] += nbytes
+            takes[taker] += nbytes
             # All senders progress evenly, as receivers take a few buckets at a time.
-            paced.append((before / total, number, Bucket(pieces, nbytes, root)))
+            paced.append((before / total, number, Bucket(pieces, nbytes, root, taker, window)))
             before += nbytes
-    return tuple(bucket for _, _, bucket in sorted(paced, key=lambda item: item[:2]))
+    yield from (bucket for _, _, bucket in sorted(paced, key=lambda item: item[:2]))
 
 
-def _by_holders(manifest: Manifest) -> dict[tuple[int, ...], list[_Part]]:
-    held: dict[tuple[int, ...], list[_Part]] = {}
-    same: dict[tuple[str, tuple[int, ...], int], list[tuple[Span, int, list[_Part]]]] = {}  # many tensors are cut alike
-    for index in in_order(manifest.tensors):
+def _groups(manifest: Manifest, tensors: Sequence[int]) -> dict[_Group, list[_Part]]:
+    """Return the parts of `tensors` by their holders and the workers that need them."""
+    found: dict[_Group, list[_Part]] = {}
+    same: dict[tuple[str, tuple[int, ...], int, int], list[tuple[Span, int, list[_Part]]]] = {}  # many are cut alike
+    source, target = manifest.source, manifest.target
+    for index in tensors:
         spec = manifest.tensors[index]
-        kind = (spec.dtype, spec.shape, manifest.cut_of[index] if manifest.cut_of else 0)
+        kind = (spec.dtype, spec.shape, source.number(index), target.number(index))
         if kind not in same:
-            found = parts(manifest, index)
-            same[kind] = [(span, _bytes_of(spec, span), held.setdefault(holders, [])) for span, holders in found]
+            crossed = crossings(spec, source.cuts[kind[2]], target.cuts[kind[3]])
+            same[kind] = [(span, bytes_of(spec, span), found.setdefault(group, [])) for span, group in crossed]
         for span, nbytes, of_group in same[kind]:
             of_group.append((index, span, nbytes))
-    return held
+    return found
+
+
+def name_of(manifest: Manifest, index: int) -> str:
+    """Return bucket `index` and its first tensor, for messages."""
+    buckets = plan_buckets(manifest)
+    first, *others = dict.fromkeys(manifest.tensors[piece.tensor].name for piece in buckets[index].pieces)
+    return f"bucket {index} of {len(buckets)} ({first}{f' and {len(others)} more' if others else ''})"
 
 
 def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
@@ -169,9 +249,20 @@ def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
     return sorted(range(len(tensors)), key=lambda index: len(tensors[index].shape) < 2)
 
 
-def parts(manifest: Manifest, index: int) -> Iterator[tuple[Span, tuple[int, ...]]]:
+def crossings(spec: TensorSpec, source: Cut, target: Cut) -> Iterator[tuple[Span, _Group]]:
+    """Yield the parts of a tensor that have the same holders and the same workers. A holder's part that would fall into pieces
+    below `LEAST_BYTES` stays whole, for any of its workers."""
+    needs = list(parts(spec, target))
+    for held, holders in parts(spec, source):
+        pieces = [(span, workers) for part, workers in needs if (span := _common(spec, held, part)) is not None]
+        if len(pieces) > 1 and any(bytes_of(spec, span) < LEAST_BYTES for span, _ in pieces):
+            pieces = [(held, tuple(sorted({worker for _, workers in pieces for worker in workers})))]
+        for span, workers in pieces:
+            yield span, (holders, workers)
+
+
+def parts(spec: TensorSpec, cut: Cut) -> Iterator[tuple[Span, tuple[int, ...]]]:
     """Yield the parts of a tensor, without empty ones, and the holders of each."""
-    spec, cut = manifest.tensors[index], manifest.cuts[manifest.cut_of[index] if manifest.cut_of else 0]
     if not spec.nbytes:
         return
     if not cut.size:
@@ -183,9 +274,19 @@ def parts(manifest: Manifest, index: int) -> Iterator[tuple[Span, tuple[int, ...
         yield (held,) if cut.dim == 0 else ((0, spec.shape[0]), held), holders
 
 
-def arena_offsets(tensors: Sequence[TensorSpec]) -> tuple[dict[int, int], int]:
-    """Return the first byte of each tensor in an arena, by index and in order, and the arena's size in bytes."""
-    order = in_order(tensors)
+def _common(spec: TensorSpec, one: Span, other: Span) -> Span | None:
+    """Return the common part of two parts of a tensor, or None."""
+    if not one or not other:
+        return one or other
+    pairs = zip_longest(one, other, fillvalue=(0, spec.shape[1] if len(spec.shape) > 1 else 1))
+    span = tuple((max(first, begin), min(last, end)) for (first, last), (begin, end) in pairs)
+    return span if all(begin < end for begin, end in span) else None
+
+
+def arena_offsets(tensors: Sequence[TensorSpec], order: Sequence[int] | None = None) -> tuple[dict[int, int], int]:
+    """Return the first byte of each tensor in an arena, by index and in order, and the arena's size in bytes. `order`: of those
+    that the arena holds; None: all, as `in_order`."""
+    order = in_order(tensors) if order is None else order
     ends = list(accumulate(aligned(tensors[index].nbytes) for index in order))
     return dict(zip(order, [0, *ends], strict=False)), ends[-1] if ends else 0
 
@@ -206,36 +307,41 @@ def run_of(manifest: Manifest, bucket: Bucket, offsets: Mapping[int, int]) -> in
     return found if not begins and found % ALIGNMENT == 0 else None
 
 
-def _bytes_of(spec: TensorSpec, span: Span) -> int:
+def bytes_of(spec: TensorSpec, span: Span) -> int:
     return math.prod(end - begin for begin, end in span) * spec.row_bytes(len(span))
 
 
 def _check(manifest: Manifest) -> None:
-    for name, value in (("bucket_bytes", manifest.bucket_bytes), ("senders", manifest.senders)):
+    sides = {"senders": manifest.source, "workers": manifest.target}
+    for name, value in (("bucket_bytes", manifest.bucket_bytes), *((name, side.members) for name, side in sides.items())):
         if value < 1:
             raise InvalidMessage(f"{name} is {value}, must be at least 1")
-    if len(manifest.cut_of) not in (0, len(manifest.tensors)):
-        raise InvalidMessage(f"cut_of names {len(manifest.cut_of)} cuts for {len(manifest.tensors)} tensors")
+    for name, side in sides.items():
+        if len(side.cut_of) not in (0, len(manifest.tensors)):
+            raise InvalidMessage(f"cut_of of the {name} names {len(side.cut_of)} cuts for {len(manifest.tensors)} tensors")
     names: set[str] = set()
     for index, spec in enumerate(manifest.tensors):
         if spec.name in names:
             raise InvalidMessage(f"tensor {spec.name} occurs twice in the manifest")
         names.add(spec.name)
-        _check_cut(spec, manifest, manifest.cut_of[index] if manifest.cut_of else 0)
+        for name, side in sides.items():
+            if not 0 <= side.number(index) < len(side.cuts):
+                raise InvalidMessage(f"tensor {spec.name} has cut {side.number(index)} of {len(side.cuts)} over the {name}")
+        if faults := [fault for name, side in sides.items() if (fault := _misfit(spec, side, side.cut(index), name))]:
+            shown = ", ".join(f"{name} {side.shown(index)}" for name, side in sides.items())
+            raise InvalidMessage(f"tensor {spec.name} of {list(spec.shape)} {faults[0]}; its layouts: {shown}")
 
 
-def _check_cut(spec: TensorSpec, manifest: Manifest, number: int) -> None:
-    if not 0 <= number < len(manifest.cuts):
-        raise InvalidMessage(f"tensor {spec.name} has cut {number} of {len(manifest.cuts)}")
-    cut = manifest.cuts[number]
+def _misfit(spec: TensorSpec, side: Sharding, cut: Cut, name: str) -> str | None:
+    """Return what is wrong with the layout of a tensor over the members `name`."""
     whole = cut.size == 0 and cut.holders
     in_parts = 0 <= cut.dim < min(2, len(spec.shape)) and cut.size * len(cut.holders) >= spec.shape[cut.dim]
     if spec.nbytes and not (whole or in_parts):  # an empty tensor has no parts
-        where = f"cut into {len(cut.holders)} parts of {cut.size} in dimension {cut.dim}"
-        raise InvalidMessage(f"tensor {spec.name} of {list(spec.shape)} is {where}, which does not cover it")
-    wrong = [holder for part in cut.holders for holder in part if not 0 <= holder < manifest.senders]
+        return f"is not covered by its parts over the {name}"
+    wrong = [holder for part in cut.holders for holder in part if not 0 <= holder < side.members]
     if wrong or not all(cut.holders):
-        raise InvalidMessage(f"tensor {spec.name} is held by {cut.holders}, of {manifest.senders} senders")
+        return f"is held by {cut.holders}, of {side.members} {name}"
+    return None
 
 
 def _fill(manifest: Manifest, held: Sequence[_Part], most: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
@@ -257,7 +363,7 @@ def _chunks(spec: TensorSpec, span: Span, most: int) -> Iterator[tuple[Span, int
     """Cut `span` into spans of at most `most` bytes by rows, each but the last with a multiple of `ALIGNMENT` bytes. Yields
     each with its bytes."""
     first, end = span[0] if span else (0, spec.shape[0])
-    row = _bytes_of(spec, span) // (end - first)
+    row = bytes_of(spec, span) // (end - first)
     step = ALIGNMENT // math.gcd(ALIGNMENT, row)
     rows = max(step, most // row // step * step)
     for begin in range(first, end, rows):
@@ -280,15 +386,17 @@ class Hop(NamedTuple):
     children: tuple[int, ...]  # ranks; of `collective` there is one
 
 
-def hops(machines: Sequence[str], senders: int, sender: int) -> list[Hop]:
-    """Return the hops of the buckets of `sender`. `machines`: by rank, as `shared_machines` returns them.
+def hops(machines: Sequence[str], senders: int, sender: int, workers: int = 1, taker: int = 0) -> list[Hop]:
+    """Return the hops of the buckets of `sender` that worker `taker` of each rollout takes. `machines`: of the senders, then of
+    the rollouts, as `shared_machines` returns them.
 
     Receivers on the sender's machine copy out of its memory. On each other machine one receiver, the head, gets the buckets
     over the network, and the others copy out of its memory. The heads form a chain, so a byte leaves the sender once. All
     chains have the machines in one order, so no two heads wait for each other."""
     of_machine: dict[str | int, list[int]] = {}
-    for rank in range(senders, len(machines)):
-        of_machine.setdefault(machines[rank] or rank, []).append(rank)
+    for rollout, machine in enumerate(machines[senders:]):
+        rank = senders + rollout * workers + taker
+        of_machine.setdefault(machine or rank, []).append(rank)
     found = []
     if machines[sender] in of_machine:
         found.append(Hop("shared_memory", sender, tuple(of_machine.pop(machines[sender]))))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,7 +51,7 @@ from runtime.weights.group import (
     targets_of,
     typed,
 )
-from runtime.weights.plan import GroupAddress, Hop, Manifest, Piece, Span, hops, plan_buckets
+from runtime.weights.plan import GroupAddress, Hop, Manifest, Piece, Span, hops, name_of, plan_buckets
 
 if TYPE_CHECKING:
     from runtime.weights.group import Link, Transfer
@@ -71,10 +71,10 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
 
 class WeightGroup:
     """The members of one epoch: a rendezvous that is open, and after `connect` the group. The first ranks are senders, each
-    with its own buckets. The other ranks receive all buckets, and pass some on (`plan.hops`). Rank 0 leads. Every member makes
-    the same calls in the same order, from one thread. No bucket moves before the sender announces the transfer. A receiver may
-    therefore be posted a whole training step ahead. The wait occupies no device stream, and deadlines count from the
-    announcement."""
+    with its own buckets. The other ranks are the rollouts' workers. Each receives its buckets, and passes some on to the same
+    worker of other rollouts (`plan.hops`). Rank 0 leads. Every member makes the same calls in the same order, from one thread.
+    No bucket moves before the sender announces the transfer. A receiver may therefore be posted a whole training step ahead.
+    The wait occupies no device stream, and deadlines count from the announcement."""
 
     def __init__(self, address: GroupAddress, name: str, store: Any, interface: str):
         """Make a group that is not connected. `address`: rank 0's, with the own rank in it. `interface`: own IP address."""
@@ -88,7 +88,7 @@ class WeightGroup:
         self._interface = interface
         self._hops: list[Hop] = []  # in which this member takes part
         self._links: list[Link] = []  # one for each of them
-        self._ways: dict[int, Link] = {}  # by sender: this member's place on the way of its buckets
+        self._ways: dict[tuple[int, int], Link] = {}  # by sender and taker: this member's place on the way of their buckets
         self._forwards: deque[tuple[Transfer, torch.Tensor]] = deque()
         self._transfers = 0
 
@@ -97,9 +97,10 @@ class WeightGroup:
         address, store = self.address, self._running_store()
         give_up = time.monotonic() + address.timeout
         labels = list(map(address.label, range(address.world_size)))
-        machines = address.machines or ("",) * address.world_size
+        machines = address.machines or ("",) * (address.senders + (address.world_size - address.senders) // address.workers)
         mine = [self.rank] if self.rank < address.senders else range(address.senders)
-        ways = {sender: hops(machines, address.senders, sender) for sender in mine}
+        takers = range(address.workers) if self.rank < address.senders else [self.worker]
+        ways = {each: hops(machines, address.senders, each[0], address.workers, each[1]) for each in product(mine, takers)}
         made: dict[Hop, Link] = {}
         try:
             # Meet first: otherwise errors would name members that only wait for the missing one.
@@ -113,10 +114,10 @@ class WeightGroup:
             self._store = None
             raise
         self._hops, self._links = list(made), list(made.values())
-        for sender, way in ways.items():
+        for each, way in ways.items():
             parent = next((made[hop] for hop in way if self.rank in hop.children), None)
             relay = Relay(parent, [made[hop] for hop in way if hop.parent == self.rank], self._forwards)
-            self._ways[sender] = DeltaLink(relay, address.full_every) if address.full_every else relay
+            self._ways[each] = DeltaLink(relay, address.full_every) if address.full_every else relay
         return self
 
     def _link_of(self, hop: Hop, store: AuthenticatedStore, labels: Sequence[str], timeout: float) -> Link:
@@ -127,8 +128,13 @@ class WeightGroup:
         return LINKS[hop.transport](apart, part, [labels[rank] for rank in members], self.name, self._interface)
 
     @property
+    def worker(self) -> int:
+        """The number of this receiver among its rollout's workers."""
+        return (self.rank - self.address.senders) % self.address.workers
+
+    @property
     def sent_bytes(self) -> int:
-        return self._ways[self.rank].sent_bytes
+        return sum(way.sent_bytes for way in self._ways.values())
 
     def announce(self, version: PolicyVersion) -> None:
         """Begin the transfer of `version` at a sender. Rank 0 notifies the receivers."""
@@ -146,9 +152,9 @@ class WeightGroup:
         """Whether this receiver passes buckets on."""
         return any(hop.parent == self.rank for hop in self._hops)
 
-    def way(self, sender: int) -> Link:
-        """Return this member's place on the way of the buckets of `sender`."""
-        return self._ways[sender]
+    def way(self, sender: int, taker: int) -> Link:
+        """Return this member's place on the way of the buckets of `sender` that worker `taker` of each rollout takes."""
+        return self._ways[sender, taker]
 
     def settle(self, give_up: float, buffer: torch.Tensor | None = None) -> None:
         """Wait at a receiver until every bucket was passed on, or those in `buffer`. Raises RuntimeError, at the monotonic time
@@ -410,35 +416,39 @@ class SendBuffers:
         """Return the progress of the transfer of `version`, for messages."""
         if self._taken >= len(self.own):
             return f"version {version}"
-        return f"bucket {self.own[self._taken][0]} of {self.count} of version {version} was not taken"
+        return f"{name_of(self.manifest, self.own[self._taken][0])} of version {version} was not taken"
 
     def _send_all(self, group: WeightGroup, version: PolicyVersion, give_up: float) -> None:
         pending: deque[tuple[Transfer, torch.Tensor]] = deque()
-        link, tags = group.way(self.number), list[bytes]()
+        tags: dict[int, list[bytes]] = {}  # of the present window, by taker
+        windows = [bucket.window for _, bucket in self.own]
         first = self._first = self._first or group.tags
-        for position, ((index, _), buffer) in enumerate(zip(self.own, self.buffers, strict=True)):
+        for position, ((index, bucket), buffer) in enumerate(zip(self.own, self.buffers, strict=True)):
             # `_put` unblocks this when the bucket's last piece is there, `abort` when the group ends.
             self._await_whole(position, group, give_up)
             digest = group.tags.digest(buffer)
-            tags.append(group.tags.tag(index, digest, version))
+            tag, link = group.tags.tag(index, digest, version), group.way(self.number, bucket.taker)
+            tags.setdefault(bucket.taker, []).append(tag)
             # A later group has another seed.
             self._require_same(index, digest if first is group.tags else first.digest(buffer), group.name)
             words = self._words[position]
-            link.describe(tags[-1], None if words is None else np.sort(np.concatenate(words)))
+            link.describe(tag, None if words is None else np.sort(np.concatenate(words)))
             pending.append((link.send(index, buffer), buffer))
-            # The receivers' taking of the oldest bucket unblocks this: at most `DEPTH` buckets are under way.
-            self._take(pending, DEPTH - 1, give_up)
-        if tags:  # the last message, whose size a receiver knows
-            last = torch.frombuffer(bytearray(b"".join(tags)), dtype=torch.uint8)
-            link.describe(tags[-1], None)
-            pending.append((link.send(self.count + self.number, last), last))
+            # The receivers' taking of the oldest bucket unblocks this: about `DEPTH` buckets are under way to each worker.
+            self._take(pending, DEPTH * group.address.workers - 1, give_up)
+            if windows[position + 1 : position + 2] != [bucket.window]:  # the last of its window
+                for taker, sent in tags.items():  # the last message to each, whose size a receiver knows
+                    last, link = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8), group.way(self.number, taker)
+                    link.describe(sent[-1], None)
+                    pending.append((link.send(self.count + self.number, last), last))
+                tags.clear()
         self._take(pending, 0, give_up)
 
     def _require_same(self, index: int, digest: int, name: str) -> None:
         """Raise ServiceFault if the bucket's contents have changed since its first send."""
         if self._digests.setdefault(index, digest) != digest:
             self._intact = False
-            message = f"bucket {index} of {self.count} has changed in memory since it was gathered"
+            message = f"{name_of(self.manifest, index)} has changed in memory since it was gathered"
             raise ServiceFault(name, "snapshot", message)
 
     def _await_whole(self, position: int, group: WeightGroup, give_up: float) -> None:
@@ -493,16 +503,16 @@ class WeightSender:
         Known limit: a server of names that never answers holds up every later epoch of this process."""
         settings = self._settings
         left, self._epoch = self.close(), command.epoch  # `gather` finds no group until `_connect`
-        names = (*self._names, *command.names)
         address = GroupAddress(
             epoch=command.epoch,
-            world_size=len(names),
+            world_size=len(self._names) + len(command.names) * (workers := self.buffers.manifest.target.members),
             backend=self._backend,
             timeout=settings.join_timeout,
             full_every=self._full_every,
-            names=names,
+            names=(*self._names, *command.names),
             machines=command.machines,
             senders=len(self._names),
+            workers=workers,
         )
 
         def host() -> WeightGroup:

@@ -27,7 +27,7 @@ from runtime.types import PolicyVersion, StepResult
 from runtime.weights import sender
 from runtime.weights.group import Shard
 from runtime.weights.plan import Cut, GroupAddress, TensorSpec
-from runtime.weights.receiver import StagedWeights
+from runtime.weights.receiver import _Share
 from services.rollout import RolloutService
 from services.rpc.contract import Ranks, method_of
 from services.trainer import TrainerService
@@ -125,8 +125,8 @@ class Port:
         self._gone.set()
 
     def cut(self) -> None:
-        if self.service.weights.group is not None:
-            self.service.weights.group.abort()
+        for group in self.service.weights.groups:
+            group.abort()
         self._gone.set()
         self._tell("connection lost")
 
@@ -347,10 +347,10 @@ def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[tor
 @on_a_loop
 async def test_the_first_bucket_arrives_before_the_last_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = threading.Semaphore(0)
-    post = StagedWeights._post
+    post = _Share._post
 
-    def seen(staged: StagedWeights, group: sender.WeightGroup, index: int, give_up: float) -> Any:
-        target, transfer = post(staged, group, index, give_up)
+    def seen(share: _Share, group: sender.WeightGroup, index: int, give_up: float) -> Any:
+        target, transfer = post(share, group, index, give_up)
 
         def wait(until: float) -> Any:
             receipt = transfer(until)
@@ -359,7 +359,7 @@ async def test_the_first_bucket_arrives_before_the_last_is_gathered(monkeypatch:
 
         return target, wait
 
-    monkeypatch.setattr(StagedWeights, "_post", seen)
+    monkeypatch.setattr(_Share, "_post", seen)
 
     def late(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         *most, last = tensors
@@ -490,7 +490,7 @@ async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
         elif why == "it keeps nothing":
             held.version = None
         else:
-            held._arena[64 << 10] ^= 1
+            held._arenas[0][64 << 10] ^= 1
         sends = counted(here)
         await here.newcomer()
         assert sends == [ResendWeights(PolicyVersion(0, 1), here.publisher.group.epoch.number)]
@@ -502,7 +502,7 @@ async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
 async def test_a_reception_that_goes_wrong_costs_an_attempt_and_no_member(raises: bool) -> None:
     async with stage(COLLECTIVE) as here:
         await here.publish(1)
-        link = here.rollouts[1].service.weights.group.way(0)
+        link = here.rollouts[1].service.weights.groups[0].way(0, 0)
         receive, left = link.receive, [1]
 
         def spoiled(index: int, target: Any) -> Any:

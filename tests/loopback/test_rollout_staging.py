@@ -130,7 +130,7 @@ class Site:
 
         def send() -> None:
             self.group.announce(version(step))
-            link = self.group.way(0)
+            link = self.group.way(0, 0)
             for index, buffer in enumerate(self.sender.buffers[:buckets]):
                 link.describe(self.group.tags.tag(index, self.group.tags.digest(buffer), version(step)), None)
                 link.send(index, buffer)(soon())
@@ -163,7 +163,7 @@ class Site:
     def holder(self, tensor: torch.Tensor) -> Any:
         """The set of the receiver's weights in which `tensor` lies, or None."""
         for each in self.service.weights._sets:
-            if each._arena is not None and 0 <= tensor.data_ptr() - each._arena.data_ptr() < each._arena.nbytes:
+            if any(0 <= tensor.data_ptr() - arena.data_ptr() < arena.nbytes for arena in each._arenas):
                 return each
         return None
 

@@ -506,5 +506,5 @@ def test_a_bucket_of_another_epoch_is_refused_on_its_arrival(met: list[WeightGro
     gather(sender, 1)
     met[0].tags = BucketTags(new_key())
     sender.send(met[0], VERSION, PATIENCE).result(PATIENCE)
-    with pytest.raises(ServiceFault, match=r"verify: .*bucket 0 of \d+: the checksum does not match"):
+    with pytest.raises(ServiceFault, match=r"verify: .*bucket 0 of \d+ \(.*\): the checksum does not match"):
         reception.result(PATIENCE)

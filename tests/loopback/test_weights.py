@@ -22,7 +22,7 @@ from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, Servi
 from runtime.process.waiting import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.group import TAG, BucketTags, Shard, indexed
-from runtime.weights.plan import Cut, Manifest, parts, plan_buckets
+from runtime.weights.plan import Cut, Manifest, Sharding, parts, plan_buckets
 from runtime.weights.receiver import StagedWeights, WeightReceiver
 from runtime.weights.sender import SendBuffers, WeightGroup, join_rendezvous, open_rendezvous
 from tests.loopback.ranks import Helper
@@ -118,7 +118,7 @@ def test_a_corrupted_bucket_is_named(members: list[Member], transport: str, monk
     for one in members:
         kind, phase, text = one.hear()
         assert (kind, phase) == ("fault", "verify")
-        assert one.name in text and f"bucket 2 of {sender.count}: the checksum" in text
+        assert one.name in text and f"bucket 2 of {sender.count} (" in text and "): the checksum" in text
         assert "bucket 1 of" not in text
     post(members, 2, PATIENCE)  # the group is whole
     send(group, sender, 2).result(PATIENCE)
@@ -142,7 +142,9 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
         whom = r": timed out waiting for rank 1 \(rollout-0\)" if "shared_memory" in transport else ""
-        with pytest.raises(DeadlineExceeded, match=r"trainer: transfer: bucket 0 of \d+ of version 0\.1 was not taken" + whom):
+        with pytest.raises(
+            DeadlineExceeded, match=r"trainer: transfer: bucket 0 of \d+ \(.*\) of version 0\.1 was not taken" + whom
+        ):
             send(group, sender, 1, 0.5).result(PATIENCE)
         kind, phase, text = innocent.hear()  # long before its own deadline
         assert (kind, phase) == ("fault", "transfer"), text
@@ -274,7 +276,7 @@ def test_another_version_than_the_announced_is_refused(pair: list[WeightGroup]) 
     sender = SendBuffers(MANIFEST)
     gather(sender, 1)
     sender.send(pair[0], PolicyVersion(1, 1), PATIENCE)
-    with pytest.raises(ServiceFault, match=r"verify: version 1\.2: bucket 0 of \d+ is of version 1\.1"):
+    with pytest.raises(ServiceFault, match=r"verify: version 1\.2: bucket 0 of \d+ \(.*\) is of version 1\.1"):
         reception.result(PATIENCE)
 
 
@@ -299,7 +301,7 @@ def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[Weigh
 async def test_an_adopted_version_stays_until_another_is_adopted(pair: list[WeightGroup]) -> None:
     sender, engine = SendBuffers(MANIFEST), BufferedBytes()
     receiver = WeightReceiver(engine, Config(run=Run(name="test")), "rollout-1")  # type: ignore[arg-type]
-    receiver.epoch, receiver.group = 1, pair[1]
+    receiver.epoch, receiver.groups = 1, [pair[1]]
     receiver._prepare(MANIFEST)
 
     async def receive(step: int) -> CommitWeights:
@@ -360,8 +362,8 @@ LATER = 600.0  # seconds of a transfer's deadline, for which no test waits
 
 def held(*holders: tuple[int, ...]) -> Manifest:
     """The cases' tensors, held by `holders` in turn."""
-    tensors, cuts = MANIFEST.tensors, tuple(Cut((each,)) for each in holders)
-    return Manifest(tensors, MANIFEST.bucket_bytes, len(NAMES), cuts, tuple(index % len(cuts) for index in range(len(tensors))))
+    cuts = [Cut((holders[index % len(holders)],)) for index in range(len(MANIFEST.tensors))]
+    return Manifest(MANIFEST.tensors, MANIFEST.bucket_bytes, Sharding.of(len(NAMES), cuts))
 
 
 def halves() -> Manifest:
@@ -372,7 +374,7 @@ def halves() -> Manifest:
             cuts.append(Cut(((0,), (1,)), index % 2, spec.shape[index % 2] // 2 + 1))
     of_matrices = iter(range(1, len(cuts)))
     cut_of = tuple(next(of_matrices) if len(spec.shape) == 2 else 0 for spec in MANIFEST.tensors)
-    return Manifest(MANIFEST.tensors, MANIFEST.bucket_bytes, len(NAMES), tuple(cuts), cut_of)
+    return Manifest(MANIFEST.tensors, MANIFEST.bucket_bytes, Sharding(len(NAMES), tuple(cuts), cut_of))
 
 
 SHARED, STAGES, ONE = held((0, 1)), held((0,), (1,)), held((1,))
@@ -393,7 +395,7 @@ def share(manifest: Manifest, number: int, seed: int) -> list[Shard]:
     return [
         Shard(index, span, indexed(whole, span))
         for index, whole in enumerate(expected(seed).values())
-        for span, holders in parts(manifest, index)
+        for span, holders in parts(manifest.tensors[index], manifest.source.cut(index))
         if number in holders
     ]
 
@@ -475,7 +477,7 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
         sender = SendBuffers(SHARED, number=number)
         sender.fill(share(SHARED, number, 1))
         groups[number].announce(VERSION)
-        tags, link = list[bytes](), groups[number].way(number)
+        tags, link = list[bytes](), groups[number].way(number, 0)
         for (index, _), buffer in zip(sender.own, sender.buffers, strict=True):
             tags.append(groups[number].tags.tag(index, groups[number].tags.digest(buffer), VERSION))
             link.describe(tags[-1], None)

@@ -147,12 +147,15 @@ def unhosted(world_size: int = 2, timeout: float = PATIENCE, **more: Any) -> Gro
     return GroupAddress(**{"epoch": 1, "world_size": world_size, "backend": "gloo", "timeout": timeout, **more})
 
 
-def connected(transport: str, world_size: int = 2, timeout: float = PATIENCE, senders: Sequence[str] = ()) -> list[WeightGroup]:
-    """The members of one epoch, by rank, all in this process."""
+def connected(
+    transport: str, world_size: int = 2, timeout: float = PATIENCE, senders: Sequence[str] = (), workers: int = 1
+) -> list[WeightGroup]:
+    """The members of one epoch, by rank, all in this process. `workers`: of each rollout."""
     torch.set_num_threads(1)
     transport, full_every = transport_and_encoding(transport)
     first = len(senders) or 1
-    told = {"machines": machines_of(transport, first, world_size), "full_every": full_every, "senders": first}
+    machines = machines_of(transport, first, first + (world_size - first) // workers)
+    told = {"machines": machines, "full_every": full_every, "senders": first, "workers": workers}
     pending = open_rendezvous(unhosted(world_size, timeout, names=senders, **told), "127.0.0.1", name="trainer")
     names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
     others = [
@@ -162,11 +165,13 @@ def connected(transport: str, world_size: int = 2, timeout: float = PATIENCE, se
     return [pending.connect(), *(other.result(PATIENCE) for other in others)]
 
 
-def posted(staged: StagedWeights, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[StagedWeights]:
-    """A reception in a thread, which gives the buckets with the version in them."""
+def posted(
+    staged: StagedWeights, group: WeightGroup | Sequence[WeightGroup], version: PolicyVersion, deadline: float
+) -> Future[StagedWeights]:
+    """A reception in a thread, which gives the buckets with the version in them. `group`: of each worker, if several."""
 
     def receive() -> StagedWeights:
-        staged.receive(group, version, deadline)
+        staged.receive([group] if isinstance(group, WeightGroup) else group, version, deadline)
         return staged
 
     return in_thread(f"receive-{version}", receive)

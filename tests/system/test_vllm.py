@@ -32,6 +32,7 @@ START = 300.0  # vLLM takes its time
 STEPS = 100  # in the first of which vLLM is killed
 GROUPS = 8  # of a step: more than one rollout is sent at once, so that both have work however fast they are
 FLEETS = [{"max_num_seqs": 16}, {"engine": "vllm", "max_num_seqs": 8, "python": str(VLLM_PYTHON)}]
+STAGING = 300_000  # bytes: twice the largest tensor, a fifth of the model
 CLOSE = 1e-4  # log-probabilities of float32, between engines
 
 
@@ -47,7 +48,12 @@ def common(folder: Path) -> set[int]:
 
 def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny", hidden_size=64)  # vLLM's attention wants heads of 32
-    config = write_config(tmp_path / "config.yaml", tiny, services={"rollout": FLEETS}, deadlines={"start": START})
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny,
+        services={"rollout": [FLEETS[0], {**FLEETS[1], "tensor_parallel": 2}]},
+        deadlines={"start": START},
+    )
     overrides = (f"training.steps={STEPS}", f"training.groups_per_step={GROUPS}", "weight_sync.in_flight=recompute")
     with started(config, *overrides, folder=tmp_path / "run") as run:
         run.reaches(3, START)
@@ -67,7 +73,8 @@ def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies
 
 
 def test_episodes_of_several_turns_are_trained_as_they_were_sampled(tmp_path: Path) -> None:
-    """vLLM has the keys and values of a conversation's blocks of 128 tokens, of which a second turn has one at least."""
+    """vLLM has the keys and values of a conversation's blocks of 128 tokens, of which a second turn has one at least. It loads
+    each version in parts."""
     tiny = make_tiny(tmp_path / "tiny", hidden_size=64)
     config = write_config(
         tmp_path / "config.yaml",
@@ -77,6 +84,7 @@ def test_episodes_of_several_turns_are_trained_as_they_were_sampled(tmp_path: Pa
         algorithm={"kl_coefficient": 0.0},
         training={"steps": 3, "staleness": 0},
         evaluation={"before": False, "after": False},
+        weight_sync={"in_flight": "drain", "staging_bytes": STAGING},
         services={"rollout": FLEETS[1], "environment": {"two-turns": {"run": AGENT}}},
         deadlines={"start": START},
     )

@@ -41,7 +41,7 @@ from pathlib import Path
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.weights.receiver import StagedWeights
 
-step_, take_ = TorchRolloutEngine._step, StagedWeights._take
+step_, take_ = TorchRolloutEngine._step, StagedWeights._take_all
 
 def step(self):
     began = time.monotonic()
@@ -54,7 +54,7 @@ def take(self, *arguments):
         time.sleep(4)
     return take_(self, *arguments)
 
-TorchRolloutEngine._step, StagedWeights._take = step, take
+TorchRolloutEngine._step, StagedWeights._take_all = step, take
 """
 
 

@@ -283,7 +283,7 @@ def test_what_is_compared_is_what_was_measured_in_the_same_round() -> None:
     published = {"shared_memory": TransportFigures(plain.COPY, [0.1, 0.2], [0.2, 0.3], 10)}
     sized = Sized(64, seconds, {}, published, MemoryPasses(1.0, 1.0, 1.0))
     run = InRun(988.1, 2.0, [[1.0, 0.1], [3.0, 0.2]], 13 << 30)
-    spread = Spread(4, 8, "there", 100, [("collective", 1, 25), ("shared_memory", 7, 25)], 104, 110, [0.1])
+    spread = Spread(4, 4, 2, "there", 100, [("collective", 1, 25), ("shared_memory", 3, 25)], 104, 51, 110, [0.1])
     report = publishing.WeightSyncReport(Transfers(1, [sized]), [spread], [run], {}, [], Changes(1e-6, 1000, [0.01], [30]))
     assert publishing.compared(report) == [
         Compared("shared_memory / raw copy out of shared memory, 64 MB", [0.5, pytest.approx(2 / 3)], "≥ 0.6"),
@@ -291,8 +291,9 @@ def test_what_is_compared_is_what_was_measured_in_the_same_round() -> None:
         Compared("seconds of version 0 in a run, 988 MB", [2.0], "≤ 1.5"),
         Compared("seconds of a later version in a run, 988 MB", [1.0, 3.0], "≤ 0.4"),
         Compared("GiB of memory in a run, 988 MB", [13.0], "≤ 12"),
-        Compared("bytes that leave the machine / the model, 4 to 8 on another machine", [1.04], "≤ 1.05"),
-        Compared("host memory of a receiver / its share, 4 to 8 on another machine", [1.1]),
+        Compared("bytes that leave the machine / the model, 4 to 4 × 2 on another machine", [1.04], "≤ 1.02"),
+        Compared("bytes that a worker receives / its share, 4 to 4 × 2 on another machine", [1.02], "≤ 1.02"),
+        Compared("host memory of a rollout / its share, 4 to 4 × 2 on another machine", [1.1], "≤ 1.05"),
         Compared("bytes of a delta / of a whole version", [0.03]),
     ]
 

@@ -145,6 +145,7 @@ services: {rollout: [{}, {python: /no/.venv-vllm/bin/python}]}
   => services.rollout.1.python: '/no/.venv-vllm/bin/python' is not an executable; run make install-vllm
 weight_sync: {transport: shared_memory, backend: gloo}
   => weight_sync.backend: gloo is for a collective; transport shared_memory has none, so must be auto
+weight_sync: {staging_bytes: 1, in_flight: drain} => weight_sync.staging_bytes: 1: services.rollout.engine must be vllm
 """
 
 
@@ -152,6 +153,13 @@ weight_sync: {transport: shared_memory, backend: gloo}
 def test_each_cross_check(sound: dict[str, Any], changes: dict[str, Any], fault: str) -> None:
     (found,) = checked(sound, **changes)
     assert found.startswith(fault)
+
+
+def test_no_worker_of_vllm_receives_on_the_trainers_device(sound: dict[str, Any]) -> None:
+    rollout = {"engine": "vllm", "python": sys.executable, "tensor_parallel": 2, "devices": [0, 1]}
+    services = {"trainer": {"devices": [1]}, "rollout": rollout}
+    (found,) = checked(sound, weight_sync={"transport": "collective"}, services=services)
+    assert "takes one member a device, but trainer-0 and rollout-0 have 1; must be backend gloo" in found
 
 
 def test_functions_and_rules_of_ones_own(sound: dict[str, Any], tmp_path: Path) -> None:

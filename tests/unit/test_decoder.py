@@ -236,7 +236,7 @@ class Received:
         names = [name for name in names if name in found]
         specs = [TensorSpec(name, "float32", tuple(found[name].shape)) for name in names]
         (self.arena,) = arena([arena_offsets(specs)[1]])
-        self.tensors = dict(zip(names, tensors_of(specs, self.arena), strict=True))
+        self.tensors = {names[index]: tensor for index, tensor in tensors_of(specs, self.arena).items()}
         for name in names:
             self.tensors[name].copy_(found[name])
 

@@ -219,7 +219,7 @@ class Core:
     async def outstanding(self) -> list[Any]:
         return []
 
-    async def load(self, locations: Sequence[Any]) -> list[str]:
+    async def load(self, locations: Sequence[Any], first: bool, last: bool) -> list[str]:
         self.told.append("load")
         return []
 
@@ -244,7 +244,7 @@ def test_weights_come_back_first_and_vllm_goes_on_with_the_cache(sleeps: bool) -
         with pytest.raises(InvariantViolated, match="asleep"):
             await engine.swap(PolicyVersion(0, 1))
         await engine.wake(cache=False)
-        engine._staged = ([], [])
+        engine._staged, engine._loaded = ([], []), False
         await engine.swap(PolicyVersion(0, 1))
         await engine.wake()
         await engine.sleep()

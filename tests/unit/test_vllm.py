@@ -13,13 +13,18 @@ import types
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
 
-from runtime.config import loading
+from runtime.config import Config, Model, Run, Services, Warmup, loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import InvalidMessage, UserError
+from runtime.models import tiny_model
+from runtime.models.families import family_for
+from runtime.models.hf_folder import read_raw
+from runtime.models.vllm_sharding import undeclared, workers_sharding
 from runtime.rollout.vllm import arguments, leftovers, shim
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
@@ -27,9 +32,31 @@ from runtime.rollout.vllm.leftovers import Leftovers
 from runtime.rollout.vllm.worker import Buffers, Location, locate, mapped
 from runtime.types import SamplingParams
 from runtime.weights.group import memory_file
+from runtime.weights.plan import Cut, TensorSpec
 from tests.loopback.ranks import Helper
 from tests.unit.rollout_cases import request
 from tests.unit.training_cases import make_policy
+
+
+@pytest.mark.parametrize(("family", "by_expert"), [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", False)])
+def test_workers_share_out_experts_as_vllm_does(family: str, by_expert: bool, tmp_path: Path) -> None:
+    """Or say that it is unknown. What vLLM reads of dense layers is compared in tests/vllm."""
+    made = Config(run=Run(name="a"), model=Model(path=f"tiny:{family}"), warmup=Warmup(cache=str(tmp_path)))
+    path = tiny_model.made(made).model.path
+    rollout = {"engine": "vllm", "tensor_parallel": 2, "engine_args": {"enable_expert_parallel": by_expert}}
+    services = msgspec.convert({"rollout": rollout}, Services)
+    config = replace(made, model=Model(path=path), services=services)
+    specs = [TensorSpec(name, "float32", shape) for name, shape in family_for(read_raw(path), mapped=False).tensors().items()]
+    sharding, note = workers_sharding(config, specs), undeclared(config)
+    found = {spec.name: (spec.shape, sharding.cut(index)) for index, spec in enumerate(specs)}
+    if family == "gpt_oss":
+        assert note is not None and "2 workers share out 4 matrices whole" in note and "mlp.experts.gate_up_proj" in note
+        return
+    assert note is None
+    for name, (shape, cut) in found.items():
+        if "experts" in name:
+            number, dim = int(name.split(".")[5]), int("down" in name)
+            assert cut == (Cut(((number // 4,),)) if by_expert else Cut(((0,), (1,)), dim, shape[dim] // 2))
 
 
 def test_a_fault_that_vllm_finds_shows_no_arguments_values() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidMessage, UserError
 from runtime.weights import group, plan
 from runtime.weights.group import BucketTags, copy_and_hash, targets_of
-from runtime.weights.plan import Bucket, Cut, GroupAddress, Manifest, TensorSpec, arena_offsets, plan_buckets
+from runtime.weights.plan import Bucket, Cut, GroupAddress, Manifest, Sharding, TensorSpec, arena_offsets, plan_buckets
 
 TAGS = BucketTags(b"k" * 32)
 Array = np.ndarray[Any, Any]
@@ -27,19 +27,26 @@ Array = np.ndarray[Any, Any]
 
 @st.composite
 def layouts(draw: st.DrawFn, most: int = 4) -> Manifest:
-    """Tensors, each whole or in parts of rows or columns, some of which are held by several of up to `most` senders."""
-    senders = draw(st.integers(1, most))
-    holders = st.lists(st.integers(0, senders - 1), min_size=1, unique=True).map(tuple)
-    specs, cuts = [], []
+    """Tensors, each whole or in parts of rows or columns, some of which are held by several of up to `most` senders. Others are
+    needed by several of up to three workers."""
+    specs = []
     for number in range(draw(st.integers(0, 8))):
         shape = tuple(draw(st.lists(st.integers(0, 20), max_size=3)))
-        spec = TensorSpec(f"t{number}", draw(st.sampled_from(sorted(plan.ITEM_BYTES))), shape)
+        specs.append(TensorSpec(f"t{number}", draw(st.sampled_from(sorted(plan.ITEM_BYTES))), shape))
+    sides = (draw(shardings(specs, draw(st.integers(1, members)))) for members in (most, 3))
+    return Manifest(tuple(specs), draw(st.integers(1, 3000)), *sides)
+
+
+@st.composite
+def shardings(draw: st.DrawFn, specs: list[TensorSpec], members: int) -> Sharding:
+    holders = st.lists(st.integers(0, members - 1), min_size=1, unique=True).map(tuple)
+    cuts = []
+    for spec in specs:
         dim = draw(st.integers(-1, min(1, len(spec.shape) - 1)))
         size = 0 if dim < 0 else draw(st.integers(1, spec.shape[dim] + 2))
         count = math.ceil(spec.shape[dim] / size) + draw(st.integers(0, 2)) if size else 1  # more holders than parts
         cuts.append(Cut(tuple(draw(holders) for _ in range(max(1, count))), max(0, dim), size))
-        specs.append(spec)
-    return Manifest(tuple(specs), draw(st.integers(1, 3000)), senders, tuple(cuts), tuple(range(len(cuts))))
+    return Sharding(members, tuple(cuts), tuple(range(len(cuts))))
 
 
 class Reference:
@@ -54,15 +61,21 @@ class Reference:
             self.places[index] = self.size + np.arange(np.prod(shape, dtype=int)).reshape(shape)
             self.size += (self.places[index].size + 63) // 64 * 64
         self.used = np.zeros(self.size, bool)
-        self.held = np.zeros((manifest.senders, self.size), bool)  # whether a sender has a byte
-        for index, places in self.places.items():
+        for places in self.places.values():
             self.used[places] = True
-            cut = manifest.cuts[manifest.cut_of[index]]
+        self.held, self.needed = self.of(manifest.source), self.of(manifest.target)
+        self.arena = np.random.default_rng(0).integers(0, 256, self.size, np.uint8) * self.used
+
+    def of(self, side: Sharding) -> Array:
+        """bool [members, bytes]: whether a member has, or needs, a byte."""
+        found = np.zeros((side.members, self.size), bool)
+        for index, places in self.places.items():
+            cut = side.cut(index)
             for number, holders in enumerate(cut.holders if cut.size else cut.holders[:1]):
                 part = [slice(None)] * cut.dim + [slice(number * cut.size, (number + 1) * cut.size)] if cut.size else [...]
                 for holder in holders:
-                    self.held[holder][places[tuple(part)]] = True
-        self.arena = np.random.default_rng(0).integers(0, 256, self.size, np.uint8) * self.used
+                    found[holder][places[tuple(part)]] = True
+        return found
 
     def source(self, bucket: Bucket) -> Array:
         """The arena's place of each byte of `bucket`, -1 for padding. Checks that pieces lie apart, aligned, and close."""
@@ -85,9 +98,11 @@ class Reference:
         return int(where[0]) if inside and np.where(source < 0, ~self.used[where], source == where).all() else None
 
 
-@given(layouts(), st.randoms(), st.sampled_from([1, 100, 1 << 18]))
-def test_every_element_arrives_once_from_a_holder(manifest: Manifest, random: Any, step: int) -> None:
-    reference, buckets = Reference(manifest), plan_buckets(manifest)
+@given(layouts(), st.randoms(), st.sampled_from([1, 100, 1 << 18]), st.sampled_from([1, 40]))
+def test_every_element_arrives_once_from_a_holder(manifest: Manifest, random: Any, step: int, least: int) -> None:
+    plan_buckets.cache_clear()
+    with mock.patch.object(plan, "LEAST_BYTES", least):
+        reference, buckets = Reference(manifest), plan_buckets(manifest)
     offsets, size = arena_offsets(manifest.tensors)
     begins = {index: places.ravel()[0] for index, places in reference.places.items() if places.size}
     assert size == reference.size and begins.items() <= offsets.items()
@@ -96,6 +111,9 @@ def test_every_element_arrives_once_from_a_holder(manifest: Manifest, random: An
     random.shuffle(pairs)  # senders do not wait for each other
     for bucket, target in pairs:
         flat, run = reference.sent(bucket), reference.run(reference.source(bucket))
+        for piece in bucket.pieces if least == 1 else ():  # a part that is not cut for its workers goes to any of them
+            places = reference.places[piece.tensor][tuple(slice(*bounds) for bounds in piece.span)]
+            assert reference.needed[bucket.taker][places].all()
         assert (plan.run_of(manifest, bucket, offsets), target.run is None, target.nbytes) == (run, run is None, len(flat))
         with mock.patch.object(group, "_PIECE", step):
             digest = copy_and_hash(flat, target.parts, TAGS.hasher(), check=lambda: None).digest
@@ -106,6 +124,33 @@ def test_every_element_arrives_once_from_a_holder(manifest: Manifest, random: An
     assert (arena.numpy() == reference.arena).all()
     moved = np.concatenate([reference.source(bucket) for bucket in buckets] or [np.zeros(0, int)])
     assert (np.sort(moved[moved >= 0]) == np.flatnonzero(reference.used)).all()
+
+
+def test_a_part_that_would_fall_into_small_pieces_stays_whole() -> None:
+    spec, source = TensorSpec("w", "int8", (7, 2 * plan.LEAST_BYTES)), Cut(((0,), (1,)), 0, 4)
+    for parts in (2, 8, 16):  # of the last rows an eighth is too small, of the others a sixteenth
+        width = spec.shape[1] // parts
+        found = list(plan.crossings(spec, source, Cut(tuple((n,) for n in range(parts)), 1, width)))
+        apart = [(((0, 4), (n * width, (n + 1) * width)), ((0,), (n,))) for n in range(parts)]
+        first = apart if 4 * width >= plan.LEAST_BYTES else [(((0, 4),), ((0,), tuple(range(parts))))]
+        assert found[: len(first)] == first
+        assert found[-1][1] == ((1,), (parts - 1,) if 3 * width >= plan.LEAST_BYTES else tuple(range(parts)))
+
+
+@given(layouts(), st.integers(8192 * 8, 8192 * 32))
+def test_windows_come_one_after_the_other(manifest: Manifest, window_bytes: int) -> None:
+    manifest = msgspec.structs.replace(manifest, window_bytes=window_bytes)
+    taken = [(bucket.window, piece.tensor) for bucket in plan_buckets(manifest) for piece in bucket.pieces]
+    assert [window for window, _ in taken] == sorted(window for window, _ in taken)
+    found = plan.windows(manifest)
+    assert {
+        (window, index) for window, tensors in enumerate(found) for index in tensors if manifest.tensors[index].nbytes
+    } == set(taken)
+    assert list(itertools.chain(*found)) == list(range(len(manifest.tensors)))
+    sizes = [arena_offsets(manifest.tensors, window)[1] for window in found]
+    assert all(size <= window_bytes for size in sizes)
+    firsts = [sum(plan.aligned(manifest.tensors[index].nbytes) for index in window[:1]) for window in found]
+    assert all(size + first > window_bytes for size, first in zip(sizes, firsts[1:], strict=False))
 
 
 @given(layouts(1), st.integers(1, 3000))
@@ -139,15 +184,16 @@ def nested(draw: st.DrawFn) -> Manifest:
     shape = st.tuples(st.integers(1, 4000), st.integers(1, 500)) | st.tuples(st.integers(1, 1 << 20))
     specs = tuple(TensorSpec(f"t{i}", "bfloat16", each) for i, each in enumerate(draw(st.lists(shape, max_size=12))))
     of = tuple(draw(st.integers(0, len(chosen) - 1)) for _ in specs)
-    return Manifest(specs, 1 << draw(st.integers(16, 26)), senders, tuple(Cut((each,)) for each in chosen), of)
+    source = Sharding(senders, tuple(Cut((each,)) for each in chosen), of)
+    return Manifest(specs, 1 << draw(st.integers(16, 26)), source, Sharding.whole(draw(st.sampled_from([1, 2, 8]))))
 
 
 @given(nested())
 def test_no_sender_sends_much_more_than_some_must(manifest: Manifest) -> None:
-    loads = [0] * manifest.senders
+    loads = [0] * manifest.source.members
     for bucket in plan_buckets(manifest):
         loads[bucket.root] += bucket.nbytes
-    held = [set(manifest.cuts[cut].holders[0]) for cut in manifest.cut_of]
+    held = [set(manifest.source.cuts[cut].holders[0]) for cut in manifest.source.cut_of]
     sizes = [math.prod(spec.shape) * 2 + 63 for spec in manifest.tensors]  # with padding
     bounds = [sum(size for size, by in zip(sizes, held, strict=True) if by <= block) / len(block) for block in held]
     assert max(loads) <= 1.1 * max(bounds, default=0) + plan.LEAST_BYTES
@@ -155,8 +201,8 @@ def test_no_sender_sends_much_more_than_some_must(manifest: Manifest) -> None:
 
 @given(layouts(), st.integers(2, 4))
 def test_senders_come_forward_at_one_pace(manifest: Manifest, senders: int) -> None:
-    cuts = tuple(Cut(((number,),)) for number in range(senders))
-    manifest = Manifest(manifest.tensors, 256, senders, cuts, tuple(i % senders for i in range(len(manifest.tensors))))
+    cuts = [Cut(((number % senders,),)) for number in range(len(manifest.tensors))]
+    manifest = Manifest(manifest.tensors, 256, Sharding.of(senders, cuts))
     buckets = plan_buckets(manifest)
     totals, done, shares = Counter[int](), Counter[int](), list[float]()
     for bucket in buckets:
@@ -169,7 +215,8 @@ def test_senders_come_forward_at_one_pace(manifest: Manifest, senders: int) -> N
 
 def test_what_few_hold_is_given_out_first() -> None:
     specs = tuple(TensorSpec(f"t{number}", "uint8", (plan.LEAST_BYTES,)) for number in range(5))
-    buckets = plan_buckets(Manifest(specs, 2 * plan.LEAST_BYTES, 3, (Cut(((0, 1, 2),)), Cut(((1,),))), (0, 0, 0, 1, 1)))
+    source = Sharding(3, (Cut(((0, 1, 2),)), Cut(((1,),))), (0, 0, 0, 1, 1))
+    buckets = plan_buckets(Manifest(specs, 2 * plan.LEAST_BYTES, source))
     found = [([piece.tensor for piece in bucket.pieces], bucket.root) for bucket in buckets]
     assert found == [([3, 4], 1), ([0], 0), ([1], 2), ([2], 0)]  # a bucket may be exactly full
 
@@ -182,7 +229,7 @@ def test_query_key_and_value_adjoin() -> None:
 
 
 W, SCALAR = TensorSpec("w", "int8", (4, 2)), TensorSpec("w", "int8", ())
-UNCOVERED = r"cut into \d parts of -?\d in dimension -?\d, which does not cover it"
+UNCOVERED = r"is not covered by its parts over the senders; its layouts: senders .*, workers whole"
 
 
 @pytest.mark.parametrize(
@@ -191,13 +238,24 @@ UNCOVERED = r"cut into \d parts of -?\d in dimension -?\d, which does not cover 
         (Manifest((TensorSpec("w", "complex64", (1,)),), 64), "tensor w: dtype 'complex64' is not one of"),
         (Manifest((W, W), 64), "tensor w occurs twice"),
         (Manifest((), 0), "bucket_bytes is 0, must be"),
-        (Manifest((), 64, 0), "senders is 0, must be"),
-        (Manifest((W,), 64, cut_of=(0, 0)), "cut_of names 2 cuts for 1 tensors"),
-        *((Manifest((W,), 64, cut_of=(cut,)), f"tensor w has cut {cut} of 1") for cut in (1, -1)),
-        (Manifest((W,), 64, 2, (Cut(((0, 2),)),)), r"tensor w is held by \(\(0, 2\),\), of 2 senders"),
-        (Manifest((W,), 64, 2, (Cut(((0,), ()), 0, 2),)), r"tensor w is held by \(\(0,\), \(\)\), of 2 senders"),
-        *((Manifest((W,), 64, 1, (Cut(((0,),), *cut),)), UNCOVERED) for cut in ((0, 3), (1, 1), (2, 4), (-1, 4), (0, -4))),
-        *((Manifest((spec,), 64, 1, (cut,)), UNCOVERED) for spec in (W, SCALAR) for cut in (Cut(()), Cut(((0,),), 0, 1))),
+        (Manifest((W,), 64, window_bytes=63), "tensor w has 64 bytes, more than a window of 63"),
+        (Manifest((), 64, Sharding(0)), "senders is 0, must be"),
+        (Manifest((W,), 64, Sharding(cut_of=(0, 0))), "cut_of of the senders names 2 cuts for 1 tensors"),
+        *((Manifest((W,), 64, Sharding(cut_of=(cut,))), f"tensor w has cut {cut} of 1") for cut in (1, -1)),
+        (Manifest((W,), 64, Sharding(2, (Cut(((0, 2),)),))), r"tensor w of .* is held by \(\(0, 2\),\), of 2 senders"),
+        (
+            Manifest((W,), 64, Sharding(2, (Cut(((0,), ()), 0, 2),))),
+            r"tensor w of .* is held by \(\(0,\), \(\)\), of 2 senders",
+        ),
+        *(
+            (Manifest((W,), 64, Sharding(1, (Cut(((0,),), *cut),))), UNCOVERED)
+            for cut in ((0, 3), (1, 1), (2, 4), (-1, 4), (0, -4))
+        ),
+        *(
+            (Manifest((spec,), 64, Sharding(1, (cut,))), UNCOVERED)
+            for spec in (W, SCALAR)
+            for cut in (Cut(()), Cut(((0,),), 0, 1))
+        ),
     ],
 )
 def test_a_bad_manifest_is_refused(manifest: Manifest, fault: str) -> None:
@@ -207,6 +265,10 @@ def test_a_bad_manifest_is_refused(manifest: Manifest, fault: str) -> None:
 
 def test_messages_call_a_member_by_its_rank_and_name() -> None:
     names = ("trainer-0", "rollout-1")
+    several = GroupAddress(epoch=1, world_size=5, backend="gloo", timeout=1.0, names=names, workers=2)
+    assert [several.label(rank) for rank in range(4)] == [
+        *("rank 0 (trainer-0)", "rank 1 (rollout-1 worker 0)", "rank 2 (rollout-1 worker 1)", "rank 3")
+    ]
     address = GroupAddress(epoch=1, host="h", port=1, world_size=3, backend="gloo", timeout=1.0, key=b"0123", names=names)
     assert [address.label(rank) for rank in range(3)] == ["rank 0 (trainer-0)", "rank 1 (rollout-1)", "rank 2"]
     assert repr(address) == "GroupAddress(rank 0 (trainer-0) of epoch 1 at h:1)"  # without the key
@@ -214,11 +276,15 @@ def test_messages_call_a_member_by_its_rank_and_name() -> None:
 
 @given(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=9), st.data())
 def test_buckets_reach_each_receiver_on_one_way(machines: list[str], data: st.DataObject) -> None:
-    senders = data.draw(st.integers(1, len(machines)))
+    """Of each worker's buckets. Here a member is the place of its process."""
+    senders, workers = data.draw(st.integers(1, len(machines))), data.draw(st.integers(1, 3))
+    taker = data.draw(st.integers(0, workers - 1))
+    ranks = [*range(senders), *range(senders + taker, senders + (len(machines) - senders) * workers, workers)]
     network, used = dict[object, set[object]](), set[str]()
     for sender in range(senders):
         reached, entered = [sender], Counter[object]()
-        for hop in plan.hops(machines, senders, sender):
+        for transport, parent, children in plan.hops(machines, senders, sender, workers, taker):
+            hop = plan.Hop(transport, ranks.index(parent), tuple(map(ranks.index, children)))
             used.add(hop.transport)
             assert hop.parent in reached and hop.children
             reached += hop.children

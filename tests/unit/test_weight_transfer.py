@@ -24,7 +24,7 @@ from runtime.weights import receiver
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, Positions, Words, decode, entries
 from runtime.weights.group import TAG, BucketReceipt, BucketTags, Link, Shard, Target, Transfer, arena, new_key, populate
 from runtime.weights.plan import ITEM_BYTES, GroupAddress, Manifest, TensorSpec, plan_buckets
-from runtime.weights.receiver import StagedWeights
+from runtime.weights.receiver import _Share
 from runtime.weights.sender import SendBuffers, WeightGroup
 
 COUNT = 24
@@ -51,7 +51,7 @@ class Memory(WeightGroup):
     def announce(self, version: PolicyVersion) -> None:
         """Nobody waits for it."""
 
-    def way(self, sender: int) -> Any:
+    def way(self, sender: int, taker: int) -> Any:
         return self
 
     def describe(self, tag: bytes, changed: Positions | None) -> None:
@@ -179,7 +179,9 @@ def test_a_lost_receiver_ends_the_transfer_and_everything_is_gathered_all_the_sa
             yield one
 
     sending = sent(group, sender, counted())
-    with pytest.raises(ServiceFault, match=r"trainer: transfer: bucket 0 of 12 of version 0\.1 was not taken"):
+    with pytest.raises(
+        ServiceFault, match=r"trainer: transfer: bucket 0 of 12 \(t0 and 1 more\) of version 0\.1 was not taken"
+    ):
         sending.result(DEADLINE)
     assert given == list(range(COUNT))
 
@@ -193,7 +195,7 @@ def test_a_gathering_that_ends_early_is_given_up_at_once(sender: SendBuffers) ->
     sending = cut_off(group, sender, shards()[:5], 10 * DEADLINE)
     assert group.gone[1].wait(DEADLINE)
     sender.abort()
-    with pytest.raises(ServiceFault, match=r"bucket [012] of 12 of version 0\.1 was not taken"):
+    with pytest.raises(ServiceFault, match=r"bucket [012] of 12 \(.*\) of version 0\.1 was not taken"):
         sending.result(DEADLINE)
     sender.begin(VERSION, DEADLINE)
 
@@ -201,7 +203,9 @@ def test_a_gathering_that_ends_early_is_given_up_at_once(sender: SendBuffers) ->
 def test_a_bucket_that_is_not_gathered_in_time_ends_the_transfer(sender: SendBuffers) -> None:
     group = Memory(sender)
     sending = cut_off(group, sender, shards()[:1], 0.1)
-    with pytest.raises(DeadlineExceeded, match=r"bucket 0 of 12 of version 0\.1 was not taken: it was not gathered in time"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"bucket 0 of 12 \(.*\) of version 0\.1 was not taken: it was not gathered in time"
+    ):
         sending.result(DEADLINE)
     assert group.aborted
 
@@ -215,7 +219,9 @@ def test_a_byte_that_changes_between_two_sends_is_found_before_it_is_sent(sender
         assert_sent(group, sender)
     sender.buffers[3][1] ^= 1
     group = Memory(sender)
-    with pytest.raises(ServiceFault, match=r"trainer: snapshot: bucket 3 of 12 has changed in memory since it was gathered"):
+    with pytest.raises(
+        ServiceFault, match=r"trainer: snapshot: bucket 3 of 12 \(t6 and 1 more\) has changed in memory since it was gathered"
+    ):
         sender.send(group, VERSION, DEADLINE).result(DEADLINE)
     assert group.aborted and len(group.sent) == 3 and sender.await_held(VERSION, 0.0) is None
     sender.begin(PolicyVersion(0, 2), DEADLINE)
@@ -233,6 +239,11 @@ def test_what_is_gathered_is_taken_without_its_graph(sender: SendBuffers) -> Non
 
 # ------------------------------------------------------------------------------------------------ the receiver's time
 NINE = Manifest(tuple(TensorSpec(f"tensor.{index}", "float32", (16,)) for index in range(9)), 64)
+
+
+def _share() -> _Share:
+    own = list(enumerate(plan_buckets(NINE)))
+    return _Share(NINE, own, torch.zeros(9 * 64, dtype=torch.uint8), range(9), [])
 
 
 class Clock:
@@ -259,7 +270,7 @@ class Arriving:
 class Arrivals:
     """Every bucket takes 2 s to copy and 1 s to hash, and is there after `seconds` of waiting. Then come the tags, at once."""
 
-    name, aborted, scatters = "rollout-0", False, True
+    name, aborted, scatters, worker = "rollout-0", False, True, 0
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self.tags = BucketTags(bytes(32))
@@ -267,7 +278,7 @@ class Arrivals:
         self._clock, self._seconds = clock, seconds
         self._sent = b""
 
-    def way(self, sender: int) -> Any:
+    def way(self, sender: int, taker: int) -> Any:
         return self
 
     def receive(self, index: int, target: Target) -> Arriving:
@@ -291,10 +302,7 @@ def test_a_receptions_time_is_divided_whole(
     clock = Clock()
     monkeypatch.setattr(receiver, "time", clock)
     group: Any = Arrivals(clock, seconds)
-    staged = StagedWeights(NINE)
-    staged._prepare(False)
-    staged._tags, staged._digests = group.tags, []
-    took, _ = staged._take(group, VERSION, 1e6)
+    took, _ = _share().take(group, VERSION, 1e6, 1e9)
     spent = (took.wait_seconds, took.copy_seconds, took.hash_seconds)
     assert spent == pytest.approx([group.count * each for each in expected])
     assert clock.now - 100.0 == pytest.approx(sum(spent))

@@ -24,7 +24,7 @@ from runtime.commands import Priority
 from runtime.environments.messages import EpisodeEvent, EpisodeRequest
 from runtime.rewards.remote import RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, LogprobRequest, PolicyVersion, ScoreRequest, TrainGroup, ValueRequest
-from runtime.weights.plan import GroupAddress, Manifest
+from runtime.weights.plan import GroupAddress, Manifest, Sharding
 from services.rpc import contract
 from services.rpc.generated import (
     common_pb2,
@@ -115,7 +115,7 @@ def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any)
         (
             ("Trainer", "InitWeightGroup"),
             commands.InitWeightGroup(0, (), ()),
-            commands.WeightGroupReady(ADDRESS, Manifest((), 0, cuts=())),
+            commands.WeightGroupReady(ADDRESS, Manifest((), 0, Sharding(cuts=()))),
         ),
         (("Critic", "Values"), commands.ComputeValues([]), []),
         (("Coordinator", "Processes"), None, status.Topology()),

@@ -20,7 +20,7 @@ from runtime.trainer.backend import BINS_PER_OCTAVE
 from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup
 from runtime.weights.group import indexed
-from runtime.weights.plan import Manifest, Piece, Span, parts, plan_buckets
+from runtime.weights.plan import Manifest, Piece, Sharding, Span, parts, plan_buckets
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import make_groups
 
@@ -63,7 +63,7 @@ def published(engine: ModelTrainer) -> dict[str, torch.Tensor]:
     Every holder of a part has it, the same to the bit, and nobody has anything else; and a rank needs no other for its own."""
     backend = engine.backend
     specs, cuts, ranks = backend.tensor_specs(), backend.cuts(), backend.rank_info.world_size
-    manifest = Manifest(tuple(specs), BUCKET, ranks, tuple(cuts), tuple(range(len(cuts))))
+    manifest = Manifest(tuple(specs), BUCKET, Sharding.of(ranks, cuts))
     with alone():
         own = [(shard.tensor, shard.span, shard.block.to("cpu", copy=True)) for shard in backend.shards()]
     assert [index for index, _, _ in own] == sorted(
@@ -98,7 +98,7 @@ def _by_tensor(shards: Sequence[tuple[int, Span, torch.Tensor]]) -> dict[int, di
 def _assert_held(manifest: Manifest, held: Sequence[Mapping[int, Mapping[Span, torch.Tensor]]]) -> None:
     expected: list[dict[int, set[Span]]] = [{} for _ in held]
     for index in range(len(manifest.tensors)):
-        for span, holders in parts(manifest, index):
+        for span, holders in parts(manifest.tensors[index], manifest.source.cut(index)):
             first = held[holders[0]][index][span]
             for holder in holders:
                 expected[holder].setdefault(index, set()).add(span)

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,9 +17,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from runtime.config import Config, Model, Run, Warmup
 from runtime.errors import UserError
 from runtime.models import tiny_model
+from runtime.models.vllm_sharding import workers_sharding
 from runtime.types import GroupPayload, PolicyVersion
+from runtime.weights.group import indexed
+from runtime.weights.plan import TensorSpec, parts
 from tests.opted import opted
 from tests.unit.tiny_models import save_served
+from tests.vllm.faulty_worker import READS
 from tests.vllm.rig import Rig
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,6 +50,26 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(
             (samples,) = rig.generate(rig.request())
             rig.check_exact(samples)
             rig.run(rig.update())
+
+
+def test_workers_read_what_is_declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each matrix. Two workers share each head of keys and values, and the vocabulary has rows of padding."""
+    monkeypatch.setenv(READS, str(tmp_path))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE | {"vocab_size": 331}, head_dim=32)).save_pretrained(tmp_path)
+    with Rig(tmp_path, tensor_parallel=4) as rig:
+        rig.run(rig.update())
+        specs = [TensorSpec(name, "float32", tuple(each.shape)) for name, each in rig.models[1].state_dict().items()]
+    rollout = {"engine": "vllm", "tensor_parallel": 4, "python": "python"}
+    config = msgspec.convert({"run": {"name": "a"}, "model": {"path": str(tmp_path)}, "services": {"rollout": rollout}}, Config)
+    declared = workers_sharding(config, specs)
+    for worker in range(4):
+        read = torch.load(tmp_path / str(worker))
+        for index, spec in enumerate(specs):
+            needed = torch.zeros(spec.shape, dtype=torch.bool)
+            for span, workers in parts(spec, declared.cut(index)):
+                indexed(needed, span).fill_(worker in workers)
+            assert torch.equal(read[spec.name], needed), (worker, spec.name)
 
 
 def test_a_mixture_of_experts_takes_new_weights(tmp_path: Path) -> None:

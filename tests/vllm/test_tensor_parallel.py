@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
+from runtime.weights.group import arena
 from tests.vllm.faulty_worker import BREAKS
 from tests.vllm.rig import SLOTS, Rig
 
@@ -34,6 +36,33 @@ def test_recompute_in_flight_is_exact_at_the_boundary(rig: Rig) -> None:
     payload = rig.finish_one()
     rig.check_exact(payload.samples)
     assert sum(len(set(sample.versions.tolist())) == 2 for sample in payload.samples) >= SLOTS // 2
+
+
+def test_a_version_in_parts_is_exact_also_after_one_that_was_given_up(rig: Rig) -> None:
+    """Each part lies in the memory of the one before. The biases of queries, keys and values come apart from their weights."""
+    (memory,) = arena([1 << 20])
+
+    async def load(tensors: dict[str, torch.Tensor], parts: int, given: int) -> None:
+        names = sorted(tensors, key=lambda name: tensors[name].ndim < 2)
+        for number in range(given):
+            end, part = 0, {}
+            for name in names[number::parts]:
+                part[name] = memory[end:][: tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
+                part[name].copy_(tensors[name])
+                end += tensors[name].nbytes
+            await rig.engine.load(part, number == 0, number == parts - 1)
+            memory.fill_(255)
+
+    rig.run(load(rig.next_weights(), 5, 3))
+    assert rig.engine.torn
+    with pytest.raises(InvariantViolated, match="must be staged"):
+        rig.run(rig.engine.swap(PolicyVersion(0, rig.newest)))
+    rig.run(load(rig.next_weights(), 5, 5))
+    rig.run(rig.engine.swap(PolicyVersion(0, rig.newest)))
+    (samples,) = rig.generate(rig.request())
+    rig.check_exact(samples)
+    rig.run(rig.update())
+    rig.check_exact(rig.generate(rig.request(n=2))[0])
 
 
 def test_workers_that_fail_are_one_named_error_and_recover(rig: Rig) -> None:

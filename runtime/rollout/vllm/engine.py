@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,14 @@ class SharedWeights:
         self._files, self._is_tied, self._dtype = files, tied, dtype
         self._whole: dict[str, torch.Tensor] = {}  # the result of `_merged`; {} before its first call
 
-    def prepare(self, tensors: Tensors) -> tuple[list[Location], list[torch.Tensor]]:
-        """Return the locations of the weights, and the copies made here, to be kept until the workers have read them. Raises
-        InvalidMessage for a set that is neither whole nor adapters to the folder's weights."""
+    def prepare(self, tensors: Tensors, part: bool = False) -> tuple[list[Location], list[torch.Tensor]]:
+        """Return the locations of the weights, and the copies made here, to be kept until the workers have read them. `part`:
+        some tensors may be missing. Raises InvalidMessage for a set that is neither whole nor adapters to the folder's weights.
+        """
         if are_adapters(tensors):
             tensors = self._merged(tensors)
         else:
-            self._check(tensors)
+            self._check(tensors, part)
         # vLLM may keep a converted copy of a tied head, and renews it only if the head is given by its own name.
         head = {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
         return locate({**head, **tensors})
@@ -78,10 +79,11 @@ class SharedWeights:
             self._whole[name].copy_(weight)
         return self._whole
 
-    def _check(self, tensors: Tensors) -> None:
+    def _check(self, tensors: Tensors, part: bool) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         head = {name: shapes[name] for name in shapes if name == _HEAD and self._is_tied}
-        fault = misfit(head | self._files.shapes, shapes, _HEAD if self._is_tied else "")
+        expected = {name: shape for name, shape in self._files.shapes.items() if not part or name in shapes}
+        fault = misfit(head | expected, shapes, _HEAD if self._is_tied else "")
         if fault:
             raise InvalidMessage(f"weights do not fit the model: {fault}")
 
@@ -150,6 +152,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._level = Level.AWAKE
         self._sleeps = sleeps
         self._staged: tuple[list[Location], list[torch.Tensor]] | None = None  # locations, and the copies made for them
+        self._loaded = False  # whether the last part of a version has been loaded
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
         check_version(replays)
@@ -289,43 +292,60 @@ class VLLMRolloutEngine(RolloutEngine):
         self._staged = None
         self._staged = await asyncio.to_thread(self._shared.prepare, tensors)
 
+    async def load(self, tensors: Mapping[str, torch.Tensor], first: bool, last: bool) -> None:
+        """Load a part of new weights. Raises ServiceFault and UserError as `swap` does."""
+        self._require_weights()
+        locations, copies = await asyncio.to_thread(self._shared.prepare, tensors, True)
+        self._loaded = False
+        await self._in_time(self._load(locations, first, last, False), "a part")
+        self.torn, self._loaded = True, last
+        del copies  # only now: the workers have read them
+
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Take over the staged weights. Raises ServiceFault if a worker fails midway: the engine then waits for another whole
         version. Raises UserError if vLLM's model has other weights."""
-        self._check_alive()
-        if self._level == Level.ASLEEP:
-            raise InvariantViolated("weights cannot be swapped while the engine is asleep")
+        self._require_weights()
         staged, self._staged = self._staged, None
-        if staged is None:
+        loaded, self._loaded = self._loaded, False
+        if staged is None and not loaded:
             raise InvariantViolated(f"version {version} must be staged before it is swapped in")
-        locations, copies = staged
+        if staged is not None:
+            locations, copies = staged
+            await self._in_time(self._load(locations, True, True, recompute), f"version {version}")
+            del copies  # only now: the workers have read them
+        self.version, self.torn = version, False
+        if self._level == Level.AWAKE:
+            await self._core.resume()  # only after a whole load; otherwise vLLM stays paused until the next swap
+
+    async def _in_time(self, loading: Awaitable[None], what: str) -> None:
         try:
-            await asyncio.wait_for(self._swap(locations, version, recompute), self._swap_timeout)
+            await asyncio.wait_for(loading, self._swap_timeout)
         except Exception as error:
             self.torn = True
             if isinstance(error, (ServiceFault, UserError)):
                 raise
             late = isinstance(error, asyncio.TimeoutError)
-            fault = f"version {version} was not loaded: {'no answer from vLLM' if late else error}"
+            fault = f"{what} was not loaded: {'no answer from vLLM' if late else error}"
             raise (DeadlineExceeded if late else ServiceFault)(self._name, "swap", fault, self._swap_timeout) from error
-        finally:
-            del copies  # only now: the workers have read them
 
-    async def _swap(self, locations: Sequence[Location], version: PolicyVersion, recompute: bool) -> None:
-        work.end(self)  # until the next `_feed`
-        self._reported_steps = -1
-        if self._level == Level.AWAKE:  # otherwise vLLM is paused, and nothing is running
-            await self._core.pause(forget=recompute)  # returns between two of vLLM's steps
-        await self._settle(recompute)  # outputs of the old version arrive before the version changes
+    def _require_weights(self) -> None:
+        self._check_alive()
+        if self._level == Level.ASLEEP:
+            raise InvariantViolated("weights cannot be swapped while the engine is asleep")
+
+    async def _load(self, locations: Sequence[Location], first: bool, last: bool, recompute: bool) -> None:
+        if first:
+            work.end(self)  # until the next `_feed`
+            self._reported_steps = -1
+            if self._level == Level.AWAKE:  # otherwise vLLM is paused, and nothing is running
+                await self._core.pause(forget=recompute)  # returns between two of vLLM's steps
+            await self._settle(recompute)  # outputs of the old version arrive before the version changes
         # All workers load from shared memory, and answer; `swap_timeout` bounds the wait.
-        faults = await self._core.load(locations)
+        faults = await self._core.load(locations, first, last)
         if mistakes := [fault.partition(MENDABLE)[2] for fault in faults if MENDABLE in fault]:
             raise UserError(f"model.path: {mistakes[0]}")
         if faults:
-            raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
-        self.version, self.torn = version, False
-        if self._level == Level.AWAKE:
-            await self._core.resume()  # only after a whole load; otherwise vLLM stays paused until the next swap
+            raise RuntimeError("; ".join(faults))
 
     async def _settle(self, forgotten: bool) -> None:
         """Record what vLLM made before a pause, and take back the samples without a token. `forgotten`: the running sequences

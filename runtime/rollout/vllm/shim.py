@@ -262,9 +262,9 @@ class Core:
     async def resume(self) -> None:
         await self._core.resume_scheduler_async()
 
-    async def load(self, locations: Sequence[Location]) -> list[str]:
-        """Have every worker load weights. Return the faults; [] if there are none."""
-        faults = await self._core.collective_rpc_async("sluice_load", None, (list(map(list, locations)),))
+    async def load(self, locations: Sequence[Location], first: bool, last: bool) -> list[str]:
+        """Have every worker load a part of the weights. Return the faults; [] if there are none."""
+        faults = await self._core.collective_rpc_async("sluice_load", None, (list(map(list, locations)), first, last))
         return [f"worker {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
 
     async def sleep(self) -> None:

@@ -9,6 +9,7 @@ import os
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -134,12 +135,12 @@ class WeightLoading:
         vllm_config: Any
         model_config: Any
 
-    def sluice_load(self, locations: Sequence[Sequence[Any]]) -> str:
-        """Load a whole set of weights over the model's; this worker takes its part. Return the fault, or "". An exception
-        would end the call with the first worker's answer, and the other workers' answers would be taken for the next call's.
-        After a fault the weights are a mixture."""
+    def sluice_load(self, locations: Sequence[Sequence[Any]], first: bool = True, last: bool = True) -> str:
+        """Load weights over the model's; this worker takes its share. `locations`: of a whole set, or of the `first` part of a
+        set, others, and the `last`. Return the fault, or "". An exception would end the call with the first worker's answer,
+        and the other workers' answers would be taken for the next call's. After a fault the weights are a mixture."""
         try:
-            self._sluice_reload(locations)
+            self._sluice_reload(locations, first, last)
         except UserError as error:
             return f"{MENDABLE}{error}"
         except Exception as error:
@@ -147,7 +148,7 @@ class WeightLoading:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def _sluice_reload(self, locations: Sequence[Sequence[Any]]) -> None:
+    def _sluice_reload(self, locations: Sequence[Sequence[Any]], first: bool, last: bool) -> None:
         """Load weights layer by layer. Some of vLLM's layers keep weights in a layout of the device, so they cannot be copied
         into. vLLM makes layers of the checkpoint's shape, fills and converts each, and copies it over the old one. This is
         finished even if a tensor was missing, so that the next load finds the model in order."""
@@ -161,34 +162,68 @@ class WeightLoading:
         # vLLM warns of layers without weights, such as rotary embeddings, which have none.
         logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
         model, device = self.model_runner.model, self.model_runner.device
-        if device.type == "cpu":
-            _forget_expert_kernels(model)
-        first, reads, empty = not hasattr(model, "sluice_loaded"), Reads(), set[str]()
-        where = nullcontext() if device.type == "cpu" else torch.device(device)  # as a context it slows down torch
-        with set_current_vllm_config(self.vllm_config), where, reads if first else nullcontext():
-            own = {name for name, _ in model.named_parameters()}
-            initialize_layerwise_reload(model)
-            try:
-                weights = self.sluice_weights(locations)
-                loaded = model.load_weights(reads.of(weights) if first else weights)
-                empty = own & set(_unfilled(model)) - (loaded or set())
-            finally:
-                finalize_layerwise_reload(model, self.model_config)
-        platform.synchronize(device)  # the buffers are overwritten after this
+        loading, empty = _loading(model), set[str]()
+        unfinished = first and loading.under_way  # the last part of the version before never came
         if first:
+            loading.begin(model)
+        if first and device.type == "cpu":
+            _forget_expert_kernels(model)
+        where = nullcontext() if device.type == "cpu" else torch.device(device)  # as a context it slows down torch
+        with set_current_vllm_config(self.vllm_config), where, nullcontext() if loading.checked else loading.reads:
+            ends = last
+            try:
+                if unfinished:
+                    finalize_layerwise_reload(model, self.model_config)
+                if first:
+                    initialize_layerwise_reload(model)
+                weights = self.sluice_weights(locations)
+                if not (first and last):  # vLLM keeps what it was given until a layer is whole, and the buffers are used again
+                    weights = ((name, tensor.clone()) for name, tensor in weights)
+                loading.taken |= model.load_weights(weights if loading.checked else loading.reads.of(weights)) or set()
+                empty = loading.own & set(_unfilled(model)) - loading.taken
+            except BaseException:
+                ends = True
+                raise
+            finally:
+                if ends:
+                    loading.under_way = False
+                    finalize_layerwise_reload(model, self.model_config)
+        platform.synchronize(device)  # the buffers are overwritten after this
+        if last and not loading.checked:
             # A worker of expert parallelism skips the weights of other workers' experts.
             apart = self.vllm_config.parallel_config.enable_expert_parallel
-            require_delivered([name for name, _ in reads.left.values() if not apart], sorted(empty))
-        model.sluice_loaded = True
+            require_delivered([name for name, _ in loading.reads.left.values() if not apart], sorted(empty))
+            loading.checked = True
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors as a checkpoint's files would give them."""
-        buffers, before = Buffers(), getattr(self, "sluice_buffers", Buffers())
+        model, loading = self.model_runner.model, _loading(self.model_runner.model)
         for fields in locations:
             location = Location(*fields)
-            if location.name != LM_HEAD or hasattr(self.model_runner.model, "lm_head"):  # a tied head is used for nothing else
-                yield location.name, mapped(location, buffers, before)
-        self.sluice_buffers = buffers
+            if location.name != LM_HEAD or hasattr(model, "lm_head"):  # a tied head is used for nothing else
+                yield location.name, mapped(location, loading.buffers, loading.before)
+
+
+@dataclass
+class _Loading:
+    """What a worker keeps from one part of a version to the next, and from one version to the next."""
+
+    checked: bool = False  # whether a whole version was delivered
+    before: Buffers = field(default_factory=dict)  # of the version before
+    buffers: Buffers = field(default_factory=dict)
+    under_way: bool = False  # whether the last part of a version is to come
+    own: set[str] = field(default_factory=set)  # all parameters
+    taken: set[str] = field(default_factory=set)  # those that got weights
+    reads: Reads = field(default_factory=Reads)
+
+    def begin(self, model: torch.nn.Module) -> None:
+        self.before, self.buffers, self.under_way = self.buffers, {}, True
+        self.own, self.taken, self.reads = {name for name, _ in model.named_parameters()}, set(), Reads()
+
+
+def _loading(model: torch.nn.Module) -> _Loading:
+    found: _Loading = model.__dict__.setdefault("sluice_loading", _Loading())
+    return found
 
 
 def _materialize(layer: torch.nn.Module, *info: Any) -> None:

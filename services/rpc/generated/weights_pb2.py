@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.rpc.generated import common_pb2 as services_dot_rpc_dot_generated_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$services/rpc/generated/weights.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"\xdc\x01\n\x0cGroupAddress\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x0f\n\x07timeout\x18\x07 \x01(\x01\x12\x12\n\nfull_every\x18\n \x01(\r\x12\r\n\x05names\x18\x0b \x03(\t\x12\x0f\n\x07senders\x18\x0c \x01(\r\x12\x0b\n\x03key\x18\r \x01(\x0c\x12\x10\n\x08machines\x18\x0e \x03(\tJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"D\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"\x85\x01\n\x08Manifest\x12&\n\x07tensors\x18\x01 \x03(\x0b\x32\x15.sluice.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07senders\x18\x03 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\t\x12\x0c\n\x04\x63uts\x18\x05 \x01(\x0c\x12\x0e\n\x06\x63ut_of\x18\x06 \x03(\r\"T\n\x16InitWeightGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05names\x18\x04 \x03(\t\x12\x10\n\x08machines\x18\x05 \x03(\tJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"g\n\x14InitWeightGroupReply\x12(\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x17.sluice.v1.GroupAddress\x12%\n\x08manifest\x18\x02 \x01(\x0b\x32\x13.sluice.v1.Manifest\"e\n\x12JoinWeightsRequest\x12(\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x17.sluice.v1.GroupAddress\x12%\n\x08manifest\x18\x02 \x01(\x0b\x32\x13.sluice.v1.Manifest\"J\n\x0eWeightsRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"n\n\x13ReceiveWeightsReply\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\x12\x14\n\x0c\x63opy_seconds\x18\x02 \x01(\x01\x12\x14\n\x0chash_seconds\x18\x03 \x01(\x01\x12\x15\n\rstage_seconds\x18\x04 \x01(\x01\"+\n\x12\x43ommitWeightsReply\x12\x15\n\rpause_seconds\x18\x01 \x01(\x01\"J\n\x10SendWeightsReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x16\n\x0egather_seconds\x18\x03 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$services/rpc/generated/weights.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"\xed\x01\n\x0cGroupAddress\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x0f\n\x07timeout\x18\x07 \x01(\x01\x12\x12\n\nfull_every\x18\n \x01(\r\x12\r\n\x05names\x18\x0b \x03(\t\x12\x0f\n\x07senders\x18\x0c \x01(\r\x12\x0b\n\x03key\x18\r \x01(\x0c\x12\x10\n\x08machines\x18\x0e \x03(\t\x12\x0f\n\x07workers\x18\x0f \x01(\rJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"D\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"9\n\x08Sharding\x12\x0f\n\x07members\x18\x01 \x01(\r\x12\x0c\n\x04\x63uts\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ut_of\x18\x03 \x03(\r\"\xc8\x01\n\x08Manifest\x12&\n\x07tensors\x18\x01 \x03(\x0b\x32\x15.sluice.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\t\x12#\n\x06source\x18\x07 \x01(\x0b\x32\x13.sluice.v1.Sharding\x12#\n\x06target\x18\x08 \x01(\x0b\x32\x13.sluice.v1.Sharding\x12\x14\n\x0cwindow_bytes\x18\t \x01(\x04J\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07\"T\n\x16InitWeightGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05names\x18\x04 \x03(\t\x12\x10\n\x08machines\x18\x05 \x03(\tJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"g\n\x14InitWeightGroupReply\x12(\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x17.sluice.v1.GroupAddress\x12%\n\x08manifest\x18\x02 \x01(\x0b\x32\x13.sluice.v1.Manifest\"e\n\x12JoinWeightsRequest\x12(\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x17.sluice.v1.GroupAddress\x12%\n\x08manifest\x18\x02 \x01(\x0b\x32\x13.sluice.v1.Manifest\"J\n\x0eWeightsRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"n\n\x13ReceiveWeightsReply\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\x12\x14\n\x0c\x63opy_seconds\x18\x02 \x01(\x01\x12\x14\n\x0chash_seconds\x18\x03 \x01(\x01\x12\x15\n\rstage_seconds\x18\x04 \x01(\x01\"+\n\x12\x43ommitWeightsReply\x12\x15\n\rpause_seconds\x18\x01 \x01(\x01\"J\n\x10SendWeightsReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x16\n\x0egather_seconds\x18\x03 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.generated.weig
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GROUPADDRESS']._serialized_start=89
-  _globals['_GROUPADDRESS']._serialized_end=309
-  _globals['_TENSORSPEC']._serialized_start=311
-  _globals['_TENSORSPEC']._serialized_end=379
-  _globals['_MANIFEST']._serialized_start=382
-  _globals['_MANIFEST']._serialized_end=515
-  _globals['_INITWEIGHTGROUPREQUEST']._serialized_start=517
-  _globals['_INITWEIGHTGROUPREQUEST']._serialized_end=601
-  _globals['_INITWEIGHTGROUPREPLY']._serialized_start=603
-  _globals['_INITWEIGHTGROUPREPLY']._serialized_end=706
-  _globals['_JOINWEIGHTSREQUEST']._serialized_start=708
-  _globals['_JOINWEIGHTSREQUEST']._serialized_end=809
-  _globals['_WEIGHTSREQUEST']._serialized_start=811
-  _globals['_WEIGHTSREQUEST']._serialized_end=885
-  _globals['_RECEIVEWEIGHTSREPLY']._serialized_start=887
-  _globals['_RECEIVEWEIGHTSREPLY']._serialized_end=997
-  _globals['_COMMITWEIGHTSREPLY']._serialized_start=999
-  _globals['_COMMITWEIGHTSREPLY']._serialized_end=1042
-  _globals['_SENDWEIGHTSREPLY']._serialized_start=1044
-  _globals['_SENDWEIGHTSREPLY']._serialized_end=1118
+  _globals['_GROUPADDRESS']._serialized_end=326
+  _globals['_TENSORSPEC']._serialized_start=328
+  _globals['_TENSORSPEC']._serialized_end=396
+  _globals['_SHARDING']._serialized_start=398
+  _globals['_SHARDING']._serialized_end=455
+  _globals['_MANIFEST']._serialized_start=458
+  _globals['_MANIFEST']._serialized_end=658
+  _globals['_INITWEIGHTGROUPREQUEST']._serialized_start=660
+  _globals['_INITWEIGHTGROUPREQUEST']._serialized_end=744
+  _globals['_INITWEIGHTGROUPREPLY']._serialized_start=746
+  _globals['_INITWEIGHTGROUPREPLY']._serialized_end=849
+  _globals['_JOINWEIGHTSREQUEST']._serialized_start=851
+  _globals['_JOINWEIGHTSREQUEST']._serialized_end=952
+  _globals['_WEIGHTSREQUEST']._serialized_start=954
+  _globals['_WEIGHTSREQUEST']._serialized_end=1028
+  _globals['_RECEIVEWEIGHTSREPLY']._serialized_start=1030
+  _globals['_RECEIVEWEIGHTSREPLY']._serialized_end=1140
+  _globals['_COMMITWEIGHTSREPLY']._serialized_start=1142
+  _globals['_COMMITWEIGHTSREPLY']._serialized_end=1185
+  _globals['_SENDWEIGHTSREPLY']._serialized_start=1187
+  _globals['_SENDWEIGHTSREPLY']._serialized_end=1261
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GroupAddress(_message.Message):
-    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout", "full_every", "names", "senders", "key", "machines")
+    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout", "full_every", "names", "senders", "key", "machines", "workers")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GroupAddress(_message.Message):
     SENDERS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     MACHINES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     host: str
     port: int
@@ -33,7 +34,8 @@ class GroupAddress(_message.Message):
     senders: int
     key: bytes
     machines: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., full_every: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., senders: _Optional[int] = ..., key: _Optional[bytes] = ..., machines: _Optional[_Iterable[str]] = ...) -> None: ...
+    workers: int
+    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., full_every: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., senders: _Optional[int] = ..., key: _Optional[bytes] = ..., machines: _Optional[_Iterable[str]] = ..., workers: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape")
@@ -45,21 +47,31 @@ class TensorSpec(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Manifest(_message.Message):
-    __slots__ = ("tensors", "bucket_bytes", "senders", "base", "cuts", "cut_of")
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
-    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SENDERS_FIELD_NUMBER: _ClassVar[int]
-    BASE_FIELD_NUMBER: _ClassVar[int]
+class Sharding(_message.Message):
+    __slots__ = ("members", "cuts", "cut_of")
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     CUTS_FIELD_NUMBER: _ClassVar[int]
     CUT_OF_FIELD_NUMBER: _ClassVar[int]
-    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    bucket_bytes: int
-    senders: int
-    base: str
+    members: int
     cuts: bytes
     cut_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., senders: _Optional[int] = ..., base: _Optional[str] = ..., cuts: _Optional[bytes] = ..., cut_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, members: _Optional[int] = ..., cuts: _Optional[bytes] = ..., cut_of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("tensors", "bucket_bytes", "base", "source", "target", "window_bytes")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    bucket_bytes: int
+    base: str
+    source: Sharding
+    target: Sharding
+    window_bytes: int
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., base: _Optional[str] = ..., source: _Optional[_Union[Sharding, _Mapping]] = ..., target: _Optional[_Union[Sharding, _Mapping]] = ..., window_bytes: _Optional[int] = ...) -> None: ...
 
 class InitWeightGroupRequest(_message.Message):
     __slots__ = ("epoch", "names", "machines")
