@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from runtime.cluster.topology import fleets, rollout_workers
 from runtime.config import Config
-from runtime.models.families import Family, Layout, family_for
+from runtime.models.families import Layout, family_for
 from runtime.models.hf_folder import read_raw
 from runtime.weights.plan import Cut, Sharding, TensorSpec
 
@@ -22,7 +22,7 @@ def workers_sharding(config: Config, specs: Sequence[TensorSpec]) -> Sharding:
     fleets. A tensor whose layout is unknown goes whole to any of them."""
     if (workers := rollout_workers(config)) == 1:
         return Sharding()
-    known, anyone = dict(_needs(config, _family(config), workers)), Sharding.whole(workers).cuts[0]
+    known, anyone = dict(_needs(config, workers)), Sharding.whole(workers).cuts[0]
     return Sharding.of(workers, [known.get((spec.name, spec.shape)) or anyone for spec in specs])
 
 
@@ -30,19 +30,16 @@ def undeclared(config: Config) -> str | None:
     """Return a line about the matrices that any worker may take, as vLLM's layout of them is not declared; None: none."""
     if (workers := rollout_workers(config)) == 1:
         return None
-    names = [name for (name, _), cut in _needs(config, _family(config), workers) if cut is None]
-    where = f"services.rollout.tensor_parallel: {workers} workers share out"
-    return f"{where} {len(names)} matrices whole, such as {names[0]}: their layout in vLLM is not declared" if names else None
+    names = [name for (name, _), cut in _needs(config, workers) if cut is None]
+    what = f"{workers} workers share out {len(names)} matrices whole, such as {' '.join(names[:1])}"
+    return f"services.rollout.tensor_parallel: {what}: their layout in vLLM is not declared" if names else None
 
 
-def _family(config: Config) -> Family:
-    return family_for(read_raw(config.model.path), config.model.path, mapped=False)
-
-
-def _needs(config: Config, family: Family, workers: int) -> Iterator[tuple[tuple[str, tuple[int, ...]], Cut | None]]:
+def _needs(config: Config, workers: int) -> Iterator[tuple[tuple[str, tuple[int, ...]], Cut | None]]:
     """Yield the cut of each matrix that no worker needs whole, by name and shape; None: unknown. vLLM's layers cut as those of
     megatron-core do: by rows of queries, keys, values, gate, up and vocabulary, by columns of the two output projections. With
     expert parallelism each worker has whole experts."""
+    family = family_for(read_raw(config.model.path), config.model.path, mapped=False)
     by_expert = any(fleet.engine_args.get("enable_expert_parallel") for fleet in fleets(config).values())
     count, kv_heads = family.shape.experts.count if family.shape.experts else 1, family.shape.kv_heads
     for parameter in family.parameters(Layout()):
@@ -53,8 +50,8 @@ def _needs(config: Config, family: Family, workers: int) -> Iterator[tuple[tuple
             elif parameter.split is not None and len(source.shape) == 2:
                 heads = kv_heads if len(parameter.sources) == 3 and number else 0  # keys and values of grouped-query attention
                 padded = -(-source.shape[0] // _VOCABULARY) * _VOCABULARY if parameter.padded else 0
-                cut = _even(padded or source.shape[parameter.split], parameter.split, workers, heads)
-                yield (source.name, source.shape), cut
+                length = padded or source.shape[parameter.split]
+                yield (source.name, source.shape), _even(length, parameter.split, workers, heads)
             elif len(source.shape) == 3:  # a layer's experts in one tensor
                 yield (source.name, source.shape), None
 

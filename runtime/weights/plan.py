@@ -170,24 +170,25 @@ class Bucket(NamedTuple):
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     """Return the buckets in the order in which receivers take them. Each element lies in one bucket, of a sender that holds it,
     for a worker that needs it. Tensors come in the order of `windows`. A bucket has at most `bucket_bytes`, or else the fewest
-    rows that are aligned. No sender has more than 1.1 times its fair part and `LEAST_BYTES`,
-    unless its tensors have larger rows, or fewer senders hold more; the same holds for workers.
+    rows that are aligned. No sender has more than 1.1 times its fair part and `LEAST_BYTES`, unless its tensors have larger
+    rows, or fewer senders hold more; the same holds for workers.
 
-    Raises InvalidMessage for an unknown dtype, a repeated name, a layout that does not fit, or a count below 1."""
+    Raises UserError as `windows`; InvalidMessage for an unknown dtype, a repeated name, an unfit layout, or a count below 1."""
     _check(manifest)
     return tuple(bucket for number, tensors in enumerate(windows(manifest)) for bucket in _buckets(manifest, number, tensors))
 
 
 def windows(manifest: Manifest) -> list[list[int]]:
     """Return the tensors of each window: those of the whole manifest, as `in_order`, or consecutive ones that fill at most
-    `window_bytes` together. Raises InvalidMessage if one alone is larger."""
+    `window_bytes` together. Raises UserError if one alone is larger."""
     if not manifest.window_bytes:
         return [in_order(manifest.tensors)]
     found, filled = [list[int]()], 0
     for index, spec in enumerate(manifest.tensors):
         size = aligned(spec.nbytes)
         if size > manifest.window_bytes:
-            raise InvalidMessage(f"tensor {spec.name} has {size} bytes, more than a window of {manifest.window_bytes}")
+            given, least = 2 * manifest.window_bytes, f"{2 * size}, twice {spec.name}"
+            raise UserError(f"weight_sync.staging_bytes: {given}; must be 0 or at least {least}")
         if filled + size > manifest.window_bytes:
             found.append([])
             filled = 0

@@ -269,14 +269,15 @@ class StagedWeights:
         try:
             for number, (tensors, shares) in enumerate(self._windows):
                 if len(loading) == len(self._arenas):  # the engine reads the arena that comes next
-                    loading.popleft().result(give_up - time.monotonic())
+                    loading[0].result(give_up - time.monotonic())
+                    loading.popleft()
                 took, found = _take(shares, groups, version, deadline, give_up)
                 spent = [sum(pair) for pair in zip(spent, astuple(took)[:3], strict=True)]
                 tags |= found
                 if load is not None:
                     loading.append(load(tensors, number == 0, number == len(self._windows) - 1))
-            while loading:
-                loading.popleft().result(give_up - time.monotonic())
+            for each in loading:
+                each.result(give_up - time.monotonic())
         except TimeoutError as error:
             raise DeadlineExceeded(groups[0].name, "load", f"the engine did not load {version}", deadline) from error
         finally:

@@ -112,15 +112,18 @@ def test_a_version_in_windows_takes_turns_in_two_arenas_and_is_loaded_part_by_pa
 
 def test_an_engine_that_does_not_load_ends_the_reception_in_time() -> None:
     manifest = Manifest(SPECS, 4096, window_bytes=SPECS[0].nbytes)
-    groups, sender, never = connected("collective", 2), SendBuffers(manifest), Future[None]()
+    groups, sender, never = connected("collective", 2), SendBuffers(manifest), list[Future[None]]()
+
+    def load(*_: object) -> Future[None]:
+        never.append(Future())
+        return never[-1]
+
     sender.fill([Shard(index, (), torch.ones(spec.shape)) for index, spec in enumerate(SPECS)])
-    reception = in_thread(
-        "receive", lambda: StagedWeights(manifest).receive([groups[1]], PolicyVersion(0, 1), 1.0, lambda *_: never)
-    )
+    reception = in_thread("receive", lambda: StagedWeights(manifest).receive([groups[1]], PolicyVersion(0, 1), 1.0, load))
     sending = sender.send(groups[0], PolicyVersion(0, 1), PATIENCE)
     with pytest.raises(DeadlineExceeded, match=r"load: the engine did not load 0\.1 \(deadline 1 s\)"):
         reception.result(PATIENCE)
-    assert never.cancelled()
+    assert len(never) == 2 and all(each.cancelled() for each in never)
     for group in groups:
         group.abort()
     with pytest.raises(ServiceFault, match="transfer"):

@@ -53,7 +53,7 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(
 
 
 def test_workers_read_what_is_declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each matrix. Two workers share each head of keys and values, and the vocabulary has rows of padding."""
+    """Compares each matrix. Two workers share each head of keys and values. The vocabulary has rows of padding."""
     monkeypatch.setenv(READS, str(tmp_path))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE | {"vocab_size": 331}, head_dim=32)).save_pretrained(tmp_path)

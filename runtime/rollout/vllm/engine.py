@@ -57,8 +57,7 @@ class SharedWeights:
 
     def prepare(self, tensors: Tensors, part: bool = False) -> tuple[list[Location], list[torch.Tensor]]:
         """Return the locations of the weights, and the copies made here, to be kept until the workers have read them. `part`:
-        some tensors may be missing. Raises InvalidMessage for a set that is neither whole nor adapters to the folder's weights.
-        """
+        some tensors may be missing. Raises InvalidMessage for a set that is neither whole nor adapters to the folder's."""
         if are_adapters(tensors):
             tensors = self._merged(tensors)
         else:

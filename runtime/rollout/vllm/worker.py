@@ -206,7 +206,7 @@ class WeightLoading:
 
 @dataclass
 class _Loading:
-    """What a worker keeps from one part of a version to the next, and from one version to the next."""
+    """The state of a worker's loads, kept between the parts of a version and between versions."""
 
     checked: bool = False  # whether a whole version was delivered
     before: Buffers = field(default_factory=dict)  # of the version before
