@@ -112,6 +112,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
         for name, value in network.transport_variables(config.network.interface).items():
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
+        os_process.name_process(service.name)
         service.keys = keys.given(config.network, service.name)
         return ServiceProcess(service, arguments.coordinator, phases).run()
 

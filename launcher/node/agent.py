@@ -16,17 +16,19 @@ from msgspec.structs import replace
 
 from launcher.node import topology
 from launcher.node.local_node import Machine
+from launcher.node.ranks import RanksOrder
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
 from runtime.cluster.placement import RestartBackoff
-from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
+from runtime.cluster.topology import UPDATED, named_paths, warm_up_seconds
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, SluiceError, UserError
 from runtime.ledger import checkpoint
-from runtime.process import keys, waiting
+from runtime.process import keys, os_process, waiting
 from runtime.process.keys import Keys
+from runtime.process.network import host_port
 from runtime.status import Progress
 from services.rpc import client, contract
 
@@ -141,7 +143,7 @@ class Agent:
 
     def _replace(self) -> None:
         launches = self._assignment.launches
-        elsewhere = [one.name for one in launches if one.rendezvous is not None or shares_devices(self.config, one.role)]
+        elsewhere = [one.name for one in launches if one.rendezvous is not None or one.role in UPDATED]
         self._supervisor.enable_restarts(topology.restarts(self.config, launches), elsewhere)
 
     def report(self, child: Child) -> None:
@@ -215,10 +217,18 @@ class Agent:
         specs = topology.service_specs(config, launches, self.path, self._python, self.coordinator, cores, self._machine)
         running = self._supervisor.incarnations
         former = [launch.name for launch in self._assignment.launches]
-        ends = [name for name in former if name not in wanted or running.get(name, 0) < wanted[name].incarnation]
+        behind = [name for name in former if name in wanted and running.get(name, 0) < wanted[name].incarnation]
+        parents = {name: parent for name in behind if (parent := self._supervisor.outlives(name)) is not None}
+        ends = [name for name in former if name not in wanted] + [name for name in behind if name not in parents]
         await asyncio.gather(*(self._supervisor.end(name, timeouts.AGENT_END_GRACE) for name in ends))
         self._assignment = assignment
         self._supervisor.respecify(specs)  # a process that restarts later finds the present coordinator
+        for name, parent in parents.items():
+            launch, world = wanted[name], getattr(config.services, wanted[name].role).processes
+            order = RanksOrder(incarnation=launch.incarnation, ranks=launch.ranks, world=world)
+            if (meeting := launch.rendezvous) is not None:
+                order.at, order.env = host_port(meeting.host, meeting.port), {os_process.STORE_KEY: meeting.key.hex()}
+            self._supervisor.start_ranks(parent, order)
         for name in sorted(wanted, key=lambda name: specs[name].role != "trainer"):  # the trainer loads the longest
             if name not in running:
                 await self._start(specs[name], wanted[name])

@@ -7,18 +7,21 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from launcher.node import local_node
 from launcher.node.logs import Log
+from launcher.node.ranks import LARGEST, RanksEnded, RanksOrder
 from launcher.node.topology import ProcessSpec
 from launcher.node.watchdog import HeartbeatMonitor, is_stopped, keep_stacks, stalled
 from launcher.view import View
@@ -34,6 +37,7 @@ from runtime.rollout.vllm import leftovers
 # ---- Child: a process that a supervisor has started
 
 FAULT = "error: "  # how a process begins the line that says why it ends
+NEXT = "---- the next incarnation of the ranks\n"  # in a log, before what they write
 
 
 class Child:
@@ -47,6 +51,8 @@ class Child:
         self.incarnation = incarnation
         self.given_up = ""  # why this node killed it while the others go on
         self.last = ""  # why it is not replaced
+        self.orders: socket.socket | None = None  # to the parent of a group's ranks, which outlives them
+        self.ended: RanksEnded | None = None  # how the ranks of this incarnation have ended, if their parent lives
         self.starved = ""  # what the kernel says, if it killed the process for want of memory
         self.advice = ""  # what the user can do about the want of memory
         self.late = bool(incarnation)  # whether it was started when the run was under way
@@ -64,11 +70,21 @@ class Child:
         """Whether it ended with a mistake that the user has to mend: a restart would end in the same way."""
         return self.process.returncode == os_process.MISTAKE or bool(self.advice)
 
-    def give_up(self, reason: str) -> None:
-        """Kill the process if it still runs. If it has already ended, unnoticed here, its own log says why."""
+    def give_up(self, reason: str, incarnation: int) -> None:
+        """Kill the process, or the ranks of this incarnation, if still there. If it has already ended, unnoticed here, its own
+        log says why."""
         if self.running and not os_process.ended(self.pid):
+            if self.orders is not None:
+                self.order(RanksOrder(incarnation=incarnation, ends=reason))
+                return
             self.given_up = reason
             self.process.kill()  # the processes that it started end with it
+
+    def order(self, order: RanksOrder) -> None:
+        """Send `order` to the parent of the ranks, unless the parent ends."""
+        assert self.orders is not None
+        with suppress(OSError):
+            self.orders.send(msgspec.json.encode(order))
 
     def signal_group(self, number: int) -> None:
         """Signal the process and all that it started."""
@@ -83,13 +99,13 @@ class Child:
 
     def fault(self) -> SluiceError:
         """Return why the process ended, in its own last line where it wrote one."""
-        code = self.process.returncode or 0
+        code = self.process.returncode or (self.ended.code if self.ended is not None else 0)
         if self.advice:
             return UserError(f"{self.spec.name}: {self.starved}, twice: {self.advice}")
         killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-        if why := self.starved or self.given_up or killed:
+        if why := self.starved or self.given_up or (self.ended.why if self.ended is not None else killed):
             return ServiceFault(self.spec.name, "run", why + self.last)
-        lines = self.output.tail().strip().splitlines() or ["(empty log)"]
+        lines = self.output.tail().rpartition(NEXT)[2].strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
         if own and self.mistaken:
             return UserError("\n".join(dict.fromkeys(own)))  # each rank writes the line
@@ -291,6 +307,7 @@ class Supervisor:
         self._beats = HeartbeatMonitor()
         self._orphans = Orphans()
         self._processes: list[asyncio.subprocess.Process] = []  # all that may still live
+        self._memory: dict[str, int] = {}  # by role, the descriptor of what its ranks keep in memory: it outlives them
         self._kills = OomKills()
         self._starved: dict[str, float] = {}  # when the kernel last killed a process of this name for want of memory
         self._watch: asyncio.Task[None] | None = None  # runs `_look_after`
@@ -304,6 +321,9 @@ class Supervisor:
         of one in `decided_elsewhere` only call `on_exit`. End one that makes no progress."""
         self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
+        for child in self.children:
+            if child.orders is not None:
+                child.order(RanksOrder())
         if self._watch is None:
             self._kills.open()
             self._watch = asyncio.create_task(self._look_after())
@@ -348,7 +368,7 @@ class Supervisor:
         for child in self.children:
             if (child.spec.name, child.incarnation) == (name, incarnation) and child not in self._given_up:
                 self._given_up.append(child)
-                asyncio.get_running_loop().call_later(timeouts.PROCESS_END, child.give_up, reason)
+                asyncio.get_running_loop().call_later(timeouts.PROCESS_END, child.give_up, reason, incarnation)
 
     async def start(
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
@@ -357,11 +377,20 @@ class Supervisor:
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await waiting.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
-        with output.writer() as out, self._beats.connected(spec.name) as given, self._orphans.spared():
+        with output.writer() as out, self._beats.connected(spec.name) as given, self._orphans.spared(), ExitStack() as stack:
             env = {**keys.inherited(), **own, os_process.INCARNATION: str(incarnation), spans.NAME: spec.name}
             env[os_process.AGENTS] = self._orphans.variable
             if self.keys is not None and spec.services:
                 env |= keys.to_give(self.keys, spec.services, incarnation)
+            orders = None
+            if spec.ranks:
+                orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stack.enter_context(theirs)
+                memory = self._memory.get(spec.role)
+                if memory is None:
+                    memory = self._memory[spec.role] = os.memfd_create(f"sluice-{spec.role}")
+                env |= {os_process.ORDERS: str(theirs.fileno()), os_process.MEMORY: str(memory)}
+                pass_fds = (*pass_fds, theirs.fileno(), memory)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -382,11 +411,60 @@ class Supervisor:
         self._started.set()
         child = Child(spec, process, output, incarnation)
         child.late |= self._under_way
+        if orders is not None:
+            self._listen(child, orders)
         self._outputs.append(output)
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
         self._beats.began(spec.name, process.pid)
         return child
+
+    # ------------------------------------------------------------------------------------------ parents of ranks
+
+    def _listen(self, child: Child, orders: socket.socket) -> None:
+        """Take the reports of a parent of ranks, until it ends."""
+        child.orders = orders
+        orders.setblocking(False)
+        asyncio.get_running_loop().add_reader(orders, self._ranks_ended, child, orders)
+        if self._under_way:
+            child.order(RanksOrder())
+
+    def _ranks_ended(self, child: Child, orders: socket.socket) -> None:
+        try:
+            data = orders.recv(LARGEST)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(orders)
+            orders.close()
+            child.orders = None
+            return
+        report = msgspec.json.decode(data, type=RanksEnded)
+        if report.incarnation == child.incarnation:
+            child.ended = report
+            self._examine(child)
+            self.say(str(child.fault()))
+            self.on_exit(child)
+
+    def outlives(self, name: str) -> Child | None:
+        """Return the parent of the ranks `name` if it lives, and can start their next incarnation."""
+        return next((child for child in self.children if child.spec.name == name and child.orders and child.running), None)
+
+    def start_ranks(self, child: Child, order: RanksOrder) -> None:
+        """Have the parent of ranks start their next incarnation."""
+        assert order.incarnation is not None
+        env = {} if self.keys is None else keys.to_give(self.keys, child.spec.services, order.incarnation)
+        child.incarnation = self.incarnations[child.spec.name] = order.incarnation
+        child.ended, child.starved = None, ""
+        self._given_up = [other for other in self._given_up if other is not child]
+        child.output.add(NEXT.encode())
+        self._beats.began(child.spec.name, child.pid)
+        order.env |= env
+        child.order(order)
+
+    # ------------------------------------------------------------------------------------------ deaths
 
     def cause_of_failure(self) -> Child | None:
         """Return the child to blame: one that a signal killed, else one with a user's mistake, else the first that failed."""
@@ -536,5 +614,8 @@ class Supervisor:
             self._end_orphans()  # children of an ended orphan become children of this process
         os_process.adopt(False)
         self._beats.close()
+        for memory in self._memory.values():
+            os.close(memory)
+        self._memory.clear()
         await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))  # LOG_CLOSE seconds at most
         leftovers.clear()

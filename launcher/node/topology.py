@@ -13,7 +13,7 @@ from launcher.node.local_node import VISIBLE, Machine
 from runtime import timeouts
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, processes, settings_of
-from runtime.config import Computing, Config, Environment, FromEnvironment, Process, Spread
+from runtime.config import Computing, Config, Environment, FromEnvironment, Process, Spread, Trainer
 from runtime.config.secret_values import missing, references
 from runtime.config.service_checks import hccl_beside_workers
 from runtime.process import os_process
@@ -31,6 +31,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()  # processors that it may run on; () = all
     services: tuple[str, ...] = ()  # names of the run's services in it, which get keys
     ends_by: int = signal.SIGTERM  # the signal that asks it to end; at SIGTERM a service waits for the coordinator's request
+    ranks: bool = False  # the parent of ranks of trainer or critic, which outlives them (`launcher.node.ranks`)
     signals_held: bool = False  # SIGTERM and SIGHUP are kept until the process handles them (`os_process.heed_signals`)
 
 
@@ -71,10 +72,11 @@ def service_specs(
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,
-            command=_command(launch, world, own or python, arguments),
+            command=_command(launch, role, world, own or python, arguments),
             env={**ports.get(launch.name, {}), **env, **key, os_process.NODE: config_path.stem},
             cpus=affinity(role),
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
+            ranks=isinstance(role, Trainer),
             ends_by=signal.SIGINT,
             signals_held=True,
         )
@@ -87,15 +89,23 @@ def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, int]:
     return {instance.name: settings_of(config, instance).restarts for instance in own}
 
 
-def _command(launch: Launch, world: int, python: str, arguments: Sequence[str]) -> tuple[str, ...]:
+def _command(launch: Launch, settings: Process, world: int, python: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the command that starts a single process, or this node's ranks of a group of `world`."""
     service = (f"services.{launch.role}", "--name", launch.name, *arguments)
-    meeting = launch.rendezvous
-    if len(launch.ranks) < 2 and meeting is None:
+    meeting, trains = launch.rendezvous, isinstance(settings, Trainer)
+    if len(launch.ranks) < 2 and meeting is None and not trains:
         return start.command(*service, python=python)
     where = () if meeting is None else ("--at", host_port(meeting.host, meeting.port))
-    ranks = ("--ranks", ",".join(map(str, launch.ranks)), "--world", str(world))
-    return start.command("launcher.node.ranks", "--group", launch.name, *ranks, *where, start.__file__, *service, python=python)
+    ranks = ("--ranks", ",".join(map(str, launch.ranks)), "--world", str(world), *where)
+    if isinstance(settings, Trainer) and settings.standby:
+        ranks += ("--standby", ",".join((*_IMPORTED[settings.engine], service[0])))
+    return start.command("launcher.node.ranks", "--group", launch.name, *ranks, start.__file__, *service, python=python)
+
+
+_IMPORTED = {  # by engine: the modules that a rank needs; they import others
+    "torch": ("runtime.trainer.rank", "runtime.trainer.fsdp.backend", "transformers.modeling_utils"),
+    "megatron": ("runtime.trainer.rank", "runtime.trainer.megatron.backend"),
+}
 
 
 # ---- Environment variables, from the configuration and the machine's resources

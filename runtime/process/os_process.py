@@ -23,7 +23,9 @@ from typing import NoReturn
 NODE = "SLUICE_NODE"  # variable: the name of the process's node
 INCARNATION = "SLUICE_INCARNATION"  # variable: count of earlier processes under the process's name
 AGENTS = "SLUICE_AGENTS"  # variable: pids of the agents from which a process and its children descend
+MEMORY = "SLUICE_MEMORY"  # variable of a group's ranks: descriptor of the memory file with copies of their state
 STORE = "SLUICE_STORE"  # variable of rank 0: descriptor of the group's listening socket
+ORDERS = "SLUICE_ORDERS"  # variable of the parent of a group's ranks: descriptor of the socket with the agent's orders
 STORE_KEY = "SLUICE_STORE_KEY"  # variable of a group's ranks: the group's key, in hexadecimal digits
 
 MISTAKE = 2  # exit code of an error that the user can mend
@@ -32,6 +34,7 @@ _PARENT = "SLUICE_PARENT"
 _HELD = (signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_CHILD_SUBREAPER = 36
 _START_TIME = 19  # index in /proc/PID/stat, counted after the name: clock ticks since the machine's start
@@ -135,6 +138,12 @@ def die_with_parent(parent: int | None = None) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # the parent ended before the call took effect
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Set the name by which tools such as ps and top show this process; at most 15 bytes of it are kept."""
+    if sys.platform.startswith("linux"):
+        _LIBC.prctl(_PR_SET_NAME, name.encode())
 
 
 def adopt(on: bool) -> None:

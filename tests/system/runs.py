@@ -148,13 +148,11 @@ class Live:
 
     def member(self, name: str, rank: int = 0) -> psutil.Process:
         """The process of this run that was started as `name`, or that rank of it."""
-        module, found = f"services.{name.partition('-')[0]}", []
+        role, module, found = name.partition("-")[0], "services.coordinator", {}
         for process in belonging(self.folder):
             with suppress(psutil.Error):
-                command = process.cmdline()
-                if module in command and (name == "coordinator" or name in command) and "launcher.node.ranks" not in command:
-                    found.append((int(process.environ().get("RANK", "0")), process))
-        return dict(found)[rank]
+                found[process.name() if module not in process.cmdline() else "coordinator"] = process
+        return found[f"{role}-{rank}" if rank else name]
 
 
 def belonging(folder: Path) -> list[psutil.Process]:
