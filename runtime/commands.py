@@ -17,6 +17,10 @@ from runtime.weights.plan import GroupAddress, Manifest
 R = TypeVar("R")
 
 
+HANDED_OVER = "handed over"
+"""The message of a cancellation that does not withdraw a call: the process goes on, and another caller asks for the answer."""
+
+
 class RolePort(Protocol):
     """A process, or a group of ranks that live and die together. After a loss a replacement may come, with the next
     incarnation. Only the register calls `when_lost` and `give_up`."""
@@ -205,6 +209,26 @@ class Apply(Command[StepResult], frozen=True):
 
     step: int
     probes: tuple[bytes, ...] = ()
+
+
+class Keep(Command[None], frozen=True):
+    """Copy the state after the commands before, which is that of `version`, into memory that outlives the ranks; answered when
+    the copies are whole. A later step goes on beside it."""
+
+    version: PolicyVersion
+
+
+class Recalled(Struct, frozen=True):
+    """The `version` whose state all ranks have found in memory; None, and the `reason`, if there is no such version."""
+
+    version: PolicyVersion | None
+    reason: str
+
+
+class Recall(Command[Recalled], frozen=True):
+    """Go on from the newest state in memory: that of `version`, or of the version after it."""
+
+    version: PolicyVersion
 
 
 class Save(Command[list[str]], frozen=True):

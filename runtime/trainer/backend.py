@@ -381,6 +381,15 @@ class TrainingPosition(NamedTuple):
     kl_coefficient: float | None
 
 
+class StatePart(NamedTuple):
+    """A part of the training state. `start`: its first element within the whole of `name`, flat, which several ranks may have
+    parts of. `data`: a view of the state in use, one-dimensional and contiguous."""
+
+    name: str
+    start: int
+    data: torch.Tensor
+
+
 class TrainedRole:
     """The configuration of the model that a role, trainer or critic, trains. `source`: the model's Hugging Face folder."""
 
@@ -479,6 +488,18 @@ class ModelBackend(ABC):
     @abstractmethod
     def load(self, folder: Path) -> TrainingPosition:
         """Do what `ModelTrainer.load` says; return the progress of training."""
+
+    @abstractmethod
+    def pieces(self) -> list[StatePart]:
+        """Return this rank's part of everything that updates change, besides `counters`. It is on its device."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """Return the numbers that updates change, by name."""
+
+    @abstractmethod
+    def restored(self, counters: Mapping[str, int]) -> None:
+        """Take over `counters` and the content of `pieces`, which the caller has overwritten."""
 
     # ------------------------------------------------------------------------------------------ weight sync and export
 

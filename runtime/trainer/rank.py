@@ -21,6 +21,7 @@ from runtime.models.vllm_sharding import workers_sharding
 from runtime.process import platform
 from runtime.process.waiting import in_thread
 from runtime.trainer.backend import TrainedRole
+from runtime.trainer.memory import MemoryCopies
 from runtime.trainer.rank_group import NodePart, join_group, require_memory
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer, timed
 from runtime.types import PolicyVersion, StepResult, snake
@@ -70,6 +71,12 @@ class UpdateRank(GroupRank):
         self._seconds: dict[str, float] = {}
         self._saving: Future[list[str]] | None = None
         self._part = None if config.cluster.shared_folder else NodePart(config, self.role, self.backend.rank_info)
+        keeps = config.checkpoint.in_memory != "off"
+        self._copies = MemoryCopies(engine, config.deadlines.train) if keeps else None
+        self._result = StepResult(metrics={}, seconds=0.0)  # of the newest step
+        self._recalled: PolicyVersion | None = None  # the version that this process has found in memory
+        self._keeping: tuple[PolicyVersion, Future[None]] | None = None  # the version that it copied last
+        self._last = commands.Keep if keeps and self.last is commands.Apply else self.last
         if self._managed_externally:
             self.offload(commands.Offload())
 
@@ -86,9 +93,9 @@ class UpdateRank(GroupRank):
                     self.backend.onload()
                 self._away = False
             answer = super().execute(command)
-            ended = self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS))
-            # After Restore the coordinator has not yet given the device to this role.
-            if ended or (self._managed_externally and isinstance(command, commands.Restore)):
+            ended = self._offloads and not self._begun and isinstance(command, (self._last, *BETWEEN_STEPS))
+            # After Restore and Recall the coordinator has not yet given the device to this role.
+            if ended or (self._managed_externally and isinstance(command, (commands.Restore, commands.Recall))):
                 self.offload(commands.Offload())
             return answer
         except Exception as error:
@@ -114,11 +121,42 @@ class UpdateRank(GroupRank):
         self.engine.accumulate(command.groups, command.last)
 
     def apply(self, command: commands.Apply) -> StepResult:
+        """Make the step, or return its result if the state in memory was that after the step."""
+        if command.step < self.version.step:
+            return self._result
         result = self.engine.apply()
         self._begun = False
         self.version = replace(self.version, step=command.step + 1)
         seconds, self._seconds = self._seconds, {}
-        return replace(result, metrics=result.metrics | self.engine.phases | seconds)
+        self._result = replace(result, metrics=result.metrics | self.engine.phases | seconds)
+        return self._result
+
+    def keep(self, command: commands.Keep) -> Future[None] | None:
+        """Copy the state. The version that this process has found in memory has its copies already. Those of a lost node come
+        back with the next version."""
+        self.version = command.version
+        if self._copies is None or command.version == self._recalled:
+            return None
+        if self._keeping is not None and command.version == self._keeping[0]:  # a new coordinator asks again
+            return self._keeping[1]
+        with self._counted("keep"):
+            copied = self._copies.keep(command.version, types.encode(self._result))
+        self._keeping = command.version, in_thread("keep", copied)
+        return self._keeping[1]
+
+    def recall(self, command: commands.Recall) -> commands.Recalled:
+        """Do what `commands.Recall` says. Collective."""
+        if self._copies is None:
+            return commands.Recalled(None, "checkpoint.in_memory is off")
+        before = time.monotonic()
+        found = self._copies.recall(command.version)
+        if found.version is not None:
+            self.version = self._recalled = found.version
+            self._failed = None
+            if found.result:  # not on a further rank of a group that has grown
+                self._result = types.decode(StepResult, found.result)
+            log.info("%s has version %s from memory, in %.1f s", self.role, found.version, time.monotonic() - before)
+        return commands.Recalled(found.version, found.reason)
 
     def offload(self, command: commands.Offload) -> None:
         """Move the state that the configuration names off the device, which may then be lent out."""
@@ -198,8 +236,10 @@ class TrainRank(UpdateRank):
         )
 
     def apply(self, command: commands.Apply) -> StepResult:
-        gaps = self.engine.compare(command.probes) if command.probes else []
-        return replace(super().apply(command), probes=gaps)
+        if command.probes and command.step == self.version.step:
+            gaps = self.engine.compare(command.probes)
+            return replace(super().apply(command), probes=gaps)
+        return super().apply(command)
 
     def send_weights(self, command: commands.SendWeights) -> Future[commands.WeightsSent]:
         """Send what this rank holds and the plan has it send. Raises ServiceFault for an older version."""

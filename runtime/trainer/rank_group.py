@@ -105,7 +105,7 @@ class NodePart:
         has = self._leads and f"{self._name}/{checkpoint.identity(position)}" in self._whole()
         if self._leads and not has and self._name not in position.parts:
             checkpoint.discard(folder)  # useless, and it would be in the way
-        of_ranks = _all_gather_json([self._name, has], self._info)
+        of_ranks = all_gather_json([self._name, has], self._info)
         for part in position.parts:
             if part.startswith(f"{self._role}/") and [part, True] not in of_ranks:
                 raise UserError(f"run.resume: {command.folder}: {checkpoint.missing_part(part)}")
@@ -121,7 +121,7 @@ class NodePart:
 CHUNK = 64 << 20  # bytes that are sent at once
 
 
-def _all_gather_json(own: Any, info: RankInfo) -> list[Any]:
+def all_gather_json(own: Any, info: RankInfo) -> list[Any]:
     """Return the JSON value of each rank, in the order of ranks."""
     line = torch.tensor(list(json.dumps(own).encode() + b"\n"), dtype=torch.int32)[:, None]
     return [json.loads(value) for value in bytes(info.gathered(line).flatten().tolist()).splitlines()]
@@ -131,9 +131,9 @@ def exchange(folder: Path, needed: Callable[[str], bool], info: RankInfo) -> Ite
     """Copy into `folder` the files that ranks of its node need and only other nodes have. The folder's name differs from node
     to node. Yield the files that this rank has written. Collective; it ends when all files are copied."""
     own = checkpoint.files_of(folder)
-    of_ranks = _all_gather_json([str(folder), own], info)
+    of_ranks = all_gather_json([str(folder), own], info)
     sizes: dict[str, int] = {name: size for _, files in of_ranks for name, size in files.items()}
-    wanted = _all_gather_json([name for name in sizes if name not in own and needed(name)], info)
+    wanted = all_gather_json([name for name in sizes if name not in own and needed(name)], info)
     for name, size in sorted(sizes.items()):
         sender = next(rank for rank, (_, files) in enumerate(of_ranks) if name in files)
         # The first rank of each node that needs the file.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -337,7 +337,10 @@ class ModelTrainer:
         """Begin to write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes the
         write atomic. The returned function writes the rest, and returns when all ranks have written. With
         `checkpoint.async_save` another thread may call it while training goes on: all data was copied before."""
-        return self.backend.begin_save(Path(folder), TrainingPosition(self.step, self.objective.kl_control.coefficient))
+        return self.backend.begin_save(Path(folder), self.position())
+
+    def position(self) -> TrainingPosition:
+        return TrainingPosition(self.step, self.objective.kl_control.coefficient)
 
     def save(self, folder: str) -> None:
         self.begin_save(folder)()
@@ -350,7 +353,14 @@ class ModelTrainer:
 
     def load(self, folder: str) -> None:
         """Restore the state that `save` wrote, bit for bit. Raises UserError if it does not fit the model."""
-        position = self.backend.load(Path(folder))
+        self._resume(self.backend.load(Path(folder)))
+
+    def restored(self, counters: Mapping[str, int], position: TrainingPosition) -> None:
+        """Go on from `position`. The content of the backend's `pieces` was restored before."""
+        self.backend.restored(counters)
+        self._resume(position)
+
+    def _resume(self, position: TrainingPosition) -> None:
         self.step = position.step
         self.objective.resume(position.kl_coefficient)
         self._begin()

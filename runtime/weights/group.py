@@ -196,11 +196,11 @@ def arena(sizes: Sequence[int], pin: bool = False) -> list[torch.Tensor]:
     ends = list(accumulate(aligned(size) for size in sizes))
     whole = memory_file(max(ends, default=1))
     if pin:
-        _page_lock(whole)
+        page_lock(whole)
     return [whole[end - aligned(size) :][:size] for size, end in zip(sizes, ends, strict=True)]
 
 
-def _page_lock(buffer: torch.Tensor) -> None:
+def page_lock(buffer: torch.Tensor) -> None:
     """Page-lock the memory of `buffer`. Never run on hardware so far. Raises RuntimeError if CUDA refuses."""
     runtime: Any = torch.cuda.cudart()
     address = buffer.data_ptr()

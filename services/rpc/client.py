@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from runtime import errors, timeouts
 from runtime.cluster.topology import data_leaders
-from runtime.commands import Accumulate, BeginStep
+from runtime.commands import HANDED_OVER, Accumulate, BeginStep
 from runtime.config import Config
 from runtime.process.keys import COORDINATOR, Keys
 from runtime.process.waiting import done_within
@@ -191,8 +191,9 @@ class Session:
         timer = asyncio.get_running_loop().call_later(timeout, self._expire, id_, timeout)
         try:
             body = await future
-        except asyncio.CancelledError:
-            self._withdraw(id_)
+        except asyncio.CancelledError as cancelled:
+            if HANDED_OVER not in cancelled.args:
+                self._withdraw(id_)
             raise
         finally:
             timer.cancel()
@@ -496,7 +497,8 @@ def client(role: str, sessions: Sequence[Session], config: Config, incarnation: 
     service = contract.service_of(role, config)
     if service not in GROUP_SERVICES:
         return RoleClient(service, sessions[0], config, incarnation)
-    return GroupClient(service, sessions, config, data_leaders(getattr(config.services, role)), incarnation)
+    settings = replace(getattr(config.services, role), processes=len(sessions))  # an elastic group may have fewer ranks
+    return GroupClient(service, sessions, config, data_leaders(settings), incarnation)
 
 
 def command_deadline(config: Config, role: str, command: Any) -> float:

@@ -506,9 +506,11 @@ _ROWS = (
         for service in ("Trainer", "Critic")
         for row in (
             _command(service, commands.Restore, _START, **_ALL),
+            _command(service, commands.Recall, _START, **_ALL),
             _command(service, commands.BeginStep, _TRAIN, **_ALL),
             _command(service, commands.Accumulate, _TRAIN, share=_by_tokens),
             _command(service, commands.Apply, _TRAIN, **_ALL, key=("step",)),
+            _command(service, commands.Keep, _TRAIN, **_ALL),
             _command(service, commands.Save, _SAVE, ranks=Ranks.EACH),
             _command(service, commands.Onload, _TRAIN, **_ALL),
             _command(service, commands.Offload, _TRAIN, **_ALL),

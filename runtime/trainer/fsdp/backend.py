@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ from runtime.trainer.backend import (
     PerToken,
     RankInfo,
     Reduced,
+    StatePart,
     StepStatistics,
     TrainedRole,
     TrainingPosition,
@@ -196,6 +197,15 @@ class FsdpBackend(ModelBackend):
     def _state(self) -> state.TrainingState:
         trained = self.parameters if self.adapters is None else self.adapters.trained
         return state.TrainingState(trained, self.optimizer, self.rank_info, self.adapters, self._fixed)
+
+    def pieces(self) -> list[StatePart]:
+        return list(state.pieces(self._state()))
+
+    def counters(self) -> dict[str, int]:
+        return {"updates": state.updates(self._state())}
+
+    def restored(self, counters: Mapping[str, int]) -> None:
+        optimizers.set_count(self.optimizer, counters["updates"])
 
     def tensor_specs(self) -> list[TensorSpec]:
         dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._published}

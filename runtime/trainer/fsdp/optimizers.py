@@ -184,6 +184,12 @@ def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, tensors
     optimizer.state[parameter] = state
 
 
+def set_count(optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Set the number of updates of all parameters, which have a state."""
+    for state in optimizer.state.values():
+        state["step"].fill_(updates)
+
+
 def _encode(held: Any, values: torch.Tensor) -> None:
     """Encode `values`, float32, in the 8-bit tensor `held` of the same shape. If they were decoded from such a one, the result
     is bit for bit that tensor. The number furthest from 0 in a block is its scale; a negative one is the lowest of `qmap` times

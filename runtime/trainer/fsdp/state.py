@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.process import platform
 from runtime.run_files import read_object
-from runtime.trainer.backend import RankInfo, TrainingPosition, full, local, local_rows, wholes
+from runtime.trainer.backend import RankInfo, StatePart, TrainingPosition, full, local, local_rows, wholes
 from runtime.trainer.fsdp import lora, optimizers
 from runtime.trainer.fsdp.lora import Adapters
 
@@ -57,18 +57,38 @@ def save(folder: Path, state: TrainingState, position: TrainingPosition, source:
             (folder / "model").mkdir()
         tensors = {**state.parameters, **state.fixed}
         hf_policy.write_model(folder / "model", tensors, wholes(tensors), rank, torch.float32, source)
-    # The optimizer's state exists from the first update on.
-    first = next(iter(state.parameters.values()))
-    updates = int(optimizer.state[first]["step"]) if optimizer.state else 0
-    if updates:
+    if count := updates(state):
         kept = _kept(state)
         moments = ((name, _whole(optimizer, name, parameter)) for name, parameter in kept.items())
         hf_policy.write_tensors(folder, "optimizer", kept, moments, rank, torch.float32)
     generators = _gather_generators(state)
-    description = describe(position, optimizers.family(optimizer), updates, state.adapters)
+    description = describe(position, optimizers.family(optimizer), count, state.adapters)
     if rank == 0:
         save_file(generators, folder / GENERATORS)
         (folder / "trainer.json").write_text(description, encoding="utf-8")
+
+
+def updates(state: TrainingState) -> int:
+    """Return the number of updates. The optimizer's state exists from the first one on, or from `pieces` on."""
+    first = next(iter(state.parameters.values()))
+    return int(state.optimizer.state[first]["step"]) if state.optimizer.state else 0
+
+
+def pieces(state: TrainingState) -> Iterator[StatePart]:
+    """Yield this rank's part of `state`, as `ModelBackend.pieces` has it. An optimizer without state gets zeros."""
+    for name, parameter in state.parameters.items():
+        own, kinds = local(parameter), optimizers.kept(state.optimizer, parameter)
+        start = local_rows(parameter).start * parameter.shape[1:].numel() if parameter.ndim else 0
+        yield StatePart(name, start, own.view(-1))
+        if parameter not in state.optimizer.state:
+            optimizers.restore(state.optimizer, parameter, 0, {kind: torch.zeros_like(own) for kind in kinds})
+        for kind in kinds:
+            for part in optimizers.storages(state.optimizer.state[parameter][kind]):
+                # Numbers with a common scale: only those of equal blocks fit together.
+                block = own.numel() // max(1, part.numel())
+                yield StatePart(f"{kind}.{name}.{block}.{start % max(1, block)}", start // max(1, block), part.view(-1))
+    for name, tensor in {} if state.adapters else state.fixed.items():
+        yield StatePart(name, 0, tensor.view(-1))
 
 
 def describe(position: TrainingPosition, optimizer: str, updates: int, adapters: Any) -> str:

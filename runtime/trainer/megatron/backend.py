@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from runtime.trainer.backend import (
     ModelBackend,
     RankInfo,
     Reduced,
+    StatePart,
     StepStatistics,
     TrainedRole,
     TrainingPosition,
@@ -107,6 +108,16 @@ class MegatronBackend(MegatronPasses, ModelBackend):
 
     def load(self, folder: Path) -> TrainingPosition:
         return self.adapters.load(folder, self.optimizer) if self.adapters is not None else state.load(folder, self.optimizer)
+
+    def pieces(self) -> list[StatePart]:
+        grid = self.grid
+        return list(self.optimizer.pieces(f"{grid.tensor_rank}.{grid.pipeline_rank}", grid.expert_rank))
+
+    def counters(self) -> dict[str, int]:
+        return {"updates": self.optimizer.count}
+
+    def restored(self, counters: Mapping[str, int]) -> None:
+        self.optimizer.restored(counters["updates"])
 
     def _sync_weights(self) -> ModelWeights:
         return self.weights if self.adapters is None else self.adapters.published()

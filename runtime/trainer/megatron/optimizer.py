@@ -20,6 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 
 from runtime.config import Optimizer
+from runtime.trainer.backend import StatePart
 from runtime.trainer.megatron import facade
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")  # the optimizer's state of each weight: the weight in float32, and Adam's moments
@@ -169,6 +170,22 @@ class MegatronOptimizer:
                         part.optimizer.state[parameter]["step"] = torch.tensor(float(count))
                 else:  # a fused optimizer counts by group
                     group["step"] = count
+
+    def pieces(self, stage: str, expert: int) -> Iterator[StatePart]:
+        """Yield this rank's part of masters and moments. `stage`: the place within a block; `expert`: the expert rank."""
+        for name, parameter in self.model.module.named_parameters():
+            if parameter.requires_grad and (held := self._held(parameter)) is not None:
+                part = stage if getattr(parameter, "allreduce", True) else f"{stage}.{expert}"
+                for kind, data in held[2].items():
+                    yield StatePart(f"{part}/{kind}/{name}", held[0], data.view(-1))
+
+    def restored(self, count: int) -> None:
+        """Take over masters and moments, which the caller has overwritten, after `count` steps. Collective."""
+        self.set_count(count)
+        for part in self._parts():
+            part._copy_main_params_to_model_params()
+        self.model.start_param_sync()
+        self.settle()
 
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return by kind the whole state, float32 of the parameter's shape, from all blocks. Collective over its holders."""

@@ -26,7 +26,7 @@ from services.rpc.generated import common_pb2 as services_dot_rpc_dot_generated_
 from services.rpc.generated import trainer_pb2 as services_dot_rpc_dot_generated_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#services/rpc/generated/critic.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\x1a$services/rpc/generated/trainer.proto\"%\n\rValuesRequest\x12\x0e\n\x06groups\x18\x02 \x01(\x0cJ\x04\x08\x01\x10\x02\"\x1d\n\x0bValuesReply\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x32\xf9\x03\n\x06\x43ritic\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12\x36\n\x07Restore\x12\x19.sluice.v1.RestoreRequest\x1a\x10.sluice.v1.Empty\x12\x35\n\tBeginStep\x12\x16.sluice.v1.StepRequest\x1a\x10.sluice.v1.Empty\x12<\n\nAccumulate\x12\x1c.sluice.v1.AccumulateRequest\x1a\x10.sluice.v1.Empty\x12\x37\n\x05\x41pply\x12\x17.sluice.v1.ApplyRequest\x1a\x15.sluice.v1.ApplyReply\x12\x34\n\x04Save\x12\x16.sluice.v1.SaveRequest\x1a\x14.sluice.v1.SaveReply\x12:\n\x06Values\x12\x18.sluice.v1.ValuesRequest\x1a\x16.sluice.v1.ValuesReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#services/rpc/generated/critic.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\x1a$services/rpc/generated/trainer.proto\"%\n\rValuesRequest\x12\x0e\n\x06groups\x18\x02 \x01(\x0cJ\x04\x08\x01\x10\x02\"\x1d\n\x0bValuesReply\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x32\xeb\x04\n\x06\x43ritic\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12\x36\n\x07Restore\x12\x19.sluice.v1.RestoreRequest\x1a\x10.sluice.v1.Empty\x12;\n\x06Recall\x12\x19.sluice.v1.VersionRequest\x1a\x16.sluice.v1.RecallReply\x12\x35\n\tBeginStep\x12\x16.sluice.v1.StepRequest\x1a\x10.sluice.v1.Empty\x12<\n\nAccumulate\x12\x1c.sluice.v1.AccumulateRequest\x1a\x10.sluice.v1.Empty\x12\x37\n\x05\x41pply\x12\x17.sluice.v1.ApplyRequest\x1a\x15.sluice.v1.ApplyReply\x12\x33\n\x04Keep\x12\x19.sluice.v1.VersionRequest\x1a\x10.sluice.v1.Empty\x12\x34\n\x04Save\x12\x16.sluice.v1.SaveRequest\x1a\x14.sluice.v1.SaveReply\x12:\n\x06Values\x12\x18.sluice.v1.ValuesRequest\x1a\x16.sluice.v1.ValuesReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,5 +38,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VALUESREPLY']._serialized_start=164
   _globals['_VALUESREPLY']._serialized_end=193
   _globals['_CRITIC']._serialized_start=196
-  _globals['_CRITIC']._serialized_end=701
+  _globals['_CRITIC']._serialized_end=815
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ from services.rpc.generated import common_pb2 as services_dot_rpc_dot_generated_
 from services.rpc.generated import weights_pb2 as services_dot_rpc_dot_generated_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$services/rpc/generated/trainer.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\x1a$services/rpc/generated/weights.proto\"\x1b\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\",\n\x0c\x41pplyRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0e\n\x06probes\x18\x02 \x03(\x0c\"E\n\x11\x41\x63\x63umulateRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0e\n\x06groups\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08J\x04\x08\x02\x10\x03\"\x1c\n\nApplyReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"D\n\x0eRestoreRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\r\n\x05place\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\"J\n\x0bSaveRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\x0c\x12\x0c\n\x04keep\x18\x04 \x03(\rJ\x04\x08\x02\x10\x03R\x08position\"\x1a\n\tSaveReply\x12\r\n\x05parts\x18\x01 \x01(\x0c\"\x1f\n\rExportRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t2\xd8\x06\n\x07Trainer\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12U\n\x0fInitWeightGroup\x12!.sluice.v1.InitWeightGroupRequest\x1a\x1f.sluice.v1.InitWeightGroupReply\x12>\n\x0bJoinWeights\x12\x1d.sluice.v1.JoinWeightsRequest\x1a\x10.sluice.v1.Empty\x12\x45\n\x0bSendWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1b.sluice.v1.SendWeightsReply\x12G\n\rResendWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1b.sluice.v1.SendWeightsReply\x12;\n\x0c\x41\x62ortWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x10.sluice.v1.Empty\x12\x36\n\x07Restore\x12\x19.sluice.v1.RestoreRequest\x1a\x10.sluice.v1.Empty\x12\x35\n\tBeginStep\x12\x16.sluice.v1.StepRequest\x1a\x10.sluice.v1.Empty\x12<\n\nAccumulate\x12\x1c.sluice.v1.AccumulateRequest\x1a\x10.sluice.v1.Empty\x12\x37\n\x05\x41pply\x12\x17.sluice.v1.ApplyRequest\x1a\x15.sluice.v1.ApplyReply\x12\x34\n\x04Save\x12\x16.sluice.v1.SaveRequest\x1a\x14.sluice.v1.SaveReply\x12\x34\n\x06\x45xport\x12\x18.sluice.v1.ExportRequest\x1a\x10.sluice.v1.Empty\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$services/rpc/generated/trainer.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\x1a$services/rpc/generated/weights.proto\"\x1b\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\",\n\x0c\x41pplyRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0e\n\x06probes\x18\x02 \x03(\x0c\"E\n\x11\x41\x63\x63umulateRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0e\n\x06groups\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08J\x04\x08\x02\x10\x03\"\x1c\n\nApplyReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"D\n\x0eRestoreRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\r\n\x05place\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\";\n\x0eVersionRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"Y\n\x0bRecallReply\x12.\n\x07version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersionH\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x02 \x01(\tB\n\n\x08_version\"J\n\x0bSaveRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\x0c\x12\x0c\n\x04keep\x18\x04 \x03(\rJ\x04\x08\x02\x10\x03R\x08position\"\x1a\n\tSaveReply\x12\r\n\x05parts\x18\x01 \x01(\x0c\"\x1f\n\rExportRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t2\xca\x07\n\x07Trainer\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12U\n\x0fInitWeightGroup\x12!.sluice.v1.InitWeightGroupRequest\x1a\x1f.sluice.v1.InitWeightGroupReply\x12>\n\x0bJoinWeights\x12\x1d.sluice.v1.JoinWeightsRequest\x1a\x10.sluice.v1.Empty\x12\x45\n\x0bSendWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1b.sluice.v1.SendWeightsReply\x12G\n\rResendWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x1b.sluice.v1.SendWeightsReply\x12;\n\x0c\x41\x62ortWeights\x12\x19.sluice.v1.WeightsRequest\x1a\x10.sluice.v1.Empty\x12\x36\n\x07Restore\x12\x19.sluice.v1.RestoreRequest\x1a\x10.sluice.v1.Empty\x12;\n\x06Recall\x12\x19.sluice.v1.VersionRequest\x1a\x16.sluice.v1.RecallReply\x12\x35\n\tBeginStep\x12\x16.sluice.v1.StepRequest\x1a\x10.sluice.v1.Empty\x12<\n\nAccumulate\x12\x1c.sluice.v1.AccumulateRequest\x1a\x10.sluice.v1.Empty\x12\x37\n\x05\x41pply\x12\x17.sluice.v1.ApplyRequest\x1a\x15.sluice.v1.ApplyReply\x12\x33\n\x04Keep\x12\x19.sluice.v1.VersionRequest\x1a\x10.sluice.v1.Empty\x12\x34\n\x04Save\x12\x16.sluice.v1.SaveRequest\x1a\x14.sluice.v1.SaveReply\x12\x34\n\x06\x45xport\x12\x18.sluice.v1.ExportRequest\x1a\x10.sluice.v1.Empty\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,12 +43,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_APPLYREPLY']._serialized_end=300
   _globals['_RESTOREREQUEST']._serialized_start=302
   _globals['_RESTOREREQUEST']._serialized_end=370
-  _globals['_SAVEREQUEST']._serialized_start=372
-  _globals['_SAVEREQUEST']._serialized_end=446
-  _globals['_SAVEREPLY']._serialized_start=448
-  _globals['_SAVEREPLY']._serialized_end=474
-  _globals['_EXPORTREQUEST']._serialized_start=476
-  _globals['_EXPORTREQUEST']._serialized_end=507
-  _globals['_TRAINER']._serialized_start=510
-  _globals['_TRAINER']._serialized_end=1366
+  _globals['_VERSIONREQUEST']._serialized_start=372
+  _globals['_VERSIONREQUEST']._serialized_end=431
+  _globals['_RECALLREPLY']._serialized_start=433
+  _globals['_RECALLREPLY']._serialized_end=522
+  _globals['_SAVEREQUEST']._serialized_start=524
+  _globals['_SAVEREQUEST']._serialized_end=598
+  _globals['_SAVEREPLY']._serialized_start=600
+  _globals['_SAVEREPLY']._serialized_end=626
+  _globals['_EXPORTREQUEST']._serialized_start=628
+  _globals['_EXPORTREQUEST']._serialized_end=659
+  _globals['_TRAINER']._serialized_start=662
+  _globals['_TRAINER']._serialized_end=1632
 # @@protoc_insertion_point(module_scope)
