@@ -88,6 +88,7 @@ def _configured(config: Config, replicas: int, settings: CoordinatorBenchSetting
         run=replace(config.run, dir=str(folder), resume=""),
         training=replace(config.training, groups_per_step=groups, steps=steps),
         evaluation=Evaluation(before=False, after=False),
+        checkpoint=replace(config.checkpoint, in_memory="off"),  # engines that compute nothing have no state
         network=Network(security="none"),  # no agent gives keys; streams cost the same with them
         services=replace(
             config.services, rollout=Rollout(replicas=replicas, max_num_seqs=settings.groups * config.sampling.group_size)

@@ -20,7 +20,7 @@ import msgspec
 
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Death, Scale, Scaled
-from runtime.cluster.topology import is_group, shares_devices, slots
+from runtime.cluster.topology import UPDATED, is_group, shares_devices, slots
 from runtime.config import Config
 from runtime.coordinator import failover
 from runtime.coordinator.evaluation import EvaluationRun, ServingRun
@@ -390,8 +390,18 @@ class CoordinatorProcess(RunSupervisor):
             self._failed.set_exception(SluiceError(death.reason))
 
     def _start_again(self, death: Death) -> None:
-        if not self._nodes.start_again(death.name.rpartition("-")[0], death) and not self._failed.done():
-            self._failed.set_exception(SluiceError(death.reason))
+        role, step = death.name.rpartition("-")[0], self._run.context.history.version.step if self._run is not None else 0
+        if not self._nodes.start_again(role, death, step) and not self._failed.done():
+            allowed = getattr(self._config.services, role).restarts
+            why = f"; services.{role}.restarts allows no further start" if allowed else ""
+            self._failed.set_exception(SluiceError(death.reason + why))
+
+    def step_over(self) -> None:
+        elastic = any(getattr(self._config.services, role).elastic for role in UPDATED)
+        for role in self._nodes.grown() if elastic and not self.interrupted else []:
+            (unit,) = self._register.units(role)
+            if unit.state is UnitState.SERVING:
+                self._register.lose(unit, "starts again with more ranks")
 
     def vacated(self) -> None:
         absent, self._absent = self._absent, []

@@ -9,12 +9,23 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Binding, Placement, RestartBackoff, place
-from runtime.cluster.topology import Instance, group_of, has_several_nodes, is_group, named_paths, shares_devices, with_rollouts
+from runtime.cluster.topology import (
+    UPDATED,
+    Instance,
+    elastic_sizes,
+    group_of,
+    has_several_nodes,
+    is_group,
+    named_paths,
+    with_ranks,
+    with_rollouts,
+)
 from runtime.config import Config, Rollout, loading
 from runtime.coordinator.failover import Members, known_units
 from runtime.coordinator.register import Register, UnitState
@@ -31,7 +42,8 @@ class Nodes:
 
     def __init__(self, config: Config, trains: bool, register: Register):
         """Create it without nodes. `trains`: False for an evaluation alone."""
-        self.config = config  # the configuration, with the number of rollouts that the run has now
+        self._full = config
+        self.config = config  # the configuration, with the numbers of rollouts and elastic ranks that the run has now
         self._yaml = loading.to_yaml(config)
         self.run = uuid.uuid4().hex  # changes when all processes begin anew: agents then end what they ran before
         self._secret = secrets.token_bytes(32)  # for the keys of groups that span nodes
@@ -40,7 +52,8 @@ class Nodes:
         self.roster = Roster(config)
         self._placement: Placement | None = None
         self._paths: dict[str, NodePaths] = {}
-        self._allowances: dict[str, RestartBackoff] = {}  # of groups that span nodes
+        self._allowances: dict[str, RestartBackoff] = {}  # of groups
+        self._restarted: dict[str, int] = {}  # by role, the run's step as its group was last restarted
         self._assignments: dict[str, Assignment] = {}  # the newest of each node
         self._streams: dict[str, asyncio.Event] = {}  # set when the node's assignment has changed
         self._own = asyncio.Event()  # set once the node of this process has reported its paths
@@ -138,7 +151,10 @@ class Nodes:
         """Go on with an earlier coordinator's processes. Their nodes come again; `_take_in` starts what no longer runs."""
         if members.rollouts:
             self.config = with_rollouts(self.config, members.rollouts)
-            self._yaml = loading.to_yaml(self.config)
+        for unit in members.units:
+            if unit.role in UPDATED and len(unit.ranks) != getattr(self.config.services, unit.role).processes:
+                self.config = with_ranks(self.config, unit.role, len(unit.ranks))
+        self._yaml = loading.to_yaml(self.config)
         self._placement = Placement(tuple(members.seats), tuple(members.pending))
         for unit in members.units:
             self._register.take_up(unit.role, unit.ranks, unit.incarnation, unit.processes)
@@ -183,22 +199,60 @@ class Nodes:
             pending=[instance.name for instance in after.pending],
         )
 
-    def start_again(self, role: str, death: Death) -> bool:
-        """Restart a group that spans nodes, or shares devices with rollouts, as its next incarnation, after the delay that its
-        `restarts` give. Returns False if these allow no further start, and for other groups, whose node has tried already."""
+    def start_again(self, role: str, death: Death, step: int) -> bool:
+        """Restart a group of trainer or critic, or one that spans nodes, as its next incarnation, after the delay that its
+        `restarts` give. `step`: of the run; a group in memory that has made a step since its last restart is restarted at once.
+        Returns False if `restarts` allow no further start, and for other groups, whose node has tried already."""
         assert self._placement is not None
         nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
-        if len(nodes) < 2 and not shares_devices(self.config, role):
+        if len(nodes) < 2 and role not in UPDATED:
             return False
         if self._register.is_followed(death):
             return True  # the report is late: a newer incarnation has replaced this one
+        self._resize(role)
         allowed = getattr(self.config.services, role).restarts
-        delay = self._allowances.setdefault(role, RestartBackoff(allowed)).delay(time.monotonic())
+        before, self._restarted[role] = self._restarted.get(role, 0), step
+        delay: float | None = 0.0
+        if not allowed or step <= before or self.config.checkpoint.in_memory == "off":
+            delay = self._allowances.setdefault(role, RestartBackoff(allowed)).delay(time.monotonic())
         if delay is None:
             return False
         self._place([Instance(role, death.name)])
         asyncio.get_running_loop().call_later(delay, self._send_assignments)
         return True
+
+    def grown(self) -> list[str]:
+        """Return the elastic roles that could have more ranks on the nodes that are there."""
+        return [role for role in UPDATED if (found := self._fitting(role)) and found[0] > len(self._ranks(role))]
+
+    def _ranks(self, role: str) -> list[Binding]:
+        return [seat for seat in self._placement.seats if seat.instance.role == role] if self._placement is not None else []
+
+    def _fitting(self, role: str) -> tuple[int, Placement] | None:
+        """Return how many ranks of an elastic role the nodes have room for, and their placement; None for another role."""
+        full, mine = getattr(self._full.services, role), self._ranks(role)
+        if self._placement is None or not mine or not full.elastic:
+            return None
+        others = [seat for seat in self._placement.seats if seat.instance.role != role]
+        for ranks in elastic_sizes(self._full, role):
+            if isinstance(full.placement, list):  # no node gets more than its share
+                present = sum(node in self.roster.nodes for node in full.placement)
+                if ranks * len(full.placement) > full.processes * present:
+                    continue
+            with suppress(ConfigError):
+                config = with_ranks(self.config, role, ranks)
+                return ranks, place(config, self.roster.offers, others, trains=self._trains, waits=True)
+        return None
+
+    def _resize(self, role: str) -> None:
+        """Give an elastic group as many ranks as fit on the nodes that are there, if its nodes or its size change."""
+        there, mine, found = self.roster.nodes, self._ranks(role), self._fitting(role)
+        if found is None or (found[0] == len(mine) and all(seat.node in there for seat in mine)):
+            return
+        ranks, self._placement = found
+        log.warning("%s goes on with %d ranks, after %d", role, ranks, len(mine))
+        self.config = with_ranks(self.config, role, ranks)
+        self._yaml = loading.to_yaml(self.config)
 
     def _take_in(self, name: str) -> None:
         """Give processes to a node that joins during the run: its own, or to a new node those without room or node."""
@@ -240,6 +294,12 @@ class Nodes:
         self.roster.leave(name)
         self._streams.pop(name, None)
         log.warning("node %s is lost: its agent has ended, or does not answer", name)
+        # An elastic group that waits for this node goes on without it.
+        waiting = [unit for role in UPDATED for unit in self._register.units(role) if not unit.state.connected]
+        for unit in waiting:
+            if self._fitting(unit.role) is not None and any(seat.node == name for seat in self._ranks(unit.role)):
+                self._resize(unit.role)
+                self._start([seat.instance for seat in self._ranks(unit.role)])
 
     # ------------------------------------------------------------------------------------------ internals
 

@@ -16,7 +16,7 @@ from runtime.cluster import topology
 from runtime.cluster.topology import has_several_nodes
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
-from runtime.config.model_checks import kv_caches, memory_of_ranks
+from runtime.config.model_checks import kv_caches, memory_of_copies, memory_of_ranks
 from runtime.config.service_checks import unequal_numbers
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError
@@ -77,6 +77,9 @@ def _memory(config: Config, available: int | None) -> list[str]:
     for role, held in memory_of_ranks(config, on_cpus=available is not None).items():
         parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)
         lines.append(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
+    for role, size in memory_of_copies(config).items():
+        mirrored = ", twice that where its ranks are on several nodes"
+        lines.append(f"{role}: about {size / 1e9:.1f} GB of host memory for the copies of all ranks{mirrored}")
     if lines and available is None:
         lines.append("How much memory the devices have is not known here: each process compares when it starts")
     return lines

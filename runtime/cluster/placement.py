@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.cluster import topology
 from runtime.cluster.topology import Instance, devices_each, is_group, path_of, settings_of
-from runtime.config import Computing, Config, Placed, Rollout, Spread
+from runtime.config import Computing, Config, Placed, Rollout, Spread, Trainer
 from runtime.errors import ConfigError
 
 # ---- Limits on the restarts of a process; the caller gives the time
@@ -107,6 +107,11 @@ def place(
                 pending += table.seat_replicas(path, wanted)
         except _NoRoom as reason:
             faults.append(f"{path}{reason}")
+    for role in topology.UPDATED if config.checkpoint.in_memory == "another_node" else ():
+        held = {seat.node for seat in table.seats if seat.instance.role == role}
+        if len(held) == 1 and len(nodes) > 1:
+            where = f"all ranks of services.{role} are on node {held.pop()}, and copies of their state would be there too"
+            faults.append(f"checkpoint.in_memory: another_node, but {where}; place the ranks on several nodes, or must be auto")
     if faults:
         raise ConfigError(faults)
     return Placement(tuple(table.seats), tuple(pending))
@@ -178,7 +183,9 @@ class _Table:
     def _shares(self, path: str, settings: Computing, ranks: int, block: int) -> Iterator[tuple[str, int]]:
         """Yield (node, the most of the remaining ranks that it takes) for a group. Raises _NoRoom."""
         allowed = self._allowed(settings)
-        if isinstance(settings.placement, list) and (absent := [name for name in settings.placement if name not in allowed]):
+        whole = not (self._waits and isinstance(settings, Trainer) and settings.elastic)
+        absent = [name for name in settings.placement if name not in allowed] if isinstance(settings.placement, list) else []
+        if absent and whole:
             raise _NoRoom(f".placement: node '{absent[0]}' is not there, and a group needs all of its nodes")
         if settings.devices:
             yield self._node_of_named(path, settings, allowed), ranks

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Cluster, Computing, Config, Parallel, Process, Rollout, Spread
+from runtime.config import Cluster, Computing, Config, Parallel, Process, Rollout, Spread, Trainer
 
 ENVIRONMENT = "environment"  # the role whose processes play episodes
+UPDATED = ("trainer", "critic")  # the roles whose state no other process can make again
 
 
 class Instance(Struct, frozen=True):
@@ -139,7 +141,7 @@ def takes_turns(config: Config) -> bool:
 
 def shares_devices(config: Config, role: str) -> bool:
     """Return True if rollouts may share the devices of `role`: these are free for its replacement only once rollouts sleep."""
-    return takes_turns(config) and role in ("trainer", "critic")
+    return takes_turns(config) and role in UPDATED
 
 
 def reference_takes_part(config: Config) -> bool:
@@ -178,13 +180,32 @@ def settings_of(config: Config, instance: Instance) -> Process:
 
 def is_group(config: Config, role: str) -> bool:
     """Return True if a role's instances are the ranks of one SPMD group, which live and die together."""
-    return role in ("trainer", "critic") or (role == "reference" and config.services.reference.engine == "megatron")
+    return role in UPDATED or (role == "reference" and config.services.reference.engine == "megatron")
 
 
 def with_rollouts(config: Config, replicas: int) -> Config:
     """Return the configuration with another number of rollouts. Requires one fleet."""
     assert isinstance(config.services.rollout, Rollout)
     return replace(config, services=replace(config.services, rollout=replace(config.services.rollout, replicas=replicas)))
+
+
+def with_ranks(config: Config, role: str, ranks: int) -> Config:
+    """Return the configuration with another number of ranks of `role`, trainer or critic."""
+    settings: Trainer = getattr(config.services, role)
+    parallel = replace(settings.parallel, data=ranks // block_size(settings.parallel))
+    resized = replace(settings, processes=ranks, parallel=parallel if settings.engine == "megatron" else settings.parallel)
+    return replace(config, services=replace(config.services, **{role: resized}))
+
+
+def elastic_sizes(config: Config, role: str) -> Iterator[int]:
+    """Yield the numbers of ranks with which an elastic `role` can train, the largest first: whole blocks, over which prompts
+    of an update and experts are even."""
+    settings: Trainer = getattr(config.services, role)
+    parallel, training = settings.parallel, config.training
+    block = block_size(parallel)
+    for blocks in range(settings.processes // block, 0, -1):
+        if not (training.mini_batch_size or training.groups_per_step) % blocks and not blocks % parallel.expert:
+            yield blocks * block
 
 
 def named_paths(config: Config) -> dict[str, str]:

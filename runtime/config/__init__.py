@@ -85,6 +85,10 @@ class Checkpoint(Section, frozen=True):
     """Keep also the checkpoint with the best evaluation, of the steps that were both evaluated and saved."""
     async_save: bool = False
     """Engine megatron: files are written during training, from a copy in host memory. The next checkpoint waits for it."""
+    in_memory: Literal["auto", "another_node", "off"] = "auto"
+    """After each step trainer and critic copy their state into host memory that outlives their processes. A group that is lost
+    goes on from there, without repeating a step. `auto`: in the memory of each rank's node, and where ranks are on several
+    nodes also on another one; `another_node`: likewise, and a group on one node of several is refused; `off`: no copies."""
     gather: bool = False
     """Without `cluster.shared_folder`: the node of rank 0 gets copies of the other nodes' parts, so that a resume does not need
     these nodes. Engine torch saves all on that node anyway."""
@@ -279,8 +283,9 @@ class Process(Section, frozen=True):
     them. The default of `OMP_NUM_THREADS` is at most their number. Empty: all."""
     restarts: NonNegative = 3
     """How often a process of the role that died is started again, at most, within ten minutes; 0: never. The ranks of a group
-    are started together. After the death of a trainer or critic both continue from the newest checkpoint. A new
-    coordinator takes over the processes that live."""
+    are started together. A trainer or critic goes on from its copies in memory (`checkpoint.in_memory`), and does not count if
+    a step was made since its last restart; without copies both go back to the newest checkpoint. A new coordinator takes over
+    the processes that live."""
 
 
 class Placed(Process, frozen=True):
@@ -435,6 +440,13 @@ class Trainer(Computing, frozen=True):
     """Ranks of one group: with FSDP2, or as `parallel` says. Engine megatron: `tensor` × `context` × `pipeline` × `data`."""
     engine: Literal["torch", "megatron"] = "torch"
     """`torch` is embedded. `megatron` is megatron-core, for models on many devices."""
+    standby: bool = True
+    """Keep a process on each node that has imported what the ranks need, joins no group and holds no device memory; ranks are
+    forked from it, and a lost group is back without imports. `false`: each rank is a new program."""
+    elastic: bool = False
+    """Go on with fewer ranks when a node of the group is lost: with as many data-parallel blocks as the other nodes have room
+    for and divide the prompts of an update. The batch stays the same. When nodes come, the group grows after the step under
+    way. Needs `checkpoint.in_memory`."""
     parallel: Parallel = Parallel()
     backend: GroupBackend = "auto"
     """Backend of the ranks' process group. `auto`: hccl on NPUs, nccl on CUDA, else gloo. `gloo` on CUDA is for virtual GPUs

@@ -142,6 +142,8 @@ def semantic_faults(
         *_lora(config),
         *service_checks.weight_sync_faults(config),
         *model_checks.layout_faults(config, available_bytes),
+        *model_checks.copy_faults(config, available_bytes),
+        *service_checks.elastic_faults(config),
     ]
 
 

@@ -10,20 +10,30 @@ import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from runtime.cluster.topology import block_size, fleets, model_key, teachers, uses_reference
+from runtime.cluster.topology import UPDATED, block_size, fleets, model_key, teachers, uses_reference
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer
 from runtime.config.base import computed_dtype
 from runtime.errors import UserError
 from runtime.models import hf_folder, limits, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for
 from runtime.models.families.memory import RankBytes
-from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of, longest_text, memory_fault, rank_memory, uncut
+from runtime.models.limits import (
+    MEGATRON_NEEDS_CORE,
+    copies_bytes,
+    kv_cache_bytes,
+    layout_of,
+    longest_text,
+    memory_fault,
+    rank_memory,
+    uncut,
+)
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 
@@ -395,6 +405,26 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
             there = f"{free / 2**30:.1f} GiB are available{_HINT}"
             yield f"{path}.max_num_seqs: {slots} need {needed / 2**30:.1f} GiB of KV cache; {there}"
         free -= min(needed, free)
+
+
+def memory_of_copies(config: Config) -> dict[str, int]:
+    """Return, for trainer and critic with a known model, the bytes of the copies that `checkpoint.in_memory` keeps."""
+    models = {role: model for role, model in spread_models(config).items() if role in UPDATED and model is not None}
+    if config.checkpoint.in_memory == "off":
+        return {}
+    found = {}
+    for role, model in models.items():
+        with suppress(UserError):  # another check says what is wrong with the model
+            found[role] = copies_bytes(config, role, model)
+    return found
+
+
+def copy_faults(config: Config, available: int | None) -> Iterator[str]:
+    """Yield a line if the copies in memory do not fit. `available`: bytes of the machine, if all is on its CPUs."""
+    needed = sum(memory_of_copies(config).values())
+    if available is not None and needed > available:
+        there = f"{available / 2**30:.1f} GiB are available; must be off"
+        yield f"checkpoint.in_memory: {config.checkpoint.in_memory} needs {needed / 2**30:.1f} GiB of host memory, {there}"
 
 
 def layout_faults(config: Config, available: int | None) -> Iterator[str]:

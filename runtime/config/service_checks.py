@@ -288,6 +288,12 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
                 yield f"sampling.{name}: {value} needs rollouts of engine torch: vllm reports no kept sets; must be {off}"
 
 
+def elastic_faults(config: Config) -> Iterator[str]:
+    for role in topology.UPDATED:
+        if getattr(config.services, role).elastic and config.checkpoint.in_memory == "off":
+            yield f"services.{role}.elastic: true needs the copies of checkpoint.in_memory, which is off; must be false"
+
+
 def weight_sync_faults(config: Config) -> Iterator[str]:
     settings = config.weight_sync
     if settings.transport == "shared_memory" and settings.backend != "auto":

@@ -15,8 +15,9 @@
 A step is over once `course` has it. Later work is repeated, and idempotent: Apply answers with the same result, a version that
 is published again is there already, and the groups that were taken are the batch.
 
-A process that has seen a higher term, one more with each coordinator, refuses a lower one. If trainer or critic is not in the
-state of `course`, the run goes back to its newest checkpoint instead.
+A process that has seen a higher term, one more with each coordinator, refuses a lower one. A trainer or critic that was started
+again has the state of `course`, or that of the next step, in memory (`Recall`). Where it does not, the run goes back to its
+newest checkpoint. A coordinator that lives takes up its own run in the same way after the loss of trainer or critic.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from msgspec import Struct
 from runtime import timeouts, types
 from runtime.cluster.placement import Binding
 from runtime.cluster.topology import Instance, takes_turns
-from runtime.commands import Level, Offload, SetLevel
+from runtime.commands import Level, Offload, Recall, SetLevel
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import COURSE, RunState
 from runtime.coordinator.pools import models
-from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
-from runtime.errors import InUse, ServiceFault, SluiceError, StorageFull
+from runtime.coordinator.register import LIVING, ROLLOUT, Member, Register, Unit, UnitState
+from runtime.errors import InUse, ServiceFault, SluiceError, StorageFull, Unreachable
 from runtime.ledger.journal import LedgerWriter, Note
 from runtime.process.waiting import now
 from runtime.status import Registration
@@ -138,11 +139,15 @@ class MembershipStore:
 
 
 class FailoverState(Struct, frozen=True):
-    """The state to go on after `version`. `held`: the version of each rollout. `ahead`: the trainer has made the next."""
+    """The state to go on after `version`, with the trainer and the critic `models`; one that was lost since fails all calls.
+    `held`: the version of each rollout. `ahead`: the trainer has made the next. `lives`: the trainer is the process that made
+    `version`, and has its weights ready to be sent."""
 
+    models: tuple[Any, ...]
     version: PolicyVersion
     held: dict[Member, PolicyVersion]
     ahead: bool
+    lives: bool
 
     @property
     def having(self) -> list[Member]:
@@ -153,22 +158,33 @@ class FailoverState(Struct, frozen=True):
         return who in self.held and self.held[who].step >= step
 
 
+class NotInMemory(SluiceError):
+    """The copies of the version that a trainer or critic was to find in memory are lost."""
+
+
 async def take_up(config: Config, register: Register, course: RunState) -> FailoverState:
-    """Go on after `course` with the living processes. Raises SluiceError if trainer or critic is in another state."""
-    version, ahead = course.history.version, False
-    rollouts = register.units(ROLLOUT, UnitState.CONNECTED)
+    """Go on after `course` with the living processes. A trainer or critic that was started again goes on from its memory.
+    Raises SluiceError if one of them is in another state."""
+    version, ahead, lives, taken_up = course.history.version, False, True, list[Any]()
+    rollouts = register.units(ROLLOUT, UnitState.CONNECTED, *LIVING)
     held = await asyncio.gather(*(_version(config, register, unit) for unit in rollouts))  # then asleep if devices are shared
     for unit in models(register):
-        if unit.port is None or unit.member not in course.models:
-            raise SluiceError(f"{unit.name} (incarnation {unit.incarnation}) is not the process that made version {version}")
-        ordered = await unit.port.take_up()
+        if (port := unit.port) is None:
+            raise Unreachable(unit.name, "take up", unit.reason)
+        taken_up.append(port)
+        if unit.member not in course.models:
+            lives &= unit.role != "trainer"
+            recalled = await port.call(Recall(version))
+            if recalled.version is None:
+                raise NotInMemory(f"{unit.name} has neither version {version} nor the next in memory: {recalled.reason}")
+        ordered = await port.take_up()
         if ordered not in (version.step, version.step + 1):
             raise SluiceError(f"{unit.name} has made {ordered} steps, but {version.step} are over")
         if takes_turns(config):
-            await unit.port.call(Offload())  # no role has the devices at first
+            await port.call(Offload())  # no role has the devices at first
         ahead |= unit.role == "trainer" and ordered > version.step
     known = {unit.member: theirs for unit, theirs in zip(rollouts, held, strict=True) if theirs is not None}
-    return FailoverState(version, known, ahead)
+    return FailoverState(tuple(taken_up), version, known, ahead, lives)
 
 
 async def _version(config: Config, register: Register, unit: Unit) -> PolicyVersion | None:

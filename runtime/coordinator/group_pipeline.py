@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from runtime import types
-from runtime.commands import FinishGroup, RolePort
+from runtime.commands import HANDED_OVER, FinishGroup, RolePort
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.gateways import concurrency_of
@@ -114,12 +114,13 @@ class GroupStage:
         same = self._config.gateway is not None or taken_up.has_since(member_of(rollout), group.deadline - bound)
         return rollout if same else None
 
-    async def close(self) -> None:
+    async def close(self, handed_over: bool = False) -> None:
+        """End all work on groups. `handed_over`: calls under way are not withdrawn, as the next attempt makes them again."""
         self._pool.unsubscribe(self._look)
         if self._alarm is not None:
             self._alarm.cancel()
         for life in self._lives:
-            life.cancel()
+            life.cancel(HANDED_OVER if handed_over else None)
         await asyncio.gather(*self._lives, return_exceptions=True)
 
     def _admit(self) -> Group:

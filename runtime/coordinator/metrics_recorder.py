@@ -54,7 +54,8 @@ class RunHistory(Struct):
     this run, else the one that the run resumes, else "", the beginning. What a former run left in the folder does not count."""
 
     folder: str = ""
-    version: PolicyVersion = PolicyVersion()  # all steps up to this version are over: applied, published and recorded
+    version: PolicyVersion = PolicyVersion()
+    """All steps up to this version are over: applied, copied into memory (`checkpoint.in_memory`), published and recorded."""
     attempts: int = 0  # attempts that have ended
     totals: Totals = msgspec.field(default_factory=Totals)
     accuracy: dict[int, float] = {}  # the results of evaluations, by step
@@ -76,11 +77,14 @@ class RunHistory(Struct):
         self.folder, self.at_folder = str(folder.absolute()), totals
 
     def lost(self, step: int) -> None:
-        """Record that the attempt ended at `step`: the steps after the checkpoint will be done again."""
+        """Record that the attempt ended at `step`."""
         self.attempts += 1
-        self.totals, self.evaluating = self.at_folder.copy(), None
         self.attempts_without_progress = 0 if step > self.best_step else self.attempts_without_progress + 1
         self.best_step = max(self.best_step, step)
+
+    def go_back(self) -> None:
+        """Go back to the checkpoint: the steps after it will be done again."""
+        self.totals, self.evaluating = self.at_folder.copy(), None
 
     def is_at(self, folder: Path) -> bool:
         """Return True if the next attempt would begin with the checkpoint `folder`."""
@@ -101,11 +105,14 @@ class RunState(Struct, kw_only=True):
     rl_seconds: float = 0.0
 
 
-def save_run_state(context: RunContext, roles: Roles) -> None:
+def run_state(context: RunContext, roles: Roles) -> RunState:
     models, history = [member_of(model) for model in roles.models], context.history
     seconds = now() - history.rl_began if history.rl_began else 0.0
-    course = RunState(run=context.run, models=models, history=history, rl_seconds=seconds)
-    context.ledger.record(Note(key=COURSE, value=types.encode(course)))
+    return RunState(run=context.run, models=models, history=history, rl_seconds=seconds)
+
+
+def save_run_state(context: RunContext, roles: Roles) -> None:
+    context.ledger.record(Note(key=COURSE, value=types.encode(run_state(context, roles))))
 
 
 @dataclass(kw_only=True)
@@ -186,6 +193,9 @@ class RunSupervisor:
         self._register, self._progress = register, progress
         self.interrupted = False  # the run is to end: a later loss ends it, and no evaluation begins
         self._watchers: set[asyncio.Event] = set()
+
+    def step_over(self) -> None:
+        """Note that a step is over: an elastic group may grow now."""
 
     def vacated(self) -> None:
         """Note that trainer or critic is lost and its devices are free: another may begin there."""

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import types
+from runtime.cluster.topology import UPDATED
 from runtime.commands import RolePort, TrainerPort
 from runtime.config import Config
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitChange, UnitState, member_of
@@ -25,8 +26,6 @@ from runtime.process.waiting import done_within, now, still_missing
 from runtime.rewards.scorer import combine, played
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import Command, GeneratedGroup, GroupRequest, PolicyVersion, RunEpisodesRequest, ScoreRequest, Scores
-
-UPDATED = ("trainer", "critic")  # the roles whose state no other process can get, except from a checkpoint
 
 R = TypeVar("R")
 
@@ -113,16 +112,17 @@ def scorers(register: Register, patience: float) -> dict[str, Replicas]:
 class Roles:
     """The roles that a run needs besides rollouts. An attempt keeps the trainer and the critic that it began with."""
 
-    def __init__(self, register: Register, patience: float):
-        """Look up the roles. `patience`: see `Replicas`. Raises Unreachable if trainer or critic is lost."""
+    def __init__(self, register: Register, patience: float, taken_up: Sequence[Any] = ()):
+        """Look up the roles. `patience`: see `Replicas`. `taken_up`: the trainer and the critic to go on with, which may be
+        lost. Raises Unreachable if trainer or critic is lost otherwise."""
         self.scorers = scorers(register, patience)
         self.references = Replicas(register, "reference", patience)
         trained = models(register)
-        if lost := next((unit for unit in trained if unit.port is None), None):
+        if (lost := next((unit for unit in trained if unit.port is None), None)) and not taken_up:
             raise Unreachable(lost.name, "start", lost.reason)
-        self.models: list[RolePort] = [unit.port for unit in trained]
-        self.trainer: TrainerPort = trained[0].port
-        self.critic: RolePort | None = trained[1].port if len(trained) > 1 else None
+        self.models: list[RolePort] = [*(taken_up or (unit.port for unit in trained))]
+        self.trainer = cast(TrainerPort, self.models[0])
+        self.critic: RolePort | None = self.models[1] if len(trained) > 1 else None
 
 
 class RewardScoring:

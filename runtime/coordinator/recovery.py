@@ -5,10 +5,11 @@ due, its content, and which are kept (`Checkpoints`).
 
     an attempt trains … ✗ the trainer is lost → the critic is given up → wait until both are started again
                                                                                       ↓
-        the next attempt goes on from the newest checkpoint (`RunHistory.folder`) ← ← ←
+        both find their state in memory (`failover.take_up`): the next attempt takes up the run where it was
+        otherwise the next attempt goes on from the newest checkpoint (`RunHistory.folder`)
 
-    kept         rollouts; the ledger with all groups, their replies and scores; evaluations up to the checkpoint
-    done again   the steps after the checkpoint; replies that were in generation as the attempt ended
+    kept         rollouts; the ledger with all groups, their replies and scores; groups under way; evaluations
+    done again   the step under way; from a checkpoint, the steps after it, and replies that were in generation
 
 A loss ends the run in four cases: lost processes are not started again; the first version is not published yet; the run is
 interrupted; more attempts in a row than `services.trainer.restarts` made no progress.
@@ -110,7 +111,7 @@ class Recovery:
                 self._loss.set_result(Unreachable(model.name, "run", unit.reason))
                 for other in self._models:
                     if other is not model and self._replaced():
-                        self._register.lose(other, f"goes back to a checkpoint with {model.name}")
+                        self._register.lose(other, f"starts again with {model.name}")
 
     def _replaced(self) -> bool:
         """Return True if lost models are started again, False if a loss ends the run."""
@@ -131,6 +132,13 @@ async def models_back(config: Config, register: Register) -> None:
     late = await wait_for(register, lambda: [unit.name for unit in models(register) if unit.port is None], now() + timeout)
     if late:
         raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
+
+
+async def started_anew(config: Config, register: Register, why: str) -> None:
+    """Give up trainer and critic, unless they are lost, and wait until new ones serve. Raises DeadlineExceeded."""
+    for unit in models(register):
+        register.lose(unit, why)
+    await models_back(config, register)
 
 
 # ---- Checkpoints

@@ -202,12 +202,12 @@ class Register:
     # ------------------------------------------------------------------------------------------ writing
 
     def place(self, role: str, ranks: Sequence[str]) -> None:
-        """Place a unit on a node. If the unit has run before, place its next incarnation."""
+        """Place a unit on a node. If the unit has run before, place its next incarnation, perhaps with other `ranks`."""
         unit = self.find(ranks[0])
         if unit is None:
             self.take_up(role, ranks, incarnation=0, processes=())
-        elif unit.state is not UnitState.PLACED:
-            self._follow(unit, unit.incarnation + 1)
+        elif unit.state is not UnitState.PLACED or unit.ranks != tuple(ranks):
+            self._follow(unit, unit.incarnation + 1, tuple(ranks))
 
     def take_up(self, role: str, ranks: Sequence[str], incarnation: int, processes: Sequence[Any]) -> None:
         """Add a unit known to an earlier coordinator. `processes`: of all ranks if all had registered, else empty."""
@@ -271,10 +271,15 @@ class Register:
         self._move(unit, state, **fields)
         return True
 
-    def _follow(self, unit: Unit, incarnation: int) -> Unit:
+    def _follow(self, unit: Unit, incarnation: int, ranks: tuple[str, ...] = ()) -> Unit:
         if not unit.state.over:
             unit = self._move(unit, UnitState.LOST, port=None, reason=f"incarnation {incarnation} has come in its place")
-        return self._move(unit, UnitState.PLACED, incarnation=incarnation)
+        if not ranks or ranks == unit.ranks:
+            return self._move(unit, UnitState.PLACED, incarnation=incarnation)
+        for rank in unit.ranks:
+            del self._unit_of[rank]
+        self._unit_of |= dict.fromkeys(ranks, ranks[0])
+        return self._move(unit, UnitState.PLACED, incarnation=incarnation, ranks=ranks, processes=(None,) * len(ranks))
 
     def _move(self, unit: Unit, state: UnitState, **fields: Any) -> Unit:
         after = moved(unit, state, **fields)

@@ -20,7 +20,7 @@ An attempt goes from the beginning or a checkpoint to the last step, or until tr
     Recovery           waits until the register reports the loss of trainer or critic
 
 When trainer or critic is lost, `_until_saved`, which needs both, is cancelled. All else goes on until both are started again.
-Then the next attempt goes on from the newest checkpoint.
+Then the next attempt takes up the run from their copies in memory, or else goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -36,24 +36,33 @@ from typing import Any
 from runtime import run_files, types
 from runtime.chosen_algorithm import streams
 from runtime.cluster.topology import takes_turns
-from runtime.commands import Export, Restore
+from runtime.commands import Export, Keep, Restore
 from runtime.config import Config
 from runtime.coordinator import failover
 from runtime.coordinator.buffer import Buffer, DynamicSampling, asked_of
 from runtime.coordinator.devices import ColocatedDevices
 from runtime.coordinator.evaluation import evaluator_of
-from runtime.coordinator.failover import FailoverState
+from runtime.coordinator.failover import FailoverState, NotInMemory
 from runtime.coordinator.gateways import rollout_pool
 from runtime.coordinator.group_pipeline import STREAM, GroupStage
-from runtime.coordinator.metrics_recorder import MetricsRecorder, RunContext, RunHistory, RunState, gap, needs, save_run_state
-from runtime.coordinator.pools import Roles, RolloutPool, models
-from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
+from runtime.coordinator.metrics_recorder import (
+    MetricsRecorder,
+    RunContext,
+    RunHistory,
+    RunState,
+    gap,
+    needs,
+    run_state,
+    save_run_state,
+)
+from runtime.coordinator.pools import Roles, RolloutPool
+from runtime.coordinator.recovery import Checkpoints, Recovery, models_back, started_anew
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.coordinator.staleness import PipelineDepth, most_live
 from runtime.coordinator.train_loop import TrainLoop
 from runtime.coordinator.weight_sync import Devices, WeightPublisher
 from runtime.data.prompts import PromptStream, StreamState
-from runtime.errors import SluiceError, UserError
+from runtime.errors import SluiceError, Unreachable, UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
@@ -85,7 +94,7 @@ class Attempt:
     def __init__(self, context: RunContext, pool: RolloutPool, taken_up: FailoverState | None = None):
         """Create an attempt. `taken_up`: an earlier coordinator's state. Raises Unreachable without trainer or critic."""
         config, history = context.config, context.history
-        roles = Roles(pool.register, config.deadlines.start)
+        roles = Roles(pool.register, config.deadlines.start, taken_up.models if taken_up else ())
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
         train, data = context.train, config.data
         self._stream = PromptStream(train.problems, config.run.seed, data.shuffle, train.shares, data.curriculum)
@@ -121,6 +130,7 @@ class Attempt:
         self._recovery = Recovery(context, roles, pool.register)
         self.accuracy_after: float | None = None
         self.vacated = False  # after a loss: the devices are free for another trainer
+        self.follows: FailoverState | None = None  # after a loss: the state that the next attempt takes up
 
     # ------------------------------------------------------------------------------------------ public
 
@@ -145,21 +155,30 @@ class Attempt:
                 self.recorder.report("recovering", detail=str(loss))
                 await self._vacate()
                 await self._recovery.wait_restarted(loss)
+                self.follows = await self._recall()
             await self._close()  # ends the tasks before the last records are written
         await self._context.ledger.flush()
         return loss is not None
+
+    async def _recall(self) -> FailoverState | None:
+        """Return the state in which the next attempt takes up the run; None if it has to go back to a checkpoint."""
+        if self._config.checkpoint.in_memory != "off":
+            return await _taken_up(self._context, self._pool.register, run_state(self._context, self._roles))
+        self._context.history.go_back()
+        return None
 
     def _go_beside(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:  # until `_close`
         self._beside.append(self._tasks.create_task(work))
         return self._beside[-1]
 
     async def _close(self) -> None:
-        """End all remaining tasks. The next attempt generates groups under way again: they would mix the weights of two."""
+        """End all remaining tasks. Groups under way go on in the next attempt if it takes up the run. Otherwise it generates
+        them again: they would mix the weights of two."""
         for task in self._beside:
             task.cancel()
         self.recorder.probes.close()
         self._devices.close()
-        await self._groups.close()
+        await self._groups.close(handed_over=self.follows is not None)
         self.publisher.close()
 
     async def _vacate(self) -> None:
@@ -202,6 +221,11 @@ class Attempt:
         if self._taken_up is not None:
             await self._take_up(self._taken_up)
         before, version = now(), self.buffer.version(self.buffer.committed)
+        if self._position is not None and self._history.attempts:  # what is in memory of the lineage before does not count
+            self._history.version = version
+            save_run_state(self._context, self._roles)
+        if self._taken_up is None and self._config.checkpoint.in_memory != "off":
+            await asyncio.gather(*(model.call(Keep(version)) for model in self._roles.models))
         if self._pool.membership.committed != version and not self.publisher.waits_for_next:
             # At its end the lease waits for the rollouts to have the version.
             async with self._devices.lease("trainer") as lease:
@@ -298,12 +322,14 @@ class Attempt:
         self.buffer.incarnation = found.version.incarnation
         self._checkpoints.take_up()
         if takes_turns(self._config):
+            self._pool.membership.committed = None  # sleeping rollouts have no weights
             # The rollouts were put to sleep, so the groups in generation are generated again, from the same seeds.
             for group in [one for one in self.buffer if one.state.phase == Phase.GENERATING]:
                 self.buffer.lose(group.group_id)
         else:
             self._pool.take_up(found.version, found.having)
-            self.publisher.kept = found.version  # an earlier coordinator had the trainer gather it into its buckets
+            if found.lives:
+                self.publisher.kept = found.version  # the trainer has gathered it into its buckets
         self.publisher.waits_for_next = self.recorder.probes.given_before = found.ahead
 
     async def _restore(self, position: Position) -> None:
@@ -359,6 +385,24 @@ def run_figures(config: Config, register: Register, progress: Progress, run: Tra
 log = logging.getLogger("sluice")
 
 
+async def _taken_up(context: RunContext, register: Register, course: RunState) -> FailoverState | None:
+    """Bring trainer and critic to the state after `course`. They are started again if one is in another state or is lost, and
+    then look for it in memory. Return None if it is not there: the run goes back to a checkpoint, and both are new."""
+    config, tries = context.config, 2
+    while True:
+        try:
+            return await failover.take_up(config, register, course)
+        except SluiceError as error:
+            tries -= not isinstance(error, Unreachable)
+            back = not tries or isinstance(error, NotInMemory) or config.checkpoint.in_memory == "off"
+            what = "the run goes back to its newest checkpoint" if back else "trainer and critic are started again"
+            log.warning("%s: %s", what, error)
+            await started_anew(config, register, str(error))
+        if back:
+            context.history.go_back()
+            return None
+
+
 class TrainingRun:
     """One run. `stop` ends it in order; `execute` does the work."""
 
@@ -371,18 +415,12 @@ class TrainingRun:
     @classmethod
     async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
         """Go on after `course`, or without its trainer or critic from the newest checkpoint. Raises DeadlineExceeded."""
-        config, history = context.config, context.history
+        history = context.history
         history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
-        try:
-            found = await failover.take_up(config, register, course)
-        except SluiceError as error:
-            log.warning("the run goes back to its newest checkpoint: %s", error)
-            for unit in models(register):
-                register.lose(unit, str(error))
+        if (found := await _taken_up(context, register, course)) is None:
             history.lost(history.version.step)
-            await models_back(config, register)
             await _require_whole(history)
-            return cls(context, register)
+            await models_back(context.config, register)
         return cls(context, register, found)
 
     def stop(self, reason: str) -> None:
@@ -416,8 +454,10 @@ class TrainingRun:
     async def execute(self) -> Summary:
         """Run all attempts. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
         while await self.attempt.execute():
-            await _require_whole(self.context.history)
-            self.attempt = Attempt(self.context, self.pool)
+            if self.attempt.follows is None:
+                await _require_whole(self.context.history)
+                await models_back(self.context.config, self.pool.register)  # one may be lost meanwhile
+            self.attempt = Attempt(self.context, self.pool, self.attempt.follows)
             if self.context.supervisor.interrupted:
                 self.attempt.stop(INTERRUPTED)
         return self._summary()

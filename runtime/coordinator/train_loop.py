@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from runtime.chosen_algorithm import groups_per_update, streams
 from runtime.cluster.topology import alternates
-from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload, RolePort
+from runtime.commands import Accumulate, Apply, BeginStep, Keep, Offload, Onload, RolePort
 from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.metrics_recorder import MetricsRecorder, RunContext, TrainedStep
 from runtime.coordinator.pools import Roles
@@ -27,7 +27,7 @@ from runtime.ledger.checkpoint import Position
 from runtime.process.waiting import now
 from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, SpanClock, WeightSyncFigures
 from runtime.telemetry.summary import Totals
-from runtime.types import StepResult, TrainGroup
+from runtime.types import PolicyVersion, StepResult, TrainGroup
 
 
 class TrainLoop:
@@ -44,9 +44,10 @@ class TrainLoop:
     ):
         config = context.config
         updates = AlternatingUpdates if alternates(config) else ModelUpdates
-        self._updates = updates(roles.models, context.spans)
+        self._updates = updates(roles.models, context.spans, config.checkpoint.in_memory != "off")
         self._devices, self._buffer, self._recorder, self._checkpoints = devices, buffer, recorder, checkpoints
         self._ledger, self._spans, self._history = context.ledger, context.spans, context.history
+        self._supervisor = context.supervisor
         self._streams = streams(config)
         self._groups_per_update = groups_per_update(config)
         self._save_every = config.checkpoint.every
@@ -104,11 +105,12 @@ class TrainLoop:
         return self.next < buffer.step or (goes_on and self._devices.have_batch())
 
     async def _apply(self, step: int) -> list[asyncio.Task[StepResult]]:
-        """Order the update. Return the tasks of the trainer's result and of the critic's, if there is one."""
+        """Order the update. Return the tasks of the trainer's result and of the critic's, if there is one. A task ends once the
+        update is copied: a version that rollouts commit cannot be lost with the ranks that made it."""
         if self._updates.alternating:
             await self.saved()  # saving uses the devices as well
         probes = await self._recorder.probes.answers(self._buffer.version(step))
-        applying = await self._updates.apply(self._tasks, step, probes)
+        applying = await self._updates.apply(self._tasks, self._buffer.version(step + 1), probes)
         self._recorder.first_applied = self._recorder.first_applied or now()
         return applying
 
@@ -180,6 +182,7 @@ class TrainLoop:
         if self._recorded is not None and not self._recorded.done():
             self._recorded.set_result(self._history.totals.copy())
         self._ledger.then(partial(self._updates.acknowledge, trained.step))
+        self._supervisor.step_over()
 
     async def _finish_unpublished(
         self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], position: Position | None
@@ -219,8 +222,9 @@ class ModelUpdates:
 
     alternating = False
 
-    def __init__(self, models: Sequence[RolePort], spans: SpanClock):
-        self._models, self._spans = models, spans
+    def __init__(self, models: Sequence[RolePort], spans: SpanClock, keeps: bool):
+        """Create it. `keeps`: each update is copied into memory that outlives the ranks, before it counts as applied."""
+        self._models, self._spans, self._keeps = models, spans, keeps
 
     def begin(self, tasks: asyncio.TaskGroup, step: int) -> None:
         for model in self._models:
@@ -236,14 +240,23 @@ class ModelUpdates:
         for model in self._models:
             model.acknowledge(Apply(step))
 
-    async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
-        """Order the update; the trainer's command is sent when this returns. Return the tasks of the results, trainer first."""
+    async def apply(
+        self, tasks: asyncio.TaskGroup, version: PolicyVersion, probes: Sequence[bytes]
+    ) -> list[asyncio.Task[StepResult]]:
+        """Order the update that makes `version`; the trainer's command is sent when this returns. Return the tasks of the
+        results, trainer first; each ends once the update is copied as well."""
+        step = version.step - 1
         trainer, *critics = self._models
-        trained = self._applied(trainer.post(Apply(step, tuple(probes))), UPDATE)
-        valued = [self._applied(critic.post(Apply(step)), UPDATE_CRITIC) for critic in critics]
+        trained = self._applied(trainer, Apply(step, tuple(probes)), version, UPDATE)
+        valued = [self._applied(critic, Apply(step), version, UPDATE_CRITIC) for critic in critics]
         return [tasks.create_task(each) for each in (trained, *valued)]
 
-    async def _applied(self, apply: Coroutine[Any, Any, StepResult], phase: str) -> StepResult:
+    def _applied(self, model: RolePort, apply: Apply, version: PolicyVersion, phase: str) -> Coroutine[Any, Any, StepResult]:
+        """Send the update, and the order to copy its result, now. The returned coroutine waits for both."""
+        applied = self._timed(model.post(apply), phase)
+        return _first(applied, *([model.post(Keep(version))] if self._keeps else []))
+
+    async def _timed(self, apply: Coroutine[Any, Any, StepResult], phase: str) -> StepResult:
         result = await apply
         end = now()
         self._spans.add(phase, end - result.seconds, end)
@@ -265,24 +278,35 @@ class AlternatingUpdates(ModelUpdates):
     def accumulate(self, tasks: asyncio.TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
         self._parts.append((groups, last))
 
-    async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
+    async def apply(
+        self, tasks: asyncio.TaskGroup, version: PolicyVersion, probes: Sequence[bytes]
+    ) -> list[asyncio.Task[StepResult]]:
         # Offload waits for the commands before: the trainer's newest version is gathered. Then the critic loads and updates.
         trainer, critic = self._models
         await trainer.call(Offload())
         await critic.call(Onload())
-        valued = self._update(tasks, critic, Apply(step), UPDATE_CRITIC)
+        step = version.step - 1
+        valued = self._update(tasks, critic, Apply(step), version, UPDATE_CRITIC)
         await valued
         # The trainer loads only after the critic has left the devices.
         await critic.call(Offload())
         await trainer.call(Onload())
-        return [self._update(tasks, trainer, Apply(step, tuple(probes)), UPDATE), valued]
+        return [self._update(tasks, trainer, Apply(step, tuple(probes)), version, UPDATE), valued]
 
-    def _update(self, tasks: asyncio.TaskGroup, model: RolePort, apply: Apply, phase: str) -> asyncio.Task[StepResult]:
+    def _update(
+        self, tasks: asyncio.TaskGroup, model: RolePort, apply: Apply, version: PolicyVersion, phase: str
+    ) -> asyncio.Task[StepResult]:
         """Send the batch that was kept, and order the update."""
         tasks.create_task(model.post(BeginStep(apply.step)))
         for groups, last in self._parts:
             tasks.create_task(model.post(Accumulate(apply.step, groups, last)))
-        return tasks.create_task(self._applied(model.post(apply), phase))
+        return tasks.create_task(self._applied(model, apply, version, phase))
+
+
+async def _first(first: Coroutine[Any, Any, StepResult], *others: Coroutine[Any, Any, None]) -> StepResult:
+    """Return the result of the first, once all are done."""
+    result, *_ = await asyncio.gather(first, *others)
+    return result
 
 
 async def joined(trainer: asyncio.Task[StepResult], others: Sequence[asyncio.Task[StepResult]]) -> StepResult:

@@ -4,6 +4,7 @@ before them. Loads no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,19 @@ def rank_memory(config: Config, role: str, model: Mapping[str, Any], on_cpus: bo
     )
     family = family_for(model, value_head=role == "critic")
     return rank_bytes(family, layout_of(settings.parallel), work, adapters_of(config, role, family))
+
+
+MOMENTS = {"adamw": 8, "muon": 4, "adamw_8bit": 2}  # bytes of an element's optimizer state
+
+
+def copies_bytes(config: Config, role: str, model: Mapping[str, Any]) -> int:
+    """Return the host memory, on one node of several or on the only one, of the copies of all ranks of `role` together
+    (`checkpoint.in_memory`): two versions of float32 weights and optimizer state. `model` is a config.json. On several nodes
+    each copy has a mirror, so all nodes together have twice as much. Raises UserError if the model has no mapping."""
+    family = family_for(model, value_head=role == "critic", mapped=False)
+    trained = adapters_of(config, role, family) or family
+    elements = sum(math.prod(shape) for shape in trained.tensors().values())
+    return 2 * elements * (4 + MOMENTS[config.optimizer_of("critic" if role == "critic" else "trainer").name])
 
 
 def adapters_of(config: Config, role: str, family: Family) -> AdapterTable | None:

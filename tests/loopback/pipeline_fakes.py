@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pytest
@@ -551,6 +551,8 @@ class RunFolder:
     groups_per_step: int = 4
     problems: int = 23
     eval_problems: int = 0
+    in_memory: Literal["auto", "off"] = "off"
+    """Copies in memory. Without them a loss leads back to a checkpoint."""
     sections: dict[str, Any] = field(default_factory=dict)
     progress: list[Progress] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
@@ -567,7 +569,8 @@ class RunFolder:
             weight_sync=config.WeightSyncConfig(transfer_timeout=20.0, commit_timeout=20.0),
             trackers=[config.Tracker(name="jsonl")],
         )
-        return replace(base, **self.sections)
+        settings = replace(base, **self.sections)
+        return replace(settings, checkpoint=replace(settings.checkpoint, in_memory=self.in_memory))
 
     def run(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None = None, resume: str = "") -> Summary:
         """Execute one run; `course(run)` goes on beside it. Raises what the coordinator would tell."""

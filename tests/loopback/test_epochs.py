@@ -35,6 +35,7 @@ from tests.loopback.losable import Losable
 from tests.loopback.weight_cases import DEADLINE, MANIFEST, come, expected, on_a_loop, same, until
 
 # Longer than a test may take: what waits for one of these deadlines fails.
+WITHOUT_COPIES = config.Checkpoint(in_memory="off")  # the engines of these tests have no state
 WEIGHT_SYNC = config.WeightSyncConfig(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0)
 COLLECTIVE = replace(WEIGHT_SYNC, transport="collective")
 
@@ -166,7 +167,7 @@ class RolloutHere(Port):
 class TrainerHere(Port):
     def __init__(self, settings: config.WeightSyncConfig) -> None:
         weight_sync = replace(settings, bucket_bytes=MANIFEST.bucket_bytes)
-        made = config.Config(run=config.Run(name="test"), weight_sync=weight_sync)
+        made = config.Config(run=config.Run(name="test"), weight_sync=weight_sync, checkpoint=WITHOUT_COPIES)
         service = TrainerService(made, "trainer-0", 0)
         self.engine = Untrained()
         self.rank = service._worker = TrainRank(self.engine, made)
@@ -580,7 +581,7 @@ class TwoSenders(TrainerHere):
         def make_rank(made: config.Config, rank: int, world_size: int) -> TrainRank:
             return TrainRank(self.engines[rank], made)
 
-        made = config.Config(run=config.Run(name="test", resume=""), weight_sync=settings)
+        made = config.Config(run=config.Run(name="test", resume=""), weight_sync=settings, checkpoint=WITHOUT_COPIES)
         self.services = [TrainerService(made, "trainer-0", rank) for rank in range(RANKS)]
         for service in self.services:
             service._make_rank = make_rank

@@ -152,7 +152,7 @@ def dies(desk: Desk, name: str, incarnation: int = 0) -> bool:
     """Whether the group is started again, as its agent tells of a rank's death."""
     death = Death(node="a", name=name, incarnation=incarnation, reason="was killed")
     desk.register.lose(death, death.reason)
-    return desk.nodes.start_again("trainer", death)
+    return desk.nodes.start_again("trainer", death, step=0)
 
 
 def placed(desk: Desk) -> set[str]:
@@ -189,14 +189,15 @@ async def test_each_node_is_told_its_own_once_all_have_come_and_who_has_yet_to_c
 
 
 @handed(run, make(services={"trainer": {"processes": 2}}))
-async def test_a_run_on_one_node_does_not_tell_that_it_waits_for_it_and_its_groups_are_its_to_start_again(desk: Desk) -> None:
+async def test_a_run_on_one_node_does_not_tell_that_it_waits_for_it_and_its_groups_are_started_again(desk: Desk) -> None:
     told: list[str] = []
     placing = asyncio.create_task(desk.nodes.placed(time.monotonic(), told.append))
     a = IdleAgent(desk, registration("a", own=True))
     await placing
     assert told == []
-    await a.told()
-    assert not dies(desk, "trainer-0")
+    assert (await a.told())["trainer-0"] == 0
+    assert dies(desk, "trainer-0")
+    assert (await a.told())["trainer-0"] == 1
 
 
 @handed(run, make(cluster=NAMED, deadlines={"start": 2.0}))
@@ -287,6 +288,29 @@ async def test_a_group_over_two_nodes_is_started_again_on_both_as_often_as_it_ma
     assert dies(desk, "trainer-4")  # the other node tells of the same end
     assert (await a.told())["trainer-0"] == (await b.told())["trainer-4"] == 1
     assert not dies(desk, "trainer-0", incarnation=1)
+
+
+ELASTIC = {"trainer": {"processes": 4, "placement": ["a", "b"], "elastic": True}, "rollout": {"placement": ["a"]}}
+
+
+@handed(run, make(cluster=NAMED, services=ELASTIC))
+async def test_an_elastic_group_goes_on_without_a_lost_node_and_grows_when_it_is_back(desk: Desk) -> None:
+    a, b = await came(desk, "a", "b")
+    assert (await a.told())["trainer-0"] == (await b.told())["trainer-2"] == 0
+    await b.leave()
+    await until(lambda: "b" not in desk.nodes.roster.nodes)
+    assert dies(desk, "trainer-0")
+    assert (await a.told())["trainer-0"] == 1
+    assert desk.register.find("trainer-0").ranks == ("trainer-0", "trainer-1")  # type: ignore[union-attr]
+    assert desk.register.find("trainer-2") is None and desk.nodes.config.services.trainer.processes == 2
+    assert desk.nodes.grown() == []
+    b = IdleAgent(desk, registration("b"))
+    await until(lambda: desk.nodes.grown() == ["trainer"])
+    assert dies(desk, "trainer-0", incarnation=1)
+    while "trainer-2" not in (told := await b.told()):
+        pass
+    assert told["trainer-2"] == 2 and desk.nodes.config.services.trainer.processes == 4
+    assert desk.nodes.grown() == []
 
 
 @handed(run, make(services={"trainer": {"processes": 2, "placement": "spread"}}, cluster=NAMED))

@@ -275,7 +275,7 @@ def test_trainer_and_critic_go_back_together(tmp_path: Path, critic_dies: bool) 
     for models in (troupe.trainers, troupe.critics):
         check_lineages(folder, models, 3, 6)
         assert all(isinstance(model, FakeModel) and model.gone for model in models[:-1])
-    assert "goes back to a checkpoint with" in (troupe.trainers if critic_dies else troupe.critics)[0].gone
+    assert "starts again with" in (troupe.trainers if critic_dies else troupe.critics)[0].gone
 
 
 def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Path) -> None:

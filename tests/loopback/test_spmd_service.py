@@ -83,6 +83,10 @@ class NotingEngine(ModelTrainer):
         self.seen.append(("load", folder))
 
 
+PATIENT = Deadlines(train=PATIENCE)
+WITHOUT_COPIES = Checkpoint(in_memory="off")  # these engines have no state
+
+
 class Group:
     """The group of ranks, and a client of all of them."""
 
@@ -91,7 +95,9 @@ class Group:
         self.services: list[SpmdService] = []
         self.sessions: list[Session] = []
         self.client: GroupClient
-        self._config = Config(run=Run(name="test", dir="/", resume=""), deadlines=Deadlines(train=PATIENCE))
+        self._config = Config(
+            run=Run(name="test", dir="/", resume=""), deadlines=Deadlines(train=PATIENCE), checkpoint=WITHOUT_COPIES
+        )
 
     def make_rank(self, config: Config, rank: int, world_size: int) -> CriticRank:
         return CriticRank(self.engines[rank], config)
@@ -301,7 +307,7 @@ async def test_a_command_that_is_withdrawn_is_carried_out_by_every_rank(group: G
 
 def test_it_writes_and_reads_in_the_runs_folder_alone(tmp_path: Path) -> None:
     run_dir, base, elsewhere = tmp_path / "run", tmp_path / "base", tmp_path / "elsewhere"
-    config = Config(run=Run(name="a", dir=str(run_dir), resume=str(base)))
+    config = Config(run=Run(name="a", dir=str(run_dir), resume=str(base)), checkpoint=WITHOUT_COPIES)
     service = SpmdService("critic", lambda *_: CriticRank(NotingEngine(), config), config, "critic-0", 0)
     foreign = (
         Save(str(elsewhere)),
@@ -328,7 +334,7 @@ def test_it_writes_and_reads_in_the_runs_folder_alone(tmp_path: Path) -> None:
 
 
 def make(**settings: Any) -> tuple[CriticRank, NotingEngine]:
-    engine, saved = NotingEngine(), Checkpoint(async_save=settings.pop("async_save", False))
+    engine, saved = NotingEngine(), Checkpoint(async_save=settings.pop("async_save", False), in_memory="off")
     services = Services(critic=Trainer(**settings))
     config = Config(run=Run(name="a"), services=services, critic=Critic(), checkpoint=saved)
     return CriticRank(engine, config), engine

@@ -1,5 +1,5 @@
 """A PPO run whose groups are killed one after the other, whole or one rank of theirs: each is started again as one, and the run
-goes on from its newest checkpoint, or from where it was."""
+goes on where it was."""
 
 from __future__ import annotations
 
@@ -62,12 +62,10 @@ def test_groups_come_back_whole_and_no_step_is_lost(config: Path, tmp_path: Path
         for kills, role in enumerate(("critic", "trainer"), 1):
             run.member(f"{role}-0").kill()
             run.says(f"{role}-0: run: ", BACK)
-            run.comes(lambda role=role: (run.folder / "logs" / f"{role}-0.1.log").exists(), BACK, f"another {role}")
             run.comes(lambda kills=kills: registrations(run)["trainer-0"] == kills + 1, BACK, "both again")
             done = len(steps(run.folder))
             run.comes(lambda done=done: len(steps(run.folder)) >= done + 4, BACK, "more steps")
-            assert len(made_again(run)) <= kills
-            assert all(step % EVERY == 0 and step > 0 for step in made_again(run))
+            assert made_again(run) == []
         assert "recovering" in run.output
         both = {"reference-0": 2, "reference-1": 2} if two else {"reference-0": 2}
         again = {**dict.fromkeys(LIVING, 1), **both, "trainer-0": 3, "critic-0": 3}

@@ -508,7 +508,8 @@ def test_the_least_loaded_is_the_one_that_a_search_finds() -> None:
 # -----------------------------------------------------------------------------------------------------------------------------
 COMMITTED = PolicyVersion(1, 7)
 LIVED, BEHIND, ANEW = Member("rollout-0", 0), Member("rollout-1", 0), Member("rollout-2", 1)
-FOUND = FailoverState(COMMITTED, {LIVED: COMMITTED, BEHIND: PolicyVersion(1, 6), ANEW: PolicyVersion()}, ahead=False)
+HELD = {LIVED: COMMITTED, BEHIND: PolicyVersion(1, 6), ANEW: PolicyVersion()}
+FOUND = FailoverState((), COMMITTED, HELD, ahead=False, lives=True)
 
 
 def test_a_rollout_that_was_started_again_has_not_what_the_one_before_was_asked_for() -> None:

@@ -4,6 +4,7 @@ rewards and of environments."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,10 @@ from runtime.cluster.topology import data_leaders, instances, path_of, players, 
 from runtime.config import Config, Trainer, model_checks
 from runtime.config.checks import environment_faults, semantic_faults
 from runtime.config.loading import load, resolve
-from runtime.config.model_checks import megatron_faults, memory_of_ranks
+from runtime.config.model_checks import megatron_faults, memory_of_copies, memory_of_ranks
 from runtime.errors import UserError
+from runtime.models import hf_folder
+from runtime.models.families import family_for
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
 from runtime.trainer.rank import TrainRank, make_rank
@@ -56,6 +59,23 @@ def test_kv_cache(sound: dict[str, Any]) -> None:
     assert fault.startswith("services.rollout.1.max_num_seqs: 64 slots")
     (fault,) = checked(sound, available_bytes=3 << 30, services={"rollout": {"max_num_seqs": 1 << 18, "dtype": "float32"}})
     assert "need 16.0 GiB of KV cache; 3.0 GiB are available; if it is to run on devices, cluster.nodes says so" in fault
+
+
+def test_copies_in_memory_have_to_fit(sound: dict[str, Any]) -> None:
+    """Two versions of float32 weights and two moments: 24 bytes an element."""
+    config = resolve(msgspec.convert(sound, Config))
+    needed = memory_of_copies(config)["trainer"]
+    shapes = family_for(hf_folder.read_raw(config.model.path)).tensors().values()
+    assert needed == 24 * sum(map(math.prod, shapes))
+    muon = resolve(msgspec.convert(sound | {"training": {"optimizer": {"name": "muon"}}}, Config))
+    assert 3 * memory_of_copies(muon)["trainer"] == 2 * needed
+    faults = [fault for fault in checked(sound, needed - 1) if "in_memory" in fault]
+    assert faults == ["checkpoint.in_memory: auto needs 0.0 GiB of host memory, 0.0 GiB are available; must be off"]
+    assert not [fault for fault in checked(sound, needed) if "in_memory" in fault]
+    off = {"checkpoint": {"in_memory": "off"}}
+    assert not [fault for fault in checked(sound, needed - 1, **off) if "in_memory" in fault]
+    (fault,) = checked(sound, services={"trainer": {"elastic": True}}, **off)
+    assert fault == "services.trainer.elastic: true needs the copies of checkpoint.in_memory, which is off; must be false"
 
 
 def held(raw: dict[str, Any], **changes: dict[str, Any]) -> int:

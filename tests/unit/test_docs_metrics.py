@@ -116,7 +116,7 @@ def of_the_engines(folder: Path) -> set[str]:
         *(make_config(path, algorithm={"loss": loss}) for loss in ("vespo", "topr", "m2po")),
         replace(make_config(path, algorithm={**PPO, "kl_coefficient": 0.1}), critic=Critic()),
     ]
-    found = {rank.timed_as + what for rank in (TrainRank, CriticRank) for what in ("onload", "offload", "save")}
+    found = {rank.timed_as + what for rank in (TrainRank, CriticRank) for what in ("onload", "offload", "save", "keep")}
     for config in configs:
         engine = policy_trainer(config)
         found |= run_step(engine, make_groups(1)).metrics.keys() | engine.phases.keys()

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from launcher.node.topology import Machine, ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeResources, Placement, RestartBackoff, offers, place, table
-from runtime.cluster.topology import Instance, group_of, instances, replicas, sections, uses_reference
+from runtime.cluster.topology import (
+    Instance,
+    data_leaders,
+    elastic_sizes,
+    group_of,
+    instances,
+    replicas,
+    sections,
+    uses_reference,
+    with_ranks,
+)
 from runtime.config import Config, Environment, RemoteServer, Rollout
 from runtime.coordinator.metrics_recorder import accelerators
 from runtime.errors import ConfigError
@@ -104,6 +114,33 @@ def test_spread_is_even_and_a_list_names_the_nodes() -> None:
     placed = place(named, nodes(0, 0, 0))
     assert seats(placed, "rollout") == [("n1", ()), ("n2", ())]
     assert seats(placed, "trainer") == [("n0", ())]
+
+
+def test_copies_on_another_node_need_ranks_on_several() -> None:
+    config = make(checkpoint={"in_memory": "another_node"}, services={"trainer": {"processes": 4}})
+    (fault,) = refused(config, nodes(8, 8))
+    assert fault == (
+        "checkpoint.in_memory: another_node, but all ranks of services.trainer are on node n0, and copies of their state would "
+        "be there too; place the ranks on several nodes, or must be auto"
+    )
+    assert len({node for node, _ in seats(place(config, nodes(2, 3)), "trainer")}) == 2
+    assert len({node for node, _ in seats(place(config, nodes(8)), "trainer")}) == 1  # there is no other node
+
+
+@pytest.mark.parametrize(
+    ("trainer", "training", "sizes"),
+    [
+        ({"processes": 8}, {"groups_per_step": 12}, [6, 4, 3, 2, 1]),
+        ({"processes": 4}, {"groups_per_step": 8, "mini_batch_size": 2}, [2, 1]),
+        ({"processes": 16, "engine": "megatron", "parallel": {"tensor": 2, "pipeline": 2}}, {}, [16, 8, 4]),
+        ({"processes": 8, "engine": "megatron", "parallel": {"tensor": 2, "expert": 2}}, {}, [8, 4]),
+    ],
+)
+def test_an_elastic_group_has_whole_blocks_that_divide_the_prompts(trainer: Any, training: Any, sizes: list[int]) -> None:
+    config = make(services={"trainer": trainer}, training=training)
+    assert list(elastic_sizes(config, "trainer")) == sizes
+    smaller = with_ranks(config, "trainer", sizes[-1]).services.trainer
+    assert (smaller.processes, len(data_leaders(smaller))) == (sizes[-1], smaller.parallel.data or sizes[-1])
 
 
 def test_who_is_colocated_has_its_hosts_devices() -> None:
@@ -415,7 +452,7 @@ def test_a_part_of_a_group_that_spans_nodes_is_not_this_nodes_to_start_again() -
 
 def test_the_ranks_of_a_critic_are_started_together_and_a_reward_model_computes() -> None:
     own = {"python": "/own/python", "env": {"A": "1", "OMP_NUM_THREADS": "3"}}
-    config = make(critic={}, services={"critic": {"processes": 2, **own}})
+    config = make(critic={}, services={"critic": {"processes": 2, "standby": False, **own}})
     (spec,) = (spec for spec in specs(config) if spec.role == "critic")
     assert spec.name == "critic-0"
     ranks = ("launcher.node.ranks", "--group", "critic-0", "--ranks", "0,1", "--world", "2")
