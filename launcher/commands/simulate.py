@@ -22,13 +22,14 @@ from runtime.process.os_process import ended_as_by_ctrl_c
 from runtime.registry import OWN
 from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
 from runtime.simulation.engine import Costs, Fixed
-from runtime.simulation.simulate import Prediction, refuse, simulated, variations
+from runtime.simulation.simulate import Prediction, death_costs, refuse, simulated, variations
 from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable, say
 from runtime.telemetry.startup import Startup, collect_rarely
 from services.rpc.client import command_deadline
 
 STEPS = 40  # of a calibration, and of a prediction without --steps
+_DEATH = "lost in an hour with one death of a trainer rank"
 _NOT_MODELLED = "not modelled: caches and memory, what else the machine does, and lengths that change as a policy learns"
 
 
@@ -66,6 +67,7 @@ def simulate(options: argparse.Namespace) -> None:
     others = [*(_sweep(options, costs) if options.sweep else variations(config, costs))]
     rows = [base, *(_row(name, tried, own, steps) for name, tried, own in others)]
     console.print(_table(rows))
+    console.print(_deaths(config, costs))
     for line in (*_sure(calibration, source), _NOT_MODELLED):
         say(console, line)
     say(console, f"{steps} steps of {len(rows)} configurations in {time.monotonic() - began:.1f} s")
@@ -143,6 +145,18 @@ def _table(rows: Sequence[Row]) -> LiteralTable:
         idle = (f"{seen.idle[role]:.0%}" for role in ("trainer", "rollout"))
         step = f"{1000 * seen.seconds['step']:.0f}"
         table.add_row(row.name, f"{seen.samples_per_second:.1f}", change, step, f"{seen.staleness:.2f}", *idle)
+    return table
+
+
+def _deaths(config: Config, costs: Costs) -> LiteralTable | str:
+    """Return what a death costs, or why the run would end."""
+    try:
+        found = death_costs(config, costs, command_deadline)
+    except SluiceError as error:
+        return f"the death of a trainer rank ends the run: {error}"
+    table = LiteralTable("checkpoint.in_memory", "by the death", "by copying", "of the hour", title=_DEATH)
+    for name, cost in found.items():
+        table.add_row(name, f"{cost.death:.1f} s", f"{cost.copying:.1f} s" if cost.copying else "", f"{cost.share:.2%}")
     return table
 
 

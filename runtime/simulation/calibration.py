@@ -26,6 +26,7 @@ ROUNDS = 16  # the first half keep the coordinator's costs: until then the other
 CLOSE = 0.01  # relative to each measured figure
 _FLOPS = {"cpu": 4e10, "device": 1.5e14}  # assumed FLOP/s of a process
 _BYTES = {"cpu": 8e9, "device": 1e12}  # assumed bytes/s of memory reads
+_COPY = {"cpu": 2e9, "device": 1e10}  # assumed bytes/s of a rank's state into host memory
 _LINK = {"cpu": 1e9, "device": 1e10}  # assumed bytes/s of weights
 
 # By measured phase: the costs that are scaled until the simulated phase takes as long.
@@ -36,8 +37,9 @@ _SCALED: dict[str, tuple[str, ...]] = {
     "values": ("reference_token",),
     "update": ("train_token", "update"),
     "weight sync": ("weights_bytes", "swap"),
+    "keep": ("keep",),
 }
-_STEP_FIGURES = {"step": "timing/all", "update": "timing/update", "weight sync": "timing/weight_sync"}
+_STEP_FIGURES = {"step": "timing/all", "update": "timing/update", "weight sync": "timing/weight_sync", "keep": "timing/keep"}
 _GROUP_SPANS = {"generation": ("generating", "generated"), "score": ("generated", "scored")}
 _GROUP_SPANS |= {"reference": ("generated", "referenced"), "values": ("generated", "valued")}
 
@@ -108,6 +110,7 @@ def assumed(config: Config, device: str, cores: int, parameters: float = 0.0) ->
         reference_token=token / reference,
         train_token=3 * token / trainer,
         update=12 * parameters / _BYTES[device] / trainer,
+        keep=12 * parameters / _COPY[device] / trainer,
         weights_bytes=float(width * parameters),
         bandwidth=_LINK[device],
         memory=_BYTES["cpu"],

@@ -16,14 +16,24 @@ import numpy as np
 from runtime import commands, timeouts, types
 from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import Instance, instances, is_group, rollout_workers, settings_of, slots
-from runtime.commands import InitWeightGroup, ResendWeights, SendWeights, WeightGroupReady, WeightsSent
+from runtime.commands import HANDED_OVER, InitWeightGroup, ResendWeights, SendWeights, WeightGroupReady, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import RunSupervisor
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.weight_sync import seen
-from runtime.errors import ServiceFault, SluiceError, Unanswered, Unreachable
+from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.waiting import done_within
-from runtime.simulation.engine import STATE, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples, sync_seconds
+from runtime.simulation.engine import (
+    STATE,
+    Cores,
+    Costs,
+    HostMemory,
+    ModelState,
+    SimulatedEngine,
+    Stamp,
+    _samples,
+    sync_seconds,
+)
 from runtime.simulation.loop import SimulatedLoop
 from runtime.status import Progress, Status
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, ValueRequest
@@ -48,6 +58,7 @@ class SimulatedProcess:
 
     is_group = False  # whether ranks form one unit, which the first unanswered command or ping loses
     withdraws = False  # whether a cancelled call cancels its handler
+    version = PolicyVersion()  # of the weights; a rollout begins with the initial ones
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         self.name, self.incarnation, self.machine = name, incarnation, machine
@@ -95,11 +106,14 @@ class SimulatedProcess:
         """Return the engine's status. A stopped process does not answer."""
         if self._lost:
             raise Unreachable(self.name, "Status", self._lost)
-        await asyncio.sleep(2 * self._delay())
+        delay = self._delay()
+        await asyncio.sleep(delay)  # beside the link of the calls, which it may overtake
         if not self._goes_on.is_set() or not self.alive:
             await asyncio.sleep(timeouts.CONTROL_CALL)
             raise Unanswered(self.name, "Status", "did not answer", timeouts.CONTROL_CALL)
-        return Status(role=self.role, name=self.name, gauges=self.gauges())
+        found = Status(role=self.role, name=self.name, version=self.version, gauges=self.gauges())
+        await asyncio.sleep(delay)
+        return found
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
         if self._lost:
@@ -222,8 +236,8 @@ class SimulatedProcess:
     ) -> Any:
         try:
             return await answer
-        except asyncio.CancelledError:
-            if self.withdraws and carrying:
+        except asyncio.CancelledError as cancelled:
+            if self.withdraws and carrying and HANDED_OVER not in cancelled.args:
                 self._sent(0.0, carrying[0].cancel)
             raise
         finally:
@@ -383,27 +397,45 @@ class SimulatedRollout(SyncMember):
 
     def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
         super().__init__(cluster, name, incarnation, machine)
-        self.version: PolicyVersion | None = None
         self.received: PolicyVersion | None = None
+        self._groups: dict[tuple[int, int], asyncio.Task[GeneratedGroup]] = {}  # asked for, until acknowledged
         self.asleep = False
         self.engine = SimulatedEngine(cluster.loop, cluster.costs, cluster.slots[name], self.cores)
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        """Generate a group, or go on with it if it was asked for before."""
+        if request.purpose != "train":
+            return await self._generate(request)
+        key = request.group_id, request.attempt
+        if key not in self._groups:
+            self.cluster.observer.generates(self, request)
+            self._groups[key] = self.loop.create_task(self._generate(request))
+        try:
+            return await asyncio.shield(self._groups[key])
+        except asyncio.CancelledError:
+            if (group := self._groups.pop(key, None)) is not None:
+                group.cancel()
+            raise
+
+    def acknowledge(self, command: Any) -> None:
+        self._groups.pop((command.group_id, command.attempt), None)
+
+    async def _generate(self, request: GroupRequest) -> GeneratedGroup:
         if request.purpose == "probe":
             await self.spend(self.cluster.costs.decode_step * request.sampling.max_new_tokens)
-            versions = [self._serving()] * request.n
+            versions = [self.version] * request.n
             return self._answer(request, [1] * request.n, versions, versions)
         chance = random.Random(request.seed * 31 + request.first)
         limit, owner = request.sampling.max_new_tokens, object()
         lengths = self.cluster.costs.lengths(chance, request.n, limit)
-        oldest, newest = ([self._serving()] * request.n for _ in range(2))
+        oldest, newest = ([self.version] * request.n for _ in range(2))
         left, ended = set(range(request.n)), self.loop.create_future()
 
         def begun(index: int) -> None:
-            oldest[index] = self._serving()
+            oldest[index] = self.version
 
         def done(index: int) -> None:
-            newest[index] = self._serving()
+            newest[index] = self.version
             left.discard(index)
             if not left and not ended.done():
                 ended.set_result(None)
@@ -416,10 +448,6 @@ class SimulatedRollout(SyncMember):
             if left:
                 self.engine.withdraw(owner)
         return self._answer(request, lengths, oldest, newest)
-
-    def _serving(self) -> PolicyVersion:
-        assert self.version is not None, f"{self.name} is asked before it has weights"
-        return self.version
 
     def _answer(self, request: GroupRequest, lengths: list[int], oldest: Versions, newest: Versions) -> GeneratedGroup:
         old, new = min(oldest), max(newest)
@@ -529,6 +557,25 @@ class SimulatedModel(SimulatedProcess):
         super().__init__(cluster, name, incarnation, machine)
         self.state, self._computed = ModelState(), 0.0
         self._batch: list[types.TrainGroup] = []
+        self._result = types.StepResult(metrics={}, seconds=0.0)  # of the newest step
+        self._kept_in = 0.0  # seconds, for the metrics of the next step
+        self._recalled: PolicyVersion | None = None
+        self._keeping: PolicyVersion | None = None  # copies that are not complete
+        self._ordered = 0  # the version that the newest Apply makes
+        self._from = 0  # the commands of all steps before are not sent again
+
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        if isinstance(command, commands.BeginStep | commands.Accumulate) and command.step < self._from:
+            return asyncio.sleep(0.0)
+        return super().post(command)
+
+    async def take_up(self) -> int:
+        """Go on after an earlier attempt: see the client's."""
+        self._from = int((await self.status()).gauges["ordered"])
+        return self._from
+
+    def gauges(self) -> dict[str, float]:
+        return super().gauges() | {"ordered": max(self._ordered, self.state.step)}
 
     async def restore(self, command: commands.Restore) -> None:
         folder = Path(command.folder)
@@ -541,7 +588,9 @@ class SimulatedModel(SimulatedProcess):
         return request.payload
 
     async def begin_step(self, command: commands.BeginStep) -> None:
-        await self.in_turn(0.0)
+        async with self._in_turn:
+            await self.spend(0.0)
+            self._batch, self._computed = [], 0.0
 
     async def accumulate(self, command: commands.Accumulate) -> None:
         seconds = self.cluster.costs.train_token * sum(group.tokens for group in command.groups)
@@ -550,15 +599,44 @@ class SimulatedModel(SimulatedProcess):
             self._batch += command.groups
 
     async def apply(self, command: commands.Apply) -> types.StepResult:
+        """Make the step, or return its result if it was made before."""
+        self._ordered = command.step + 1
         async with self._in_turn:
+            if command.step < self.state.step:
+                return self._result
             self._computed += await self.spend(self.cluster.costs.update)
             batch, self._batch = self._batch, []
             self.cluster.observer.applied(self, command.step, batch)
             self.state = ModelState(command.step + 1, [*self.state.trained, *(group.group_id for group in batch)])
-            seconds, self._computed = self._computed, 0.0
-        newest = [msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF for probe in command.probes]
-        gaps = [float(step != command.step) for step in newest]
-        return types.StepResult(metrics={}, seconds=seconds, probes=gaps)
+            newest = [msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF for probe in command.probes]
+            metrics = {f"timing/{'' if self.role == 'trainer' else 'critic_'}keep": self._kept_in} if self._kept_in else {}
+            gaps = [float(step != command.step) for step in newest]
+            self._result = types.StepResult(metrics=metrics, seconds=self._computed, probes=gaps)
+            return self._result
+
+    async def keep(self, command: commands.Keep) -> None:
+        """Copy the state while later commands wait; then complete the copies, which takes as long, beside these."""
+        async with self._in_turn:
+            if command.version == self._recalled:
+                return
+            if self._keeping is not None:
+                raise InvariantViolated(f"the copies of version {self._keeping} are not complete")
+            self._keeping, state, result = command.version, self.state, self._result
+            self._kept_in = await self.spend(self.cluster.costs.keep)
+        await self.cores.spend(self.cluster.costs.keep)
+        await self._goes_on.wait()
+        self.cluster.memory.keep(self.name, command.version, state, result)
+        self.cluster.observer.kept(self, command.version)
+        self._keeping = None
+
+    async def recall(self, command: commands.Recall) -> commands.Recalled:
+        async with self._in_turn:
+            found = self.cluster.memory.newest(self.name, command.version)
+            if found is None:
+                return commands.Recalled(None, "no copy is left")
+            await self.spend(self.cluster.costs.keep)
+            self._recalled, self.state, self._result = found
+            return commands.Recalled(self._recalled, "")
 
     async def save(self, command: commands.Save) -> list[str]:
         async with self._in_turn:
@@ -607,6 +685,8 @@ class SimulatedCluster(RunSupervisor):
         self.register = self._register
         self.processes: dict[str, SimulatedProcess] = {}
         self.epochs: dict[int, SyncEpoch] = {}
+        self.memory = HostMemory()
+        self._restarted: dict[str, int] = {}  # the run's step when a model under training was started again last
         self.corrupt: set[str] = set()
         """The rollouts whose next version arrives with a wrong byte; the trainer, if its next version has a wrong byte."""
         self.failed: asyncio.Future[None] = loop.create_future()
@@ -653,12 +733,27 @@ class SimulatedCluster(RunSupervisor):
         if not process.alive:
             return
         process.kill()
-        delay = self._allowances[process.name].delay(self.loop.time())
+        delay, start = self._delay(process), self.costs.start.draw(self._chance)
         if delay is not None:
-            start = delay + self.costs.start.draw(self._chance)
-            self.loop.call_later(start, self._spawn, Instance(process.role, process.name), process.incarnation + 1)
+            if isinstance(process, SimulatedModel) and getattr(self.config.services, process.role).standby:
+                start *= self.costs.forked
+            self.loop.call_later(delay + start, self._spawn, Instance(process.role, process.name), process.incarnation + 1)
         elif process.is_group or not self.register.has_others(process):
             self.loop.call_later(self.costs.delay.draw(self._chance), self._fail, process.name)
+
+    def lose_node(self, node: str) -> None:
+        """End all processes of a node, and lose its memory."""
+        for process in [one for one in self.processes.values() if one.machine == node]:
+            self.memory.lose(process.name)
+            self.kill(process)
+
+    def _delay(self, process: SimulatedProcess) -> float | None:
+        """Return the seconds until a process is started again, None for never: see `Nodes.start_again`."""
+        if isinstance(process, SimulatedModel) and getattr(self.config.services, process.role).restarts:
+            before, self._restarted[process.name] = self._restarted.get(process.name, -1), self._progress.step
+            if self._progress.step > before and self.config.checkpoint.in_memory != "off":
+                return 0.0
+        return self._allowances[process.name].delay(self.loop.time())
 
     def _spawn(self, unit: Instance, incarnation: int) -> None:
         process = self.processes[unit.name] = ROLES[unit.role](self, unit.name, incarnation, self._nodes[unit.name])
@@ -683,6 +778,12 @@ class Observer:
 
     def applied(self, model: SimulatedModel, step: int, batch: Sequence[types.TrainGroup]) -> None:
         """Observe an update of a model."""
+
+    def kept(self, model: SimulatedModel, version: PolicyVersion) -> None:
+        """Observe that the copies of a version in memory are complete."""
+
+    def generates(self, rollout: SimulatedRollout, request: GroupRequest) -> None:
+        """Observe that a rollout begins to generate a group."""
 
     def swapped(self, rollout: SimulatedRollout, version: PolicyVersion, epoch: SyncEpoch) -> None:
         """Observe a rollout's swap to a version."""

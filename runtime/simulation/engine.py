@@ -16,8 +16,9 @@ from itertools import chain, count
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from runtime.types import PolicyVersion, Sample
+from runtime.types import PolicyVersion, Sample, StepResult
 from runtime.weights.plan import hops
 
 # ---- Costs
@@ -81,7 +82,9 @@ class Costs(Struct, frozen=True, kw_only=True):
     memory: float = 1e9  # bytes a second that a process copies out of another's memory
     swap: float = 1e-3  # of a rollout to a received version
     save: float = 1e-2
+    keep: float = 1e-3  # of a model's state into host memory, or back
     start: Distribution = Fixed(2.0)  # of a process, until it registers
+    forked: float = 0.4  # share of `start` that a model's ranks take which are forked from a warm process
     delay: Distribution = Fixed(2e-4)  # of a message, one way
     storage: Distribution = Fixed(5e-4)  # of a write or read by the coordinator
     coordinator_message: float = 0.0  # of the coordinator's one thread, for each answer
@@ -334,6 +337,30 @@ class ModelState(msgspec.Struct):
 
     step: int = 0
     trained: list[int] = []
+
+
+class HostMemory:
+    """The copies of models' states, which outlive the processes, and are lost with a model's node."""
+
+    def __init__(self) -> None:
+        self.lost: set[str] = set()  # models whose copies were lost
+        self._kept: dict[str, dict[PolicyVersion, tuple[ModelState, StepResult]]] = {}
+
+    def keep(self, name: str, version: PolicyVersion, state: ModelState, result: StepResult) -> None:
+        """Keep a copy, and of the older ones the newest."""
+        older = list(self._kept.get(name, {}).items())[-1:]
+        self._kept[name] = {**dict(older), version: (state, result)}
+
+    def newest(self, name: str, least: PolicyVersion) -> tuple[PolicyVersion, ModelState, StepResult] | None:
+        """Return the copy of the version after `least`, or that of `least`."""
+        for version in (replace(least, step=least.step + 1), least):
+            if (found := self._kept.get(name, {}).get(version)) is not None:
+                return version, *found
+        return None
+
+    def lose(self, name: str) -> None:
+        if self._kept.pop(name, None):
+            self.lost.add(name)
 
 
 def _samples(lengths: list[int], versions: list[PolicyVersion]) -> list[Sample]:

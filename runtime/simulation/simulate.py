@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from runtime.evaluation.results import HeldOut, evaluation_sets
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.reader import LedgerReader
 from runtime.process.waiting import first_error, unless_failed
-from runtime.simulation.calibration import Observed, observe
+from runtime.simulation.calibration import LEAST, Observed, observe
 from runtime.simulation.cluster import ROLES, Deadline, Observer, SimulatedCluster
 from runtime.simulation.engine import Costs, Fixed
 from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
@@ -141,12 +142,14 @@ class Simulation(SimulatedWorld):
 # Predicts the speed of a configuration: simulated runs of some steps, also of variations of the configuration.
 
 MEMORY = Path("/dev/shm")  # a file system in memory, if present
+INTERVAL = 20  # the most steps between two checkpoints that `death_costs` simulates
 
 
 class Prediction(Struct):
     observed: Observed
     busy: dict[str, list[float]]
     """By role: the share of the time that each process spent computing."""
+    seconds: float  # virtual, of the whole run
 
 
 def simulated(
@@ -174,7 +177,59 @@ def simulated(
         busy = {"coordinator": [cluster.coordinator_busy / seconds]}
         for process in cluster.processes.values():
             busy.setdefault(process.role, []).append(process.gauges()["busy_seconds_total"] / seconds)
-        return Prediction(observed, busy)
+        return Prediction(observed, busy, seconds)
+
+
+class DyingSimulation(Simulation):
+    """A simulated run whose trainer dies once, half a step after the step `dies_at`; 0: never."""
+
+    def __init__(self, dies_at: int, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._dies_at, self._last = dies_at, (0, 0.0)
+
+    def after_round(self) -> None:
+        if not self._dies_at or self.training is None or self.cluster is None:
+            return
+        step, now = self.training.buffer.committed, self.cluster.loop.time()
+        if step == self._dies_at:
+            _, since = self._last
+            self.cluster.loop.call_later((now - since) / 2, self.cluster.kill, self.cluster.processes["trainer-0"])
+            self._dies_at = 0
+        elif step != self._last[0]:
+            self._last = step, now
+
+
+class DeathCost(Struct):
+    """The cost of one death of a trainer rank in an hour of training."""
+
+    death: float  # seconds lost by the death
+    copying: float = 0.0  # seconds lost in the hour by the copies in memory
+
+    @property
+    def share(self) -> float:
+        """Of the hour."""
+        return (self.death + self.copying) / 3600
+
+
+def death_costs(config: Config, costs: Costs, deadline: Deadline) -> dict[str, DeathCost]:
+    """Simulate the death of a trainer rank in the middle between two checkpoints, once with copies in memory ("auto") and once
+    without ("off"). Of more than `INTERVAL` steps between two checkpoints the further ones cost what their repetition takes.
+    Raises what `simulated` raises."""
+    whole = config.checkpoint.every or config.training.steps
+    every = min(whole, INTERVAL)
+    dies_at, clean, found = every + every // 2, dict[str, Prediction](), dict[str, DeathCost]()
+    for in_memory in ("off", "auto"):
+        tried = replace(config, checkpoint=replace(config.checkpoint, every=every, in_memory=in_memory))
+        clean[in_memory], dying = (
+            simulated(tried, costs, deadline, dies_at + LEAST, partial(DyingSimulation, at)) for at in (0, dies_at)
+        )
+        death = dying.seconds - clean[in_memory].seconds
+        if in_memory == "off":
+            death += (whole - every) / 2 * clean["off"].observed.seconds["step"]
+        found[in_memory] = DeathCost(max(0.0, death))
+    steps = (clean[each].observed.seconds["step"] for each in ("off", "auto"))
+    found["auto"].copying = 3600 * max(0.0, 1 - next(steps) / next(steps))
+    return found
 
 
 def refuse(config: Config) -> None:

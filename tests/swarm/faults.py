@@ -74,9 +74,10 @@ def draw(chance: random.Random, units: Sequence[str], nodes: int, within: float,
 
 def _one(chance: random.Random, units: Sequence[str], nodes: int, within: float, at: float) -> Fault:
     kind, who = chance.choice(KINDS), chance.choice(units)
-    lasts = chance.choice((0.0, chance.uniform(0.0, within)))
+    brief = min(within, 3.0)  # a link that is slow for longer ends a run
+    lasts = chance.choice((0.0, chance.uniform(0.0, brief)))
     if kind == "slow":
-        lasts = chance.uniform(0.0, within)
+        lasts = chance.uniform(0.0, brief)
     if kind == "corrupt":
         who = chance.choice([unit for unit in units if unit.startswith(("rollout", "trainer"))])
     if kind == "node":
@@ -126,8 +127,7 @@ class Faults:
         elif fault.kind == "clock":
             self.clock += fault.seconds
         elif fault.kind == "node":
-            for process in [one for one in cluster.processes.values() if one.machine == fault.who]:
-                cluster.kill(process)
+            cluster.lose_node(fault.who)
         elif fault.kind == "corrupt":
             cluster.corrupt.add(fault.who)
         else:

@@ -61,7 +61,7 @@ class Case:
 
 def case_of(seed: int) -> Case:
     """The configuration and faults of a seed."""
-    chance = random.Random(f"case {seed}")
+    chance, memory = random.Random(f"case {seed}"), random.Random(f"memory {seed}")
     pick = chance.choice
     critic, colocated, dynamic = chance.random() < 0.2, chance.random() < 0.25, chance.random() < 0.2
     settings = Config(
@@ -89,23 +89,30 @@ def case_of(seed: int) -> Case:
             join_timeout=10.0, transfer_timeout=10.0, commit_timeout=10.0, in_flight=pick(("keep", "drain"))
         ),
         deadlines=config.Deadlines(start=60.0, keepalive=8.0, generate=pick((60.0, 300.0)), score=30.0, train=60.0, save=30.0),
-        checkpoint=config.Checkpoint(every=pick((0, 1, 2, 3)), keep=pick((1, 2))),
+        checkpoint=config.Checkpoint(
+            every=pick((0, 1, 2, 3)), keep=pick((1, 2)), in_memory="off" if memory.random() < 0.2 else "auto"
+        ),
         trackers=[],
     )
     tick = pick((0.001, 0.05))
     costs = Costs(
         reply_tokens=pick((LogNormal(6.0, 0.8), Pareto(2.0, 1.1, 32.0))),
-        decode_step=pick((1e-4, 1e-2)),
+        decode_step=pick((1e-4, 1e-2)) * memory.choice((1, 1, 10)),
         score=pick((Fixed(1e-3), Pareto(1e-3, 1.2, 5.0))),
         update=pick((1e-3, 0.3)),
         weights_bytes=pick((1e6, 1e9)),
         delay=pick((Fixed(1e-4), LogNormal(1e-3, 1.0))),
         storage=pick((Fixed(0.0), LogNormal(1e-3, 1.0))),
         start=LogNormal(2.0, 0.3),
+        keep=memory.choice((1e-3, 0.3, 2.0)),
+        forked=memory.choice((0.05, 0.4)),
     )
     nodes = chance.randint(1, 3)
     units = [one.name for one in instances(settings) if one.rank == 0 or not is_group(settings, one.role)]
-    faults = draw(chance, units, nodes, pick((0.3, 3.0)), MOST_FAULTS)
+    if memory.random() < 0.3:
+        units = [unit for unit in units if unit.startswith(("trainer", "critic"))]
+    copying = 2 * costs.keep * (settings.training.steps + 1)  # seconds
+    faults = draw(chance, units, nodes, pick((0.3, 3.0)) + copying, MOST_FAULTS)
     return Case(seed, settings, costs, tuple(faults), nodes, tick)
 
 

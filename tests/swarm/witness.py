@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from runtime import timeouts
+from runtime.cluster.topology import takes_turns
 from runtime.coordinator.register import UnitState
 from runtime.ledger.reader import LedgerReader
 from runtime.simulation.cluster import Observer
-from runtime.types import PolicyVersion, TrainGroup
+from runtime.types import GroupRequest, PolicyVersion, TrainGroup
 
 if TYPE_CHECKING:
     from runtime.coordinator.run import TrainingRun
@@ -39,6 +40,10 @@ class Witness(Observer):
         self.damaged = False  # a ledger, at the beginning of a life
         self._problems: dict[int, int] = {}  # of the groups that live or did, by their ids
         self._trained: dict[int, int] = {}  # as they were when they were trained
+        self._kept: set[PolicyVersion] = set()  # those of the trainer, whose copies in memory were complete
+        self._incarnation = 0  # of the newest
+        self._copied: set[str] = set()  # the roles that have copied a version of that incarnation
+        self._generates: dict[int, SimulatedRollout] = {}  # by group: who began it last
 
     def applied(self, model: SimulatedModel, step: int, batch: Sequence[TrainGroup]) -> None:
         """A model updates: the next step, with a whole batch, of groups that it has not trained, of tokens within the bound."""
@@ -57,14 +62,40 @@ class Witness(Observer):
             age = step - PolicyVersion.unpack(stamp.oldest).step
             _hold(age <= self._staleness, f"{who}: group {group.group_id} has a token {age} steps old")
             self.oldest = max(self.oldest, age)
+        copy = model.cluster.memory.newest(model.name, PolicyVersion(self._incarnation, step + 1))
+        _hold(copy is None, f"{who}: it is made again, and the copy of what it made is in memory")
         self.steps += model.role == "trainer"
+
+    def kept(self, model: SimulatedModel, version: PolicyVersion) -> None:
+        """A model's copies are complete. With a later incarnation the run has gone back, and begins its groups again."""
+        if model.role == "trainer":
+            self._kept.add(version)
+        if version.incarnation > self._incarnation:
+            lost = model.cluster.memory.lost
+            whole = len(self._copied) == 1 + (model.cluster.config.critic is not None)  # of the lineage before
+            _hold(bool(lost) or not whole, f"the run goes back to {version}, and all copies are in memory")
+            lost.clear()
+            self._copied.clear()
+            self._incarnation = version.incarnation
+            self._generates.clear()
+        self._copied.add(model.role)
+
+    def generates(self, rollout: SimulatedRollout, request: GroupRequest) -> None:
+        """A rollout begins a group: whoever had begun it before is lost, or puts its groups aside for the trainer."""
+        before = self._generates.get(request.group_id)
+        config = rollout.cluster.config
+        if before is not None and config.checkpoint.in_memory != "off" and not takes_turns(config):
+            gone = before._lost or not before.alive
+            _hold(bool(gone), f"{rollout.name} begins group {request.group_id} again, which {before.name} has begun")
+        self._generates[request.group_id] = rollout
 
     def swapped(self, rollout: SimulatedRollout, version: PolicyVersion, epoch: SyncEpoch) -> None:
         """A rollout takes a version over: a later one, which every member of the epoch has whole."""
         missing = set(epoch.names[1:]) - epoch.verified.get(version, set())
         _hold(not missing, f"{rollout.name}: version {version} is committed, and {sorted(missing)} have not verified it")
-        forward = rollout.version is None or version >= rollout.version
-        _hold(forward, f"{rollout.name}: from version {rollout.version} back to {version}")
+        keeps = rollout.cluster.config.checkpoint.in_memory != "off"
+        _hold(not keeps or version in self._kept, f"{rollout.name}: version {version} is committed before it is in memory")
+        _hold(version >= rollout.version, f"{rollout.name}: from version {rollout.version} back to {version}")
 
     def stopped(self, process: SimulatedProcess) -> None:
         """A rollout that serves, or a model under training, does nothing any more, and its connection stays: it has to be
@@ -96,6 +127,7 @@ class Witness(Observer):
     def moved(self, now: float) -> None:
         """Another life of the coordinator begins: the time to its first step begins too."""
         self._step, self._since, self.published = -1, now, False
+        self._kept, self._copied, self._incarnation, self._generates = set(), set(), 0, {}
 
     def ended(self, run: TrainingRun, ledger: Path, state: ModelState, steps: int, prompts: int) -> None:
         """The run is over: what the ledger calls trained is what the trainer has trained, every ordinal has an end, and no

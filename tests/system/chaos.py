@@ -6,7 +6,9 @@
     draw a fault by seed → let it happen → [undo it] → wait for two more steps → the next …  Ctrl-C, and a look at what is left
 
 Prints a table of fault × outcome × seconds until the run had made a step that began afterwards, and ends with 1 where the run
-ended, stood still, lost a group or left something behind. `--save FILE` keeps what was measured, and `--table FILE …` prints
+ended, stood still, lost a group, repeated or lost a step without going back to a checkpoint, or left something behind.
+`--ranks 4` spreads the trainer's ranks over the nodes, and any of them is killed or stopped; `--kinds` takes a part of the
+faults, such as `rank`. `--save FILE` keeps what was measured, and `--table FILE …` prints
 what several campaigns measured as one table.
 """
 
@@ -35,8 +37,9 @@ from tests.system.little_memory import little_memory
 from tests.system.namespaces import why_not
 from tests.system.runs import LONG, SOON, eventually, fill, forgotten, points, shared_files, write_config
 
-Measured = dict[str, list[tuple[float, bool]]]
-"""By kind of fault, for each: seconds until the run went on, and whether it went back to a checkpoint."""
+Measured = dict[str, list[tuple[float, bool, float]]]
+"""By kind of fault, for each: seconds until the run went on, whether it went back to a checkpoint, and seconds to the next
+step, which may have begun before the fault."""
 
 # A loss that is PPO's; once a file is there, the trainer's next bucket changes behind its checksum's back.
 LOSS = """
@@ -95,13 +98,19 @@ LINKS = {
 class Campaign:
     """The faults, one after the other, and what was `measured`."""
 
-    def __init__(self, run: Cluster, disk: Path, little: Path | None, chance: random.Random):
-        """`disk`: the file system of the run's folder. `little`: takes processes that are to be out of memory."""
-        self.run, self.chance, self._disk, self._little = run, chance, disk, little
+    def __init__(
+        self, run: Cluster, disk: Path, little: Path | None, chance: random.Random, ranks: int = 1, kinds: Sequence[str] = ("",)
+    ):
+        """`disk`: the file system of the run's folder. `little`: takes processes that are to be out of memory. `ranks`: of the
+        trainer. `kinds`: beginnings of the names of faults."""
+        self.run, self.chance, self._disk, self._little, self._ranks = run, chance, disk, little, ranks
         self.measured: Measured = defaultdict(list)
         self._kinds: dict[str, Callable[[], None]] = {
             "kill": lambda: self._signal(signal.SIGKILL),
             "stop": lambda: self._signal(signal.SIGSTOP),
+            "rank killed": lambda: self._strike(signal.SIGKILL, 1),
+            "rank stopped": lambda: self._strike(signal.SIGSTOP, 1),
+            "ranks killed": lambda: self._strike(signal.SIGKILL, chance.randint(1, ranks)),
             "kill of two at once": lambda: self._signal(signal.SIGKILL, count=2),
             "kill in a recovery": self._twice,
             "coordinator killed": lambda: self._signal(signal.SIGKILL, ("coordinator",)),
@@ -114,6 +123,7 @@ class Campaign:
             "changed bucket": (disk.parent / "flip").touch,
             **({"out of memory": self._starve} if little is not None else {}),
         }
+        self._kinds = {name: happen for name, happen in self._kinds.items() if name.startswith(tuple(kinds))}
 
     def play(self, faults: int) -> None:
         for number in range(faults):
@@ -122,17 +132,37 @@ class Campaign:
             self.what = kind
             self._kinds[kind]()
             began, at, before = time.monotonic(), self._steps(), self._incarnation()
+            eventually(lambda at=at: self._steps() > at, STUCK, "a step")
+            following = time.monotonic() - began
             eventually(lambda at=at: self._steps() > at + 1, STUCK, "a step")  # the first may be older
             seconds, back = time.monotonic() - began, self._incarnation() > before
-            self.measured[kind].append((seconds, back))
+            self.measured[kind].append((seconds, back, following))
             told = ", from a checkpoint" if back else ""
-            print(f"{number + 1}. {self.what}: {seconds:.1f} s{told}, step {self._steps()}", flush=True)
+            line = f"{number + 1}. {self.what}: the next step after {following:.1f} s, one begun since after {seconds:.1f} s"
+            print(f"{line}{told}, step {self._steps()}", flush=True)
+
+    def check_steps(self) -> None:
+        """Each step is recorded once, in order, unless the run went back to a checkpoint."""
+        made = [int(point["step"]) for point in points(self._disk / "run") if "timing/all" in point]
+        repeated = sum(step <= max(made[:at], default=0) for at, step in enumerate(made))
+        lost = max(made) - len(set(made))
+        print(f"{len(made)} steps recorded: {repeated} repeated, {lost} lost", flush=True)
+        back = any(back for measured in self.measured.values() for _, back, _ in measured)
+        assert not lost, f"{lost} steps are lost"
+        assert back or not repeated, f"{repeated} steps are repeated"
 
     def _signal(self, number: signal.Signals, among: Sequence[str] = PROCESSES[1:], count: int = 1) -> None:
         for name in self.chance.sample(list(among), count):
             with suppress(psutil.NoSuchProcess, KeyError):  # it is away already
                 self.run.run.member(name).send_signal(number)
                 self.what += f" {name}"
+
+    def _strike(self, number: signal.Signals, count: int) -> None:
+        """Send a signal to some of the trainer's ranks."""
+        for rank in self.chance.sample(range(self._ranks), count):
+            with suppress(psutil.NoSuchProcess, KeyError):
+                self.run.run.member("trainer-0", rank).send_signal(number)
+                self.what += f" {rank}"
 
     def _twice(self) -> None:
         self._signal(signal.SIGKILL, PROCESSES)
@@ -203,7 +233,7 @@ def check_ledger(folder: Path, size: int = GROUPS) -> None:
     assert places == [(step, place) for step in range(len(places) // size) for place in range(size)]
 
 
-def play(faults: int, seed: int, folder: Path) -> Measured:
+def play(faults: int, seed: int, folder: Path, ranks: int = 1, kinds: Sequence[str] = ("",)) -> Measured:
     """A campaign, from the start of the run to its end. Raises AssertionError for whatever does not hold."""
     shared, disk = shared_files(), folder / "disk"
     disk.mkdir()
@@ -213,10 +243,13 @@ def play(faults: int, seed: int, folder: Path) -> Measured:
     try:
         (folder / "loss.py").write_text(LOSS)
         config = write_config(folder / "config.yaml", make_tiny(folder / "tiny"), **SETTINGS)
-        own = f"algorithm.loss={folder / 'loss.py'}:flips"
-        with little_memory() as little, cluster(config, *LONG, own, folder=folder / "run", modules=SOON) as run:
+        own = [f"algorithm.loss={folder / 'loss.py'}:flips"]
+        if ranks > 1:  # over as many nodes as they can be spread over evenly
+            nodes = NAMES[: next(count for count in (3, 2, 1) if ranks % count == 0)]
+            own += [f"services.trainer.processes={ranks}", f"services.trainer.placement=[{', '.join(nodes)}]"]
+        with little_memory() as little, cluster(config, *LONG, *own, folder=folder / "run", modules=SOON) as run:
             run.run.reaches(2, STUCK)
-            campaign = Campaign(run, disk, little, random.Random(seed))
+            campaign = Campaign(run, disk, little, random.Random(seed), ranks, kinds)
             try:
                 campaign.play(faults)
                 run.run.interrupt()
@@ -230,6 +263,7 @@ def play(faults: int, seed: int, folder: Path) -> Measured:
                     f"{campaign.what}: {error}\n{run.run.output[-2000:]}\n{newest.read_text()[-4000:]}"
                 ) from error
         check_ledger(disk / "run" / "ledger")
+        campaign.check_steps()
         eventually(lambda: not forgotten(shared), STUCK, "that nothing is left in shared memory")
         return campaign.measured
     finally:
@@ -243,12 +277,15 @@ def table(campaigns: Iterable[Measured]) -> str:
         for kind, measured in one.items():
             together[kind] += measured
             together["all"] += measured
-    lines = ["| fault | times | went on | of them from a checkpoint | p50 | p99 | worst |", "| --- |" + " --- |" * 6]
+    lines = ["| fault | times | went on | of them from a checkpoint | p50 | p99 | worst | next step p50 | worst |"]
+    lines.append("| --- |" + " --- |" * 8)
     for kind, measured in sorted(together.items(), key=lambda item: (item[0] == "all", item[0])):
-        ordered, back = sorted(seconds for seconds, _ in measured), sum(back for _, back in measured)
+        ordered, back = sorted(seconds for seconds, *_ in measured), sum(back for _, back, *_ in measured)
+        following = sorted(seconds for _, _, seconds in measured)
+        further = f"{following[len(following) // 2]:.1f} | {following[-1]:.1f}"
         p50, p99 = (ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.99))
         count = len(ordered)
-        lines.append(f"| {kind} | {count} | {count} | {back} | {p50:.1f} | {p99:.1f} | {ordered[-1]:.1f} |")
+        lines.append(f"| {kind} | {count} | {count} | {back} | {p50:.1f} | {p99:.1f} | {ordered[-1]:.1f} | {further} |")
     return "\n".join(lines)
 
 
@@ -256,6 +293,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
+    parser.add_argument("--kinds", nargs="+", default=[""], help="only faults whose names begin so")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", default=[])
     arguments = parser.parse_args()
@@ -266,7 +305,7 @@ def main() -> None:
         sys.exit(f"error: {reason}")
     with tempfile.TemporaryDirectory(prefix="sluice-chaos-") as folder:
         try:
-            measured = play(arguments.faults, arguments.seed, Path(folder))
+            measured = play(arguments.faults, arguments.seed, Path(folder), arguments.ranks, arguments.kinds)
         except AssertionError as error:
             sys.exit(f"seed {arguments.seed}: {error}")
     if arguments.save:

@@ -20,9 +20,9 @@ def test_a_run_outlives_twenty_faults(tmp_path: Path) -> None:
 
 
 def test_tables_of_campaigns_add_up() -> None:
-    first, second = {"kill": [(1.0, False), (4.0, True)]}, {"kill": [(2.0, False)], "stop": [(9.0, False)]}
+    first, second = {"kill": [(1.0, False, 0.5), (4.0, True, 3.0)]}, {"kill": [(2.0, False, 1.0)], "stop": [(9.0, False, 8.0)]}
     assert chaos.table([first, second]).splitlines()[2:] == [
-        "| kill | 3 | 3 | 1 | 2.0 | 4.0 | 4.0 |",
-        "| stop | 1 | 1 | 0 | 9.0 | 9.0 | 9.0 |",
-        "| all | 4 | 4 | 1 | 4.0 | 9.0 | 9.0 |",
+        "| kill | 3 | 3 | 1 | 2.0 | 4.0 | 4.0 | 1.0 | 3.0 |",
+        "| stop | 1 | 1 | 0 | 9.0 | 9.0 | 9.0 | 8.0 | 8.0 |",
+        "| all | 4 | 4 | 1 | 4.0 | 9.0 | 9.0 | 3.0 | 8.0 |",
     ]

@@ -66,7 +66,7 @@ def test_a_ledger_that_is_damaged_between_two_lives_costs_no_prompt_and_trains_n
     for index, what in enumerate(DAMAGES):
         seed, at = whens[index % len(whens)]
         case = swarm.case_of(seed)
-        often = replace(case.config, checkpoint=config.Checkpoint(every=1, keep=2))
+        often = replace(case.config, checkpoint=config.Checkpoint(every=1, keep=2, in_memory="off"))
         case = dataclasses.replace(case, config=often, faults=(Fault("crash", at, what, rounds=seed),))
         with swarm.quiet(), swarm.simulation(case) as simulation:
             assert swarm.said(simulation, case) == "", swarm.command(case)

@@ -17,14 +17,16 @@ from msgspec.structs import replace
 from launcher import cli
 from launcher.commands import simulate as command
 from runtime import config as schema
+from runtime import timeouts
 from runtime.config import Config
 from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.simulation import simulate
 from runtime.simulation.calibration import calibrate, observe
+from runtime.simulation.cluster import Observer, SimulatedModel
 from runtime.simulation.engine import Cores, Costs, Fixed, LogNormal, SimulatedEngine, sync_seconds
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop, SimulatedWorld, Stuck
-from runtime.simulation.simulate import Simulation, simulated, variations
+from runtime.simulation.simulate import INTERVAL, DyingSimulation, Simulation, death_costs, simulated, variations
 from services.rpc.client import command_deadline
 
 HOUR = 3600.0
@@ -254,18 +256,58 @@ def test_calibration_finds_costs_that_predict_another_configuration(tmp_path: Pa
     """Each of the durations of the run is met within 5 %, and throughput within 10 % with another bound on staleness: what is
     calibrated are means, while lengths and schedules are drawn anew."""
     reply = {"reply_tokens": LogNormal(12.0, 0.8), "decode_step": 3e-3, "decode_sequence": 2e-4, "prefill_token": 0.0}
-    train = {"score": Fixed(4e-3), "reference_token": 3e-5, "train_token": 4e-4, "update": 1e-2, "coordinator_message": 5e-4}
+    train = {
+        "score": Fixed(4e-3),
+        "reference_token": 3e-5,
+        "train_token": 4e-4,
+        "update": 1e-2,
+        "coordinator_message": 5e-4,
+        "keep": 2e-3,
+    }
     true = Costs(**reply, **train, cores=cores)  # type: ignore[arg-type]
     config, points, groups = real(tmp_path / "run", true)
     found = calibrate(
         Costs(cores=cores), points, groups, lambda costs: simulated(config, costs, command_deadline, STEPS).observed
     )
     assert found.measured is not None and found.simulated is not None
+    assert found.measured.seconds["keep"] == pytest.approx(2e-3, rel=1.0)  # where processors are shared it takes longer
     assert found.simulated.seconds == pytest.approx(found.measured.seconds, rel=0.05)
     strict = configured(tmp_path / "other", staleness=0)
     expected = simulated(strict, true, command_deadline, STEPS).observed
     predicted = simulated(strict, found.costs, command_deadline, STEPS).observed
     assert predicted.samples_per_second == pytest.approx(expected.samples_per_second, rel=0.1)
+
+
+def test_a_death_costs_a_restart_with_copies_in_memory_and_half_an_interval_without(tmp_path: Path) -> None:
+    """Both wait for the start; without copies the steps since the checkpoint are repeated, also those beyond the simulated."""
+    config = replace(configured(tmp_path / "run"), checkpoint=schema.Checkpoint(every=INTERVAL))
+    costs = Costs(update=0.2, keep=0.01, start=Fixed(2.0), forked=0.5)
+    found = death_costs(config, costs, command_deadline)
+    assert 1.0 < found["auto"].death < 1.0 + 2 * 0.3
+    assert 1.0 + INTERVAL / 2 * 0.2 < found["off"].death < 1.0 + timeouts.FIRST_BACKOFF + (INTERVAL / 2 + 2) * 0.3
+    assert 3600 * 0.01 / 0.3 < found["auto"].copying < 3600 * 0.02 / 0.2
+    assert found["off"].copying == 0.0
+    rarely = replace(config, checkpoint=schema.Checkpoint(every=3 * INTERVAL))
+    more = death_costs(rarely, costs, command_deadline)["off"].death - found["off"].death
+    assert INTERVAL * 0.2 < more < INTERVAL * 0.3
+    cold = replace(config, services=replace(config.services, trainer=schema.Trainer(standby=False)))
+    assert death_costs(cold, costs, command_deadline)["auto"].death == pytest.approx(found["auto"].death + 1.0)
+
+
+def test_a_lost_model_goes_on_at_the_step_of_its_copies(tmp_path: Path) -> None:
+    """No step is made twice but the one under way, which is made once or twice."""
+    made: list[int] = []
+
+    class Counting(Observer):
+        def applied(self, model: SimulatedModel, step: int, batch: Any) -> None:
+            made.append(step)
+
+    simulation = DyingSimulation(4, configured(tmp_path / "run"), Costs(update=0.2), command_deadline)
+    simulation.observer = Counting()
+    simulation.run()
+    assert sorted(set(made)) == list(range(STEPS)) and made == sorted(made)
+    assert len(made) - STEPS <= 1
+    assert simulation.cluster is not None and simulation.cluster.processes["trainer-0"].incarnation == 1
 
 
 def test_what_computes_at_once_shares_the_processors() -> None:
@@ -361,6 +403,7 @@ def test_it_answers_with_rows(capsys: pytest.CaptureFixture[str], monkeypatch: p
     command.simulate(cli._parser().parse_args(["simulate", *arguments]))
     told = capsys.readouterr().out
     assert "calibrated on nothing" in told and "training.staleness=1" in told
+    assert "one death of a trainer rank" in told
 
 
 @pytest.mark.parametrize(
