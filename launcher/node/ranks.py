@@ -10,8 +10,8 @@ The ranks get the key of their group in an environment variable, which no other 
 With `--standby` this process imports the modules that the ranks need, and forks each rank: a rank that follows a dead one needs
 no import, which takes seconds. This process joins no group, starts no thread and holds no device memory.
 
-An agent may give a socket (`os_process.ORDERS`). Then this process outlives its ranks once the agent has said `Stay`: it
-reports the end of the ranks, and starts the next incarnation of all of them when the agent orders it.
+An agent may give a socket (`os_process.ORDERS`). From the agent's first order on, this process outlives its ranks: it reports
+their end, and starts the next incarnation of all of them when the agent orders it.
 """
 
 from __future__ import annotations
@@ -178,10 +178,11 @@ class LocalRanks:
             if not self.left and asked:
                 return 0
             if self._orders in ready:
-                stays = self._obey() and not asked
+                self._obey()
+                stays = not asked
 
-    def _obey(self) -> bool:
-        """Carry out the next order. Return True: from the first order on, this process outlives the ranks."""
+    def _obey(self) -> None:
+        """Carry out the next order."""
         assert self._orders is not None
         order = msgspec.json.decode(self._orders.recv(LARGEST), type=RanksOrder)
         if order.ends:
@@ -192,7 +193,6 @@ class LocalRanks:
             self.kill()  # ranks of a group that has ended on another node
             self.incarnation, self._ranks, self._world, self._reported = order.incarnation, order.ranks, order.world, False
             self.start(order.at, order.env)
-        return True
 
     def _report(self, code: int, why: str) -> None:
         assert self._orders is not None

@@ -207,7 +207,7 @@ class DeathCost(Struct):
 
     @property
     def share(self) -> float:
-        """Of the hour."""
+        """The share of the hour that is lost, 0 to 1."""
         return (self.death + self.copying) / 3600
 
 

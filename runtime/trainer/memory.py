@@ -85,7 +85,7 @@ class Contents(msgspec.Struct, array_like=True):
 
 
 class RecalledState(NamedTuple):
-    """What `recall` restored: the version and the `result` that was kept with it; or None and the reason, one line."""
+    """The version that `recall` restored, and the `result` that was kept with it; or None and the reason, one line."""
 
     version: PolicyVersion | None
     result: bytes

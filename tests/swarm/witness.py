@@ -81,7 +81,7 @@ class Witness(Observer):
         self._copied.add(model.role)
 
     def generates(self, rollout: SimulatedRollout, request: GroupRequest) -> None:
-        """A rollout begins a group: whoever had begun it before is lost, or puts its groups aside for the trainer."""
+        """Check that the rollout that had begun the group before is lost, or puts groups aside for the trainer."""
         before = self._generates.get(request.group_id)
         config = rollout.cluster.config
         if before is not None and config.checkpoint.in_memory != "off" and not takes_turns(config):

@@ -38,8 +38,8 @@ from tests.system.namespaces import why_not
 from tests.system.runs import LONG, SOON, eventually, fill, forgotten, points, shared_files, write_config
 
 Measured = dict[str, list[tuple[float, bool, float]]]
-"""By kind of fault, for each: seconds until the run went on, whether it went back to a checkpoint, and seconds to the next
-step, which may have begun before the fault."""
+"""Three numbers of each fault, by kind: seconds until the run went on, whether it went back to a checkpoint, and seconds to the
+next step, which may have begun before the fault."""
 
 # A loss that is PPO's; once a file is there, the trainer's next bucket changes behind its checksum's back.
 LOSS = """

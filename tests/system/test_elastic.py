@@ -1,4 +1,4 @@
-"""A trainer over three nodes, of which one is lost with its memory: the group goes on with fewer ranks, and grows again."""
+"""A trainer over three nodes. One node is lost with its memory: the group goes on with fewer ranks, and grows again."""
 
 from __future__ import annotations
 

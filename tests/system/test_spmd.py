@@ -1,6 +1,6 @@
-"""One training, on-policy, in other layouts: two ranks of trainer and critic, one of which is killed; and megatron-core without
-copies in memory, killed while it saves, which goes on in another layout. All are what one rank of engine torch makes
-undisturbed."""
+"""One training, on-policy, in other layouts. Two ranks of trainer and critic, where one rank is killed; and megatron-core
+without copies in memory, which is killed while it saves and goes on in another layout. All make what one undisturbed rank of
+engine torch makes."""
 
 from __future__ import annotations
 
