@@ -326,6 +326,7 @@ class CoordinatorProcess(RunSupervisor):
             epoch=time.time() - time.monotonic(),
             launched=self._launched,
             history=RunHistory() if self._left is None else self._left.course.history,
+            holders=self._nodes.holders,
             startup=began or Startup(phases=phases, processes={"coordinator": self._phases.seconds}),
         )
 

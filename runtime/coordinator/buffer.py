@@ -7,7 +7,8 @@ version, so the arithmetic of `staleness` always sees one consistent state. Use 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from msgspec import Struct, field, structs
 
@@ -20,7 +21,7 @@ from runtime.ledger.journal import Change, LedgerWriter, Ticket
 from runtime.ledger.reader import PARTS, GroupRow, Handle
 from runtime.ledger.states import Event, GroupState, Mark, Phase
 from runtime.rewards.scorer import unscored
-from runtime.types import GeneratedGroup, PolicyVersion, Scores
+from runtime.types import GeneratedGroup, Holder, PolicyVersion, Scores
 
 Part = bytes | Handle  # in memory; or on disk, if written before a restart
 
@@ -50,6 +51,11 @@ class Group(Struct, eq=False, kw_only=True):
         return self.ticket.group_id
 
     @property
+    def is_open(self) -> bool:
+        """Whether a step has yet to take it, by its deadline."""
+        return self.deadline is not None and self.taken is None and self.state.step is None
+
+    @property
     def tokens(self) -> int:
         """Tokens of all rows, prompts included. 0 until the group is generated."""
         if self.generated is None:
@@ -75,6 +81,7 @@ def restored(row: GroupRow, needs: Mark, now: float, bound: int) -> Group:
         truncated=row.truncated or 0,
         rewards=row.rewards or [],
         outcomes=row.outcomes,
+        holders=row.holders or [],
         oldest=row.oldest,
         newest=row.newest,
         payload=b"",
@@ -205,6 +212,26 @@ class Buffer:
         self.ready_changed.set()
         self.room_changed.set()
 
+    def lose_blobs(self, holders: Collection[Holder], made: int, since: int = 0) -> list[int]:
+        """Lose the groups whose blobs no agent of `holders` has, or whose deadlines are before step `since`: agents have
+        forgotten these. Groups of later batches than theirs are lost, too. The trainer has made the steps before `made`, and
+        needs no blobs of theirs. Return the groups."""
+        gone = {
+            group
+            for group in self
+            if group.state.phase in (Phase.GENERATED, Phase.READY)
+            and group.generated is not None
+            and group.generated.holders
+            and (group.taken is None or group.taken >= made)
+            and ((group.deadline or 0) < since or not any(each in holders for each in group.generated.holders))
+        }
+        first = min((group.taken for group in gone if group.taken is not None), default=math.inf)
+        gone |= {group for group in self if group.taken is not None and group.taken > first}
+        lost = sorted(gone, key=lambda group: (-1 if group.taken is None else -group.taken, group.group_id))
+        for group in lost:
+            self.lose(group.group_id)
+        return [group.group_id for group in lost]
+
     def drop(self, group_id: int, why: str) -> Ticket:
         """Drop the group. Return its ticket, which names the prompt to give back. A taken group's step must be being filled."""
         group = self._groups[group_id]
@@ -325,7 +352,7 @@ class Buffer:
         """Whether the batch of the step being filled is complete once all generated groups are ready."""
         due = {last: [opened, 0] for last, (opened, _) in self._due.items()}
         for group in self:
-            if group.deadline is not None and group.taken is None and group.generated is not None:
+            if group.is_open and group.deadline is not None and group.generated is not None:
                 due[group.deadline][1] += 1
         return staleness.takeable(due, self.step, self.places, self.groups_per_step) >= self.places
 
@@ -352,7 +379,7 @@ class Buffer:
         return [
             staleness.OpenGroup(group.deadline, group.group_id, group.state.phase == Phase.READY)
             for group in self
-            if group.deadline is not None and group.taken is None
+            if group.is_open and group.deadline is not None
         ]
 
     def _reopen(self, group: Group) -> None:
@@ -388,7 +415,7 @@ class Buffer:
     def _count(self, group: Group, number: int) -> None:
         phase = group.state.phase
         self._phases[phase] += number
-        if group.deadline is not None and group.taken is None:
+        if group.is_open and group.deadline is not None:
             due = self._due.setdefault(group.deadline, [0, 0])
             due[0] += number
             due[1] += number * (phase == Phase.READY)
@@ -440,7 +467,7 @@ class DynamicSampling:
         if self._dropped_for_step < self._limit:
             return
         # With enough scored groups only the trainer is late, and drops count for later steps.
-        if sum(one.taken is None and bool(one.state.marks & Mark.SCORED) for one in self._buffer) < self._buffer.places:
+        if sum(one.is_open and bool(one.state.marks & Mark.SCORED) for one in self._buffer) < self._buffer.places:
             if not self._any_scored:
                 raise unscored([group.scores], f"{self._dropped_for_step} groups")
             self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")

@@ -7,6 +7,7 @@ group is dispatched only while a step may still train on it in time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -23,10 +24,12 @@ from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool, request
 from runtime.coordinator.register import member_of
 from runtime.coordinator.weight_sync import Devices
 from runtime.data.prompts import PromptStream
-from runtime.errors import Cancelled, SluiceError, Unreachable
+from runtime.errors import BlobLost, Cancelled, SluiceError, Unreachable
 from runtime.ledger.journal import Note, Ticket
 from runtime.ledger.states import Mark, Phase
 from runtime.types import LogprobRequest, ValueRequest
+
+log = logging.getLogger("sluice")
 
 STREAM = "stream"  # the key of the ledger's note with the position of the prompt stream
 
@@ -202,7 +205,15 @@ class GroupStage:
                 return
             missing &= ~Mark.SCORED
         jobs = {Mark.SCORED: self._score, Mark.REFERENCED: self._reference, Mark.VALUED: self._value}
-        await asyncio.gather(*(job(group, payload) for mark, job in jobs.items() if missing & mark))
+        works = [asyncio.ensure_future(job(group, payload)) for mark, job in jobs.items() if missing & mark]
+        try:
+            await asyncio.gather(*works)
+        except BlobLost as error:
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            log.warning("group %d is generated again: %s", group.group_id, error)
+            self._buffer.lose(group.group_id)
 
     async def _score(self, group: Group, payload: bytes) -> None:
         problem = self._prompts.problems[group.ticket.problem]

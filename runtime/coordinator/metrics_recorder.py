@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from runtime import timeouts, types
 from runtime.chosen_algorithm import choose
-from runtime.cluster.topology import instances, settings_of, uses_reference
+from runtime.cluster.topology import devices_each, instances, settings_of, uses_reference
 from runtime.commands import RolePort
-from runtime.config import Computing, Config, Rollout
+from runtime.config import Computing, Config
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.pools import Roles, RolloutPool
 from runtime.coordinator.register import Member, Register, UnitState, member_of
@@ -39,7 +39,7 @@ from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, WeightSyn
 from runtime.telemetry.startup import NOT_COUNTED, TOTAL, Startup
 from runtime.telemetry.summary import Totals
 from runtime.telemetry.trackers import Trackers
-from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult, TextDecoder
+from runtime.types import GroupRequest, Holder, PolicyVersion, SamplingParams, StepResult, TextDecoder
 
 COURSE = "course"  # the key of the ledger's note with a run's progress, for a coordinator that takes over
 
@@ -145,6 +145,7 @@ class RunContext(EvaluationContext):
     run: str = ""  # the id of this start of the run by its user
     term: int = 1  # one more with each coordinator of the ledger
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
+    holders: Callable[[], Awaitable[Collection[Holder]]] | None = None  # the agents that hold blobs now; None: none does
 
     def time(self) -> float:
         """Return the time, in seconds since the epoch."""
@@ -175,10 +176,10 @@ def needs(config: Config) -> Mark:
 
 
 def accelerators(config: Config) -> int:
-    """Count the devices: a rollout's tensor-parallel size, and one for each other computing process that has its own."""
+    """Count the devices of all computing processes that have their own."""
     roles = [settings_of(config, instance) for instance in instances(config)]
     own = [role for role in roles if isinstance(role, Computing) and not role.colocate]
-    return sum(role.tensor_parallel if isinstance(role, Rollout) else 1 for role in own)
+    return sum(map(devices_each, own))
 
 
 # ---- Supervisor: the process around the run

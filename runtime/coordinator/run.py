@@ -319,6 +319,7 @@ class Attempt:
         if (newest := await self._context.ledger.note(STREAM)) is not None:
             self._stream.restore(types.decode(StreamState, newest))
         self.buffer.take_up(await self._context.ledger.take_up(found.version.step))
+        await self._lose_blobs(found.version.step + found.ahead)
         self.buffer.incarnation = found.version.incarnation
         self._checkpoints.take_up()
         if takes_turns(self._config):
@@ -331,6 +332,12 @@ class Attempt:
             if found.lives:
                 self.publisher.kept = found.version  # the trainer has gathered it into its buckets
         self.publisher.waits_for_next = self.recorder.probes.given_before = found.ahead
+
+    async def _lose_blobs(self, made: int, since: int = 0) -> None:
+        """Have the groups generated again whose blobs are lost. `made`, `since`: as of `Buffer.lose_blobs`."""
+        find, held = self._context.holders, any(group.generated and group.generated.holders for group in self.buffer)
+        if find is not None and held and (lost := self.buffer.lose_blobs(await find(), made, since)):
+            log.warning("no agent holds the experts of groups %s any more: they are generated again", lost)
 
     async def _restore(self, position: Position) -> None:
         """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
@@ -345,6 +352,7 @@ class Attempt:
         else:  # use the checkpoint: the groups under way are in the ledger of another folder, or lost
             self._stream.lose(position.pending, restored.following)
         self.buffer.load(restored.groups)
+        await self._lose_blobs(position.version.step, self._history.best_step)
         evaluation.forget_after(self._context.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()

@@ -96,7 +96,7 @@ class Restored(Struct, kw_only=True):
 
 
 _TIMES = [phase.value for phase in Phase]
-_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "rewards", "outcomes")
+_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "rewards", "outcomes", "holders")
 _LATER = ("reward", "scores", "replica", "due")
 
 
@@ -413,6 +413,8 @@ class _Writer:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(reader.SCHEMA)
+            if not self._database.execute("SELECT 1 FROM pragma_table_info('groups') WHERE name = 'holders'").fetchone():
+                self._database.execute("ALTER TABLE groups ADD COLUMN holders BLOB")  # of version 0.2
             self.store = undo.enter_context(closing(PayloadStore(folder, segment_bytes)))
             self._open = undo.pop_all()
 

@@ -21,7 +21,7 @@ from runtime.errors import InvalidMessage, InvariantViolated, SluiceError, UserE
 from runtime.ledger import checkpoint
 from runtime.ledger.states import Mark, Phase
 from runtime.run_files import regular
-from runtime.types import Outcomes, PolicyVersion, Scores
+from runtime.types import Holder, Outcomes, PolicyVersion, Scores
 
 # ---- Payloads
 # A segment `segment-00000.bin` is a sequence of records: length (uint64) and xxh3-64 of the bytes (uint64), little-endian, then
@@ -89,7 +89,7 @@ CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, marks INTEGER NOT NULL, why TEXT, step INTEGER, taken INTEGER, place INTEGER,
     replica TEXT, attempt INTEGER NOT NULL DEFAULT 0, due INTEGER, oldest INTEGER, newest INTEGER, prompt_tokens INTEGER,
-    response_tokens BLOB, truncated INTEGER, rewards BLOB, outcomes BLOB, reward REAL, scores BLOB,
+    response_tokens BLOB, truncated INTEGER, rewards BLOB, outcomes BLOB, holders BLOB, reward REAL, scores BLOB,
     {", ".join(_HANDLES.values())},
     {", ".join(f"{name}_at REAL" for name in (*(phase.value for phase in Phase), *MARKS, "lost"))}
 );
@@ -128,6 +128,7 @@ class GroupRow(Struct, kw_only=True):
     truncated: int | None
     rewards: list[float] | None  # [n], see GeneratedGroup
     outcomes: Outcomes | None
+    holders: list[Holder] | None  # of the payload's blob, see GeneratedGroup
     reward: float | None  # mean of the valid episodes
     scores: Scores | None
     handles: dict[str, Handle]  # by PARTS
@@ -150,7 +151,13 @@ def check_format(database: sqlite3.Connection, folder: Path) -> None:
         raise UserError(f"{folder}: the ledger is of format {found}, and this version of Sluice reads format {FORMAT} only")
 
 
-_BLOBS: dict[str, Any] = {"response_tokens": list[int], "rewards": list[float], "outcomes": Outcomes, "scores": Scores}
+_BLOBS: dict[str, Any] = {
+    "response_tokens": list[int],
+    "rewards": list[float],
+    "outcomes": Outcomes,
+    "holders": list[Holder],
+    "scores": Scores,
+}
 
 
 def group_row(row: sqlite3.Row) -> GroupRow:

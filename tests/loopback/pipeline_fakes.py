@@ -43,6 +43,7 @@ from runtime.types import (
     GeneratedGroup,
     GroupPayload,
     GroupRequest,
+    Holder,
     LogprobRequest,
     PolicyVersion,
     Sample,
@@ -553,6 +554,8 @@ class RunFolder:
     eval_problems: int = 0
     in_memory: Literal["auto", "off"] = "off"
     """Copies in memory. Without them a loss leads back to a checkpoint."""
+    holders: set[Holder] = field(default_factory=set)
+    """The agents that hold blobs now."""
     sections: dict[str, Any] = field(default_factory=dict)
     progress: list[Progress] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
@@ -600,6 +603,7 @@ class RunFolder:
                 epoch=time.time() - time.monotonic(),
                 launched=time.monotonic(),
                 history=RunHistory(resume),
+                holders=self.held_by,
             )
             run = TrainingRun(context, register)
             beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]
@@ -613,6 +617,9 @@ class RunFolder:
         finally:
             await trackers.close()
             await ledger.close()
+
+    async def held_by(self) -> set[Holder]:
+        return self.holders
 
     def held_out(self, settings: Config) -> list[HeldOut]:
         """One set of `eval_problems` for each that the configuration names, and one where it names none."""

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.commands import WeightsCommitted
 from runtime.coordinator.run import INTERRUPTED, TrainingRun
-from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.errors import BlobLost, DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, ScoreRequest, Scores
+from runtime.types import GeneratedGroup, GroupRequest, Holder, LogprobRequest, PolicyVersion, ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import (
     DEADLINE,
     Cast,
@@ -300,6 +300,68 @@ def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Pat
     asked = Counter(request.group_id for rollout in cast.rollouts for request in rollout.requests)
     assert max(asked.values()) == 1  # what was made meanwhile was kept
     assert any(progress.phase == "recovering" and "was killed" in progress.detail for progress in folder.progress)
+
+
+def held_by_nodes(cast: Cast) -> dict[str, Holder]:
+    """Have an agent for each rollout hold the blobs of its groups. Returns the agents by rollout."""
+    agents = {rollout.name: Holder(f"node of {rollout.name}", "127.0.0.1:1") for rollout in cast.rollouts}
+    for rollout in cast.rollouts:
+
+        async def named(group: GeneratedGroup, request: GroupRequest, agent: Holder = agents[rollout.name]) -> GeneratedGroup:
+            return replace(group, holders=[agent])
+
+        around(rollout, "_generate", after=named)
+    return agents
+
+
+def test_groups_whose_blobs_are_lost_with_their_nodes_are_generated_again(tmp_path: Path) -> None:
+    """As the run goes back to a checkpoint. Others are kept, unless agents have forgotten what no step was to need any more."""
+    folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.make()
+    agents, troupe = held_by_nodes(cast), Troupe(cast, ("apply", 5))
+    folder.holders = {*agents.values()}
+    runs, waiting = list[TrainingRun](), dict[int, tuple[str, int]]()
+
+    async def regroup() -> list[FakeTrainer | FakeCritic]:
+        (run,) = runs
+        await until(lambda: run.buffer.counts()["ready"] >= 3 * folder.groups_per_step)
+        waiting.update({each.group_id: (each.replica, each.deadline or 0) for each in run.buffer if each.generated is not None})
+        folder.holders = {agents["rollout-0"]}
+        return await troupe.regroup()
+
+    async def course(run: TrainingRun) -> None:
+        runs.append(run)
+
+    cast.regroup = regroup
+    folder.run(cast, course)
+    check_lineages(folder, troupe.trainers, 3)
+    asked = Counter(request.group_id for rollout in cast.rollouts for request in rollout.requests)
+    again = {group: asked[group] - 1 for group in waiting}
+    assert again == {group: int(replica == "rollout-1" or due < 5) for group, (replica, due) in waiting.items()}
+    assert {0, 1} == {*again.values()}
+
+
+def test_a_group_whose_blob_the_reference_cannot_read_is_generated_again(tmp_path: Path) -> None:
+    """While its replies are being scored."""
+    folder, cast = RunFolder(tmp_path), Cast.prompt()
+    failed, scoring = asyncio.Event(), asyncio.Event()
+
+    async def lost(request: LogprobRequest) -> None:
+        if request.group_id == 6 and not failed.is_set():
+            await scoring.wait()
+            failed.set()
+            raise BlobLost("reference-0", "read", "no agent holds blob 06 any more")
+
+    async def slow(request: ScoreRequest) -> None:
+        if request.group_id == 6 and not failed.is_set():
+            scoring.set()
+            await failed.wait()
+
+    around(cast.reference, "logprobs", before=lost)
+    cast.reward = around(FakeReward(), "score", before=slow)
+    folder.run(cast)
+    check_books(folder, folder.steps)
+    asked = Counter(request.group_id for rollout in cast.rollouts for request in rollout.requests)
+    assert asked[6] == 2 and sum(asked.values()) == len(asked) + 1
 
 
 def test_a_group_that_is_being_generated_is_generated_by_the_next_lineage(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from runtime.coordinator.buffer import NO_SIGNAL, Buffer, DynamicSampling, asked_of
 from runtime.coordinator.failover import FailoverState
@@ -22,7 +23,7 @@ from runtime.errors import InvariantViolated, ServiceFault
 from runtime.ledger.journal import Change, Ticket
 from runtime.ledger.states import Mark, Phase
 from runtime.rewards.scorer import UnscoredSteps
-from runtime.types import GeneratedGroup, PolicyVersion, Scores
+from runtime.types import GeneratedGroup, Holder, PolicyVersion, Scores
 
 
 class KeptChanges(list[Change]):
@@ -522,3 +523,25 @@ def test_a_rollout_that_was_started_again_has_not_what_the_one_before_was_asked_
 
 def test_those_generate_that_have_the_version() -> None:
     assert FOUND.having == [LIVED]
+
+
+def test_groups_whose_blobs_no_agent_holds_are_lost_and_with_them_the_batches_after_theirs() -> None:
+    here, gone = Holder("a", "a:1"), Holder("b", "b:1")
+    held = {0: [here, gone], 1: [here], 2: [here], 3: [gone], 4: [gone], 5: [], 6: [here], 7: [gone]}
+    harness = Harness(staleness=4)
+    buffer = harness.buffer
+    harness.dispatch(*range(8))
+    for group_id, holders in held.items():
+        buffer.generated(structs.replace(generated(group_id, 0), holders=holders))
+        if group_id != 7:
+            buffer.scored(scores(group_id))
+    assert [ids(buffer.take(step)) for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert buffer.lose_blobs({here}, made=3) == [7]
+    harness.dispatch(7)
+    buffer.generated(structs.replace(generated(7, 0), holders=[gone]))
+    assert buffer.lose_blobs({here}, made=0) == [4, 5, 3, 7]  # 5 has no blob, but is of the batch after that of 3
+    assert (buffer.step, ids(buffer.taken(1)), buffer.places) == (1, [2], 1)
+    assert {each.group_id for each in buffer.waiting()} == {3, 4, 5, 7}
+    assert ids(buffer.take(1)) == [6]
+    assert buffer.lose_blobs({here}, made=0, since=5) == [2, 6, 0, 1]  # their deadline is step 4
+    assert buffer.lose_blobs(set(), made=0) == []

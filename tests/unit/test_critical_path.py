@@ -39,7 +39,7 @@ LIFE = ("admitted", "generating", "generated", "scored", "ready", "consumed", "r
 
 def group(group_id: int, step: int, *times: float, replica: str = "rollout-0", attempt: int = 1, **marks: float) -> GroupRow:
     """`times`: of LIFE, in order."""
-    nothing = dict.fromkeys(("why", "oldest", "newest", "outcomes", "scores"))
+    nothing = dict.fromkeys(("why", "oldest", "newest", "outcomes", "holders", "scores"))
     same = {"phase": Phase.RETIRED, "marks": Mark.SCORED, "taken": step, "place": 0, "due": step}
     sizes = {"prompt_tokens": 1, "response_tokens": [1], "truncated": 0, "rewards": [], "reward": 1.0, "handles": {}}
     known: Any = {"problem": 0, "source": "", "label": "", "seed": 0, **nothing, **same, **sizes}

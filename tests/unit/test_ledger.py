@@ -749,3 +749,20 @@ async def check_payloads(ledger: LedgerWriter, groups: list[GroupRow]) -> None:
         if row.phase == Phase.READY:
             assert await ledger.bytes_of(row.handles["payload"]) == b"payload %d" % row.group_id
             assert await ledger.bytes_of(row.handles["reference"]) == b"reference %d" % row.group_id
+
+
+def test_a_ledger_without_a_column_of_later_versions_is_gone_on_with(tmp_path: Path) -> None:
+    async def begin(ledger: LedgerWriter) -> None:
+        make_ready(buffer_on(ledger), 0)
+
+    async def go_on(ledger: LedgerWriter) -> None:
+        make_ready(buffer_on(ledger), 1)
+
+    with_ledger(tmp_path, begin)
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
+        database.execute("ALTER TABLE groups DROP COLUMN holders")
+    with LedgerReader(tmp_path) as reader:
+        assert [row.holders for row in reader.groups(states=())] == [None]
+    with_ledger(tmp_path, go_on)
+    with LedgerReader(tmp_path) as reader:
+        assert [row.holders for row in reader.groups(states=())] == [None, []]
