@@ -62,6 +62,10 @@ class ServiceFault(SluiceError):
         self.deadline = deadline
 
 
+class BlobLost(ServiceFault):
+    """No agent holds a blob any more. Its group must be generated again."""
+
+
 class Unreachable(ServiceFault):
     """The connection to a service is lost."""
 

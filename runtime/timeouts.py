@@ -5,6 +5,8 @@ A deadline ends a wait. After a grace, a process that was asked to end is killed
 # ------------------------------------------------------------------------------------------------ the coordinator
 
 CONTROL_CALL = 5.0  # deadline of Status and similar calls
+BLOB_CALL = 5.0  # deadline of a call that puts or reads a piece of a blob, of at most 16 MiB
+BLOB_COPY = 2.0  # deadline within that of an agent's call to the next node's agent, which gets a copy
 STOP_CALL = 1.0  # deadline of the Stop call to a process; the launcher ends processes that do not take it
 RANK_LOSS = 1.0  # deadline until the end of a rank is known, after other ranks have failed because of it
 MEMORY_INTERVAL = 4.0  # between two samples of the processes' memory, each of about 40 ms

@@ -217,12 +217,29 @@ def _bitmap_bytes(vocabulary: int) -> int:
     return -(-vocabulary // 32) * 4
 
 
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """A node's agent that holds blobs (`runtime.blobs`)."""
+
+    node: str
+    address: str  # HOST:PORT
+
+
+class Blob(msgspec.Struct, frozen=True, array_like=True):
+    """The name of a blob of `rows` rows of `width` bytes. `digest`: a hash of its bytes."""
+
+    digest: bytes
+    rows: int
+    width: int
+    holders: list[Holder]
+
+
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
-    """The experts that a model's MoE layers chose for each of n tokens that were fed to the model."""
+    """The experts that a model's MoE layers chose for each of n tokens that were fed to the model: in `data`, or in `blob`."""
 
     layers: int
     per_token: int
     data: np.ndarray  # uint8 or uint16 [n · layers · per_token]
+    blob: Blob | None = None  # a row of bytes for each token; `data` is empty
 
     @classmethod
     def of(cls, chosen: np.ndarray) -> RoutedExperts:
@@ -264,8 +281,12 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
 
     def fit(self, tokens: int, layers: int, per_token: int, experts: int) -> bool:
         """Return True if these are the experts of so many tokens, and of a model of this shape."""
-        given, asked = (self.layers, self.per_token, len(self.data)), (layers, per_token, tokens * layers * per_token)
-        return given == asked and self.data.dtype in (np.uint8, np.uint16) and int(self.data.max(initial=0)) < experts
+        size, known = layers * per_token, self.data.dtype in (np.uint8, np.uint16)
+        if (self.layers, self.per_token) != (layers, per_token) or not known:
+            return False
+        if self.blob is not None:  # its bytes are checked as they are read
+            return self.blob.rows == tokens and self.blob.width == size * self.data.itemsize and not len(self.data)
+        return len(self.data) == tokens * size and int(self.data.max(initial=0)) < experts
 
 
 def fed(length: int) -> int:
@@ -587,6 +608,7 @@ class GeneratedGroup(msgspec.Struct, kw_only=True):
     newest: PolicyVersion
     rewards: list[float] = []  # [n], from the environment; NaN: no reward. Empty: plain replies
     outcomes: Outcomes | None = None  # None: plain replies
+    holders: list[Holder] = []  # of the payload's blob; each has the whole
     payload: bytes
 
     @property

@@ -41,6 +41,7 @@ from runtime.process.http_server import HttpServer
 from runtime.process.waiting import done_within, now
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RunEpisodesRequest, Sample, SamplingParams
 from services import process
+from services.blobs import BlobKeeper
 from services.rpc import contract, security
 from services.rpc.client import Channel, Session
 from services.rpc.server import OPTIONS
@@ -273,6 +274,7 @@ class GatewayService(process.Service):
         self._episodes: Episodes
         self._environments: EnvironmentChannels
         self._players: EpisodeRunner
+        self._keeper: BlobKeeper
         self.url = ""
 
     def load(self) -> None:
@@ -298,6 +300,7 @@ class GatewayService(process.Service):
         self._environments = EnvironmentChannels(config, self.keys)
         await self._environments.check()
         self._players = EpisodeRunner(config, self.url, self._episodes)
+        self._keeper = BlobKeeper(config, self.blobs)
         self._players.use(self._environments.by_name())
         self._episodes.players = self._players.play
 
@@ -342,7 +345,7 @@ class GatewayService(process.Service):
             await self._server.close()  # last: connections end once their calls have ended
 
     async def run_episodes(self, request: RunEpisodesRequest) -> GeneratedGroup:
-        return await self._episodes.play(request)
+        return await self._keeper.kept(await self._episodes.play(request))
 
     async def update_endpoints(self, command: UpdateEndpoints) -> None:
         if command.key or self.keys is None:

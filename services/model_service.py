@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.commands import Apply, Export, Priority, Restore, Save
 from runtime.config import Config, Spread
-from runtime.errors import Cancelled, Forbidden, ServiceFault, UserError
+from runtime.errors import BlobLost, Cancelled, Forbidden, ServiceFault, UserError
 from runtime.process import os_process, spans
 from runtime.status import Profile
 from runtime.types import PolicyVersion
@@ -123,6 +123,8 @@ class SpmdService(process.Service):
         except RuntimeError as error:
             _end_if_beyond_use(self.name, error)
             raise
+        except BlobLost as error:  # other ranks wait for this one in a collective
+            os_process.end_at_once(str(error))
         return await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
 
     def _carry_out(self, command: Any) -> Any:
@@ -307,6 +309,13 @@ class FrozenModelService(ActorService):
         loop, messages = asyncio.get_running_loop(), [request.message for request in requests]
         try:
             answers = await loop.run_in_executor(self._thread, self._compute, messages)
+        except BlobLost as error:
+            for request in requests:  # of one group
+                if len(requests) > 1:
+                    await self.receive([request])
+                else:
+                    request.fail(error)
+            return
         except Exception as error:
             _end_if_beyond_use(self.name, error)
             raise

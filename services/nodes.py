@@ -33,6 +33,7 @@ from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint
 from runtime.process import os_process
 from runtime.process.waiting import now, still_missing
+from runtime.types import Holder
 
 log = logging.getLogger("sluice")
 
@@ -56,6 +57,7 @@ class Nodes:
         self._restarted: dict[str, int] = {}  # by role, the run's step as its group was last restarted
         self._assignments: dict[str, Assignment] = {}  # the newest of each node
         self._streams: dict[str, asyncio.Event] = {}  # set when the node's assignment has changed
+        self._seen: set[str] = set()  # nodes that were here at any time
         self._own = asyncio.Event()  # set once the node of this process has reported its paths
         self._own_name = ""
         self._came = asyncio.Event()
@@ -109,6 +111,7 @@ class Nodes:
                 self._refuse("\n".join(faults))
                 raise UserError("\n".join(faults))
         self.roster.ready(found.node)
+        self._seen.add(found.node)
         if self._placement is not None:
             self._take_in(found.node)
         self._came.set()
@@ -142,6 +145,13 @@ class Nodes:
         if self._placement.pending:
             log.info("no room yet for %s", ", ".join(instance.name for instance in self._placement.pending))
         self._start([seat.instance for seat in self._placement.seats])
+
+    async def holders(self) -> set[Holder]:
+        """Return the agents that hold blobs. After a takeover, wait for their nodes `deadlines.keepalive` seconds at most."""
+        assert self._placement is not None
+        expected = {seat.node for seat in self._placement.seats} - self._seen
+        await still_missing(lambda: sorted(expected - self._seen), self._came, now() + self.config.deadlines.keepalive)
+        return {Holder(name, node.blobs) for name, node in self.roster.nodes.items()}
 
     async def rejoined(self, seconds: float) -> None:
         """Wait until the nodes that a run needs are there, or `seconds` are over."""
@@ -328,11 +338,14 @@ class Nodes:
 
     def _send_assignments(self) -> None:
         assert self._placement is not None
-        nodes, incarnations = self.roster.nodes, {unit.name: unit.incarnation for unit in self._register.units()}
+        nodes = self.roster.nodes
+        holders = [Holder(name, node.blobs) for name, node in sorted(nodes.items()) if node.blobs]
+        peers = {one.node: peer for one, peer in zip(holders, holders[1:] + holders[:1], strict=True) if one != peer}
+        incarnations = {unit.name: unit.incarnation for unit in self._register.units()}
         for name, started in launches(self.config, self._placement, nodes, incarnations, self._secret).items():
             if self._would_end_a_group(name, {launch.role for launch in started}):
                 continue  # the group's other nodes have yet to connect: all get their assignments then
-            self._assignments[name] = Assignment(run=self.run, config=self._yaml, launches=started)
+            self._assignments[name] = Assignment(run=self.run, config=self._yaml, launches=started, peer=peers.get(name))
             if name in self._streams:  # not after `close`
                 self._streams[name].set()
 

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from runtime.status import Profile, Registration, RunFigures, State, Status, Sto
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
+from services.blobs import BlobClient
 from services.rpc import client, contract
 from services.rpc.server import Calls, Fence, Handler, Handlers, Server
 
@@ -59,6 +61,11 @@ class Service(ABC):
         self.name = name
         self.rank = rank
         self.calls = Calls(name)
+
+    @cached_property
+    def blobs(self) -> BlobClient:
+        """The client of the agents that hold blobs."""
+        return BlobClient(self.name, self.keys)
 
     @abstractmethod
     def load(self) -> None:
@@ -208,6 +215,7 @@ class ServiceProcess:
             await self._profiles.close()  # torch cannot bear an end in the middle of a profile
             if self._loaded:
                 await service.close()
+            await service.blobs.close()
             await server.stop(timeouts.SERVER_GRACE)  # last: status calls are answered up to here
 
     async def _load(self) -> None:
@@ -218,6 +226,7 @@ class ServiceProcess:
             if self._service.libraries:
                 self._phases.mark("libraries")
             await asyncio.to_thread(self._service.load)
+        self._service.blobs.serve_threads()
         await self._service.start()
         spans.work.end("load")
         self._loaded = True

@@ -14,6 +14,7 @@ from services.model_service import FrozenModelService, SpmdService
 
 if TYPE_CHECKING:
     from runtime.scoring.reference_rank import ReferenceRank
+    from runtime.trainer.rows import Routes
 
 
 class ReferenceService(FrozenModelService):
@@ -26,18 +27,20 @@ class ReferenceService(FrozenModelService):
         from runtime.models.families import FAMILIES
         from runtime.models.hf_folder import read_raw
         from runtime.process import platform
-        from runtime.scoring.scorer_torch import OffloadableScorer, PolicyScorer, TorchScorer, answers
+        from runtime.scoring.scorer_torch import OffloadableScorer, PolicyScorer, TorchScorer, answers, replayed
 
         device, model = platform.device(), self.config.model
         settings, away = self.config.services.reference, reference_takes_part(self.config)
         dtype, budget = platform.resolve_dtype(settings.dtype, device, model.dtype), settings.max_tokens_per_microbatch
 
-        def load(folder: str) -> OffloadableScorer:
+        def load(folder: str, routes: Routes | None = None) -> OffloadableScorer:
             make = TorchScorer if read_raw(folder).get("model_type") in FAMILIES else PolicyScorer
             scorer = make(folder, device=device, dtype=dtype, max_tokens_per_microbatch=budget)
+            scorer.routes = routes
             return OffloadableScorer(scorer, away)
 
-        scorers = {"": load(model.reference or model.path)}
+        reference = model.reference or model.path
+        scorers = {"": load(reference, replayed(self.config, reference))}
         scorers |= {folder: load(folder) for folder in {*teachers(self.config).values()}}
         self.answers = partial(answers, scorers)
 

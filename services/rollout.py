@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from runtime.cluster.topology import replicas, takes_turns
@@ -14,8 +14,9 @@ from runtime.errors import Cancelled, InvalidMessage, ServiceFault, UserError
 from runtime.process import os_process
 from runtime.process.waiting import now
 from runtime.status import State
-from runtime.types import PolicyVersion
+from runtime.types import GATEWAY_GROUPS, PolicyVersion
 from services import process
+from services.blobs import BlobKeeper
 from services.model_service import ActorService, Request
 from services.rpc import contract
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
     """Build the engine of the rollout `name`, by its fleet's settings, in seconds; vLLM takes a minute. Raises UserError."""
+    from runtime.models.hf_folder import read_config
     from runtime.models.limits import longest_text
     from runtime.process import platform
 
@@ -41,12 +43,15 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         from runtime.rollout.torch.engine import TorchRolloutEngine
 
         return TorchRolloutEngine(config.model.path, **common)
+    from runtime.rollout.vllm.arguments import require_spread
     from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
+    if device.type == "cpu":
+        require_spread(settings.parallel, read_config(config.model.path).experts is not None)
     return VLLMRolloutEngine(
         config.model.path,
         name=name,
-        tensor_parallel=settings.tensor_parallel,
+        parallel=settings.parallel,
         engine_args=settings.engine_args,
         swap_timeout=config.weight_sync.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
@@ -70,6 +75,10 @@ class RolloutService(ActorService):
         self._commit: tuple[Request, float] | None = None  # waits for running sequences since this time
         self._advanced = asyncio.Event()  # set after each step of the engine
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @cached_property
+    def _keeper(self) -> BlobKeeper:
+        return BlobKeeper(self.config, self.blobs)
 
     def load(self) -> None:
         self.use(make_engine(self.config, self.name))
@@ -173,8 +182,10 @@ class RolloutService(ActorService):
         self._abort_withdrawn()
         for group in await self._engine.advance(lambda: interrupted() or bool(self._withdrawn)):
             request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
-            if request is not None:
+            if request is not None and group.group_id < GATEWAY_GROUPS:  # the gateway joins it with others
                 request.reply(group)
+            elif request is not None:
+                await self._beside(request, self._keeper.kept(group))
         self._advanced.set()
         if self._commit is not None and not self._engine.stats().running:
             (request, since), self._commit = self._commit, None

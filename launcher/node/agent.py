@@ -20,6 +20,7 @@ from launcher.node.ranks import RanksOrder
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime import run_files, timeouts
+from runtime.blobs import ADDRESS
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
 from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import UPDATED, named_paths, warm_up_seconds
@@ -30,6 +31,7 @@ from runtime.process import keys, os_process, waiting
 from runtime.process.keys import Keys
 from runtime.process.network import host_port
 from runtime.status import Progress
+from services.blobs import BlobServer
 from services.rpc import client, contract
 
 
@@ -85,6 +87,7 @@ class Agent:
         self._machine, self._python = machine, python
         self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"  # the configuration for this node's processes
         self.keys: Keys | None = None  # this node's keys, once it has read the run's secret
+        self._blobs = BlobServer(node.name, config.cluster.blob_bytes) if config.moe.router_replay == "routing" else None
         self._assignment = Assignment(config="")
         self.began = False  # whether the run is under way
         self._reports: set[asyncio.Task[None]] = set()
@@ -95,6 +98,13 @@ class Agent:
 
         Raises ServiceFault if the coordinator cannot be reached for `deadlines.coordinator` seconds once something runs here;
         before that the limit is `deadlines.start` and the seconds of a warm-up."""
+        try:
+            await self._follow()
+        finally:
+            if self._blobs is not None:
+                await self._blobs.close()
+
+    async def _follow(self) -> None:
         # Each turn of the loop is one connection. It ends with the stream of assignments, or by an error.
         loop = asyncio.get_running_loop()
         reached, said = loop.time(), False
@@ -103,6 +113,8 @@ class Agent:
             timeout = deadlines.coordinator if self._assignment.launches else deadlines.start + warm_up_seconds(self._own)
             try:
                 await asyncio.to_thread(self.look_for_keys)
+                if self._blobs is not None:
+                    self._node = replace(self._node, blobs=await self._blobs.open(self._own, self.keys))
                 async with client.Channel(self.coordinator, self.keys, silence=deadlines.keepalive) as channel:
                     patience = min(max(0.0, reached + timeout - loop.time()), timeouts.CONTROL_CALL)
                     await channel.ready("coordinator", patience)  # at the address may be another process, or another secret
@@ -135,6 +147,8 @@ class Agent:
     def apply_progress(self, progress: Progress) -> None:
         """Apply the run's progress: once it is under way, replace processes that die; end those that the run does without."""
         self._supervisor.stopping |= progress.stopping
+        if self._blobs is not None:
+            self._blobs.store.expire(progress.step)
         if not self.began and progress.phase != "starting":
             self.began = True
             self._replace()
@@ -183,6 +197,8 @@ class Agent:
         self._supervisor.stop_restarts()
         ends = (self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
         await asyncio.gather(*ends)
+        if self._blobs is not None:
+            self._blobs.store.clear()
         self._assignment, self.began = replace(assignment, launches=[]), False
 
     def _read(self, assignment: Assignment) -> None:
@@ -215,6 +231,9 @@ class Agent:
         wanted = {launch.name: launch for launch in assignment.launches}
         cores, config, launches = len(os.sched_getaffinity(0)), self.config, assignment.launches
         specs = topology.service_specs(config, launches, self.path, self._python, self.coordinator, cores, self._machine)
+        if self._blobs is not None:
+            self._blobs.peer = assignment.peer
+            specs = {name: replace(spec, env={**spec.env, ADDRESS: self._node.blobs}) for name, spec in specs.items()}
         running = self._supervisor.incarnations
         former = [launch.name for launch in self._assignment.launches]
         behind = [name for name in former if name in wanted and running.get(name, 0) < wanted[name].incarnation]

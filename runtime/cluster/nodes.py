@@ -13,6 +13,7 @@ from runtime.cluster.placement import Binding, NodeResources, Placement
 from runtime.cluster.topology import is_group
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
+from runtime.types import Holder
 
 SPANNING_ROLES = ("trainer", "critic", "reference")  # the roles that may span nodes
 PORTS_PER_ROLE = 4  # ports of each role, used by its incarnations in turn: another process may have taken one meanwhile
@@ -22,7 +23,8 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
     """The registration of a node's agent. `address` is how others reach the node; `machine` as in `status.Registration`.
 
     `config` is a hash of the agent's configuration, `version` the version of Sluice. `ports` are free ones, at which SPMD
-    groups that span nodes may meet. `running`: by launches' names, the incarnations that an earlier coordinator had it run."""
+    groups that span nodes may meet. `running`: by launches' names, the incarnations that an earlier coordinator had it run.
+    `blobs`: the address of the agent's service Blobs, "" for none."""
 
     name: str
     address: str
@@ -33,6 +35,7 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
     ports: list[int] = []
     pid: int = 0
     running: dict[str, int] = {}
+    blobs: str = ""
 
 
 class NodePaths(Struct, kw_only=True, frozen=True):
@@ -72,11 +75,12 @@ class Launch(Struct, kw_only=True, frozen=True):
 class Assignment(Struct, kw_only=True, frozen=True):
     """All processes of a node. Processes that are no longer named end. `config` is YAML.
 
-    `run` changes whenever all processes begin anew: those of an earlier `run` end."""
+    `run` changes whenever all processes begin anew: those of an earlier `run` end. `peer` takes copies of the node's blobs."""
 
     run: str = ""
     config: str
     launches: list[Launch] = []
+    peer: Holder | None = None
 
 
 class Death(Struct, kw_only=True, frozen=True):

@@ -14,6 +14,7 @@ import numpy as np
 from runtime import types
 from runtime.errors import InvalidMessage
 from runtime.models.forward import ramps, spans, starts
+from runtime.trainer.routes import GroupRoutes
 from runtime.types import GroupPayload, LogprobRequest, Logprobs, TokenSets, TrainGroup, ValueRequest, Values, fed
 
 
@@ -44,8 +45,7 @@ class Rows:
     valid: np.ndarray  # bool [B], whether the row's episode is valid
     kept: TokenSets | None  # flat; None: all tokens were sampled from the whole vocabulary
     proximal: np.ndarray | None = None  # float32 flat, under the weights at the step's start; None: use the loss's own pass
-    experts: np.ndarray | None = None  # [flat, layers, k], of the fed tokens, 0 for a row's last token; None: not replayed
-    prompt_experts: np.ndarray | None = None  # [flat over groups, layers, k]
+    routes: GroupRoutes | None = None  # the experts that the tokens took; None: not replayed
 
     def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return `flat` as [len(rows), longest reply of `rows`], 0 beyond each reply."""
@@ -156,7 +156,6 @@ def rows_of(decoded: Sequence[DecodedGroup], needs: Needs) -> Rows:
     start = starts(length)
     prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
     valid = np.repeat(_concatenate([group.valid for group in groups], np.uint8) != 0, branches)
-    routed = [] if needs.experts is None else [(np.zeros((0, *needs.experts[:2]), np.uint8),) * 2, *map(_experts, payloads)]
     return Rows(
         prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
         prompt_start=starts(prompt_length),
@@ -180,18 +179,8 @@ def rows_of(decoded: Sequence[DecodedGroup], needs: Needs) -> Rows:
         truncated=np.array([reason == "length" for payload in payloads for reason in payload.finish_reasons], bool),
         valid=valid,
         kept=TokenSets.joined([payload.kept_sets() for payload in payloads], [len(payload.tokens) for payload in payloads]),
-        experts=np.concatenate([own for own, _ in routed]) if routed else None,
-        prompt_experts=np.concatenate([prompt for _, prompt in routed]) if routed else None,
+        routes=None if needs.experts is None or not payloads else GroupRoutes(payloads, needs.experts[2]),
     )
-
-
-def _experts(payload: GroupPayload) -> tuple[np.ndarray, np.ndarray]:
-    """Return the experts of the reply tokens, [T, layers, k], and of the prompt, [P, layers, k]."""
-    assert payload.experts is not None
-    taken, lengths, prompt = payload.experts.rows, payload.lengths.astype(np.int64), len(payload.prompt)
-    out = np.zeros((len(payload.tokens), *taken.shape[1:]), taken.dtype)
-    out[spans(starts(lengths), np.maximum(lengths - 1, 0))] = taken[prompt:]
-    return out, taken[:prompt]
 
 
 def share_prompts(rows: Rows) -> Rows:

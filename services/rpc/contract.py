@@ -22,7 +22,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-from runtime import commands, errors, status, timeouts, types
+from runtime import blobs, commands, errors, status, timeouts, types
 from runtime.cluster import nodes
 from runtime.commands import Priority
 from runtime.config import Config
@@ -199,7 +199,7 @@ class SendQueue:
 
 # Errors that arrive unchanged, but not Unreachable and Unanswered: a caller's caller would take them for its own peer's.
 UNCHANGED = (
-    *(errors.UserError, errors.StorageFull, errors.ConfigError, errors.InvalidMessage, errors.Cancelled),
+    *(errors.UserError, errors.StorageFull, errors.ConfigError, errors.InvalidMessage, errors.Cancelled, errors.BlobLost),
     *(errors.Forbidden, errors.ServiceFault, errors.DeadlineExceeded, errors.InvariantViolated),
 )
 
@@ -226,7 +226,7 @@ def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Except
     kind = getattr(errors, error.kind, None)
     if kind is errors.ConfigError:
         return errors.ConfigError(error.message.splitlines())
-    if kind in (errors.ServiceFault, errors.DeadlineExceeded):
+    if kind in (errors.ServiceFault, errors.DeadlineExceeded, errors.BlobLost):
         return kind(error.service, error.phase, error.message, error.deadline or None)
     if kind in UNCHANGED:
         return kind(error.message)
@@ -472,6 +472,8 @@ _ROWS = (
     _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=_AGENTS, speaker=("node",)),
     _method("Coordinator", "ReportDeath", nodes.Death, None, callers=_AGENTS, speaker=("node",)),
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
+    _command("Blobs", blobs.PutBlob, "BLOB_CALL", callers=("rollout", keys.GATEWAY, keys.NODE_AGENT)),
+    _command("Blobs", blobs.ReadBlob, "BLOB_CALL", callers=("trainer", "reference")),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
     _command("Gateway", types.RunEpisodesRequest, "deadlines.episode", key=_OF_GROUP),
     _command("Gateway", commands.UpdateEndpoints, _JOIN, **_CONTROL),

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
 from runtime.process.network import is_own
 from tests.system.cluster import NAMES, Cluster, cluster
 from tests.system.namespaces import NETWORK, NETWORK_6
@@ -61,10 +63,19 @@ def ends_well(run: Cluster, *names: str) -> None:
 @pytest.mark.long
 def test_a_run_over_three_nodes_outlives_what_happens_to_them(nodes: Path, tmp_path: Path) -> None:
     """Without IPv4, where this machine has IPv6. The trainer has ranks on two of them, whose groups are formed over the bridge,
-    although this machine's name stands for loopback on every node. The third comes late."""
+    although this machine's name stands for loopback on every node. The third comes late. The model's experts are replayed."""
     network = NETWORK_6 if is_own("::1") else NETWORK
     group = ("services.trainer.processes=2", "services.trainer.placement=[first, second]")
-    settings = (*LONG, *group, "checkpoint.every=2", "cluster.min_nodes=2", "deadlines.stop=60", f"network.interface={network}")
+    settings = (
+        *LONG,
+        *group,
+        "model=tiny:qwen3_moe",
+        "moe.router_replay=routing",
+        "checkpoint.every=2",
+        "cluster.min_nodes=2",
+        "deadlines.stop=60",
+        f"network.interface={network}",
+    )
     with cluster(nodes, *settings, folder=tmp_path / "run", start=2, network=network) as run:
         first, second, third = run.network.nodes
         run.run.reaches(2, START)
@@ -113,3 +124,7 @@ def test_a_run_over_three_nodes_outlives_what_happens_to_them(nodes: Path, tmp_p
         eventually(lambda: not any(node.processes() for node in run.network.nodes), END, "the end of every process")
         assert summary(run.folder)["stop_reason"] == "interrupted", run.said()
         assert (run.folder / "model" / "model.safetensors").exists()
+    with LedgerReader(run.folder / "ledger") as reader:
+        holders = [{holder.node for holder in row.holders or []} for row in reader.groups(states=[Phase.RETIRED])]
+    assert all(holders)
+    assert {("first", "second"), ("second", "third"), ("first", "third")} <= {tuple(sorted(nodes)) for nodes in holders}

@@ -27,6 +27,7 @@ from runtime.types import SCHEMA_VERSION, GeneratedGroup, LogprobRequest, Policy
 from runtime.weights.plan import GroupAddress, Manifest, Sharding
 from services.rpc import contract
 from services.rpc.generated import (
+    blobs_pb2,
     common_pb2,
     coordinator_pb2,
     critic_pb2,
@@ -43,7 +44,7 @@ from services.rpc.generated import (
 # ---- Between protobuf and Sluice's own types: every method both ways, and messages that are damaged
 
 MODULES = (
-    *(common_pb2, coordinator_pb2, critic_pb2, environment_pb2, gateway_pb2, reference_pb2),
+    *(blobs_pb2, common_pb2, coordinator_pb2, critic_pb2, environment_pb2, gateway_pb2, reference_pb2),
     *(remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2),
 )
 

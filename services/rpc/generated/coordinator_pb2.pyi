@@ -77,7 +77,7 @@ class Topology(_message.Message):
     def __init__(self, processes: _Optional[_Iterable[_Union[Registration, _Mapping]]] = ...) -> None: ...
 
 class NodeRegistration(_message.Message):
-    __slots__ = ("name", "address", "devices", "machine", "config", "version", "ports", "pid", "running")
+    __slots__ = ("name", "address", "devices", "machine", "config", "version", "ports", "pid", "running", "blobs")
     class RunningEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class NodeRegistration(_message.Message):
     PORTS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     devices: int
@@ -103,7 +104,8 @@ class NodeRegistration(_message.Message):
     ports: _containers.RepeatedScalarFieldContainer[int]
     pid: int
     running: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., devices: _Optional[int] = ..., machine: _Optional[str] = ..., config: _Optional[str] = ..., version: _Optional[str] = ..., ports: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., running: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    blobs: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., devices: _Optional[int] = ..., machine: _Optional[str] = ..., config: _Optional[str] = ..., version: _Optional[str] = ..., ports: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., running: _Optional[_Mapping[str, int]] = ..., blobs: _Optional[str] = ...) -> None: ...
 
 class NodePaths(_message.Message):
     __slots__ = ("node", "found", "parts")
@@ -148,15 +150,25 @@ class Launch(_message.Message):
     rendezvous: Rendezvous
     def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
 
+class Holder(_message.Message):
+    __slots__ = ("node", "address")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    address: str
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
 class Assignment(_message.Message):
-    __slots__ = ("config", "launches", "run")
+    __slots__ = ("config", "launches", "run", "peer")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     LAUNCHES_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     config: str
     launches: _containers.RepeatedCompositeFieldContainer[Launch]
     run: str
-    def __init__(self, config: _Optional[str] = ..., launches: _Optional[_Iterable[_Union[Launch, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
+    peer: Holder
+    def __init__(self, config: _Optional[str] = ..., launches: _Optional[_Iterable[_Union[Launch, _Mapping]]] = ..., run: _Optional[str] = ..., peer: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
 
 class Death(_message.Message):
     __slots__ = ("node", "name", "incarnation", "reason", "mistake")
