@@ -31,6 +31,13 @@ def uncut(tied: bool, pipeline: int, version: str) -> str:
     )
 
 
+def unreplayed(version: str) -> str:
+    """Return why this version of megatron-core cannot replay the experts of the rollout; "" if it can."""
+    if not version.startswith("0.12."):
+        return ""
+    return f"moe.router_replay: routing: megatron-core {version} cannot set experts; must be off, or take version 0.16.1"
+
+
 def layout_of(parallel: Parallel) -> Layout:
     return Layout(
         tensor=parallel.tensor,

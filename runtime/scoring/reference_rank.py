@@ -12,7 +12,7 @@ from runtime.cluster.topology import reference_takes_part
 from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
 from runtime.process import platform
-from runtime.scoring.scorer_torch import OffloadableScorer, score
+from runtime.scoring.scorer_torch import OffloadableScorer, replayed, score
 from runtime.trainer.backend import RankInfo, micro_batches
 from runtime.trainer.micro_batch import Columns, MicroBatch
 from runtime.trainer.rank import GroupRank
@@ -38,6 +38,9 @@ class MegatronScorer:
         compute = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
         self._grid = ProcessGrid(settings, device, config.run.seed, config.deadlines.score)
         self._passes = MegatronPasses(source, settings, compute, self._grid, value_head=False)
+        self._routes = replayed(config, source)
+        if self._routes is not None:
+            self._passes.watch_experts(config.moe, replays=True)
         self._budget = settings.max_tokens_per_microbatch
         self._rank_info, self.device = RankInfo(dist.get_rank(), world_size, device), device
         self.weights: Iterable[torch.Tensor] = self._passes.model.eval().requires_grad_(False).parameters()
@@ -45,11 +48,12 @@ class MegatronScorer:
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         """Return `score` of this block's requests on the block's first rank; on its other ranks nothing. Collective."""
         shared = types.decode(list[LogprobRequest], self._grid.bytes_of_leader(types.encode(list(requests))))
-        found = score(shared, self._passes.shape.vocab_size, self._infer)
+        found = score(shared, self._passes.shape.vocab_size, self._infer, self._routes)
         return found if self._grid.leads else []
 
     def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        batches = micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info)
+        routed = self._passes.routed
+        batches = micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info, routed=routed)
         return self._passes.infer(batches, lambda batch, outputs: self._passes.token_logprobs(outputs, batch)[0])
 
 

@@ -16,27 +16,37 @@ import torch
 
 from runtime import types
 from runtime.commands import Offload, Onload
+from runtime.config import Config
 from runtime.errors import InvalidMessage
-from runtime.models import forward, hf_policy
+from runtime.models import forward, hf_folder, hf_policy
 from runtime.models.adapters import HostOffload
 from runtime.process import platform
 from runtime.rollout.torch.decoder import Decoder
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import PerToken, RankInfo, micro_batches, token_numbers
 from runtime.trainer.micro_batch import Columns, MicroBatch
-from runtime.trainer.rows import Rows
+from runtime.trainer.rows import Routes, Rows
 from runtime.types import LogprobRequest, Logprobs
 
 Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # log-probabilities [N]; column `temperature`
 
 
-def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> list[Logprobs]:
-    """Return log_softmax(logits / temperature)[token] of every reply token, over the tokens that sampling allowed. Raises
-    InvalidMessage before any pass for a temperature that is not above 0, a torn payload, or unknown token ids."""
+def replayed(config: Config, folder: str) -> Routes | None:
+    """Return the routes that the reference in `folder` takes over from the rollouts: those of a policy with as many experts."""
+    if config.moe.router_replay == "off":
+        return None
+    policy, own = (hf_folder.experts_of(hf_folder.read_raw(path)) for path in (config.model.path, folder))
+    return own.routes if policy is not None and own is not None and policy.routes == own.routes else None
+
+
+def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer, routes: Routes | None = None) -> list[Logprobs]:
+    """Return log_softmax(logits / temperature)[token] of every reply token, over the tokens that sampling allowed. `routes`: as
+    in `Needs.experts`. Raises InvalidMessage before any pass for a temperature that is not above 0, a torn payload, or unknown
+    token ids."""
     for request in requests:
         if not request.temperature > 0:
             raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
-    rows = train_rows.decode_samples(requests, vocab_size)
+    rows = train_rows.decode_samples(requests, vocab_size, routes)
     predicted = forward.ramps(rows.length) + np.repeat(rows.prompt_length[rows.group], rows.length) > 0
     rows = replace(rows, mask=predicted)  # includes tokens that are not trained
     values = np.zeros(len(rows.tokens), np.float32)
@@ -54,6 +64,7 @@ class LocalScorer(ABC):
     weights: Iterable[torch.Tensor]
     vocab_size: int
     packs = True  # whether the model runs packed
+    routes: Routes | None = None  # if tokens go to the experts that they took in the rollout, as in `Needs.experts`
 
     def __init__(self, device: torch.device, max_tokens_per_microbatch: int):
         self.device, self._budget, self._rank_info = device, max_tokens_per_microbatch, RankInfo(0, 1, device)
@@ -64,7 +75,7 @@ class LocalScorer(ABC):
 
     @torch.inference_mode()
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
-        return score(requests, self.vocab_size, self._infer)
+        return score(requests, self.vocab_size, self._infer, self.routes)
 
     def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         for batch in micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info, self.packs):
@@ -89,8 +100,11 @@ class PolicyScorer(LocalScorer):
         self._model.to(device)
         self.weights, self.vocab_size = self._model.parameters(), self._model.config.vocab_size
         self.packs = forward.packs(self._model)
+        self._watches = [module.watch for module in self._model.modules() if hasattr(module, "watch")]
 
     def outputs(self, batch: MicroBatch) -> tuple[torch.Tensor, None]:
+        for layer, watch in enumerate(self._watches):
+            watch.taken = None if batch.experts is None else batch.experts[:, layer].long()
         return forward.predict(self._model, batch.input_ids, batch.position_ids, batch.packing, batch.predictors), None
 
 
@@ -105,7 +119,7 @@ class TorchScorer(LocalScorer):
 
     def outputs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         self._decoder.reserve_positions(int(batch.sequences[:, 1:].sum(1).max()))
-        hidden = self._decoder.packed(batch.input_ids[0], batch.position_ids[0], batch.packing)
+        hidden = self._decoder.packed(batch.input_ids[0], batch.position_ids[0], batch.packing, taken=batch.experts)
         hidden = hidden.index_select(0, batch.predictors)
         capped = self._decoder.config.softcap  # more than a product with the head
         return (self._decoder.logits(hidden), None) if capped else (hidden, self._decoder.weights.head)

@@ -1,17 +1,20 @@
 """Pack rows into the tensors of one forward pass and copy them from the host to the device in one go.
 
-B rows, R tokens of the longest reply, T packed tokens, N trained tokens."""
+B rows, R tokens of the longest reply, T packed tokens, N trained tokens. A rank's routers see t tokens in l layers, and a token
+takes k experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from runtime.models.forward import Packing, cut_by_length, query_rows, ramps, spans, starts, tree_paths
+from runtime.trainer.routes import GroupRoutes
 from runtime.trainer.rows import Rows
 from runtime.types import common
 
@@ -63,14 +66,23 @@ def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return found, rows.prompt_length[rows.group[found]] + rows.length[found] - 1, shared
 
 
-def of_fed(rows: Rows, chosen: np.ndarray, prompts: np.ndarray, replies: np.ndarray) -> np.ndarray:
-    """Return the values of `prompts` and `replies` (flat as in Rows) for the tokens of `chosen` that are fed, back to back."""
+def places_of_fed(rows: Rows, chosen: np.ndarray) -> np.ndarray:
+    """Return the places of the tokens of `chosen` that are fed, back to back, int64. A token's *place* is its index in
+    `rows.prompts`, or the number of these plus its index in `rows.tokens`."""
     group, fed = rows.group[chosen], rows.length[chosen] - 1
     prompt = rows.prompt_length[group]
     begins = starts(prompt + fed)
-    out = np.empty((int((prompt + fed).sum()), *prompts.shape[1:]), np.result_type(prompts, replies))
-    out[spans(begins, prompt)] = prompts[spans(rows.prompt_start[group], prompt)]
-    out[spans(begins + prompt, fed)] = replies[spans(rows.start[chosen], fed)]
+    out = np.empty(int((prompt + fed).sum()), np.int64)
+    out[spans(begins, prompt)] = spans(rows.prompt_start[group], prompt)
+    out[spans(begins + prompt, fed)] = len(rows.prompts) + spans(rows.start[chosen], fed)
+    return out
+
+
+def at_places(prompts: np.ndarray, replies: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the values of `prompts` and `replies` (flat as in Rows) at `places`; 0 at place -1."""
+    in_prompt, in_reply = (places >= 0) & (places < len(prompts)), places >= len(prompts)
+    out = np.zeros((len(places), *prompts.shape[1:]), np.result_type(prompts, replies))
+    out[in_prompt], out[in_reply] = prompts[places[in_prompt]], replies[places[in_reply] - len(prompts)]
     return out
 
 
@@ -98,6 +110,28 @@ def cut_trees(lengths: Sequence[int], shared: Sequence[int], budget: int) -> lis
     return batches
 
 
+class RoutedShare(NamedTuple):
+    """What a rank's routers see of each micro-batch. By default all."""
+
+    layers: slice = slice(None)  # of the model's layers with experts
+    tokens: Callable[[int], np.ndarray] = np.arange
+    """Given the number of packed tokens, returns the packed indices of the routers' tokens, int64 [t]; -1: padding."""
+
+
+ALL_ROUTED = RoutedShare()
+
+
+def _taken(routes: GroupRoutes, packed: np.ndarray, share: RoutedShare) -> np.ndarray:
+    """Return `MicroBatch.experts`, given the places of the packed tokens, int64 [T]. A token without known experts has k
+    zeros; it gets k different experts, as megatron-core wants them."""
+    own = share.tokens(len(packed))
+    taken = routes.at(np.where(own < 0, -1, packed[own]), share.layers)
+    per_token = taken.shape[2]
+    if per_token > 1:
+        taken[taken[..., 0] == taken[..., -1]] = np.arange(per_token)
+    return taken if taken.dtype == np.uint8 else taken.astype(np.int32)
+
+
 Columns = Mapping[str, np.ndarray]
 """The inputs of an objective by name: per reply token (flat, as in Rows), or per row ([B, R] or [B, 1])."""
 
@@ -114,7 +148,7 @@ class MicroBatch:
     cells: torch.Tensor  # int64 [N], index of the trained token in the flattened grid
     mask: torch.Tensor  # float32 [B, R]
     kept: torch.Tensor | None  # uint8 [N, bytes], the tokens that sampling allowed, as in `confined`; None: all
-    experts: torch.Tensor | None  # uint8 or int32 [T, L, k], the experts that the tokens take; None: the router chooses
+    experts: torch.Tensor | None  # uint8 or int32 [t, l, k], the experts that the tokens take; None: the router chooses
     columns: Mapping[str, torch.Tensor]  # float32 [B, R] or [B, 1]
     samples: np.ndarray  # int64 [B], indices of the rows; on the host
     places: np.ndarray  # int64 [N], index of the trained token in the flat arrays; on the host
@@ -142,17 +176,17 @@ def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> lis
     return [order[indices] for indices in cut_trees(lengths.tolist(), shared.tolist(), budget)]
 
 
-def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device, packs: bool = True) -> MicroBatch:
+def pack(
+    rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device, packs: bool = True, routed: RoutedShare = ALL_ROUTED
+) -> MicroBatch:
     """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows. Tokens that rows share are
-    packed once. If a prompt is empty, the first token of its replies is not trained."""
+    packed once. If a prompt is empty, the first token of its replies is not trained. `routed`: what this rank needs of the
+    tokens' experts."""
     chosen, lengths, shared = in_tree_order(rows, chosen)
     paths, begins = tree_paths(lengths, shared), starts(lengths)
     prompt = rows.prompt_length[rows.group[chosen]]
     own = ramps(lengths) >= np.repeat(shared, lengths)
-    taken = None
-    if rows.experts is not None and rows.prompt_experts is not None:
-        taken = of_fed(rows, chosen, rows.prompt_experts, rows.experts)[own]
-        taken = taken if taken.dtype == np.uint8 else taken.astype(np.int32)
+    places = places_of_fed(rows, chosen)[own]
     where = spans(rows.start[chosen], rows.length[chosen])
     kept = rows.mask[where]
     row = np.repeat(np.arange(len(chosen)), rows.length[chosen])[kept]
@@ -170,7 +204,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device,
     packing = (attention_rows if packs else padded_rows)(paths, sequences, device)
     attended = sum(part.numel() for part in packing.rows)
     return MicroBatch(
-        input_ids=send(of_fed(rows, chosen, rows.prompts, rows.tokens)[own].astype(np.int64)[None]),
+        input_ids=send(at_places(rows.prompts, rows.tokens, places).astype(np.int64)[None]),
         position_ids=send(ramps(lengths)[own][None]),
         packing=packing,
         predictors=send(paths[(begins + prompt)[row] + offset - 1]),
@@ -178,7 +212,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device,
         cells=send(row * width + offset),
         mask=send(mask),
         kept=None if rows.kept is None else send(rows.kept.bitmaps(where[kept])),
-        experts=None if taken is None else send(taken),
+        experts=None if rows.routes is None else send(_taken(rows.routes, places, routed)),
         columns={name: column(array) for name, array in columns.items()},
         samples=chosen,
         places=where[kept],

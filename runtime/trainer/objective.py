@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ from runtime.algorithms.interfaces import (
 from runtime.algorithms.losses import clipped_value_loss, importance_weighted, interpolated_proximal, k3
 from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control, updates_per_step
 from runtime.config import Config
-from runtime.trainer.backend import ModelBackend, Reduced, StepStatistics
+from runtime.trainer.backend import ROW_WEIGHT, ModelBackend, Reduced, StepStatistics
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Needs, Rows
 
@@ -227,7 +228,17 @@ class PolicyObjective(Objective):
             columns["chosen"] = chosen = rows.mask.copy()
             tokens = step_tokens(rows, advantages, (self._config.run.seed, step))
             chosen[rows.mask] = chooses(tokens, self._backend.batch_sum).numpy()
+        if self._config.moe.losses:
+            columns[ROW_WEIGHT] = self._row_weights(rows, columns)
         return columns, self.has_gradient(advantages)
+
+    def _row_weights(self, rows: Rows, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the column `ROW_WEIGHT`. Aggregations are linear in the tokens' values."""
+        mask = torch.from_numpy(rows.grid(rows.mask, np.arange(len(rows.length))))
+        added = torch.zeros(len(mask), 1, requires_grad=True)
+        of_rows = {name: torch.from_numpy(columns[name]) for name in (EPISODE_TOKENS, COUNTS) if name in columns}
+        total = self._aggregate(added.expand_as(mask), mask, of_rows).total
+        return torch.autograd.grad(total, added)[0].numpy()
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """Return false where the gradient of a sample is exactly 0, bool [B]."""
@@ -289,13 +300,13 @@ class PolicyObjective(Objective):
         add_older_keys(statistics, behaviour, start, older)
         self.token_figures = start, batch.columns["advantages"]
         statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum() - older.sum())
-        return self._aggregate(values, batch).total
+        return self._aggregate(values, batch.mask, batch.columns).total
 
-    def _aggregate(self, values: torch.Tensor, batch: MicroBatch) -> Aggregate:
+    def _aggregate(self, values: torch.Tensor, mask: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> Aggregate:
         options = self._algorithm.aggregation_options
-        if EPISODE_TOKENS in batch.columns:
-            options = replace(options, episode_tokens=batch.columns[EPISODE_TOKENS], counts=batch.columns[COUNTS])
-        return self._algorithm.aggregation(values, batch.mask, options)
+        if EPISODE_TOKENS in columns:
+            options = replace(options, episode_tokens=columns[EPISODE_TOKENS], counts=columns[COUNTS])
+        return self._algorithm.aggregation(values, mask, options)
 
     def count_masked(self, episodes: int, statistics: StepStatistics) -> None:
         count = episodes * self._algorithm.masked_sample
@@ -304,7 +315,7 @@ class PolicyObjective(Objective):
                 statistics.mean(name, 0.0, count)
 
     def _report(self, name: str, values: torch.Tensor, batch: MicroBatch, statistics: StepStatistics) -> None:
-        aggregate = self._aggregate(values.detach(), batch)
+        aggregate = self._aggregate(values.detach(), batch.mask, batch.columns)
         statistics.mean(name, aggregate.total, aggregate.count)
 
     def named(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -283,8 +283,8 @@ class ModelTrainer:
 
     def _micro_batches(self, rows: Rows, columns: Columns, chosen: np.ndarray) -> Iterator[MicroBatch]:
         """Yield micro-batches of the samples `chosen` (bool [B])."""
-        budget = self._config.training.max_tokens_per_microbatch
-        return micro_batches(rows, chosen, columns, budget, self.backend.rank_info, self.backend.packs)
+        budget, backend = self._config.training.max_tokens_per_microbatch, self.backend
+        return micro_batches(rows, chosen, columns, budget, backend.rank_info, backend.packs, backend.routed)
 
     def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
         self._statistics.mean("padding_waste", batch.padding, batch.attended)

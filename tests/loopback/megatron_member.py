@@ -23,6 +23,7 @@ from runtime.config import Config, Critic, Moe, Parallel, Trainer
 from runtime.process.waiting import in_thread
 from runtime.trainer import backend
 from runtime.trainer import rows as train_rows
+from runtime.trainer.backend import full
 from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import GroupPayload, TrainGroup, ValueRequest
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
@@ -56,6 +57,7 @@ class Layout(NamedTuple):
     moe: Moe = Moe()
     lora: str = ""  # adapters on "all" layers, or on one; the reference is the policy without them
     budget: int = 40  # tokens a micro-batch
+    recompute: bool = False
 
     @property
     def name(self) -> str:
@@ -75,12 +77,13 @@ class Layout(NamedTuple):
             processes=self.processes,
             engine=engine,
             parallel=parallel,
-            activation_checkpointing=self.sequence,  # in some of the layouts; it changes no number
+            activation_checkpointing=self.sequence or self.recompute,  # in some of the layouts; it changes no number
         )
         sections = SECTIONS | {"training": {"max_tokens_per_microbatch": self.budget}}
         if self.lora:
             lora = replace(LORA, target_modules=[] if self.lora == "all" else [self.lora])
-            return lora_config(str(folder / "policy"), lora, mode="adapter_off", dtype=self.dtype, trainer=settings, **sections)
+            options = {"mode": "adapter_off", "dtype": self.dtype, "trainer": settings, **sections}
+            return replace(lora_config(str(folder / "policy"), lora, **options), moe=self.moe)
         if role == "trainer":
             config = make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **sections)
             return replace(config, moe=self.moe)
@@ -122,6 +125,7 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
         engine.load(str(folder / f"saved-by-{resumed}"))
     leaders = data_leaders(getattr(config.services, role))
     numbers, metrics = [], []
+    gradient: dict[str, torch.Tensor] = {}
     saving: Future[None] | None = None
     for step in range(SAVED if resumed else 0, STEPS):
         if step == SAVED and not resumed:
@@ -145,6 +149,8 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
         if role == "critic":
             check_values(engine, share, numbers[-1], len(groups) if len(leaders) == 1 else 0)
         result = run_step(engine, share[:1], share[1:], probes=probes if role == "trainer" else [])
+        if step == 0 and layout.moe != Moe():
+            gradient = first_gradient(engine)
         metrics.append(result.metrics | {f"probe-{index}": gap for index, gap in enumerate(result.probes)})
     if saving is not None:
         saving.result(DEADLINE)
@@ -154,8 +160,21 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
     published = publish(engine, rank, folder / f"export-{layout.name}") if role == "trainer" else {}
     if rank == 0:
         version = importlib.metadata.version("megatron-core")
-        found = {"numbers": numbers, "metrics": metrics, "published": published, "megatron": version}
+        found = {"numbers": numbers, "metrics": metrics, "published": published, "megatron": version, "gradient": gradient}
         torch.save(found, folder / f"{layout.name}.pt")
+
+
+def first_gradient(engine: Any) -> dict[str, torch.Tensor]:
+    """On rank 0 the clipped gradient of the first step, as Adam keeps it: times 1 − β₁."""
+    backend, kind = engine.backend, "exp_avg"
+    if not hasattr(backend, "grid"):
+        return {name: full(backend.optimizer.state[each][kind]).clone() for name, each in backend.parameters.items()}
+    from runtime.trainer.megatron.weights import ModelWeights
+
+    held = {name: backend.optimizer.gather(each)[kind] for name, each in backend.model.named_parameters()}
+    held |= {name: torch.zeros_like(each) for name, each in backend.weights._parameters.items() if name not in held}
+    wholes = ModelWeights(backend.family, held, backend.grid).wholes(torch.float32)
+    return {name: whole.clone() for name, whole in wholes if not name.endswith("e_score_correction_bias")}
 
 
 def check_values(engine: Any, share: list[TrainGroup], expected: torch.Tensor, count: int) -> None:

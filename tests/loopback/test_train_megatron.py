@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM
 
 from runtime import types
 from runtime.cluster.topology import data_leaders
-from runtime.config import Config, Parallel, ReferenceScorer, Trainer
+from runtime.config import Config, Moe, Parallel, ReferenceScorer, Trainer
 from runtime.errors import ServiceFault
-from runtime.scoring.scorer_torch import TorchScorer
+from runtime.scoring.scorer_torch import TorchScorer, replayed
+from runtime.trainer.rows import Routes
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, LogprobRequest
 from tests.closeness import FLOAT32, LOGITS, assert_close, forward_terms, gamma
@@ -36,7 +37,7 @@ from tests.loopback.ranks import run_ranks, run_two
 from tests.unit.lora_cases import LORA, grown
 from tests.unit.test_convert_checkpoint import Running
 from tests.unit.tiny_models import save_model
-from tests.unit.training_cases import make_config, make_episodes, make_groups, make_policy
+from tests.unit.training_cases import make_config, make_episodes, make_groups, make_policy, with_random_experts
 from tests.unit.training_steps import comparable, make_probes, weights
 
 pytestmark = [
@@ -436,15 +437,18 @@ LAYOUTS = {
     "context": Parallel(context=2),
     "data": Parallel(),
 }
+OF_EXPERTS = {"sequence": Parallel(tensor=2, sequence=True), "expert": Parallel(expert=2), "pipeline": Parallel(pipeline=2)}
 BUDGET = 60
 TEMPERATURES = (0.7, 1.0, 1.3, 1.0, 1.0, 1.0, 0.7)
 
 
-def reference_requests() -> list[LogprobRequest]:
+def reference_requests(routes: Routes | None = None) -> list[LogprobRequest]:
     """Replies some of whose tokens are an environment's, in groups that were sampled at several temperatures; and episodes, in
-    the last group without a common prompt."""
+    the last group without a common prompt. `routes`: with experts at random."""
     groups = [types.decode(GroupPayload, group.payload) for group in make_groups(7, (5, 4, 6, 3, 1), longest=30)]
     groups += [types.decode(GroupPayload, group.payload) for group in make_episodes(7, (2, 3))]
+    if routes is not None:
+        groups = [with_random_experts(group, routes) for group in groups]
     return [
         LogprobRequest(group_id=index, payload=types.encode(replace(group, group_id=index)), temperature=temperature)
         for index, (group, temperature) in enumerate(zip(groups, TEMPERATURES, strict=True))
@@ -458,36 +462,39 @@ def predicted(request: LogprobRequest) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def spread_reference(folder: Path) -> dict[str, dict[int, np.ndarray]]:
+def spread_reference(folder: Path, layouts: dict[str, Parallel]) -> dict[str, dict[int, np.ndarray]]:
     """The values that two ranks find, by layout and group."""
-    run_two(reference_member, folder)
-    found: dict[str, dict[int, np.ndarray]] = {name: {} for name in LAYOUTS}
+    run_ranks(reference_member, folder, 2, layouts)
+    found: dict[str, dict[int, np.ndarray]] = {name: {} for name in layouts}
     for file in folder.glob("*-?.npz"):
         found[file.stem[:-2]] |= {int(group): values for group, values in np.load(file).items()}
     return found
 
 
-def alone(folder: Path) -> dict[int, np.ndarray]:
+def alone(folder: Path, routes: Routes | None) -> dict[int, np.ndarray]:
     """What the torch engine finds."""
     scorer = TorchScorer(str(folder / "policy"), device=CPU, dtype=torch.float32, max_tokens_per_microbatch=BUDGET)
-    return {result.group_id: result.values for result in scorer.logprobs(reference_requests())}
+    scorer.routes = routes
+    return {result.group_id: result.values for result in scorer.logprobs(reference_requests(routes))}
 
 
 def config_of(folder: Path, parallel: Parallel) -> Config:
     config = make_config(str(folder / "policy"))
     settings = ReferenceScorer(processes=2, engine="megatron", parallel=parallel, max_tokens_per_microbatch=BUDGET)
-    return replace(config, services=replace(config.services, reference=settings))
+    services = replace(config.services, reference=settings)
+    return replace(config, services=services, moe=Moe(router_replay="routing"))  # which a model without experts has not
 
 
-def reference_member(rank: int, folder: Path) -> None:
-    for name, parallel in LAYOUTS.items():
+def reference_member(rank: int, folder: Path, layouts: dict[str, Parallel]) -> None:
+    for name, parallel in layouts.items():
         config = config_of(folder, parallel)
         from runtime.scoring.reference_rank import MegatronScorer
 
         scorer = MegatronScorer(config, 2, CPU)
         assert not any(parameter.requires_grad for parameter in scorer._passes.model.parameters())
         leaders = data_leaders(config.services.reference)
-        share = reference_requests()[leaders.index(rank) :: len(leaders)] if rank in leaders else []
+        requests = reference_requests(replayed(config, config.model.path))
+        share = requests[leaders.index(rank) :: len(leaders)] if rank in leaders else []
         found = scorer.logprobs(share)
         assert [result.group_id for result in found] == [request.group_id for request in share]
         assert scorer.logprobs([]) == []
@@ -496,12 +503,14 @@ def reference_member(rank: int, folder: Path) -> None:
         scorer._grid.close()
 
 
-def test_a_reference_in_every_layout_is_the_torch_engine(tmp_path: Path) -> None:
-    save_model(tmp_path / "policy", "qwen3")
-    expected = alone(tmp_path)
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", LAYOUTS), ("qwen3_moe_tied", OF_EXPERTS)], ids=["dense", "experts"])
+def test_a_reference_in_every_layout_is_the_torch_engine(tmp_path: Path, family: str, layouts: dict[str, Parallel]) -> None:
+    """With experts, both give each token to the experts that it took in the rollout."""
+    save_model(tmp_path / "policy", family)
+    expected = alone(tmp_path, replayed(config_of(tmp_path, Parallel()), str(tmp_path / "policy")))
     assert set(expected) == set(range(len(TEMPERATURES)))
     assert np.ptp(np.concatenate(list(expected.values()))) > 1
-    for layout, found in spread_reference(tmp_path).items():
+    for layout, found in spread_reference(tmp_path, layouts).items():
         assert found.keys() == expected.keys(), layout
         for request in reference_requests():
             group, counted = request.group_id, predicted(request)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.config import model_checks
+from runtime.config import Moe, model_checks
 from tests.loopback.megatron_equality import assert_adapters, assert_equal, assert_published
 from tests.loopback.megatron_member import SAVED, STEPS, Layout, train
 from tests.loopback.ranks import FRESH
@@ -229,6 +229,14 @@ def test_a_layout_of_the_older_megatron_is_the_torch_engine(
     found = train(of_older[0], (LAYOUTS | uneven)[layout], context=FRESH)
     assert found["megatron"] == VERSION
     assert_equal(found, of_older[1])
+
+
+@needs_older
+def test_the_older_megatron_refuses_to_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(OLDER))
+    save_model(tmp_path / "policy", "qwen3_moe")
+    with pytest.raises(AssertionError, match=r"UserError: moe\.router_replay: routing: megatron-core 0\.12\.1 cannot set"):
+        train(tmp_path, Layout(1, moe=Moe(router_replay="routing")), context=FRESH)
 
 
 @needs_older

@@ -269,10 +269,12 @@ class Decoder:
         positions: torch.Tensor,
         packing: Packing,
         kept: tuple[torch.Tensor, torch.Tensor | slice] | None = None,
+        taken: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute sequences at once: int64 `tokens` and `positions` [T] to the normed output [T, hidden]. `kept`: [layers, S,
         parts, heads, width], the cache entries of the S tokens that `packing` knows, and where among them it receives the T
-        tokens' entries, an int64 [T] or a slice. Without it the S tokens are the T tokens."""
+        tokens' entries, an int64 [T] or a slice. Without it the S tokens are the T tokens. `taken`: the experts that the
+        tokens go to, [T, layers with experts, k]; None: the router chooses."""
 
         def attend(layer: int, query: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
             weights, latent, window = self.weights.layers[layer], self._latent, self._windows[layer]
@@ -287,7 +289,7 @@ class Decoder:
             )
             return made[0].flatten(1)
 
-        return self._run(tokens, positions, attend)
+        return self._run(tokens, positions, attend, taken)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
         """Decode one step of slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab]. `tokens` and
@@ -325,8 +327,11 @@ class Decoder:
         bias = bias.view(len(bias), 1, 1, length).expand(-1, self.config.kv_heads, -1, -1)
         return bias.contiguous() if self._attend_cached is attend_batched else bias
 
-    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
+    def _run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention, taken: torch.Tensor | None = None
+    ) -> torch.Tensor:
         config, weights = self.config, self.weights
+        routes = iter(() if taken is None else taken.long().unbind(1))
         rotations = [(cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self._rotations]
         x = F.embedding(tokens, weights.embedding).float()
         if config.embedding_scale != 1.0:
@@ -337,7 +342,7 @@ class Decoder:
             x = self._added(x, made, layer.output, layer.attention_norm, layer.output_bias)
             normed = self._norm(x, layer.mlp_norm).to(self.dtype)
             if layer.router is not None and config.experts is not None:
-                x += routed(normed, layer, layer.router, config.experts, self.chosen)
+                x += routed(normed, layer, layer.router, config.experts, self.chosen, next(routes, None))
                 continue
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
             gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
@@ -388,14 +393,19 @@ class Decoder:
 
 
 def routed(
-    x: torch.Tensor, layer: LayerWeights, router: torch.Tensor, experts: ExpertShape, chosen: list[torch.Tensor] | None = None
+    x: torch.Tensor,
+    layer: LayerWeights,
+    router: torch.Tensor,
+    experts: ExpertShape,
+    chosen: list[torch.Tensor] | None = None,
+    taken: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Apply a layer's experts to [m, H]. Append the experts' indices to `chosen`."""
+    """Apply a layer's experts to [m, H]. Append the experts' indices to `chosen`. `taken`: as in `route`."""
     if layer.score_bias is not None:
         sizes = experts.per_token, experts.groups, experts.groups_per_token, experts.scale
-        routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, *sizes)
+        routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, *sizes, taken)
     else:
-        routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized)
+        routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized, taken)
     if chosen is not None:
         chosen.append(routing[1])
     if layer.gate_up_bias is not None and layer.down_bias is not None:

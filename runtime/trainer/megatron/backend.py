@@ -53,6 +53,7 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         MegatronPasses.__init__(self, self._source, settings, compute, grid, trained.has_value_head)
         self.adapters: MegatronAdapters | None = None
         if not trained.has_value_head:
+            self.watch_experts(config.moe, config.moe.router_replay == "routing")
             self._wire_dtype = wire_dtype(config, device)
             if config.lora is not None:
                 self.adapters = MegatronAdapters(self, config.lora, AdapterBase(self._source), seed)
@@ -64,6 +65,7 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         self.on_host = {kind: HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded}
         shares = RankInfo(self.grid.block, self.grid.blocks, device, self.grid.data_group)
         ModelBackend.__init__(self, rank_info, self.shape.vocab_size, shares, self.grid.leads)
+        self.routes = None if self.experts is None else self.experts.routes
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
         return types.decode(list[kind], self.grid.bytes_of_leader(types.encode(list(items))))  # type: ignore[valid-type]
@@ -76,22 +78,27 @@ class MegatronBackend(MegatronPasses, ModelBackend):
 
         held = list(batches)
         with torch.set_grad_enabled(backward), self.optimizer.passes(last):
-            losses = self.pipeline(held, report, forward_only=not backward)
+            losses = self.pipeline(held, report, counts=True, forward_only=not backward)
         return self.of_last_stage([lost[None] for lost in losses], [1] * len(held))
 
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         squared = self.optimizer.finish()
         reduced = statistics.reduce(self.grid.blocks, self.grid.data_group) if self.grid.last else Reduced()
-        return types.decode(Reduced, self.grid.bytes_of_last_stage(types.encode(reduced))), squared
+        reduced = types.decode(Reduced, self.grid.bytes_of_last_stage(types.encode(reduced)))
+        return reduced if self.experts is None else reduced + self.experts.report(self.rank_info), squared
 
     def gradients(self) -> list[torch.Tensor]:
         return self.optimizer.gradients()
 
     def clear_gradients(self) -> None:
         self.optimizer.clear()
+        if self.experts is not None:
+            self.experts.clear()
 
     def update(self, scale: float, rate: float) -> None:
         self.optimizer.step(scale, rate)
+        if self.experts is not None:
+            self.experts.correct()
 
     def offload(self) -> None:
         self.optimizer.settle()
@@ -110,8 +117,9 @@ class MegatronBackend(MegatronPasses, ModelBackend):
         return self.adapters.load(folder, self.optimizer) if self.adapters is not None else state.load(folder, self.optimizer)
 
     def pieces(self) -> list[StatePart]:
-        grid = self.grid
-        return list(self.optimizer.pieces(f"{grid.tensor_rank}.{grid.pipeline_rank}", grid.expert_rank))
+        stage = f"{self.grid.tensor_rank}.{self.grid.pipeline_rank}"
+        corrections = () if self.experts is None else self.experts.pieces(stage)
+        return [*self.optimizer.pieces(stage, self.grid.expert_rank), *corrections]
 
     def counters(self) -> dict[str, int]:
         return {"updates": self.optimizer.count}

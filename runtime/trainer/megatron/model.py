@@ -20,6 +20,7 @@ from runtime.errors import UserError
 from runtime.models.families.shape import LATENT_EPS, ExpertShape
 from runtime.models.forward import packed_attention
 from runtime.models.hf_folder import ModelConfig
+from runtime.trainer.megatron.experts import LayerInputs, Routing
 from runtime.trainer.micro_batch import MicroBatch
 
 # ---- Latent: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) on megatron-core, for packed sequences.
@@ -98,8 +99,8 @@ class LatentNorm(Norm):
 
 
 class PackedAttention(torch.nn.Module):
-    """The core attention. The packing arrives as the attention bias, which no code on the way looks at. Context-parallel ranks
-    have T tokens each, and gather their keys and values, whose gradients are summed over the ranks."""
+    """The core attention. The packing arrives with the attention bias (`LayerInputs`). Context-parallel ranks have T tokens
+    each, and gather their keys and values, whose gradients are summed over the ranks."""
 
     def __init__(self, *_: Any, scaling: float, window: int, **__: Any):
         """Set up the attention. `scaling`: factor of the scores. `window`: tokens in reach, its own included; 0: all."""
@@ -115,7 +116,7 @@ class PackedAttention(torch.nn.Module):
             both, widths = torch.cat((key, value), -1), (key.shape[-1], value.shape[-1])
             key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group).split(widths, -1)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias, **self._options)
+        output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias.packing, **self._options)
         return output[0].flatten(1).unsqueeze(1)
 
 
@@ -145,7 +146,7 @@ class PackedModel(GPTModel):
         self._frequencies = shape.rope.frequencies(shape.rotary_dim or shape.head_dim)
         self._amplitude = None if shape.latent is None else shape.rope.amplitude  # otherwise part of the attention's scaling
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, routing: Routing | None = None) -> torch.Tensor:
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.input_ids, position_ids=batch.position_ids)
@@ -155,7 +156,7 @@ class PackedModel(GPTModel):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=self._angles(batch.position_ids[0]),
-            attention_bias=batch.packing,
+            attention_bias=LayerInputs(batch.packing, routing),
         )
         if not self.post_process:
             return hidden
@@ -282,7 +283,7 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
 
 def _routing(experts: ExpertShape, layers: int, parallel: int) -> dict[str, Any]:
     """Return the options that route as transformers does: logits in the model's dtype, softmax in float32; corrected scores
-    all in float32. No token is dropped, no loss balances, and the score corrections do not change."""
+    all in float32. No token is dropped. megatron-core balances nothing: `StageExperts` does."""
     found: dict[str, Any] = {
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.intermediate_size,

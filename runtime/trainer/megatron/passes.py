@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from runtime.config import Spread
+from runtime.config import Moe, Spread
 from runtime.errors import UserError
 from runtime.models import hf_folder
 from runtime.models.forward import Packing, query_rows
@@ -22,10 +22,11 @@ from runtime.models.limits import uncut
 from runtime.process.spans import at
 from runtime.trainer.backend import BatchOutputs, PerToken, token_numbers
 from runtime.trainer.megatron import facade
+from runtime.trainer.megatron.experts import StageExperts
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel
 from runtime.trainer.megatron.weights import ModelWeights, held_by
-from runtime.trainer.micro_batch import MicroBatch
+from runtime.trainer.micro_batch import ALL_ROUTED, MicroBatch, RoutedShare
 
 # ---- Context parallelism: each rank of a group computes a part of each micro-batch's tokens.
 # With C ranks the packed tokens are cut into 2C chunks. Rank c has chunks c and 2C - 1 - c: under the causal mask later tokens
@@ -196,7 +197,25 @@ class MegatronPasses:
         self.shape, self.family = shape, family
         self.grid = grid
         self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
+        self.experts: StageExperts | None = None
+        self.routed = ALL_ROUTED  # what this rank's routers see of a micro-batch
         self.passed: torch.nn.Module = self.model  # the module of the passes: the model, perhaps wrapped
+
+    def watch_experts(self, moe: Moe, replays: bool) -> None:
+        """Make the experts, if the model has any, do what `moe` says; with `replays` their routes are replayed."""
+        if self.shape.experts is not None:
+            self.experts = StageExperts(self.model.decoder.layers, self.shape.experts, moe, replays)
+            self.routed = RoutedShare(self.experts.layers, self._routed_tokens)
+
+    def _routed_tokens(self, packed: int) -> np.ndarray:
+        """Do what `RoutedShare.tokens` says."""
+        group, ranks = self.grid.context_group, self.grid.context_group.size()
+        multiple = self._multiple * (2 * ranks if ranks > 1 else 1)
+        total = packed + -packed % multiple
+        own = tokens_of(dist.get_rank(group), ranks, total) if ranks > 1 else np.arange(total)
+        if self._multiple > 1:  # sequence parallelism
+            own = own.reshape(self._multiple, -1)[self.grid.tensor_rank]
+        return np.where(own < packed, own, -1)
 
     def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         """Yield each of `batches` with its `output`, on every stage; no gradients."""
@@ -211,13 +230,18 @@ class MegatronPasses:
             found = self.pipeline(held, report, forward_only=True, collect_non_loss_data=True)
         yield from zip(held, self.of_last_stage(found, sizes), strict=True)
 
-    def pipeline(self, batches: list[MicroBatch], report: Any, **options: Any) -> list[torch.Tensor]:
-        """Return the value of `report` for each of `batches` on the last stage; nothing on the others."""
+    def pipeline(self, batches: list[MicroBatch], report: Any, counts: bool = False, **options: Any) -> list[torch.Tensor]:
+        """Return the value of `report` for each of `batches` on the last stage; nothing on the others. `counts`: the passes are
+        those of a loss, whose routing counts."""
 
         def step(waiting: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             with at("forward"):  # a span for each micro-batch, so that the run shows progress
-                batch = self._share(next(waiting))
-                return model(batch), partial(report, batch)
+                whole = next(waiting)
+                batch, routing = self._share(whole), None
+                if self.experts is not None:
+                    own = self._routed_tokens(whole.input_ids.shape[1]) if counts else None
+                    routing = self.experts.routing(whole, own)
+                return model(batch, routing), partial(report, batch)
 
         if not batches:
             return []
