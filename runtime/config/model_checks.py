@@ -33,13 +33,14 @@ from runtime.models.limits import (
     memory_fault,
     rank_memory,
     uncut,
+    unreplayed,
 )
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 
 _CAUSAL, _CLASSIFIERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 _MEANT = {_CAUSAL: "causal language model", _CLASSIFIERS: "sequence classifier"}
-_SHARDS = "engine torch spreads models over all its processes"
+_SHARDS = "engine torch spreads models over all its processes, and takes expert alone"
 _ON_TORCH = {"trainer": _SHARDS, "critic": _SHARDS, "reference": "engine torch has one process a replica"}
 _HINT = "; if it is to run on devices, cluster.nodes says so (name, devices)"
 PROBES = 1  # slots of a replica besides its own: of the probe that compares its log-probabilities with the trainer's
@@ -279,8 +280,7 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
             if model is not None:
                 yield from _layout(key, config, settings, model)
         else:
-            if settings.parallel != Parallel():
-                yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
+            yield from _spread_experts(key, config, settings, model)
             if not isinstance(settings, Trainer):
                 continue
             if config.checkpoint.async_save:
@@ -288,6 +288,27 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
             if settings.offload and settings.cpu_offload:
                 wrong = f"{settings.offload[0]}, but with cpu_offload all is in host memory at all times"
                 yield f"{key}.offload: {wrong}; must be empty"
+
+
+def _spread_experts(key: str, config: Config, settings: Spread, model: ModelConfig | None) -> Iterator[str]:
+    """Yield a line for each fault of `parallel` with engine torch, which spreads a trained model's experts."""
+    expert = settings.parallel.expert
+    if settings.parallel != Parallel(expert=expert if isinstance(settings, Trainer) else 1):
+        yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[key.removeprefix('services.')]}"
+        return
+    if expert == 1:
+        return
+    experts = hf_folder.experts_of(model or {})
+    count = experts.count if experts is not None else 0
+    faults = {
+        f"does not divide its {settings.processes} processes": settings.processes % expert,
+        "is for models with experts": model is not None and experts is None,
+        f"does not divide the {count} experts of a layer": count % expert,
+        "is not for gpt_oss, whose experts are joined": experts is not None and experts.biased,
+        "is not for adapters (lora)": config.lora is not None and key == "services.trainer",
+        "is not for training.optimizer.name muon": config.training.optimizer.name == "muon",
+    }
+    yield from (f"{key}.parallel.expert: {expert} {fault}; must be 1" for fault, there in faults.items() if there)
 
 
 def _blocks(key: str, settings: Spread) -> Iterator[str]:
@@ -349,6 +370,8 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
     version = "" if settings.python else _version()
     if key != "services.critic" and (fault := uncut(family.tied, parallel.pipeline, version)):
         yield f"{key}.{fault}"
+    if key == "services.trainer" and config.moe.router_replay != "off" and (fault := unreplayed(version)):
+        yield fault
 
 
 def _version() -> str:

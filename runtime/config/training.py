@@ -76,18 +76,19 @@ class Training(Section, frozen=True):
 
 
 class Moe(Section, frozen=True):
-    """How a policy with experts is trained. With `lora` all stays off; `sluice sft` reads none of it."""
+    """How a policy with experts is trained. With `lora` all stays off on engine torch, and `bias_update` on either engine.
+    `sluice sft` reads none of it."""
 
     router_replay: Literal["off", "routing"] = "off"
     """`routing`: the trainer gives each token to the experts that it took in the rollout, with the weights of its own router
-    (R3, arXiv:2510.11370); `off`: to those that its own router chooses."""
+    (R3, arXiv:2510.11370); `off`: to those that its own router chooses. A reference with as many experts does the same."""
     aux_loss: Rate = 0.0
-    """The coefficient of the balance loss of each row, in each layer with experts; 0: none. Engine torch."""
+    """The coefficient of the balance loss of each row, in each layer with experts; 0: none."""
     z_loss: Rate = 0.0
-    """That of the mean square of the router's log-sum-exp likewise; 0: none. Engine torch."""
+    """That of the mean square of the router's log-sum-exp likewise; 0: none."""
     bias_update: Rate = 0.0
     """By how much an update raises what corrects the scores of the experts with less load than the mean, and lowers that of the
-    others, without a loss: of models that have such a bias, as DeepSeek-V3 and GLM-4.5. 0: it stays. Engine torch."""
+    others, without a loss: of models that have such a bias, as DeepSeek-V3 and GLM-4.5. 0: it stays."""
 
     @property
     def losses(self) -> bool:

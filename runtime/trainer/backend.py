@@ -24,7 +24,7 @@ from runtime.models.adapters import HostOffload
 from runtime.models.families.memory import CHUNK_ELEMENTS
 from runtime.models.forward import exact_on_cpu
 from runtime.process import platform, spans
-from runtime.trainer.micro_batch import Columns, MicroBatch, empty_batch, pack, plan
+from runtime.trainer.micro_batch import ALL_ROUTED, Columns, MicroBatch, RoutedShare, empty_batch, pack, plan
 from runtime.trainer.rows import Routes, Rows
 
 if TYPE_CHECKING:
@@ -74,29 +74,44 @@ class RankInfo:
 
 
 def micro_batches(
-    rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True
+    rows: Rows,
+    chosen: np.ndarray,
+    columns: Columns,
+    budget: int,
+    rank_info: RankInfo,
+    packs: bool = True,
+    routed: RoutedShare = ALL_ROUTED,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`: as in ModelBackend. Every rank
-    yields the same number of micro-batches, so that all ranks take part in the collectives of each."""
+    """Yield micro-batches of the rows `chosen` (bool [B]), each within `budget` tokens. `packs`, `routed`: as in ModelBackend.
+    Every rank yields the same number of micro-batches, so that all ranks take part in the collectives of each."""
     made = plan(rows, np.flatnonzero(chosen), budget, packs)
     device = rank_info.device
     for index in range(rank_info.largest([len(made)])[0]):
-        yield pack(rows, made[index], columns, device, packs) if index < len(made) else empty_batch(columns, device)
+        if index < len(made):
+            yield pack(rows, made[index], columns, device, packs, routed)
+        else:
+            yield empty_batch(columns, device)
 
 
 def full(tensor: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
     """Return the whole parameter or moment on every rank. With `own`, return the whole tensor of the same shape that has `own`
     as this rank's rows. `full_tensor` is not used: its gather crashes over gloo on CUDA."""
     own = local(tensor) if own is None else own
-    if not is_sharded(tensor):
+    if not (ranks := holders(tensor)):
         return own
-    sharded: Any = tensor
-    own = own.to(sharded.device_mesh.device_type)  # the group's device: with `cpu_offload` the shard is on the host
-    ranks = dist.get_world_size()
-    padded = own.new_zeros(-(-tensor.shape[0] // ranks), *tensor.shape[1:])
+    if is_sharded(tensor):
+        sharded: Any = tensor
+        own = own.to(sharded.device_mesh.device_type)  # the group's device: with `cpu_offload` the shard is on the host
+    padded = own.new_zeros(-(-tensor.shape[0] // len(ranks)), *tensor.shape[1:])
     padded[: len(own)] = own
-    whole = own.new_empty(ranks * len(padded), *tensor.shape[1:])
-    dist.all_gather(list(whole.chunk(ranks)), padded)
+    whole = own.new_empty(len(ranks) * len(padded), *tensor.shape[1:])
+    if len(ranks) == dist.get_world_size():
+        dist.all_gather(list(whole.chunk(len(ranks))), padded)
+    else:
+        for rank, part in zip(ranks, whole.chunk(len(ranks)), strict=True):
+            if rank == dist.get_rank():
+                part.copy_(padded)
+            dist.broadcast(part, rank)
     return whole[: tensor.shape[0]]
 
 
@@ -109,17 +124,23 @@ def wholes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Ten
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows."""
     detached: Any = tensor.detach()
-    return detached.to_local() if is_sharded(tensor) else detached
+    return detached.to_local() if is_sharded(tensor) else detached[local_rows(tensor)] if holders(tensor) else detached
 
 
 def local_rows(tensor: Any) -> slice:
     """Return the rows of the whole that `local(tensor)` holds: FSDP2 gives each rank `ceil(rows / ranks)`, the last fewer."""
     if not is_sharded(tensor):
-        return slice(0, tensor.shape[0])
+        return slice(0, 0 if holders(tensor) else tensor.shape[0])
     mesh = tensor.device_mesh
     share = -(-tensor.shape[0] // mesh.size())
     begin = min(tensor.shape[0], mesh.get_local_rank() * share)
     return slice(begin, begin + local(tensor).shape[0])
+
+
+def holders(tensor: Any) -> tuple[int, ...]:
+    """Return the ranks that have `tensor` by rows, of each part the rank; () if every rank has the whole. A stand-in for a
+    tensor whose rows are all on other ranks names these as its `holders`."""
+    return tuple(tensor.device_mesh.mesh.tolist()) if is_sharded(tensor) else getattr(tensor, "holders", ())
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -401,6 +422,9 @@ class TrainedRole:
         self.settings: Trainer = getattr(config.services, role)
 
 
+ROW_WEIGHT = "row_weight"  # column [B, 1]: the derivative of the loss by a number that is added to all tokens of the row
+
+
 class ModelBackend(ABC):
     """A model, its gradients and its optimizer. All ranks make the same calls in the same order: each may be a collective."""
 
@@ -435,8 +459,11 @@ class ModelBackend(ABC):
 
     routes: Routes | None = None  # as in `Needs.experts`, if tokens go to the experts that they took in the rollout
 
+    routed: RoutedShare = ALL_ROUTED  # what this rank's routers see of a micro-batch
+
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
-        """Return what the last forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""
+        """Return what the last forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing. A
+        backend whose passes add it themselves weighs it by the column `ROW_WEIGHT`."""
         return None
 
     adapters: Any = None  # the adapters in the model; within `adapters.off()` it computes as if it had none

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.config import Moe
 from runtime.trainer.memory import HEAD, REGION
 from tests.loopback.megatron_member import Layout
 from tests.loopback.memory_member import INCARNATION, STEPS, Case, member
 from tests.loopback.ranks import run_ranks
+from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import make_policy
 
 pytestmark = [pytest.mark.numeric, pytest.mark.ranks]
@@ -171,6 +173,20 @@ def test_a_copy_that_is_torn_leaves_the_version_before_it(folder: Path) -> None:
         assert_goes_on(run(folder, "recall", [case])["torn"], kept["torn"])
 
 
+def test_spread_experts_go_on_from_copies_of_more_ranks(tmp_path: Path) -> None:
+    save_model(tmp_path / "policy", "glm4_moe")
+    (tmp_path / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
+    four = Layout(0, processes=4, expert=2)
+    with ExitStack() as stack:
+        case = Case("spread", four, [_file(stack)])
+        kept = run(tmp_path, "keep", [case])["spread"]
+        cut = {"spread": four._replace(processes=2), "whole": Layout(0, processes=2)}
+        cases = [Case(name, layout, [copied(case.files[0], stack)]) for name, layout in cut.items()]
+        assert_goes_on(run(tmp_path, "recall", [case])["spread"], kept)
+        for found in run(tmp_path, "recall", cases).values():
+            assert_cut_anew(found, kept)
+
+
 @NEEDS_MEGATRON
 def test_ranks_of_megatron_core_go_on_from_their_copies_or_mirrors(folder: Path) -> None:
     stages, blocks = Layout(2, pipeline=2, processes=4), Layout(1, processes=2)
@@ -191,3 +207,13 @@ def test_ranks_of_megatron_core_go_on_from_their_copies_or_mirrors(folder: Path)
         again = run(folder, "recall", cases)
     for case in cases:
         assert_goes_on(again[case.name], kept[case.name])
+
+
+@NEEDS_MEGATRON
+def test_what_corrects_the_scores_of_experts_is_in_the_copies(tmp_path: Path) -> None:
+    save_model(tmp_path / "policy", "deepseek_v3")
+    with ExitStack() as stack:
+        layout = Layout(1, 2, processes=2, moe=Moe(bias_update=0.01))
+        case = Case("experts", layout, [_file(stack)])
+        kept = run(tmp_path, "keep", [case])
+        assert_goes_on(run(tmp_path, "recall", [case])["experts"], kept["experts"])

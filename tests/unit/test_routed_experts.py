@@ -18,17 +18,30 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from runtime import types
-from runtime.config import Config, Moe, Trainer
+from runtime.config import Algorithm, Config, Lora, Moe, Reference, Trainer
 from runtime.errors import InvalidMessage
 from runtime.models import hf_policy
 from runtime.models.experts import route, route_corrected
 from runtime.models.forward import Packing
+from runtime.scoring.scorer_torch import PolicyScorer, TorchScorer, replayed
+from runtime.trainer import micro_batch
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import StepStatistics, micro_batches
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.step import ModelTrainer, policy_trainer
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RoutedExperts, Sample, TrainGroup
+from runtime.types import (
+    GeneratedGroup,
+    GroupPayload,
+    GroupRequest,
+    LogprobRequest,
+    PolicyVersion,
+    RoutedExperts,
+    Sample,
+    TrainGroup,
+)
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms
+from tests.unit import lora_cases
+from tests.unit.lora_cases import grown
 from tests.unit.rollout_cases import begin, drain, engines, request, update
 from tests.unit.tiny_models import saved
 from tests.unit.training_cases import VOCAB, fed_tokens, make_config, make_groups, random_experts
@@ -38,6 +51,7 @@ pytestmark = pytest.mark.numeric
 
 # Of each family: layers with experts, experts a token, experts.
 SHAPES = {"qwen3_moe": (2, 2, 4), "deepseek_v3_whole_queries": (3, 4, 16), "glm4_moe": (2, 2, 4), "gpt_oss": (3, 2, 4)}
+SHAPES["mixtral"] = (2, 2, 4)
 
 
 @pytest.fixture
@@ -234,6 +248,29 @@ def test_experts_that_are_not_those_of_the_tokens_are_refused(
         run_step(policy_trainer(with_moe(folders("qwen3_moe"), router_replay="routing")), [wrong])
 
 
+def test_a_rank_gets_the_experts_of_its_own_layers_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is read. Padding, and a token of which nothing is known, get experts that differ."""
+    groups = random_experts(make_groups(2), (3, 2, 4))
+    needs = train_rows.Needs(experts=(3, 2, 4))
+    rows = train_rows.rows_of(train_rows.check_groups(groups, VOCAB, needs), needs)
+    routes = rows.routes
+    assert routes is not None
+    group, unknown = int(rows.group[3]), routes._rows[len(rows.prompts) + rows.start[3] + np.arange(2)]
+    changed = routes._taken[group].rows.copy()
+    changed[unknown - routes._begin[group]] = 0
+    routes._taken[group] = RoutedExperts.of(changed)
+    chosen, device = np.flatnonzero(rows.trained()), torch.device("cpu")
+    whole = micro_batch.pack(rows, chosen, {}, device).experts
+    assert whole is not None and (whole[..., 0] != whole[..., 1]).all()
+    own, read = np.array([7, 0, -1, 30, -1]), []
+    known = routes.at
+    monkeypatch.setattr(routes, "at", lambda *given: read.append(known(*given).shape) or known(*given))
+    part = micro_batch.pack(rows, chosen, {}, device, routed=micro_batch.RoutedShare(slice(1, 2), lambda _: own)).experts
+    expected = whole[torch.from_numpy(own), 1:2]
+    expected[own < 0] = torch.arange(2, dtype=torch.uint8)
+    assert torch.equal(part, expected) and read == [(5, 1, 2)]
+
+
 # ------------------------------------------------------------------------------------------ what the trainer computes
 
 
@@ -394,6 +431,81 @@ def test_a_probe_is_compared_with_its_experts(folders: Callable[[str], str]) -> 
     other = policy_trainer(with_moe(path))
     perturb(other)
     assert gap != pytest.approx(run_step(other, [to_train(payload)], probes=[types.encode(payload)]).probes[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3_whole_queries", "gpt_oss"])
+def test_a_reference_gives_tokens_to_the_same_experts(folders: Callable[[str], str], family: str) -> None:
+    """Also the rollout's decoder; and a model with other experts chooses for itself."""
+    path, options = folders(family), {"device": torch.device("cpu"), "dtype": torch.float32, "max_tokens_per_microbatch": 50}
+    config = with_moe(path, router_replay="routing")
+    routes, groups = replayed(config, path), random_experts(make_groups(2), SHAPES[family])
+    engine = policy_trainer(config)
+    assert routes == SHAPES[family] == engine.backend.routes
+    other = folders("qwen3_moe" if family == "gpt_oss" else "gpt_oss")
+    assert replayed(with_moe(path), path) is replayed(config, other) is None
+    rows = train_rows.rows_of(train_rows.check_groups(groups, VOCAB, engine.objective.needs), engine.objective.needs)
+    wanted = engine._per_token_output(rows)[rows.mask]
+    requests = [LogprobRequest(group_id=each.group_id, payload=each.payload, temperature=0.8) for each in groups]
+    for kind in (TorchScorer, PolicyScorer):
+        scorer = kind(path, **options)
+        alone = np.concatenate([each.values for each in scorer.logprobs(requests)])[rows.mask]
+        assert np.abs(alone - wanted).max() > 0.1
+        scorer.routes = routes
+        found = np.concatenate([each.values for each in scorer.logprobs(requests)])[rows.mask]
+        assert_close(found, wanted, terms=forward_terms(20, layers=4), scale=LOGITS / 0.8, what=kind.__name__)
+
+
+ADAPTED = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(("family", "targets"), [("qwen3_moe", ADAPTED), ("glm4_moe", ADAPTED), ("qwen3_moe", ["q_proj"])])
+def test_adapters_are_trained_with_the_experts_of_the_rollout(
+    folders: Callable[[str], str], tmp_path: Path, family: str, targets: list[str]
+) -> None:
+    """Also adapters in the experts, and the reference, which is the model without them."""
+    pytest.importorskip("peft", reason="needs PEFT: pip install 'sluice-rl[lora]'")
+    path = folders(family)
+
+    def made(replay: str) -> ModelTrainer:
+        lora, reference = Lora(rank=4, alpha=12.0, target_modules=targets), Reference(source="adapter_off")
+        engine = policy_trainer(
+            replace(
+                with_moe(path, router_replay=replay), lora=lora, reference=reference, algorithm=Algorithm(kl_coefficient=0.1)
+            )
+        )
+        if (tmp_path / "grown").exists():
+            engine.load(str(tmp_path / "grown"))
+        return engine
+
+    grown(lora_cases.saved(made("off"), tmp_path / "saved"), tmp_path / "grown")
+    made("off").export(tmp_path / "merged")
+    payloads = sampled(str(tmp_path / "merged"), some(0), some(1), some(2))
+    groups = [to_train(payload) for payload in payloads.values()]
+    engine = made("routing")
+    rows = train_rows.rows_of(train_rows.check_groups(groups, VOCAB, engine.objective.needs), engine.objective.needs)
+    with engine.backend.adapters.off():
+        base = engine._per_token_output(rows)
+    metrics = run_step(engine, groups).metrics
+    assert_close(metrics["mismatch/max"], 0.0, terms=forward_terms(20, layers=4), scale=LOGITS / 0.8)
+    assert metrics["actor/kl"] > 1e-3 < metrics["actor/grad_norm"]
+
+    forced, place = Forced(path), 0
+    for payload in payloads.values():
+        assert payload.experts is not None
+        for sample, own in zip(payload.samples, payload.experts.by_row(payload.lengths.tolist()), strict=True):
+            logp = torch.log_softmax(forced(payload.prompt, sample, own.rows).detach() / 0.8, -1)
+            expected = logp[np.arange(len(sample.tokens)), sample.tokens.copy()]
+            got = base[place : place + len(sample.tokens)]
+            assert_close(got, expected, terms=forward_terms(20, layers=4), scale=LOGITS / 0.8)
+            place += len(sample.tokens)
+
+    found = {}
+    for replay in ("off", "routing"):
+        other = made(replay)
+        perturb(other)
+        found[replay] = run_step(other, groups).metrics
+    assert found["routing"]["moe/routing_differs"] > 0.3
+    assert found["routing"]["mismatch/abs_logprob"] < found["off"]["mismatch/abs_logprob"]
 
 
 # ------------------------------------------------------------------------------------------ balance without a loss

@@ -456,12 +456,14 @@ def one_after_the_other(
     return torch.stack(rows)
 
 
-@pytest.fixture(params=["grouped", "grouped, odd", "apart", "apart, no bags"])
+@pytest.fixture(params=["grouped", "grouped, odd", "apart", "apart, no bags", "apart, stacked", "grouped, stacked"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "grouped" and experts._grouped_mm is None:
+    if ("grouped" in request.param or "stacked" in request.param) and experts._grouped_mm is None:
         pytest.skip("this torch has no grouped product")
     if request.param == "apart, no bags":  # as on accelerators
         monkeypatch.setattr(experts, "_BAGS", set())
+    if "stacked" in request.param:
+        monkeypatch.setattr(experts, "_STACKED", {"cpu"})
     return request.param
 
 
@@ -499,6 +501,18 @@ def test_every_way_computes_the_same(way: str, dtype: torch.dtype):
     with torch.inference_mode():
         assert_close(mixture(x, weights, chosen, *given), expected, terms=HIDDEN + inner + 2, **unit)
     assert_close(mixture(x, weights, chosen, *given), expected, terms=HIDDEN + inner + 2, **unit)
+    chosen = chosen % 4  # the last expert has no tokens
+    doubles, inputs = (
+        [each.to(kind).clone().requires_grad_() for each in (x, gate_up, down)] for kind in (torch.float64, dtype)
+    )
+    one_after_the_other(doubles[0], weights.double(), chosen, *doubles[1:]).sum().backward()
+    given = inputs[1:] if "grouped" in way else [list(each.unbind()) for each in inputs[1:]]
+    if "stacked" in way and "apart" in way:
+        given[0] = [half for each in given[0] for half in each.chunk(2)]  # gate and up apart
+    mixture(inputs[0], weights, chosen, *given).sum().backward()
+    for got, wanted in zip(inputs, doubles, strict=True):
+        scale = float(wanted.grad.abs().max())
+        assert_close(got.grad, wanted.grad, terms=4 * (HIDDEN + inner), scale=scale, **unit)
 
 
 SHAPE = {"hidden_size": HIDDEN, "num_experts_per_tok": 2}
@@ -576,7 +590,7 @@ def test_an_adapter_in_one_expert_is_heeded():
         module.experts[7].down_proj.weight = old.weight
     join_experts(ours)
     x = torch.randn(1, 40, HIDDEN, dtype=torch.float64)
-    assert torch.equal(ours(x)[0], theirs(x)[0])
+    assert_close(ours(x)[0], theirs(x)[0], terms=16, what="out")
 
 
 def test_another_activation_is_left_to_the_block():

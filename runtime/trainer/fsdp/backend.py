@@ -29,6 +29,7 @@ from runtime.trainer.backend import (
     TrainedRole,
     TrainingPosition,
     compute_dtype,
+    holders,
     is_sharded,
     local,
     local_rows,
@@ -37,6 +38,7 @@ from runtime.trainer.backend import (
     wire_dtype,
 )
 from runtime.trainer.fsdp import lora, optimizers, state
+from runtime.trainer.fsdp.experts import spread
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.fsdp.model import WatchedExperts, loss_factor, reshard, to_device
 from runtime.trainer.micro_batch import MicroBatch
@@ -67,16 +69,18 @@ class FsdpBackend(ModelBackend):
                 frozen = self._compute if as_stored else torch.float32
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
             self._head = hf_policy.take_head(self.model)
-        shape = None if self._has_value_head or config.lora else hf_folder.experts_of(hf_folder.read_raw(self._source))
+        shape = None if self._has_value_head else hf_folder.experts_of(hf_folder.read_raw(self._source))
         blocks = [module for module in self.model.modules() if hasattr(module, "watch")]
         self._experts = WatchedExperts(blocks, shape, config.moe) if shape is not None and blocks else None
         self.routes = None if self._experts is None else self._experts.routes
+        elsewhere = spread(self.model, trained, rank_info)
         to_device(self.model, trained, self._compute, rank_info)
         self.adapters = None if adapted is None else Adapters(self.model, adapted, AdapterBase(self._source))
         # Tied tensors appear once, under their first name, as in a Hugging Face export.
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._trained = {name: self.parameters.get(name, other) for name, other in elsewhere.items()} or self.parameters
         self._fixed = hf_policy.fixed_tensors(self.model)
-        self._policy = {**(self.parameters if self.adapters is None else self.adapters.base), **self._fixed}
+        self._policy = {**(self._trained if self.adapters is None else self.adapters.base), **self._fixed}
         self._published = self._policy if self.adapters is None else self.adapters.published
         self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute)
         # On a CPU everything is on the host already.
@@ -195,7 +199,7 @@ class FsdpBackend(ModelBackend):
         return state.load(folder, self._state())
 
     def _state(self) -> state.TrainingState:
-        trained = self.parameters if self.adapters is None else self.adapters.trained
+        trained = self._trained if self.adapters is None else self.adapters.trained
         return state.TrainingState(trained, self.optimizer, self.rank_info, self.adapters, self._fixed)
 
     def pieces(self) -> list[StatePart]:
@@ -212,10 +216,11 @@ class FsdpBackend(ModelBackend):
         return [TensorSpec(name, dtypes[name], tuple(tensor.shape)) for name, tensor in self._published.items()]
 
     def cuts(self) -> list[Cut]:
-        ranks = range(self.rank_info.world_size)
-        by_rows, whole = tuple((rank,) for rank in ranks), Cut((tuple(ranks),))
-        tensors = self._published.values()
-        return [Cut(by_rows, 0, -(-each.shape[0] // len(ranks))) if is_sharded(each) else whole for each in tensors]
+        found, whole = [], Cut((tuple(range(self.rank_info.world_size)),))
+        for tensor in self._published.values():
+            ranks = holders(tensor)
+            found.append(Cut(tuple((rank,) for rank in ranks), 0, -(-tensor.shape[0] // len(ranks))) if ranks else whole)
+        return found
 
     @torch.no_grad()
     def shards(self) -> Iterator[Shard]:

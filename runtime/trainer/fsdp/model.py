@@ -54,15 +54,19 @@ def _costly() -> list[Any]:
     aten: Any = torch.ops.aten
     kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     attention = [getattr(aten, f"_scaled_dot_product_{kind}").default for kind in kinds]
-    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *attention]
+    grouped = [aten._grouped_mm.default] if hasattr(aten, "_grouped_mm") else []
+    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *grouped, *attention]
 
 
 def shard(model: Any, device: torch.device, compute: torch.dtype, cpu_offload: bool) -> None:
-    """Apply FSDP2 in place over the default process group: one unit for each decoder layer, and one for the rest. Master shards
-    are float32, gathered and computed in `compute`. Gradients are reduced in float32 and summed, not averaged; `loss_factor`
-    has multiplied the losses. Raises UserError if torch cannot shard a mixture of experts."""
+    """Apply FSDP2 in place over the default process group: one unit for each decoder layer, and one for the rest. Experts that
+    are spread are units of their own, over the ranks that hold them. Master shards are float32, gathered and computed in
+    `compute`. Gradients are reduced in float32 and summed, not averaged; `loss_factor` has multiplied the losses. Raises
+    UserError if torch cannot shard a mixture of experts."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    from runtime.trainer.fsdp.experts import SpreadExperts
 
     # From the existing group: with CUDA, init_device_mesh would make an NCCL group beside a gloo group.
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
@@ -71,13 +75,17 @@ def shard(model: Any, device: torch.device, compute: torch.dtype, cpu_offload: b
     precision = MixedPrecisionPolicy(**options, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
-    units = [module for module in model.modules() if type(module).__name__ in layers]
-    for unit in [*units, model]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    modules = list(model.modules())
+    spread = [(module, module.mesh) for module in modules if isinstance(module, SpreadExperts)]
+    units = [(module, mesh) for module in modules if type(module).__name__ in layers]
+    for unit, ranks in [*spread, *units, (model, mesh)]:
+        fully_shard(unit, mesh=ranks, mp_policy=precision, offload_policy=offload)
         assert isinstance(unit, FSDPModule)
         if _sums(unit):  # sums, as the step divides once at its end; older torch has nothing else over gloo
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        elif spread:
+            raise UserError(f"parallel.expert: torch {torch.__version__} averages gradients; must be 1, or take a newer torch")
     if any(getattr(model.config, key, 0) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         # An expert without tokens on one rank has a gradient on other ranks.
         if not hasattr(model, "set_reduce_scatter_unused_params"):

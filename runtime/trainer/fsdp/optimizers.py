@@ -28,10 +28,13 @@ def make_optimizer(
     orthogonalises. Raises UserError if a package is missing."""
     every = list(parameters.values())
     hidden = hidden_matrices(model, every) if options.name == "muon" else frozenset()
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in every if p.ndim >= 2 and p not in hidden], "weight_decay": options.weight_decay},
-        {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    meshes = [getattr(p, "device_mesh", None) for p in every]  # a group's kernel takes one mesh; spread experts have their own
+    for mesh in dict.fromkeys(meshes):
+        alike = [p for p, its in zip(every, meshes, strict=True) if its == mesh]
+        matrices = [p for p in alike if p.ndim >= 2 and p not in hidden]
+        groups.append({"params": matrices, "weight_decay": options.weight_decay})
+        groups.append({"params": [p for p in alike if p.ndim < 2], "weight_decay": 0.0})
     settings: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
     if options.name == "adamw_8bit":
         return AdamW8bit(groups, _eight_bits(), **settings)

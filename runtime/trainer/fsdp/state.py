@@ -38,7 +38,8 @@ GENERATORS = "rng.safetensors"
 
 
 class TrainingState(NamedTuple):
-    """The state to save or to restore. `parameters` are the trained ones: the model's, or those of `adapters`."""
+    """The state to save or to restore. `parameters` are the trained ones: the model's, or those of `adapters`. Among them are
+    stand-ins for those that other ranks hold, which have no gradient."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -70,13 +71,18 @@ def save(folder: Path, state: TrainingState, position: TrainingPosition, source:
 
 def updates(state: TrainingState) -> int:
     """Return the number of updates. The optimizer's state exists from the first one on, or from `pieces` on."""
-    first = next(iter(state.parameters.values()))
+    first = next(iter(_own(state).values()))
     return int(state.optimizer.state[first]["step"]) if state.optimizer.state else 0
+
+
+def _own(state: TrainingState) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that this rank holds parts of."""
+    return {name: parameter for name, parameter in state.parameters.items() if parameter.requires_grad}
 
 
 def pieces(state: TrainingState) -> Iterator[StatePart]:
     """Yield this rank's part of `state`, as `ModelBackend.pieces` has it. An optimizer without state gets zeros."""
-    for name, parameter in state.parameters.items():
+    for name, parameter in _own(state).items():
         own, kinds = local(parameter), optimizers.kept(state.optimizer, parameter)
         start = local_rows(parameter).start * parameter.shape[1:].numel() if parameter.ndim else 0
         yield StatePart(name, start, own.view(-1))
@@ -115,7 +121,8 @@ def _kept(state: TrainingState) -> dict[str, torch.nn.Parameter]:
 
 
 def _whole(optimizer: torch.optim.Optimizer, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    return full(parameter, optimizers.numbers(optimizer.state[parameter][name.partition(".")[0]]))
+    held = optimizer.state.get(parameter)
+    return full(parameter, None if held is None else optimizers.numbers(held[name.partition(".")[0]]))
 
 
 def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
@@ -138,7 +145,7 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
         generators = stack.enter_context(_safetensors(folder / GENERATORS))
         for name, tensor in {} if state.adapters else state.fixed.items():
             tensor.copy_(weights(name)[...])
-        for name, parameter in state.parameters.items():
+        for name, parameter in _own(state).items():
             local(parameter).copy_(weights(name)[local_rows(parameter)])
             state.optimizer.state.pop(parameter, None)
             if history is not None:
