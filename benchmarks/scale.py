@@ -34,6 +34,7 @@ CARDS_STEPS = 8
 PARAMETERS = 32.8e9  # Qwen2.5-32B
 REPLIES = Path("data") / "qwen_math_cot_100" / "math_cot_100.jsonl"  # 8 real replies to each of 100 problems
 LETTERS = 3.0  # of a token, in such replies
+FOUR = schema.RolloutParallel(tensor=4)
 MEAN_TOKENS = 6000.0  # to which these are stretched: the lengths of a policy that has learnt to reason
 MOST_TOKENS = 16_384
 
@@ -133,7 +134,7 @@ def _configured(layout: Layout) -> Config:
         algorithm=schema.Algorithm(kl_coefficient=0.001),
         training=schema.Training(staleness=layout.staleness, groups_per_step=1024 * layout.times),
         services=schema.Services(
-            rollout=schema.Rollout(replicas=layout.times * layout.rollouts, max_num_seqs=256, tensor_parallel=4, engine="vllm"),
+            rollout=schema.Rollout(replicas=layout.times * layout.rollouts, max_num_seqs=256, parallel=FOUR, engine="vllm"),
             trainer=schema.Trainer(processes=layout.times * layout.trainer, engine="megatron"),
             reference=schema.ReferenceScorer(processes=layout.times * layout.reference, engine="megatron"),
         ),

@@ -390,7 +390,7 @@ def _older(keys: RoleSettings, lora: bool) -> None:
     _spread(keys, "actor", "trainer", [train, pool], train.value)
     ways = keys.role("actor", "tensor_model_parallel_size").value or 1
     keys.put("services.rollout.engine", "vllm", infer)
-    keys.put("services.rollout.tensor_parallel", ways, infer)
+    keys.put("services.rollout.parallel.tensor", ways, infer)
     if infer.value is not None:
         if infer.value % ways:
             keys.faults.append(f"{infer.path}: {infer.value}: is not a multiple of tensor_model_parallel_size {ways}")
@@ -503,15 +503,16 @@ def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, l
 def _rollouts(keys: RoleSettings, actor: Setting) -> None:
     path, section = "services.rollout", "generate_config"
     keys.put(f"{path}.engine", "vllm")
-    ways = keys.of(section, "infer_tensor_parallel_size")
+    ways, stages = keys.of(section, "infer_tensor_parallel_size"), keys.of(section, "infer_pipeline_parallel_size")
     size = ways.value or 1
-    keys.put(f"{path}.tensor_parallel", size, ways)
+    keys.put(f"{path}.parallel.tensor", size, ways)
+    keys.put(f"{path}.parallel.pipeline", stages.value or 1, stages)
+    each = size * (stages.value or 1) * _data_ranks(keys, size)
     if actor.value is not None:
-        if size < 1 or actor.value % size:
+        if each < 1 or actor.value % each:
             keys.faults.append(f"{ways.path}: {size}: does not divide actor_resource.num_npus {actor.value}")
         else:
-            keys.put(f"{path}.replicas", actor.value // size, actor, ways)
-    _expert_parallelism(keys, size)
+            keys.put(f"{path}.replicas", actor.value // each, actor, ways)
     for kind in ("optimizer", "grad", "param"):
         setting = keys.of(section, f"offload_train_{kind}")
         keys.add("services.trainer.offload", kind, setting)
@@ -519,16 +520,21 @@ def _rollouts(keys: RoleSettings, actor: Setting) -> None:
             keys.add("services.critic.offload", kind, setting)
 
 
-def _expert_parallelism(keys: RoleSettings, ways: int) -> None:
+def _data_ranks(keys: RoleSettings, ways: int) -> int:
+    """Translate expert parallelism, and return the number of data-parallel ranks that share the experts. `ways`: the devices of
+    each."""
     parallel = keys.of("generate_config", "enable_expert_parallel")
     experts = keys.of("generate_config", "infer_expert_parallel_size")
-    if experts.value is not None and experts.value > ways:
-        keys.refuse(
-            experts, f"a rollout spreads experts over its infer_tensor_parallel_size {ways} devices; must be at most that"
-        )
-    elif parallel.value or (experts.value or 1) > 1:
+    spread = experts.value or 1
+    if spread > ways and spread % max(ways, 1):
+        keys.refuse(experts, f"a rollout spreads experts over ranks of infer_tensor_parallel_size {ways}; must be a multiple")
+        return 1
+    ranks = max(1, spread // max(ways, 1))
+    if parallel.value or spread > 1:
         deciding = [each for each in (parallel, experts) if each.given and each.value and each.value != 1]
-        keys.put("services.rollout.engine_args.enable_expert_parallel", True, *deciding)
+        keys.put("services.rollout.parallel.data", ranks, *deciding)
+        keys.put("services.rollout.parallel.expert", ways * ranks, *deciding)
+    return ranks
 
 
 def _lora(keys: RoleSettings) -> bool:

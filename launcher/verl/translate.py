@@ -156,6 +156,7 @@ _OF_OPTIMIZER = (
     *("optim.lr_scheduler_type", "optim.warmup_style", "optim.lr_decay_style", *_WARMUPS),
 )
 _DEVICES = ("nnodes", "n_gpus_per_node")
+_SPREAD = {"tensor": "tensor_model", "pipeline": "pipeline_model", "data": "data"}  # their names of a rollout's parallelism
 _TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 _MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
 
@@ -363,23 +364,21 @@ def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
     counted = keys.each("trainer", *_DEVICES)
     devices = _product(counted)
     apart = keys.format != SYNCHRONOUS or keys.at("trainer.v1.trainer_mode").value == "separate_async"
-    tensor = keys.at("actor_rollout_ref.rollout.tensor_model_parallel_size")
-    ways = tensor.value or 1
+    parallel = keys.each("actor_rollout_ref.rollout", *(f"{name}_parallel_size" for name in _SPREAD.values()))
     if facts["rollout"]:
-        keys.put("services.rollout.tensor_parallel", ways, tensor)
+        for name, setting in zip(_SPREAD, parallel, strict=True):
+            keys.put(f"services.rollout.parallel.{name}", setting.value or 1, setting)
+    ways = math.prod(setting.value or 1 for setting in parallel)
     own = keys.each("rollout" if keys.format != SYNCHRONOUS else _ROLLOUT, *_DEVICES) if apart else counted
     sampling = _product(own)
     if sampling is not None and (sampling < ways or sampling % ways):
-        keys.faults.append(f"{tensor.path}: {ways}: does not divide the {sampling} devices of the rollouts")
+        keys.faults.append(f"{parallel[0].path}: {ways}: does not divide the {sampling} devices of the rollouts")
     elif sampling is not None:
-        keys.put("services.rollout.replicas", sampling // ways, *own, tensor)
+        keys.put("services.rollout.replicas", sampling // ways, *own, *parallel)
     _roles(keys, facts, devices, counted, apart)
     if (counted[0].value or 1) > 1:
         what = "cluster.min_nodes, services.coordinator.host and port, and network.interface"
         keys.decide(f"several machines want {what} (docs/guides/cluster.md)", counted[0])
-    experts = keys.at(f"{_ROLLOUT}.expert_parallel_size")
-    if (experts.value or 1) > 1:
-        keys.put("services.rollout.engine_args.enable_expert_parallel", True, experts)
     _budgets(keys, facts)
 
 

@@ -230,6 +230,9 @@ class _Table:
         needed = each if self._accelerated else 0
         mine, share = Counter(seat.node for seat in self._seats_of[path]), self._share(settings, wanted)
         fitting = [node for node in allowed if len(self._free(node)) >= needed and mine[node] < share]
+        most = max(self._nodes[node].devices for node in allowed)
+        if 1 < each > most and self._accelerated:
+            raise _NoRoom(f".parallel: takes {each} devices of one node, and nodes have at most {most}")
         if not fitting:
             raise _NoRoom(f": no node has {each} free devices for {instance.name}; {self._free_devices(allowed)}")
         if settings.placement != "pack":

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Cluster, Computing, Config, Parallel, Process, Rollout, Spread, Trainer
+from runtime.config import Cluster, Computing, Config, Parallel, Process, Rollout, RolloutParallel, Spread, Trainer
 
 ENVIRONMENT = "environment"  # the role whose processes play episodes
 UPDATED = ("trainer", "critic")  # the roles whose state no other process can make again
@@ -41,7 +41,7 @@ def _count(config: Config, role: str, settings: Process) -> int:
 
 def devices_each(settings: Process) -> int:
     """Return the number of accelerators of one process."""
-    return settings.tensor_parallel if isinstance(settings, Rollout) else int(isinstance(settings, Computing))
+    return settings.parallel.devices if isinstance(settings, Rollout) else int(isinstance(settings, Computing))
 
 
 def devices_of(config: Config, role: str, settings: Process) -> int:
@@ -80,9 +80,10 @@ def fleets(config: Config) -> dict[str, Rollout]:
     return sections(config, "rollout")
 
 
-def rollout_workers(config: Config) -> int:
-    """Return the number of receivers of each rollout: one for each worker of the largest engine."""
-    return max((fleet.tensor_parallel for fleet in fleets(config).values()), default=1)
+def rollout_parallel(config: Config) -> RolloutParallel:
+    """Return the layout of the largest engine. Each rollout has as many receivers of weights as this has devices."""
+    found = (fleet.parallel for fleet in fleets(config).values())
+    return max(found, key=lambda each: each.devices, default=RolloutParallel())
 
 
 def players(config: Config) -> dict[str, str]:

@@ -188,6 +188,9 @@ class Cluster(Section, frozen=True):
     shared_folder: bool = True
     """Whether all nodes share one folder at `run.dir`. `false`: each node has its own folder, with logs, spans, its part of
     checkpoints and a copy of each model. Only the coordinator's node has ledger and data."""
+    blob_bytes: Bytes = 4 << 30
+    """Host memory of each node for the routes of experts (`moe.router_replay`). A node's agent holds those of its own rollouts
+    and copies of another node's, until no step can train on them; beyond this memory in temporary files (`TMPDIR`)."""
 
 
 class Tls(Section, frozen=True):
@@ -320,6 +323,25 @@ class Coordinator(Process, frozen=True):
     nodes share `run.dir` on a file system with locks between nodes (NFS 4, Lustre with `flock`). Empty: none."""
 
 
+class RolloutParallel(Section, frozen=True):
+    """How vLLM spreads an engine: over `tensor` × `pipeline` × `data` devices of one node, or processes on CPUs."""
+
+    tensor: Processes = 1
+    """Devices that share each layer. Must divide the model's attention heads."""
+    pipeline: Processes = 1
+    """Stages of layers, at most as many as the model has layers."""
+    data: Processes = 1
+    """Copies of all but the experts, each with its own sequences."""
+    expert: Processes = 1
+    """Models with experts: devices over which vLLM spreads whole experts, `tensor` × `data`. 1: these devices share each
+    expert."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of an engine."""
+        return self.tensor * self.pipeline * self.data
+
+
 class Rollout(Computing, frozen=True):
     """A fleet of engines that generate."""
 
@@ -332,8 +354,8 @@ class Rollout(Computing, frozen=True):
     reply, or `gateway.context` if that is more."""
     dtype: DType = "auto"
     """The dtype of the rollouts' forward pass. `auto`: `model.dtype`."""
-    tensor_parallel: Processes = 1
-    """Engine vllm: devices of one engine; processes on CPUs."""
+    parallel: RolloutParallel = RolloutParallel()
+    """Engine vllm: how an engine is spread."""
     engine_args: dict[str, Any] = {}
     """Engine vllm: more arguments of vLLM's `AsyncEngineArgs`, such as `gpu_memory_utilization: 0.8`. Arguments that Sluice
     sets are refused. A secret is `{from: NAME}`: the variable NAME of the process's environment."""
@@ -413,7 +435,8 @@ class Scorer(Computing, frozen=True):
 
 
 class Parallel(Section, frozen=True):
-    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes, each with own data."""
+    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes, each with own data. With
+    engine torch only `expert` may be above 1."""
 
     tensor: Processes = 1
     """Ranks that share each layer. Must divide the model's heads and key-value heads."""
@@ -427,7 +450,8 @@ class Parallel(Section, frozen=True):
     """Layers of each pipeline stage, such as `[9, 10, 9]`: all but the first and the last must be equal. Empty: all are."""
     expert: Processes = 1
     """Models with experts: ranks over which the experts of a layer are spread. Must divide the number of experts, and the
-    number of all ranks with the same part of the model."""
+    number of all ranks with the same part of the model. Engine torch: neighbouring ranks; must divide `processes`, and is not
+    for gpt_oss, `lora` and optimizer muon."""
     sequence: bool = False
     """Sequence parallelism: the ranks of `tensor` also share the activations between their common parts. Required for a mixture
     of experts with `tensor` above 1."""

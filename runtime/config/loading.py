@@ -62,6 +62,8 @@ _RENAMED = {
     "reference.mode": "source",
     "services.rollout.slots": "max_num_seqs",
     "services.rollout.*.slots": "max_num_seqs",
+    "services.rollout.tensor_parallel": "parallel.tensor",
+    "services.rollout.*.tensor_parallel": "parallel.tensor",
 }
 # Keys of 0.2, by path, where `*` is a role, a fleet or a name: what to write now.
 _REMOVED = {
@@ -177,7 +179,8 @@ def _known(value: Any, kind: inspect.Type, path: str = "") -> Any:
             return {key: _known(item, variant.value_type, f"{path}.{key}") for key, item in value.items()}
         if isinstance(variant, inspect.StructType) and isinstance(value, dict):
             here, types = f"{path}." if path else "", {field.encode_name: field.type for field in variant.fields}
-            named = {_entry(_RENAMED, f"{here}{key}") or key: item for key, item in value.items()}
+            renamed = [((_entry(_RENAMED, f"{here}{key}") or key).partition("."), item) for key, item in value.items()]
+            named = {name: {inner: item} if inner else item for (name, _, inner), item in renamed}
             kept = {key: _known(item, types[key], here + key) for key, item in named.items() if key in types}
             return {key: item for key, item in kept.items() if not any(mismatches(item, types[key]))}
     return value

@@ -10,7 +10,7 @@ import msgspec
 
 from runtime.cluster import topology
 from runtime.cluster.topology import fleets, processes, takes_turns
-from runtime.config import Cluster, Computing, Config, Moe, Placed, Rollout, Services
+from runtime.config import Cluster, Computing, Config, Moe, Placed, Rollout, RolloutParallel, Services
 from runtime.config.base import DType, computed_dtype
 from runtime.models import hf_folder
 from runtime.process.network import is_loopback
@@ -50,8 +50,7 @@ def moe_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str
     for name, value in msgspec.structs.asdict(config.moe).items():
         faults = {
             "is for models with experts, and model.path has none": policy is not None and experts is None,
-            "is not for adapters (lora)": config.lora is not None,
-            "needs services.trainer.engine torch": config.services.trainer.engine != "torch",
+            "is not for adapters (lora), whose router is fixed": config.lora is not None and name != "router_replay",
             fixed: name == "bias_update" and experts is not None and not experts.corrected,
         }
         wrong = [fault for fault, there in faults.items() if there and value != off[name]]
@@ -62,7 +61,7 @@ RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's i
 RESERVED = 1024  # ports below belong to the system
 HCCL_PORTS = 60000, 61999  # first and last that the launcher gives to processes that share an NPU
 HOSTS = tuple(role for role in Services.__struct_fields__ if isinstance(getattr(Services(), role), Computing))
-_VLLM_ALONE = ("tensor_parallel", "engine_args")
+_VLLM_ALONE = ("parallel", "engine_args")
 _DEFAULT = Rollout()
 _OF_16_BITS = [dtype for dtype in get_args(DType) if dtype not in ("auto", "float32")]
 
@@ -198,7 +197,7 @@ def hccl_beside_workers(config: Config) -> bool:
     machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
     shared = shared_machines(settings.transport, settings.backend, machines)
     return "collective" in transports(shared, 1) and any(
-        fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values()
+        fleet.engine == "vllm" and fleet.parallel.devices > 1 for fleet in fleets(config).values()
     )
 
 
@@ -273,9 +272,7 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
             how = "install vllm-ascend" if config.services.platform == "ascend" else "run make install-vllm"
             yield f"{key}.engine: vllm is not installed here; {how}, and name its interpreter in {key}.python"
         yield from own_faults(fleet.engine_args, f"{key}.engine_args")
-        heads = (model or {}).get("num_attention_heads")
-        if heads is not None and heads % fleet.tensor_parallel:
-            yield f"{key}.tensor_parallel: {fleet.tensor_parallel} does not divide the model's {heads} attention heads"
+        yield from (f"{key}.parallel.{fault}" for fault in _parallel_faults(fleet.parallel, config.moe, model))
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         chosen = {"sampling.temperature": config.sampling.temperature, "evaluation.temperature": config.evaluation.temperature}
         for index, each in enumerate(config.evaluation.sets):
@@ -286,6 +283,24 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := getattr(config.sampling, name)) != off:
                 yield f"sampling.{name}: {value} needs rollouts of engine torch: vllm reports no kept sets; must be {off}"
+
+
+def _parallel_faults(parallel: RolloutParallel, moe: Moe, model: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield a line for each fault of an engine's layout. `model`: as for `rollout_faults`."""
+    heads, layers = ((model or {}).get(name) for name in ("num_attention_heads", "num_hidden_layers"))
+    experts, most = hf_folder.experts_of(model or {}), parallel.tensor * parallel.data
+    if heads is not None and heads % parallel.tensor:
+        yield f"tensor: {parallel.tensor} does not divide the model's {heads} attention heads"
+    if layers is not None and layers < parallel.pipeline:
+        yield f"pipeline: {parallel.pipeline} stages, but the model has {layers} layers; must be at most that"
+    if parallel.pipeline > 1 and moe.router_replay == "routing":
+        yield f"pipeline: {parallel.pipeline}, but vllm tells no routes over stages; must be 1, or moe.router_replay off"
+    if parallel.expert not in (1, most):
+        yield f"expert: {parallel.expert}; vllm spreads experts over tensor × data devices: must be {most}, or 1"
+    elif parallel.expert > 1 and model is not None and experts is None:
+        yield f"expert: {parallel.expert} is for models with experts, and model.path has none; must be 1"
+    elif experts is not None and experts.count % parallel.expert:
+        yield f"expert: {parallel.expert} does not divide the model's {experts.count} experts"
 
 
 def elastic_faults(config: Config) -> Iterator[str]:

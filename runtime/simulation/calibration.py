@@ -104,9 +104,9 @@ def assumed(config: Config, device: str, cores: int, parameters: float = 0.0) ->
     return Costs(
         prompt_tokens=config.data.max_prompt_tokens // 2 or 1,
         reply_tokens=LogNormal(max(1.0, config.sampling.max_new_tokens / 4), 0.7),
-        decode_step=width * parameters / _BYTES[device] / fleet.tensor_parallel,
-        decode_sequence=token / fleet.tensor_parallel,
-        prefill_token=token / fleet.tensor_parallel,
+        decode_step=width * parameters / _BYTES[device] / fleet.parallel.tensor,
+        decode_sequence=token / fleet.parallel.devices,
+        prefill_token=token / fleet.parallel.devices,
         reference_token=token / reference,
         train_token=3 * token / trainer,
         update=12 * parameters / _BYTES[device] / trainer,

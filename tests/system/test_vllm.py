@@ -51,7 +51,7 @@ def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies
     config = write_config(
         tmp_path / "config.yaml",
         tiny,
-        services={"rollout": [FLEETS[0], {**FLEETS[1], "tensor_parallel": 2}]},
+        services={"rollout": [FLEETS[0], {**FLEETS[1], "parallel": {"data": 2}}]},
         deadlines={"start": START},
     )
     overrides = (f"training.steps={STEPS}", f"training.groups_per_step={GROUPS}", "weight_sync.in_flight=recompute")

@@ -242,6 +242,34 @@ def test_what_is_one_engines_alone(sections: dict[str, Any], fault: str, monkeyp
     assert [each[: len(fault.strip())] for each in found] == [fault.strip()] * (fault != "none")
 
 
+SPREAD_EXPERTS = """
+experts: true, processes: 4, expert: 2 => none
+experts: true, role: critic, processes: 4, expert: 4 => none
+experts: true, processes: 3, expert: 2 => does not divide its 3 processes
+processes: 2, expert: 2 => is for models with experts
+experts: true, processes: 3, expert: 3 => does not divide the 4 experts of a layer
+experts: true, processes: 2, expert: 2, lora: {} => is not for adapters (lora)
+experts: true, processes: 2, expert: 2, training: {optimizer: {name: adamw_8bit}} => none
+experts: true, processes: 2, expert: 2, training: {optimizer: {name: muon}} => is not for training.optimizer.name muon
+"""
+
+
+@pytest.mark.parametrize(("case", "fault"), cases(SPREAD_EXPERTS))
+def test_engine_torch_spreads_experts(case: dict[str, Any], fault: str) -> None:
+    role, expert, processes = case.pop("role", "trainer"), case.pop("expert"), case.pop("processes")
+    model = MODEL | EXPERTS if case.pop("experts", False) else MODEL
+    more = {"critic": {}} if role == "critic" else {}
+    spread = {"services": {role: {"processes": processes, "parallel": {"expert": expert}}}}
+    expected = [] if fault == "none" else [f"services.{role}.parallel.expert: {expert} {fault}; must be 1"]
+    assert faults(model, role, **case, **more, **spread) == expected
+
+
+def test_joined_experts_are_not_spread() -> None:
+    joined = MODEL | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
+    (fault,) = faults(joined, services={"trainer": {"processes": 2, "parallel": {"expert": 2}}})
+    assert fault == "services.trainer.parallel.expert: 2 is not for gpt_oss, whose experts are joined; must be 1"
+
+
 ADAPTERS = """
 targets: [], tensor: 2 => none
 targets: [q_proj, layers.4.mlp.up_proj], pipeline: 2 => none

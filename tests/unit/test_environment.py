@@ -49,7 +49,10 @@ class TestPorts:
         services = {"rollout": {"colocate": "trainer"}, "trainer": {"env": {PORTS[1]: "auto"}}}
         assert environments(npus(1), services=services)["trainer-0"][PORTS[1]] == "auto"
 
-    OVER_HCCL: Any = {"weight_sync": {"backend": "hccl"}, "services": {"rollout": {"engine": "vllm", "tensor_parallel": 2}}}  # noqa: RUF012
+    OVER_HCCL: Any = {  # noqa: RUF012
+        "weight_sync": {"backend": "hccl"},
+        "services": {"rollout": {"engine": "vllm", "parallel": {"tensor": 2}}},
+    }
 
     def test_a_rollout_that_receives_beside_its_workers_has_ports_and_so_have_all(self) -> None:
         """vLLM's first worker and the rollout's own process are on one NPU, and take ports of one range."""

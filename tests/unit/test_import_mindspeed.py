@@ -365,7 +365,9 @@ rl_config: {use_swanlab: true, swanlab_mode: local, swanlab_project: p, use_tens
 older: true, algorithm: {kl_ctrl.type: adaptive, kl_ctrl.target_kl: 0.2, kl_ctrl.horizon: 500, kl_ctrl.kl_coef: 0.1}
   => algorithm.kl_target: 0.2, algorithm.kl_horizon: 500
 generate_config: {infer_tensor_parallel_size: 4, infer_expert_parallel_size: 4}
-  => services.rollout.engine_args.enable_expert_parallel: true
+  => services.rollout.parallel: {tensor: 4, expert: 4}
+generate_config: {infer_tensor_parallel_size: 2, infer_expert_parallel_size: 4, infer_pipeline_parallel_size: 2}
+  => services.rollout.parallel: {tensor: 2, pipeline: 2, data: 2, expert: 4}
 rl_config: {partial_rollout_max_split: 4} => training.partial_rollouts: true, training.staleness: 3
 megatron_training: {stage: ray_ppo}, actor_config: {load: a, tensor_model_parallel_size: 2},
   critic_config: {lr: 5e-6, load: a, tensor_model_parallel_size: 4, sequence_parallel: true, adam_beta2: 0.9},
@@ -412,7 +414,7 @@ IMPOSSIBLE = """
 actor_config: {pipeline_model_parallel_size: 4, num_layer_list: '9,8,9,10'} => the same number of layers
 actor_config: {pipeline_model_parallel_size: 4, num_layer_list: '9,8'} => has 2 stages
 generate_config: {sampling_config.top_k: 20} => training samples from the whole distribution
-generate_config: {infer_expert_parallel_size: 8} => at most that
+generate_config: {infer_tensor_parallel_size: 2, infer_expert_parallel_size: 3} => must be a multiple
 rl_config: {overlong_buffer_enable: true, overlong_buffer: 128, rollout_max_tokens: 2048}
   => rl_config.rollout_max_tokens: 2048: is not how long a reply may be, 512
 rl_config: {overlong_buffer_enable: true, overlong_buffer: 512, rollout_max_tokens: 512} => must be below the 512 tokens

@@ -140,6 +140,10 @@ actor_rollout_ref.actor.policy_loss.loss_mode: geo_mean, actor_rollout_ref.actor
   algorithm.clip_low: 0.4, algorithm.clip_high: 0.4
 actor_rollout_ref.model.lora_rank: 32, actor_rollout_ref.model.target_modules: '[q_proj,v_proj]'
   => lora.rank: 32, lora.alpha: 16.0, lora.target_modules: [q_proj, v_proj]
+actor_rollout_ref.rollout.tensor_model_parallel_size: 2, actor_rollout_ref.rollout.data_parallel_size: 2,
+  actor_rollout_ref.rollout.expert_parallel_size: 4, actor_rollout_ref.rollout.pipeline_model_parallel_size: 2
+  => services.rollout.parallel.tensor: 2, services.rollout.parallel.pipeline: 2, services.rollout.parallel.data: 2,
+  services.rollout.parallel.expert: 4, services.rollout.replicas: 1
 model_engine: megatron, actor_rollout_ref.actor.megatron.tensor_model_parallel_size: 2,
   actor_rollout_ref.actor.megatron.optimizer_offload: 'True', actor_rollout_ref.actor.use_kl_loss: 'true',
   +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity: full

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from runtime import types
 from runtime.config import Mismatch
-from runtime.errors import InvalidMessage, UserError
+from runtime.errors import InvalidMessage
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.rollout.vllm.worker import Reads, require_delivered
+from runtime.rollout.vllm.worker import Reads, undelivered
 from runtime.trainer.backend import StepStatistics
 from runtime.trainer.objective import add_mismatch
 from runtime.trainer.step import ModelTrainer, policy_trainer
@@ -252,6 +252,5 @@ def test_what_nothing_has_read_is_left(load: Loads, left: str) -> None:
 
 
 def test_what_is_not_delivered_is_told_by_name() -> None:
-    require_delivered([], [])
-    with pytest.raises(UserError, match="2 published weights have no place in it: a, b; 1 of its parameters get none: c; "):
-        require_delivered(["a", "b"], ["c"])
+    assert not undelivered([], [])
+    assert "2 published weights have no place in it: a, b; 1 of its parameters get none: c; " in undelivered(["a", "b"], ["c"])

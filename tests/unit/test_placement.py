@@ -57,7 +57,7 @@ TRAIN_8_INFER_6_REFERENCE_2 = make(
     algorithm=KL,
     services={
         "trainer": {"engine": "megatron", "processes": 8, "parallel": {"tensor": 4}},
-        "rollout": {"engine": "vllm", "replicas": 3, "tensor_parallel": 2},
+        "rollout": {"engine": "vllm", "replicas": 3, "parallel": {"tensor": 2}},
         "reference": {"replicas": 2},
     },
 )
@@ -147,7 +147,7 @@ def test_who_is_colocated_has_its_hosts_devices() -> None:
     services = {
         "trainer": {"processes": 4},
         "critic": {"processes": 4, "colocate": "trainer"},
-        "rollout": {"engine": "vllm", "replicas": 2, "tensor_parallel": 2, "colocate": "trainer"},
+        "rollout": {"engine": "vllm", "replicas": 2, "parallel": {"tensor": 2}, "colocate": "trainer"},
         "reference": {"replicas": 2, "colocate": "trainer"},
     }
     placed = place(make(algorithm=KL, critic={}, services=services), nodes(4))
@@ -157,14 +157,14 @@ def test_who_is_colocated_has_its_hosts_devices() -> None:
 
 
 def test_a_guest_comes_after_its_host_even_where_it_is_the_larger() -> None:
-    services = {"rollout": {"engine": "vllm", "tensor_parallel": 2, "colocate": "reference"}, "reference": {"replicas": 2}}
+    services = {"rollout": {"engine": "vllm", "parallel": {"tensor": 2}, "colocate": "reference"}, "reference": {"replicas": 2}}
     placed = place(make(algorithm=KL, services=services), nodes(3))
     assert seats(placed, "rollout") == [("n0", (1, 2))]
     assert seats(placed, "reference") == [("n0", (1,)), ("n0", (2,))]
 
 
 def test_the_largest_replicas_come_first() -> None:
-    placed = place(make(services={"rollout": [{}, {"engine": "vllm", "tensor_parallel": 2}]}), nodes(4))
+    placed = place(make(services={"rollout": [{}, {"engine": "vllm", "parallel": {"tensor": 2}}]}), nodes(4))
     assert seats(placed, "rollout") == [("n0", (1, 2)), ("n0", (3,))]
 
 
@@ -189,7 +189,7 @@ def test_a_role_that_names_its_devices_has_those() -> None:
 
 
 def test_replicas_share_the_devices_that_their_role_names_in_order() -> None:
-    rollout = {"engine": "vllm", "replicas": 2, "tensor_parallel": 2, "devices": [3, 1, 2, 0]}
+    rollout = {"engine": "vllm", "replicas": 2, "parallel": {"tensor": 2}, "devices": [3, 1, 2, 0]}
     placed = place(make(services={"rollout": rollout}), nodes(5))
     assert seats(placed, "rollout") == [("n0", (3, 1)), ("n0", (2, 0))]
     assert seats(placed, "trainer") == [("n0", (4,))]
@@ -202,7 +202,8 @@ def test_the_table_names_all_who_share_a_device_and_all_who_have_none() -> None:
 
 
 TENSOR_2 = {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}, "placement": "spread"}
-VLLM_2 = {"engine": "vllm", "tensor_parallel": 2, "colocate": "trainer"}
+VLLM_2 = {"engine": "vllm", "parallel": {"tensor": 2}, "colocate": "trainer"}
+VLLM_4 = {"engine": "vllm", "parallel": {"tensor": 2, "data": 2}}
 UNEVEN = "trainer.placement: {} processes cannot be spread evenly over n0, n1"
 FREE = "node n{} has {} of 2 devices free"
 NO_DEVICE = f"rollout.devices: there is no device 2; {FREE.format(0, 2)}; {FREE.format(1, 2)}"
@@ -231,6 +232,7 @@ def spread(processes: int) -> dict[str, Any]:
             (2,),
             f"rollout: no node has 1 free devices for rollout-1; {FREE.format(0, 0)} ({THEIRS})",
         ),
+        ({"rollout": VLLM_4}, (2, 3), "rollout.parallel: takes 4 devices of one node, and nodes have at most 3"),
         ({"rollout": {"placement": ["n9"]}}, (2,), "rollout.placement: there is no node 'n9'; nodes are n0"),
         ({"rollout": {"replicas": 2, "colocate": "trainer"}}, (2,), "rollout.colocate: needs 2 devices, but trainer has 1"),
         ({"rollout": {"colocate": "critic"}}, (2,), f"rollout.colocate: {NO_HOST}"),
@@ -330,7 +332,7 @@ def test_every_process_has_devices_of_its_own_on_one_node(
         algorithm=KL,
         services={
             "trainer": {"processes": trainer},
-            "rollout": {"engine": "vllm", "replicas": replicas, "tensor_parallel": tensor, "placement": placement},
+            "rollout": {"engine": "vllm", "replicas": replicas, "parallel": {"tensor": tensor}, "placement": placement},
             "reference": {"replicas": references},
         },
     )

@@ -339,8 +339,13 @@ def test_a_run_of_0_2_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     with tarfile.open(Path(__file__).with_name("run-0.2.tar.xz")) as packed:
         packed.extractall(tmp_path, filter="data")
+    recorded = Path("of-0.2/config.yaml")
+    text = recorded.read_text()
+    recorded.write_text(text.replace("tensor_parallel: 1", "tensor_parallel: 2"))
     read = loading.load_recorded(Path("of-0.2"))
     assert (read.weight_sync.in_flight, read.training.depth, read.services.rollout.max_num_seqs) == ("recompute", "bound", 8)
+    assert read.services.rollout.parallel.tensor == 2
+    recorded.write_text(text)
     shutil.copytree("of-0.2/model", read.model.path)
     rows = [json.loads(line) for line in said("samples", "of-0.2", "--jsonl").splitlines()]
     assert [row["step"] for row in rows] == [step for step in range(4) for _ in range(8)]

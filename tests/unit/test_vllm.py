@@ -10,15 +10,18 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
-from runtime.config import Config, Model, Run, Services, Warmup, loading
+from runtime.config import Config, Model, RolloutParallel, Run, Services, Warmup, loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import InvalidMessage, UserError
 from runtime.models import tiny_model
@@ -29,22 +32,25 @@ from runtime.rollout.vllm import arguments, leftovers, shim
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.rollout.vllm.leftovers import Leftovers
-from runtime.rollout.vllm.worker import Buffers, Location, locate, mapped
+from runtime.rollout.vllm.shim import Output
+from runtime.rollout.vllm.worker import MENDABLE, Buffers, Location, locate, mapped
 from runtime.types import SamplingParams
 from runtime.weights.group import memory_file
 from runtime.weights.plan import Cut, TensorSpec
+from services.rollout import make_engine
 from tests.loopback.ranks import Helper
 from tests.unit.rollout_cases import request
 from tests.unit.training_cases import make_policy
 
+SPREADS = [("qwen3_moe", {"tensor": 2}), ("qwen3_moe", {"tensor": 2, "expert": 2}), ("gpt_oss", {"tensor": 2})]
 
-@pytest.mark.parametrize(("family", "by_expert"), [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", False)])
-def test_workers_share_out_experts_as_vllm_does(family: str, by_expert: bool, tmp_path: Path) -> None:
-    """Or say that it is unknown. What vLLM reads of dense layers is compared in tests/vllm."""
+
+@pytest.mark.parametrize(("family", "parallel"), SPREADS)
+def test_workers_share_out_experts_as_vllm_does(family: str, parallel: dict[str, int], tmp_path: Path) -> None:
+    """Or say that it is unknown. What vLLM reads of all layers, with data parallelism, is compared in tests/vllm."""
     made = Config(run=Run(name="a"), model=Model(path=f"tiny:{family}"), warmup=Warmup(cache=str(tmp_path)))
     path = tiny_model.made(made).model.path
-    rollout = {"engine": "vllm", "tensor_parallel": 2, "engine_args": {"enable_expert_parallel": by_expert}}
-    services = msgspec.convert({"rollout": rollout}, Services)
+    services = msgspec.convert({"rollout": {"engine": "vllm", "parallel": parallel}}, Services)
     config = replace(made, model=Model(path=path), services=services)
     specs = [TensorSpec(name, "float32", shape) for name, shape in family_for(read_raw(path), mapped=False).tensors().items()]
     sharding, note = workers_sharding(config, specs), undeclared(config)
@@ -56,7 +62,20 @@ def test_workers_share_out_experts_as_vllm_does(family: str, by_expert: bool, tm
     for name, (shape, cut) in found.items():
         if "experts" in name:
             number, dim = int(name.split(".")[5]), int("down" in name)
-            assert cut == (Cut(((number // 4,),)) if by_expert else Cut(((0,), (1,)), dim, shape[dim] // 2))
+            assert cut == (Cut(((number // 4,),)) if "expert" in parallel else Cut(((0,), (1,)), dim, shape[dim] // 2))
+
+
+def test_a_stage_needs_its_layers_at_every_rank_and_parts_of_experts_are_over_all_ranks(tmp_path: Path) -> None:
+    made = Config(run=Run(name="a"), model=Model(path="tiny:qwen3_moe"), warmup=Warmup(cache=str(tmp_path)))
+    path = tiny_model.made(made).model.path
+    services = msgspec.convert({"rollout": {"engine": "vllm", "parallel": {"pipeline": 2, "data": 2}}}, Services)
+    config = replace(made, model=Model(path=path), services=services)
+    shapes = family_for(read_raw(path), mapped=False).tensors()
+    names = {"embed": "model.embed_tokens.weight", "query": "model.layers.1.self_attn.q_proj.weight"}
+    names["expert"] = "model.layers.1.mlp.experts.0.gate_proj.weight"
+    sharding = workers_sharding(config, [TensorSpec(name, "float32", shapes[name]) for name in names.values()])
+    holders = {name: sharding.cut(index).holders for index, name in enumerate(names)}
+    assert holders == {"embed": ((0, 1, 2, 3),), "query": ((1, 3),), "expert": ((1,), (3,))}
 
 
 def test_a_fault_that_vllm_finds_shows_no_arguments_values() -> None:
@@ -157,7 +176,9 @@ def test_on_npus_weights_keep_a_layout_that_can_be_loaded(tmp_path: Path) -> Non
     """Also if the user configures the plugin otherwise."""
 
     def given(device: str, user: dict[str, Any]) -> dict[str, Any]:
-        own = rollout_vllm._arguments("m", {}, cast(Any, types.SimpleNamespace(type=device)), torch.bfloat16, 4, 64, 1)
+        own = rollout_vllm._arguments(
+            "m", {}, cast(Any, types.SimpleNamespace(type=device)), torch.bfloat16, 4, 64, RolloutParallel()
+        )
         return arguments.with_plugin(own, user)
 
     mode = {"rl_config": {"enabled": True}}
@@ -190,19 +211,31 @@ VLLM = ("services.rollout.engine=vllm", f"services.rollout.python={sys.executabl
 @pytest.mark.parametrize(
     ("overrides", "fault"),
     [
-        (("services.rollout.tensor_parallel=2",), "services.rollout.tensor_parallel: is for engine vllm"),
+        (("services.rollout.parallel.tensor=2",), "services.rollout.parallel: is for engine vllm"),
         (("services.rollout.engine_args={block_size: 16}",), "services.rollout.engine_args: is for engine vllm"),
         (
             (*VLLM, "services.rollout.engine_args={seed: 3, model: other}"),
             "services.rollout.engine_args.model: Sluice sets it; model.path decides it",
         ),
         (
-            (*VLLM, "services.rollout.tensor_parallel=3"),
-            "services.rollout.tensor_parallel: 3 does not divide the model's 4 attention heads",
+            (*VLLM, "services.rollout.parallel.tensor=3"),
+            "services.rollout.parallel.tensor: 3 does not divide the model's 4 attention heads",
         ),
         (
             (*VLLM, "evaluation.temperature=0.001"),
             "evaluation.temperature: 0.001 is too low for engine vllm; must be 0 or at least 0.01",
+        ),
+        (
+            (*VLLM, "services.rollout.parallel={tensor: 2, data: 2, expert: 2}"),
+            "services.rollout.parallel.expert: 2; vllm spreads experts over tensor × data devices: must be 4, or 1",
+        ),
+        (
+            (*VLLM, "services.rollout.parallel={tensor: 2, expert: 2}"),
+            "services.rollout.parallel.expert: 2 is for models with experts, and model.path has none; must be 1",
+        ),
+        (
+            (*VLLM, "services.rollout.parallel.pipeline=5"),
+            "services.rollout.parallel.pipeline: 5 stages, but the model has 4 layers; must be at most that",
         ),
         ((*VLLM, "sampling.top_p=0.9"), f"sampling.top_p: 0.9 {KEPT}; must be 1.0"),
         ((*VLLM, "sampling.top_k=5"), f"sampling.top_k: 5 {KEPT}; must be 0"),
@@ -210,6 +243,23 @@ VLLM = ("services.rollout.engine=vllm", f"services.rollout.python={sys.executabl
 )
 def test_faults_are_found_without_vllm(tmp_path: Path, overrides: tuple[str, ...], fault: str) -> None:
     assert faults_of(tmp_path, *overrides) == [fault]
+
+
+CANNOT = [
+    ("qwen3_moe", {"tensor": 2, "expert": 2}, "expert: 2; must be 1 on CPUs, for which vllm has a kernel of experts"),
+    ("qwen3_moe", {"data": 2}, "data: 2; must be 1 on CPUs, for which vllm has no exchange of tokens between ranks"),
+    ("qwen2", {"data": 2, "pipeline": 2}, "pipeline: 2; must be 1 on CPUs, for which vllm has no buffers for what a stage"),
+]
+
+
+@pytest.mark.parametrize(("family", "parallel", "fault"), CANNOT)
+def test_on_cpus_a_rollout_refuses_what_vllm_lacks_there(
+    family: str, parallel: dict[str, int], fault: str, tmp_path: Path
+) -> None:
+    config = Config(run=Run(name="a"), model=Model(path=f"tiny:{family}"), warmup=Warmup(cache=str(tmp_path)))
+    services = msgspec.convert({"rollout": {"engine": "vllm", "parallel": parallel}}, Services)
+    with pytest.raises(UserError, match=f"^services.rollout.parallel.{fault}"):
+        make_engine(replace(tiny_model.made(config), services=services), "rollout-0")
 
 
 # ------------------------------------------------------------------------------------------------ shared buffers
@@ -376,19 +426,57 @@ class Core:
     def __init__(self, own: dict[str, Any], arguments: dict[str, Any]) -> None:
         self.own = own
         self.asked: list[int] = []  # the prompts' first tokens
+        self.ranks: list[int] = []
 
-    async def add(self, request_id: str, prompt: list[int], sampling: dict[str, Any], salt: str) -> None:
+    async def add(self, request_id: str, prompt: list[int], sampling: dict[str, Any], salt: str, rank: int) -> None:
         self.asked.append(prompt[0])
+        self.ranks.append(rank)
 
 
-def test_a_probe_goes_before_all_that_wait_into_a_sequence_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VLLMRolloutEngine]:
     monkeypatch.setattr(rollout_vllm, "Core", Core)
     for name in ("prepare_environment", "check_version"):
         monkeypatch.setattr(rollout_vllm, name, lambda *_: None)
-    path, cpu = make_policy(tmp_path), torch.device("cpu")
-    engine = VLLMRolloutEngine(
-        path, name="rollout-0", device=cpu, dtype=torch.float32, slots=SLOTS, max_model_len=64, swap_timeout=1.0
-    )
+    options: dict[str, Any] = {"name": "rollout-0", "device": torch.device("cpu"), "dtype": torch.float32}
+    return partial(VLLMRolloutEngine, make_policy(tmp_path), **options, max_model_len=64, swap_timeout=1.0)
+
+
+def test_a_sample_goes_to_the_rank_with_the_fewest(made: Callable[..., VLLMRolloutEngine]) -> None:
+    """A rank may have all that it can get: one more than the fewest, of the slots and a probe's."""
+    engine = made(slots=5, parallel=RolloutParallel(data=2))
+    core: Any = engine._core
+    assert (core.own["data_parallel_size"], core.own["max_num_seqs"]) == (2, 3)
+    engine.submit([request(1, n=4, prompt=(1,)), request(2, n=2, prompt=(2,))])
+    asyncio.run(engine._feed())
+    assert core.ranks == [0, 1, 0, 1, 0]
+    engine._record([Output(number, [5], np.zeros(1, np.float32), "stop", 0) for number in ("1", "3")])
+    engine.submit([request(3, n=1, prompt=(3,))])
+    asyncio.run(engine._feed())
+    assert core.ranks[5:] == [0, 0]
+
+
+def test_weights_that_no_worker_of_any_rank_reads_are_a_fault_and_so_is_each_workers() -> None:
+    core: Any = shim.Core.__new__(shim.Core)
+    core._ranks = [b"0", b"1"]
+
+    def loaded(*answers: list[list[str]]) -> list[str]:
+        async def answer(method: str, *arguments: Any, engine: bytes) -> list[list[str]]:
+            assert method == "collective_rpc" and arguments[0] == "sluice_load"
+            return answers[int(engine)]
+
+        core._core = types.SimpleNamespace(_call_utility_async=answer)
+        found: list[str] = asyncio.run(core.load([], True, True))
+        return found
+
+    assert not loaded([["", "a", "b"], ["", "c"]], [["", "b"], ["", "a"]])
+    (fault,) = loaded([["", "a", "b"], ["", "c", "b"]], [["", "b"], ["", "b", "a"]])
+    assert fault.startswith(MENDABLE) and "1 published weights have no place in it: b;" in fault
+    assert loaded([["", "b"], ["", "b"]], [["", "b"], ["no"]]) == ["worker 3: no"]
+
+
+def test_a_probe_goes_before_all_that_wait_into_a_sequence_of_its_own(made: Callable[..., VLLMRolloutEngine]) -> None:
+    engine = made(slots=SLOTS)
     core: Any = engine._core
     assert core.own["max_num_seqs"] == SLOTS + 1
     engine.submit([request(1, n=3, prompt=(1,)), request(2, n=2, prompt=(2,))])

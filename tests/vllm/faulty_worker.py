@@ -48,12 +48,13 @@ class FaultyLoading(WeightLoading):
     rank: int
     reads: Reads | None = None
 
-    def sluice_load(self, locations: Sequence[Sequence[Any]], first: bool = True, last: bool = True) -> str:
+    def sluice_load(self, locations: Sequence[Sequence[Any]], first: bool = True, last: bool = True) -> list[str]:
         if (folder := os.environ.get(READS)) is None:
             return super().sluice_load(locations, first, last)
         with Reads() as self.reads:
             fault = super().sluice_load(locations, first, last)
-        torch.save(self.reads.read, f"{folder}/{self.rank}")
+        parallel = self.vllm_config.parallel_config
+        torch.save(self.reads.read, f"{folder}/{parallel.data_parallel_index * parallel.world_size + self.rank}")
         return fault
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -102,11 +102,13 @@ class Rig:
         tied = model.config.tie_word_embeddings
         return {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
-    def publish_files(self, folder: Path) -> None:
+    def publish_files(self, folder: Path, recompute: bool = False) -> dict[str, torch.Tensor]:
         """The next version by the names of a checkpoint's files: of experts, one tensor each, as the trainer has them."""
         self.next_weights()
         self.models[self.newest].save_pretrained(folder)
-        self.run(self.swap(load_file(folder / "model.safetensors"), PolicyVersion(0, self.newest)))
+        tensors = load_file(folder / "model.safetensors")
+        self.run(self.swap(tensors, PolicyVersion(0, self.newest), recompute))
+        return tensors
 
     async def update(self, recompute: bool = False) -> None:
         await self.swap(self.next_weights(), PolicyVersion(0, self.newest), recompute)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from runtime.config import Config, Model, Run, Warmup
+from runtime.config import Config, Model, RolloutParallel, Run, Warmup
 from runtime.errors import UserError
 from runtime.models import tiny_model
 from runtime.models.vllm_sharding import workers_sharding
@@ -45,7 +45,7 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(
 ) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with Rig(tmp_path, tensor_parallel=workers) as rig:
+    with Rig(tmp_path, parallel=RolloutParallel(tensor=workers)) as rig:
         for _ in range(3):
             (samples,) = rig.generate(rig.request())
             rig.check_exact(samples)
@@ -57,14 +57,19 @@ def test_workers_read_what_is_declared(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv(READS, str(tmp_path))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE | {"vocab_size": 331}, head_dim=32)).save_pretrained(tmp_path)
-    with Rig(tmp_path, tensor_parallel=4) as rig:
+    with Rig(tmp_path, parallel=RolloutParallel(tensor=4)) as rig:
         rig.run(rig.update())
-        specs = [TensorSpec(name, "float32", tuple(each.shape)) for name, each in rig.models[1].state_dict().items()]
-    rollout = {"engine": "vllm", "tensor_parallel": 4, "python": "python"}
-    config = msgspec.convert({"run": {"name": "a"}, "model": {"path": str(tmp_path)}, "services": {"rollout": rollout}}, Config)
+        check_declared(tmp_path, tmp_path, {"tensor": 4}, dict(rig.models[1].state_dict()))
+
+
+def check_declared(model: Path, reads: Path, parallel: dict[str, int], tensors: dict[str, torch.Tensor]) -> None:
+    """What each worker has read of `tensors`, by its file in `reads`, is what is declared that it needs."""
+    specs = [TensorSpec(name, "float32", tuple(each.shape)) for name, each in tensors.items()]
+    rollout = {"engine": "vllm", "parallel": parallel, "python": "python"}
+    config = msgspec.convert({"run": {"name": "a"}, "model": {"path": str(model)}, "services": {"rollout": rollout}}, Config)
     declared = workers_sharding(config, specs)
-    for worker in range(4):
-        read = torch.load(tmp_path / str(worker))
+    for worker in range(declared.members):
+        read = torch.load(reads / str(worker))
         for index, spec in enumerate(specs):
             needed = torch.zeros(spec.shape, dtype=torch.bool)
             for span, workers in parts(spec, declared.cut(index)):

@@ -69,7 +69,7 @@ run: {{name: test, dir: {folder}/run}}
 model: {{path: {model}}}
 data: {{train: unused.jsonl, max_prompt_tokens: 32}}
 sampling: {{max_new_tokens: 32}}
-services: {{rollout: {{engine: vllm, max_num_seqs: 4, tensor_parallel: 2}}}}
+services: {{rollout: {{engine: vllm, max_num_seqs: 4, parallel: {{tensor: 2}}}}}}
 deadlines: {{start: 900}}
 network: {{security: none}}  # no agent is there to give keys
 """

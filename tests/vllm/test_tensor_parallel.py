@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.config import RolloutParallel
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights.group import arena
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def rig(model_path: Path) -> Iterator[Rig]:
-    with Rig(model_path, tensor_parallel=2) as made:
+    with Rig(model_path, parallel=RolloutParallel(tensor=2)) as made:
         yield made
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.errors import InvalidMessage
+from runtime.config import RolloutParallel
+from runtime.errors import InvalidMessage, UserError
 from runtime.types import GroupRequest, SamplingParams
 
 KEY = "services.rollout.engine_args"
@@ -21,9 +22,16 @@ OWN = {
     "dtype": "services.rollout.dtype",
     "max_model_len": "data.max_prompt_tokens and the lengths of replies",
     "max_num_seqs": "services.rollout.max_num_seqs",
-    "tensor_parallel_size": "services.rollout.tensor_parallel",
-    "pipeline_parallel_size": "services.rollout.tensor_parallel",
-    "data_parallel_size": "services.rollout.replicas",
+    "tensor_parallel_size": "services.rollout.parallel.tensor",
+    "pipeline_parallel_size": "services.rollout.parallel.pipeline",
+    "data_parallel_size": "services.rollout.parallel.data",
+    "enable_expert_parallel": "services.rollout.parallel.expert",
+    # New weights would go to the places that experts had at the start.
+    "enable_eplb": "",
+    # Other ways to start an engine's processes, or further ones.
+    **dict.fromkeys(("prefill_context_parallel_size", "enable_elastic_ep", "nnodes", "node_rank", "master_addr"), ""),
+    **dict.fromkeys((f"data_parallel_{name}" for name in ("rank", "start_rank", "size_local", "backend", "address")), ""),
+    **dict.fromkeys(("data_parallel_external_lb", "data_parallel_hybrid_lb"), ""),
     "distributed_executor_backend": "",
     "logprobs_mode": "",
     "worker_cls": "",
@@ -75,6 +83,19 @@ def unknown_faults(arguments: Mapping[str, Any], known: Sequence[str]) -> Iterat
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             yield f"{KEY}.{name}: this vLLM has no such argument" + (f"; nearest is '{near[0]}'" if near else "")
+
+
+def require_spread(parallel: RolloutParallel, experts: bool) -> None:
+    """Check that vLLM 0.30 can spread a model over processes on CPUs. `experts`: whether it has any. Raises UserError."""
+    lacking = {
+        "pipeline": parallel.pipeline > 1 and "no buffers for what a stage gets from the one before",
+        "expert": parallel.expert > 1 and "a kernel of experts that takes all experts for its own",
+        "data": experts and parallel.data > 1 and "no exchange of tokens between ranks with experts",
+    }
+    for name, what in lacking.items():
+        if what:
+            value = getattr(parallel, name)
+            raise UserError(f"services.rollout.parallel.{name}: {value}; must be 1 on CPUs, for which vllm has {what}")
 
 
 # vLLM silently raises lower temperatures to this value.

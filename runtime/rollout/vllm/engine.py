@@ -8,6 +8,8 @@ vLLM's cache shares prefixes only among requests of one version: the version is 
 a token at a swap starts anew under the new version. So no sequence begins on keys and values of other weights. Running
 sequences keep their own or, with `recompute`, lose all. `GroupRequest.keep` needs nothing more: the cache keeps finished texts
 until their room is needed, and drops the least recently used first. A text of two versions has the salt of its first version.
+
+Data-parallel ranks are schedulers of their own, each with a cache. They pause, load and resume together, and die together.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import asyncio
 import json
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,7 @@ import torch
 
 from runtime import timeouts
 from runtime.commands import Level
+from runtime.config import RolloutParallel
 from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault, UserError
 from runtime.models.adapters import merged
 from runtime.models.forward import dtype_of
@@ -92,6 +95,7 @@ _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags for waking
 _WITH_CACHE = {Level.ASLEEP: (_WEIGHTS, _CACHE), Level.WEIGHTS: (_CACHE,), Level.AWAKE: ()}
 _WORKER = "runtime.rollout.vllm.worker.WeightLoading"
+_ALONE = RolloutParallel()
 
 
 @dataclass
@@ -104,6 +108,7 @@ class _Sequence:
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)
+    rank: int = 0  # the data-parallel rank that has it
     forgotten: bool = False  # a swap dropped its keys and values, which vLLM will report as a preemption
 
 
@@ -119,7 +124,7 @@ class VLLMRolloutEngine(RolloutEngine):
         dtype: torch.dtype,
         slots: int,
         max_model_len: int,
-        tensor_parallel: int = 1,
+        parallel: RolloutParallel = _ALONE,
         engine_args: Mapping[str, Any] | None = None,
         swap_timeout: float,
         sleeps: bool = False,
@@ -157,7 +162,8 @@ class VLLMRolloutEngine(RolloutEngine):
         check_version(replays)
         experts = read_config(model_path).experts if replays else None
         self._sparse = sorted(experts.layers) if experts else []  # the layers with experts
-        own = _arguments(model_path, model, device, dtype, slots + 1, max_model_len, tensor_parallel)
+        self._data = parallel.data
+        own = _arguments(model_path, model, device, dtype, slots, max_model_len, parallel)
         own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps}
         own |= {"enable_return_routed_experts": True} if self._sparse else {}
         self._core = Core(own, engine_args or {})
@@ -199,6 +205,7 @@ class VLLMRolloutEngine(RolloutEngine):
         return not (self.torn or self._level < Level.AWAKE) and bool(self._running or (self._waiting and not self.held))
 
     async def _outputs(self) -> list[Output]:
+        self._check_alive()
         try:
             return await self._core.outputs(timeouts.VLLM_POLL)
         except Exception as error:
@@ -212,7 +219,9 @@ class VLLMRolloutEngine(RolloutEngine):
         return ServiceFault(self._name, "generate", f"vLLM's engine has died: {self._core.cause}")
 
     async def _feed(self) -> None:
-        """Hand over as many samples as there are slots, and one more for a probe."""
+        """Hand over as many samples as there are slots, and one more for a probe, each to the rank with the fewest of them."""
+        load = Counter(dict.fromkeys(range(self._data), 0))
+        load.update(sequence.rank for sequence in self._running.values())
         while self._waiting and not self.held:
             request = self._waiting[0].group.request
             if len(self._running) >= self._slots + (request.purpose == "probe"):
@@ -221,9 +230,11 @@ class VLLMRolloutEngine(RolloutEngine):
             self._requests += 1
             request_id = str(self._requests)
             self._running[request_id] = sequence
+            sequence.rank = min(load, key=load.__getitem__)
+            load[sequence.rank] += 1
             seed = sample_seed(request.seed, request.first + sequence.index)
             sampling = as_vllm(request.sampling, seed)
-            await self._core.add(request_id, request.prompt.tolist(), sampling, str(self.version))
+            await self._core.add(request_id, request.prompt.tolist(), sampling, str(self.version), sequence.rank)
 
     async def _flush(self) -> None:
         """Have vLLM forget the withdrawn requests."""
@@ -386,21 +397,31 @@ class VLLMRolloutEngine(RolloutEngine):
 
 
 def _arguments(
-    path: str, model: Mapping[str, Any], device: torch.device, dtype: torch.dtype, slots: int, length: int, ways: int
+    path: str,
+    model: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    slots: int,
+    length: int,
+    parallel: RolloutParallel,
 ) -> dict[str, Any]:
-    """Return vLLM's arguments for the model and the machine."""
+    """Return vLLM's arguments for the model and the machine. The data-parallel ranks share `slots`, and one more of a probe."""
+    slots = slots // parallel.data + 1  # of a rank: the fewest samples of any rank, and one
     own: dict[str, Any] = {
         "model": path,
         "skip_tokenizer_init": True,
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": length,
         "max_num_seqs": slots,
-        "tensor_parallel_size": ways,
+        "tensor_parallel_size": parallel.tensor,
+        "pipeline_parallel_size": parallel.pipeline,
+        "data_parallel_size": parallel.data,
+        "enable_expert_parallel": parallel.expert > 1,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature and filters included
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "enforce_eager": device.type == "cpu",
-        "distributed_executor_backend": "mp" if ways > 1 else "uni",
+        "distributed_executor_backend": "mp" if parallel.devices > 1 else "uni",
     }
     if device.type == "cpu":
         own |= {
@@ -409,16 +430,18 @@ def _arguments(
             "enable_chunked_prefill": False,
             "enable_prefix_caching": packs(model),
             "max_num_batched_tokens": max(_CPU_STEP, length, slots),
-            "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, ways),
+            "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, parallel),
         }
     elif device.type == "npu":
         own |= {"additional_config": {"weight_nz_mode": 0}}  # layout ND: new weights cannot be loaded into FRACTAL_NZ
     return own
 
 
-def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
-    """Return the bytes of one worker's cache for `slots` whole sequences, or half of the machine's free memory if that is less.
-    Otherwise vLLM takes a share of the machine's memory, as on accelerators. 1 GiB for models with unknown names of sizes."""
+def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, parallel: RolloutParallel) -> int:
+    """Return the bytes of one worker's cache for `slots` whole sequences of a rank, or its part of half of the machine's free
+    memory if that is less. Otherwise vLLM takes a share of the machine's memory, as on accelerators. 1 GiB for models with
+    unknown names of sizes."""
     whole = (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
     needed = kv_cache_bytes(model, slots, whole, dtype.itemsize) if "num_attention_heads" in model else 1 << 30
-    return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways
+    half = platform.memory(torch.device("cpu")).available // 2
+    return min(needed // (parallel.tensor * parallel.pipeline), half // parallel.devices)

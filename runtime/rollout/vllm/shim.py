@@ -24,7 +24,7 @@ from runtime.config.secret_values import resolved
 from runtime.errors import UserError
 from runtime.rollout.vllm.arguments import KEY, own_faults, unknown_faults, with_plugin
 from runtime.rollout.vllm.leftovers import Leftovers
-from runtime.rollout.vllm.worker import Location
+from runtime.rollout.vllm.worker import MENDABLE, Location, undelivered
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -191,13 +191,16 @@ class Core:
             self._leftovers.remove()
             raise UserError(f"services.rollout: vLLM did not start: {self._relay.reason(error)}") from error
         self._core: Any = self._llm.engine_core
+        self._ranks: list[bytes] = self._core.core_engines  # the addresses of the data-parallel ranks, each an engine core
+        self._loads: dict[int, tuple[float, int]] = {}  # by rank: its use of the cache, and its waiting requests
         self._next: asyncio.Future[Any] | None = None
         self.vocabulary = int(self._llm.model_config.get_vocab_size())
         self.reported = CoreLoad(room=int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size or 0))
 
     @property
     def dead(self) -> bool:
-        return bool(self._llm.errored)
+        coordinator = self._core.resources.coordinator  # of the data-parallel ranks: vLLM itself does not miss it
+        return bool(self._llm.errored) or (coordinator is not None and not coordinator.proc.is_alive())
 
     @property
     def cause(self) -> str:
@@ -205,8 +208,8 @@ class Core:
         error = self._relay.error()
         return f"the last error that it printed is {error}" if error else "killed, or out of memory"
 
-    async def add(self, request_id: str, prompt: list[int], sampling: Mapping[str, Any], salt: str) -> None:
-        """Queue a request. Only requests of the same `salt` share prefixes."""
+    async def add(self, request_id: str, prompt: list[int], sampling: Mapping[str, Any], salt: str, rank: int = 0) -> None:
+        """Queue a request at a data-parallel rank. Only requests of the same `salt` share prefixes."""
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
@@ -219,7 +222,7 @@ class Core:
             arrival_time=0.0,
             lora_request=None,
             cache_salt=salt,
-            data_parallel_rank=None,
+            data_parallel_rank=rank if len(self._ranks) > 1 else None,
         )
         await self._core.add_request_async(request)
 
@@ -252,7 +255,9 @@ class Core:
             return []
         outputs, self._next = self._next.result(), None
         if (stats := outputs.scheduler_stats) is not None:
-            self.reported.kv_use, self.reported.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
+            self._loads[outputs.engine_index] = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
+            kv_use, waiting = zip(*self._loads.values(), strict=True)
+            self.reported.kv_use, self.reported.waiting = max(kv_use), sum(waiting)
         return [_output(each) for each in outputs.outputs]
 
     async def pause(self, forget: bool) -> None:
@@ -264,8 +269,13 @@ class Core:
 
     async def load(self, locations: Sequence[Location], first: bool, last: bool) -> list[str]:
         """Have every worker load a part of the weights. Return the faults; [] if there are none."""
-        faults = await self._core.collective_rpc_async("sluice_load", None, (list(map(list, locations)), first, last))
-        return [f"worker {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
+        given = "sluice_load", None, (list(map(list, locations)), first, last), None
+        calls = (self._core._call_utility_async("collective_rpc", *given, engine=rank) for rank in self._ranks)
+        answers = [answer for of_rank in await asyncio.gather(*calls) for answer in of_rank]
+        faults = [f"worker {number}: {fault}" for number, (fault, *_) in enumerate(answers) if fault]
+        if not faults and (fault := undelivered(sorted(set.intersection(*(set(unread) for _, *unread in answers))))):
+            faults.append(f"{MENDABLE}{fault}")
+        return faults
 
     async def sleep(self) -> None:
         await self._core.sleep_async(1, "keep")

@@ -108,15 +108,15 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def require_delivered(unread: Collection[str], empty: Collection[str]) -> None:
-    """Check that nothing is `unread` of the published weights, and no parameter `empty`. Raises UserError with all names."""
+def undelivered(unread: Collection[str] = (), empty: Collection[str] = ()) -> str:
+    """Return a fault with the published weights that are `unread`, and the parameters that are `empty`; "": there are none."""
     faults = (
         f"{len(names)} {what}: {', '.join(names)}"
         for what, names in (("published weights have no place in it", unread), ("of its parameters get none", empty))
         if names
     )
-    if listed := "; ".join(faults):
-        raise UserError(f"vLLM's model is not the trainer's: {listed}; names must be the same in transformers and in this vLLM")
+    same = "names must be the same in transformers and in this vLLM"
+    return f"vLLM's model is not the trainer's: {listed}; {same}" if (listed := "; ".join(faults)) else ""
 
 
 log = logging.getLogger("vllm.sluice")
@@ -135,23 +135,24 @@ class WeightLoading:
         vllm_config: Any
         model_config: Any
 
-    def sluice_load(self, locations: Sequence[Sequence[Any]], first: bool = True, last: bool = True) -> str:
+    def sluice_load(self, locations: Sequence[Sequence[Any]], first: bool = True, last: bool = True) -> list[str]:
         """Load weights over the model's; this worker takes its share. `locations`: of a whole set, or of the `first` part of a
-        set, others, and the `last`. Return the fault, or "". An exception would end the call with the first worker's answer,
-        and the other workers' answers would be taken for the next call's. After a fault the weights are a mixture."""
+        set, others, and the `last`. Return the fault, or "", then the weights that this worker has not read, after the last
+        part of the first set. An exception would end the call with the first worker's answer, and the other workers' answers
+        would be taken for the next call's. After a fault the weights are a mixture."""
         try:
-            self._sluice_reload(locations, first, last)
+            return ["", *self._sluice_reload(locations, first, last)]
         except UserError as error:
-            return f"{MENDABLE}{error}"
+            return [f"{MENDABLE}{error}"]
         except Exception as error:
             log.exception("sluice: the weights were not loaded")
-            return f"{type(error).__name__}: {error}"
-        return ""
+            return [f"{type(error).__name__}: {error}"]
 
-    def _sluice_reload(self, locations: Sequence[Sequence[Any]], first: bool, last: bool) -> None:
-        """Load weights layer by layer. Some of vLLM's layers keep weights in a layout of the device, so they cannot be copied
-        into. vLLM makes layers of the checkpoint's shape, fills and converts each, and copies it over the old one. This is
-        finished even if a tensor was missing, so that the next load finds the model in order."""
+    def _sluice_reload(self, locations: Sequence[Sequence[Any]], first: bool, last: bool) -> list[str]:
+        """Load weights layer by layer, and return those that were not read, as `sluice_load` does. Some of vLLM's layers keep
+        weights in a layout of the device, so they cannot be copied into. vLLM makes layers of the checkpoint's shape, fills and
+        converts each, and copies it over the old one. This is finished even if a tensor was missing, so that the next load
+        finds the model in order."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
@@ -189,11 +190,14 @@ class WeightLoading:
                     loading.under_way = False
                     finalize_layerwise_reload(model, self.model_config)
         platform.synchronize(device)  # the buffers are overwritten after this
-        if last and not loading.checked:
-            # A worker of expert parallelism skips the weights of other workers' experts.
-            apart = self.vllm_config.parallel_config.enable_expert_parallel
-            require_delivered([name for name, _ in loading.reads.left.values() if not apart], sorted(empty))
-            loading.checked = True
+        if not last or loading.checked:
+            return []
+        unread = [name for name, _ in loading.reads.left.values()]
+        # What this worker does not read may be another one's: an expert, or a layer.
+        if fault := undelivered(unread if self.vllm_config.parallel_config.world_size_across_dp == 1 else (), sorted(empty)):
+            raise UserError(fault)
+        loading.checked = True
+        return unread
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors as a checkpoint's files would give them."""
