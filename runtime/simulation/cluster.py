@@ -15,13 +15,13 @@ import numpy as np
 
 from runtime import commands, timeouts, types
 from runtime.cluster.placement import RestartBackoff
-from runtime.cluster.topology import Instance, instances, is_group, rollout_workers, settings_of, slots
+from runtime.cluster.topology import Instance, instances, is_group, rollout_parallel, settings_of, slots
 from runtime.commands import HANDED_OVER, InitWeightGroup, ResendWeights, SendWeights, WeightGroupReady, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import RunSupervisor
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.weight_sync import seen
-from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
+from runtime.errors import BlobLost, InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.process.waiting import done_within
 from runtime.simulation.engine import (
     STATE,
@@ -29,6 +29,7 @@ from runtime.simulation.engine import (
     Costs,
     HostMemory,
     ModelState,
+    SimulatedAgents,
     SimulatedEngine,
     Stamp,
     _samples,
@@ -344,7 +345,7 @@ class SyncMember(SimulatedProcess):
         cluster, names = self.cluster, (self.name, *command.names)
         senders = cluster.config.services.trainer.processes if self.is_group else 1
         machines = (*command.machines[:1] * senders, *command.machines[1:])
-        workers, bucket_bytes = rollout_workers(cluster.config), cluster.config.weight_sync.bucket_bytes
+        workers, bucket_bytes = rollout_parallel(cluster.config).devices, cluster.config.weight_sync.bucket_bytes
         took = sync_seconds(cluster.costs, machines, senders, bucket_bytes, workers)
         epoch = cluster.epochs[command.epoch] = SyncEpoch(names, dict(zip(command.names, took, strict=True)))
         self._tasks.add(self.loop.create_task(self._meet(epoch)))
@@ -451,11 +452,12 @@ class SimulatedRollout(SyncMember):
 
     def _answer(self, request: GroupRequest, lengths: list[int], oldest: Versions, newest: Versions) -> GeneratedGroup:
         old, new = min(oldest), max(newest)
+        holders = [] if request.purpose == "eval" else self.cluster.agents.holders(self.machine)
         if request.purpose == "eval":
             payload = types.encode(GroupPayload.of(request.group_id, request.prompt, _samples(lengths, oldest)))
         else:
             tokens = len(request.prompt) * request.n + sum(lengths)
-            payload = msgspec.msgpack.encode(Stamp(request.group_id, old.pack(), new.pack(), tokens))
+            payload = msgspec.msgpack.encode(Stamp(request.group_id, old.pack(), new.pack(), tokens, holders))
         return GeneratedGroup(
             group_id=request.group_id,
             prompt_tokens=len(request.prompt),
@@ -463,6 +465,7 @@ class SimulatedRollout(SyncMember):
             truncated=sum(length == request.sampling.max_new_tokens for length in lengths),
             oldest=old,
             newest=new,
+            holders=holders,
             payload=payload,
         )
 
@@ -543,8 +546,8 @@ class SimulatedReward(SimulatedProcess):
 
 class SimulatedReference(SimulatedProcess):
     async def logprobs(self, request: LogprobRequest) -> bytes:
-        tokens = msgspec.msgpack.decode(request.payload, type=Stamp).tokens
-        await self.in_turn(self.cluster.costs.reference_token * tokens)
+        self.cluster.agents.require(self.name, request.payload)
+        await self.in_turn(self.cluster.costs.reference_token * msgspec.msgpack.decode(request.payload, type=Stamp).tokens)
         return request.payload
 
 
@@ -593,9 +596,13 @@ class SimulatedModel(SimulatedProcess):
             self._batch, self._computed = [], 0.0
 
     async def accumulate(self, command: commands.Accumulate) -> None:
-        seconds = self.cluster.costs.train_token * sum(group.tokens for group in command.groups)
         async with self._in_turn:
-            self._computed += await self.spend(seconds)
+            self._computed += await self.spend(self.cluster.costs.train_token * sum(group.tokens for group in command.groups))
+            try:
+                self.cluster.agents.require(self.name, *(group.payload for group in command.groups))
+            except BlobLost:  # a rank ends at once: others wait for it
+                self.cluster.kill(self)
+                raise
             self._batch += command.groups
 
     async def apply(self, command: commands.Apply) -> types.StepResult:
@@ -685,15 +692,14 @@ class SimulatedCluster(RunSupervisor):
         self.register = self._register
         self.processes: dict[str, SimulatedProcess] = {}
         self.epochs: dict[int, SyncEpoch] = {}
-        self.memory = HostMemory()
+        self.memory, self.agents = HostMemory(), SimulatedAgents(config, nodes)
         self._restarted: dict[str, int] = {}  # the run's step when a model under training was started again last
         self.corrupt: set[str] = set()
         """The rollouts whose next version arrives with a wrong byte; the trainer, if its next version has a wrong byte."""
         self.failed: asyncio.Future[None] = loop.create_future()
         """Fails if the run must end: a necessary process is not started again."""
         self.judge = config.rewards.rules[0].name.rpartition(":")[2] if config.rewards.rules else "reward"
-        self._chance = random.Random(f"{seed}/cluster")
-        self.slots = slots(config)
+        self.slots, self._chance = slots(config), random.Random(f"{seed}/cluster")
         self._allowances: dict[str, RestartBackoff] = {}
         self._nodes: dict[str, str] = {}
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
@@ -709,6 +715,7 @@ class SimulatedCluster(RunSupervisor):
     def report(self, progress: Progress) -> None:
         self.observer.published = self.observer.published or progress.phase not in ("starting", "recovering")
         self.loop.note(f"{progress.phase} {progress.step}")
+        self.agents.step = progress.step
 
     def vacated(self) -> None:
         """Do nothing: simulated processes hold no memory."""
@@ -743,6 +750,7 @@ class SimulatedCluster(RunSupervisor):
 
     def lose_node(self, node: str) -> None:
         """End all processes of a node, and lose its memory."""
+        self.agents.lose(node)
         for process in [one for one in self.processes.values() if one.machine == node]:
             self.memory.lose(process.name)
             self.kill(process)

@@ -18,7 +18,9 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.types import PolicyVersion, Sample, StepResult
+from runtime.config import Config
+from runtime.errors import BlobLost
+from runtime.types import Holder, PolicyVersion, Sample, StepResult
 from runtime.weights.plan import hops
 
 # ---- Costs
@@ -330,6 +332,7 @@ class Stamp(msgspec.Struct, frozen=True):
     oldest: int
     newest: int
     tokens: int  # prompts included
+    holders: list[Holder] = []  # of the experts that were chosen
 
 
 class ModelState(msgspec.Struct):
@@ -337,6 +340,39 @@ class ModelState(msgspec.Struct):
 
     step: int = 0
     trained: list[int] = []
+
+
+class SimulatedAgents:
+    """The nodes' agents as holders of blobs. A blob is held by its node and the next, until these are lost or no step can need
+    it. Without `router_replay` there are no blobs."""
+
+    def __init__(self, config: Config, nodes: int):
+        self._bound, self._replays = config.training.staleness, config.moe.router_replay == "routing"
+        self._agents = {f"node-{number}": Holder(f"node-{number}", "0") for number in range(nodes)}
+        self.step = 0  # of the run
+        self.losses = 0  # of nodes
+
+    async def there(self) -> set[Holder]:
+        return {*self._agents.values()}
+
+    def holders(self, node: str) -> list[Holder]:
+        """Return the holders of a blob that is put on `node` now."""
+        names = [*self._agents]
+        other = names[(names.index(node) + 1) % len(names)]
+        return [self._agents[name] for name in dict.fromkeys((node, other))] if self._replays else []
+
+    def lose(self, node: str) -> None:
+        """Lose a node's blobs; another agent comes in the place of its agent."""
+        self.losses += 1
+        self._agents[node] = Holder(node, str(self.losses))
+
+    def require(self, reader: str, *payloads: bytes) -> None:
+        """Raise BlobLost if no agent holds a group's blob any more. A critic needs none."""
+        for payload in payloads if self._replays and not reader.startswith("critic") else ():
+            stamp = msgspec.msgpack.decode(payload, type=Stamp)
+            due = (stamp.oldest & 0xFFFFFFFF) + self._bound
+            if stamp.holders and (due < self.step or not any(each in self._agents.values() for each in stamp.holders)):
+                raise BlobLost(reader, "read", f"no agent holds the blob of group {stamp.group_id} any more")
 
 
 class HostMemory:

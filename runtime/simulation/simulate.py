@@ -121,6 +121,7 @@ class Simulation(SimulatedWorld):
                 epoch=WALL + clock,
                 launched=loop.time(),
                 history=RunHistory(config.run.resume),
+                holders=cluster.agents.there,
             )
             run = self.training = TrainingRun(context, cluster.register)
             self.began(loop, cluster)
@@ -236,7 +237,7 @@ def refuse(config: Config) -> None:
     """Check that `config` can be simulated. Raises UserError with a line for each part that is not modelled."""
     unknown = sorted({one.role for one in instances(config)} - ROLES.keys())
     faults = [f"services.{role}: the role is not modelled, and cannot be simulated" for role in unknown]
-    if len({(fleet.engine, fleet.tensor_parallel) for fleet in fleets(config).values()}) > 1:
+    if len({(fleet.engine, fleet.parallel) for fleet in fleets(config).values()}) > 1:
         faults.append("services.rollout: fleets of different engines or sizes are not modelled: all rollouts have one speed")
     if faults:
         raise UserError("\n".join(faults))

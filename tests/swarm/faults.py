@@ -30,8 +30,8 @@ def cut(ledger: Path, percent: int) -> None:
         os.truncate(log, log.stat().st_size * percent // 100)
 
 
-Kind = Literal["kill", "stop", "cut", "slow", "corrupt", "node", "full", "clock", "crash"]
-KINDS: tuple[Kind, ...] = ("kill", "stop", "cut", "slow", "corrupt", "node", "full", "clock", "crash")
+Kind = Literal["kill", "stop", "cut", "slow", "corrupt", "node", "full", "clock", "crash", "agents"]
+DRAWN: tuple[Kind, ...] = ("kill", "stop", "cut", "slow", "corrupt", "node", "full", "clock", "crash")
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     **{f"cut-{percent}": partial(cut, percent=percent) for percent in range(0, 100, 10)},
@@ -73,7 +73,7 @@ def draw(chance: random.Random, units: Sequence[str], nodes: int, within: float,
 
 
 def _one(chance: random.Random, units: Sequence[str], nodes: int, within: float, at: float) -> Fault:
-    kind, who = chance.choice(KINDS), chance.choice(units)
+    kind, who = chance.choice(DRAWN), chance.choice(units)
     brief = min(within, 3.0)  # a link that is slow for longer ends a run
     lasts = chance.choice((0.0, chance.uniform(0.0, brief)))
     if kind == "slow":
@@ -128,6 +128,9 @@ class Faults:
             self.clock += fault.seconds
         elif fault.kind == "node":
             cluster.lose_node(fault.who)
+        elif fault.kind == "agents":
+            for node in cluster.cores:
+                cluster.agents.lose(node)
         elif fault.kind == "corrupt":
             cluster.corrupt.add(fault.who)
         else:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
 from msgspec.structs import replace
@@ -30,7 +31,7 @@ from runtime.coordinator.weight_sync import TRIES
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.simulation.engine import Costs, Fixed, LogNormal, Pareto
 from services.rpc.client import command_deadline
-from tests.swarm.faults import KINDS, Fault, draw
+from tests.swarm.faults import Fault, Kind, draw
 from tests.swarm.faulty import FaultySimulation
 
 MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
@@ -52,7 +53,8 @@ class Case:
         model under training is lost while there is nothing to go back to."""
         by_unit = Counter(fault.who for fault in self.faults if fault.who and fault.kind not in ("slow", "corrupt"))
         nodes = sum(fault.kind == "node" for fault in self.faults)
-        models = sum(count for who, count in by_unit.items() if who.partition("-")[0] in ("trainer", "critic", "node"))
+        models = sum(fault.kind == "agents" for fault in self.faults)  # a trainer that cannot read a blob ends
+        models += sum(count for who, count in by_unit.items() if who.partition("-")[0] in ("trainer", "critic", "node"))
         # What a sender has that is not what it gathered is sent once more before it is gathered anew.
         syncs = sum(1 + (fault.who == "trainer-0") for fault in self.faults if fault.kind in ("slow", "corrupt"))
         again = max(by_unit.values(), default=0) + nodes > ATTEMPTS or models > ATTEMPTS or syncs >= TRIES
@@ -61,7 +63,7 @@ class Case:
 
 def case_of(seed: int) -> Case:
     """The configuration and faults of a seed."""
-    chance, memory = random.Random(f"case {seed}"), random.Random(f"memory {seed}")
+    chance, memory, blobs = (random.Random(f"{what} {seed}") for what in ("case", "memory", "blobs"))
     pick = chance.choice
     critic, colocated, dynamic = chance.random() < 0.2, chance.random() < 0.25, chance.random() < 0.2
     settings = Config(
@@ -76,6 +78,7 @@ def case_of(seed: int) -> Case:
             kl_coefficient=pick((0.0, 0.1)), dynamic_sampling=dynamic, advantage="gae" if critic else "group_norm"
         ),
         critic=config.Critic() if critic else None,
+        moe=config.Moe(router_replay="routing" if blobs.random() < 0.4 else "off"),
         training=config.Training(
             steps=chance.randint(2, 8), staleness=pick((0, 1, 2, 4)), groups_per_step=chance.randint(1, 5)
         ),
@@ -112,7 +115,10 @@ def case_of(seed: int) -> Case:
     if memory.random() < 0.3:
         units = [unit for unit in units if unit.startswith(("trainer", "critic"))]
     copying = 2 * costs.keep * (settings.training.steps + 1)  # seconds
-    faults = draw(chance, units, nodes, pick((0.3, 3.0)) + copying, MOST_FAULTS)
+    faults = draw(chance, units, nodes, within := pick((0.3, 3.0)) + copying, MOST_FAULTS)
+    if settings.moe.router_replay == "routing":
+        near = [fault.at for fault in faults] + [blobs.uniform(0.0, within)]
+        faults += [Fault("agents", blobs.choice(near) + blobs.expovariate(1.0)) for _ in range(blobs.randint(0, 2))]
     return Case(seed, settings, costs, tuple(faults), nodes, tick)
 
 
@@ -186,7 +192,7 @@ def command(case: Case) -> str:
     return f"python -m tests.swarm.swarm --first {case.seed} --seeds 1 --faults '{told}'"
 
 
-_FAULT = re.compile(rf"({'|'.join(KINDS)}):?([a-z_]+-\d+)?@([-\d.e]+)(?:/([-\d.e]+))?(?:\+(\d+))?")
+_FAULT = re.compile(rf"({'|'.join(get_args(Kind))}):?([a-z_]+-\d+)?@([-\d.e]+)(?:/([-\d.e]+))?(?:\+(\d+))?")
 
 
 def parse(text: str) -> tuple[Fault, ...]:

@@ -85,7 +85,7 @@ class Witness(Observer):
         before = self._generates.get(request.group_id)
         config = rollout.cluster.config
         if before is not None and config.checkpoint.in_memory != "off" and not takes_turns(config):
-            gone = before._lost or not before.alive
+            gone = before._lost or not before.alive or rollout.cluster.agents.losses  # of nodes: perhaps it was of blobs
             _hold(bool(gone), f"{rollout.name} begins group {request.group_id} again, which {before.name} has begun")
         self._generates[request.group_id] = rollout
 

@@ -23,7 +23,7 @@ from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.simulation import simulate
 from runtime.simulation.calibration import calibrate, observe
-from runtime.simulation.cluster import Observer, SimulatedModel
+from runtime.simulation.cluster import Observer, SimulatedCluster, SimulatedModel
 from runtime.simulation.engine import Cores, Costs, Fixed, LogNormal, SimulatedEngine, sync_seconds
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop, SimulatedWorld, Stuck
 from runtime.simulation.simulate import INTERVAL, DyingSimulation, Simulation, death_costs, simulated, variations
@@ -308,6 +308,33 @@ def test_a_lost_model_goes_on_at_the_step_of_its_copies(tmp_path: Path) -> None:
     assert sorted(set(made)) == list(range(STEPS)) and made == sorted(made)
     assert len(made) - STEPS <= 1
     assert simulation.cluster is not None and simulation.cluster.processes["trainer-0"].incarnation == 1
+
+
+class Weighed(Simulation):
+    """A run that counts the bytes of the answers that reach the coordinator."""
+
+    nbytes = 0
+
+    def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
+        arrive = cluster.arrive
+
+        def weighed(deliver: Callable[[], None], nbytes: int = 0) -> None:
+            self.nbytes += nbytes
+            arrive(deliver, nbytes)
+
+        cluster.arrive = weighed  # type: ignore[method-assign]
+
+
+def test_replayed_experts_do_not_pass_through_the_coordinator(tmp_path: Path) -> None:
+    """They are the agents' blobs: the coordinator works on as many bytes, and as long, as without them."""
+    found = {}
+    for replay in ("off", "routing"):
+        config = replace(configured(tmp_path / replay), moe=schema.Moe(router_replay=replay))
+        run = Weighed(config, Costs(coordinator_message=1e-4, coordinator_byte=1e-6), command_deadline, nodes=2)
+        run.run()
+        assert run.cluster is not None
+        found[replay] = run.nbytes, run.cluster.coordinator_busy
+    assert found["routing"] == found["off"] > (0, 0.0)
 
 
 def test_what_computes_at_once_shares_the_processors() -> None:
