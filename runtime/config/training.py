@@ -85,7 +85,7 @@ class Moe(Section, frozen=True):
     aux_loss: Rate = 0.0
     """The coefficient of the balance loss of each row, in each layer with experts; 0: none."""
     z_loss: Rate = 0.0
-    """That of the mean square of the router's log-sum-exp likewise; 0: none."""
+    """The coefficient of the mean square of the router's log-sum-exp, of each row in each layer with experts; 0: none."""
     bias_update: Rate = 0.0
     """By how much an update raises what corrects the scores of the experts with less load than the mean, and lowers that of the
     others, without a loss: of models that have such a bias, as DeepSeek-V3 and GLM-4.5. 0: it stays."""

@@ -111,7 +111,7 @@ def cut_trees(lengths: Sequence[int], shared: Sequence[int], budget: int) -> lis
 
 
 class RoutedShare(NamedTuple):
-    """What a rank's routers see of each micro-batch. By default all."""
+    """The layers and tokens of a micro-batch that a rank's routers see. By default all."""
 
     layers: slice = slice(None)  # of the model's layers with experts
     tokens: Callable[[int], np.ndarray] = np.arange

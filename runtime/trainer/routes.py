@@ -69,7 +69,7 @@ class GroupRoutes:
 
 
 class _KnownPart:
-    """What is here of one group's experts, in the layers `begin` to `end`."""
+    """The known part of one group's experts, in the layers `begin` to `end`."""
 
     def __init__(self, taken: RoutedExperts, begin: int, end: int):
         self.taken, blob = taken, taken.blob

@@ -64,7 +64,7 @@ GRADIENT = 1e-5  # of the norm
 
 
 def assert_experts(found: Found, expected: Found) -> None:
-    """Of the first step: the gradient is the same, and so is what balances without a loss, to the bit."""
+    """Compare the first step: the gradients are close, and the biases of the routers are equal bit for bit."""
     own, other = found["gradient"], expected["gradient"]
     assert own.keys() == other.keys()
     squares = [((own[name] - tensor).double().norm() ** 2, tensor.double().norm() ** 2) for name, tensor in other.items()]

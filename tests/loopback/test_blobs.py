@@ -75,7 +75,7 @@ async def nodes(config: Config, most: int = 1 << 20) -> AsyncIterator[list[BlobS
 
 
 def keeper(config: Config, server: BlobServer, monkeypatch: pytest.MonkeyPatch) -> BlobKeeper:
-    """Of the rollout on the node of `server`."""
+    """Make the keeper of the rollout on the node of `server`."""
     monkeypatch.setenv(blobs.ADDRESS, server._own.address)
     monkeypatch.setenv(os_process.NODE, server._own.node)
     return BlobKeeper(config, BlobClient("rollout-0", of_process("rollout-0", tls=True)))
@@ -117,7 +117,7 @@ def blobs_device() -> Any:
 async def test_a_rank_reads_the_experts_of_its_own_tokens_and_layers_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of groups whose rollout is gone, in pieces; one agent dies, then the other."""
+    """The rollout has ended, and blobs have several pieces. One agent dies, then the other."""
     monkeypatch.setattr(blobs, "PIECE", 64)
     config = config_of(tmp_path)
     made = [group_of(number, lengths) for number, lengths in enumerate([(5, 9, 2), (7,), (3, 3)])]
@@ -162,7 +162,7 @@ def counting(read: Any, sizes: list[int]) -> Any:
 
 @driven_by(within(30.0))
 async def test_a_lost_peer_costs_a_copy_and_not_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may call is checked by kind: a rollout puts and a trainer reads."""
+    """A rollout may put and may not read. If its agent has no room, the experts stay in the payload."""
     monkeypatch.setattr("runtime.timeouts.BLOB_COPY", 0.5)
     config = config_of(tmp_path)
     async with nodes(config) as (first, second):

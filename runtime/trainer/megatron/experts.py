@@ -34,7 +34,7 @@ from runtime.trainer.micro_batch import MicroBatch
 
 @dataclass
 class Routing:
-    """What this rank's routers need of a micro-batch, and what they keep of its first pass."""
+    """The inputs of this rank's routers for a micro-batch, and the routers' records of its first pass."""
 
     taken: torch.Tensor | None  # [t, l, k], the experts that the tokens take; None: the router chooses
     real: torch.Tensor | None = None  # bool [t], false for padding; None: nothing is counted
@@ -45,7 +45,7 @@ class Routing:
 
 
 class LayerInputs(NamedTuple):
-    """What layers get as the attention bias, which no code of megatron-core looks at."""
+    """The attention bias of the layers. megatron-core passes it on and does not read it."""
 
     packing: Packing
     routing: Routing | None
