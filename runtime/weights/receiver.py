@@ -359,6 +359,7 @@ class WeightReceiver:
         self._peer: WeightSender | None = None
         self._hosting = 0  # the epoch that this rollout hosts or is about to host
         self._sending: asyncio.Task[commands.WeightsSent] | None = None
+        self._load_lock = asyncio.Lock()  # windows are loaded one after the other, in order
 
     @property
     def held(self) -> StagedWeights | None:
@@ -457,9 +458,10 @@ class WeightReceiver:
         """Load a window into the engine, from a thread. The engine is drained before the first one."""
 
         async def load() -> None:
-            if first and self._drain is not None:
-                await self._drain()
-            await self._engine.load(tensors, first, last)
+            async with self._load_lock:
+                if first and self._drain is not None:
+                    await self._drain()
+                await self._engine.load(tensors, first, last)
 
         return asyncio.run_coroutine_threadsafe(load(), loop)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.commands import WeightsSent
+from runtime.config import Config, Run
 from runtime.errors import DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import receiver
@@ -486,6 +488,38 @@ def test_a_delta_is_refused_by_who_has_another_version() -> None:
     match = r"^the delta of bucket 0 starts from version 0\.1 \(checksum \w+\), and this member has version 0\.0 \("
     with pytest.raises(RuntimeError, match=match):
         pair.publish(2)
+
+
+def test_windows_are_loaded_one_after_the_other() -> None:
+    """A window may arrive while the engine still loads the one before, or waits for samples under way."""
+
+    class Engine:
+        adopts = None
+
+        def __init__(self) -> None:
+            self.loading, self.loaded = False, list[tuple[int, bool, bool]]()
+
+        async def load(self, tensors: dict[str, int], first: bool, last: bool) -> None:
+            assert not self.loading
+            self.loading = True
+            for _ in range(tensors["turns"]):
+                await asyncio.sleep(0)
+            self.loading = False
+            self.loaded.append((tensors["turns"], first, last))
+
+    async def drain() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        engine: Any = Engine()
+        taken = receiver.WeightReceiver(engine, Config(run=Run(name="test")), "rollout-0", drain=drain)
+        loop, turns = asyncio.get_running_loop(), [9, 5, 1]
+        futures = [taken._load(loop, {"turns": each}, each == 9, each == 1) for each in turns]  # type: ignore[dict-item]
+        await asyncio.gather(*map(asyncio.wrap_future, futures))
+        assert engine.loaded == [(9, True, False), (5, False, False), (1, False, True)]
+
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE))
 
 
 def test_a_delta_with_a_wrong_word_does_not_give_the_bucket_of_its_tag() -> None:
