@@ -50,7 +50,7 @@ class GroupRank:
 log = logging.getLogger("sluice")
 
 BETWEEN_STEPS = (commands.Export, commands.Save)
-OF_A_STEP = (commands.BeginStep, commands.Accumulate, commands.Apply)
+OF_A_STEP = (commands.BeginStep, commands.Accumulate, commands.Apply, commands.Keep)
 
 
 class UpdateRank(GroupRank):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from runtime import types
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Export, Offload, Onload, Restore, Save
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Export, Keep, Offload, Onload, Restore, Save
 from runtime.config import Checkpoint, Config, Critic, Deadlines, Run, Services, Trainer
 from runtime.data.prompts import StreamState
 from runtime.errors import Forbidden, InvalidMessage, ServiceFault, StorageFull, UserError
@@ -371,7 +371,7 @@ def test_commands_behind_one_that_failed_say_what_it_said(failing: str, monkeypa
         with pytest.raises(ServiceFault):
             rank.execute(Accumulate(0, [], True))
             rank.execute(Apply(0))
-    for behind in (Accumulate(0, [], True), Apply(0), BeginStep(1)):
+    for behind in (Accumulate(0, [], True), Apply(0), Keep(PolicyVersion(0, 1)), BeginStep(1)):
         with pytest.raises(ServiceFault) as caught:
             rank.execute(behind)
         assert caught.value is fault
