@@ -147,6 +147,14 @@ def experts_of(raw: Mapping[str, Any]) -> ExpertShape | None:
         return None
 
 
+def count_experts(raw: Mapping[str, Any]) -> int:
+    """Return the experts of a layer in the contents of a config.json, also of families that only transformers and vLLM know; 0
+    if the model has none."""
+    if (experts := experts_of(raw)) is not None:
+        return experts.count
+    return next((raw[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if raw.get(key)), 0)
+
+
 def packs(raw: Mapping[str, Any]) -> bool:
     """Return whether transformers' model of this config.json is known to run packed. An unknown model may carry state from one
     sequence to the next, for example a recurrent state, and nothing in config.json says so."""

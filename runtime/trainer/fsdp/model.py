@@ -18,6 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from runtime.config import Moe
 from runtime.errors import UserError
 from runtime.models.families.shape import ExpertShape
+from runtime.models.hf_folder import count_experts
 from runtime.trainer.backend import RankInfo, StepStatistics, TrainedRole
 from runtime.trainer.micro_batch import MicroBatch
 
@@ -86,7 +87,7 @@ def shard(model: Any, device: torch.device, compute: torch.dtype, cpu_offload: b
             unit.set_force_sum_reduction_for_comms(True)
         elif spread:
             raise UserError(f"parallel.expert: torch {torch.__version__} averages gradients; must be 1, or take a newer torch")
-    if any(getattr(model.config, key, 0) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if count_experts(model.config.to_dict()):
         # An expert without tokens on one rank has a gradient on other ranks.
         if not hasattr(model, "set_reduce_scatter_unused_params"):
             raise UserError(
